@@ -1,0 +1,1 @@
+"""The `kfacpack` command. One file a command; each is thin and calls the library."""

@@ -1,0 +1,29 @@
+"""How commands speak: tables to stdout, errors and progress to stderr, JSON to stdout alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+def show_error(message: str) -> None:
+    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def human_bytes(count: float) -> str:
+    """1536 -> '1.5 kB', in powers of a thousand as disks and hubs count."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

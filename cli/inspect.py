@@ -1,0 +1,165 @@
+"""`kfacpack inspect`: what a bundle is, of which model, from what, how big, which blocks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from kfacpack.bundle.reader import Bundle
+
+from .console import human_bytes, out, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry, Manifest
+
+    BlockEntry = KroneckerEntry | DenseEntry
+
+
+def inspect(
+    bundle: Path = typer.Argument(..., metavar="FILE.kfac", help="The bundle to look into."),
+    blocks: bool = typer.Option(False, "--blocks", help="List every block: its parameters, form and bytes."),
+    as_json: bool = typer.Option(False, "--json", help="Print digest, sizes and the whole manifest as JSON."),
+) -> None:
+    """Show what a bundle is, without reading its tensors.
+
+    Only the header is read, so it is quick on any size. Whether the tensors are intact is what 'verify' tells.
+    """
+    opened = Bundle(bundle)
+    if as_json:
+        print_json(_as_json(opened))
+        return
+    _print_summary(opened)
+    _print_blocks(opened) if blocks else _print_kinds(opened)
+
+
+def _as_json(bundle: Bundle) -> dict[str, Any]:
+    manifest = bundle.manifest
+    return {
+        "file": str(bundle.path),
+        "sha256": bundle.digest,
+        "bytes": bundle.nbytes,
+        "dense_bytes": _dense_bytes(manifest),
+        "parameters": sum(map(_weights, manifest.blocks)),
+        "manifest": manifest.model_dump(mode="json", exclude_none=True),
+    }
+
+
+def _print_summary(bundle: Bundle) -> None:
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="bold cyan")
+    facts.add_column(overflow="fold")
+    for label, value in _facts(bundle):
+        facts.add_row(label, Text(value))
+    out.print(Panel(facts, title=Text(bundle.path.name), title_align="left", expand=False))
+
+
+def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
+    manifest = bundle.manifest
+    base, function, source, estimate, merge = (
+        manifest.base, manifest.function, manifest.source, manifest.estimate, manifest.merge,
+    )  # fmt: skip
+    if source:
+        yield "task", source.task
+        data = [source.dataset, source.split, f"revision {source.revision}" if source.revision else None]
+        if any(data):
+            yield "data", ", ".join(filter(None, data))
+        if source.examples is not None:
+            size = f" of {source.dataset_size:,}" if source.dataset_size is not None else ""
+            yield "examples", f"{source.examples:,}{size}"
+        if source.preprocessing:
+            yield "preprocessing", source.preprocessing
+        if source.license:
+            yield "licence", source.license
+    if merge:
+        parents = ", ".join(f"{p.task or p.sha256[:12]} × {p.weight:.4g}" for p in merge.parents)
+        rank = f" of rank {merge.rank}" if merge.rank else ""
+        yield "merged", f"{merge.rule}{rank}: {parents}"
+    revision = f", {base.revision}" if base.revision else ""
+    yield "base model", f"{base.name} ({base.family}{revision})"
+    yield "", f"sha256 {base.sha256[:16]}… over {len(base.parameters)} parameters"
+    normalized = "normalised " if function.normalized else ""
+    detail = f": {function.detail}" if function.detail else ""
+    yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
+    if estimate:
+        probes = f", {estimate.probes} {estimate.probe} probe(s)" if estimate.probes else ""
+        seed = f", seed {estimate.seed}" if estimate.seed is not None else ""
+        yield "estimate", f"{estimate.fisher}{probes}, {estimate.examples:,} examples{seed}"
+        yield "", f"model in {estimate.model_dtype}, sums in {estimate.accumulation_dtype}"
+    yield "scaling", f"{manifest.scaling.sharing}: {manifest.scaling.formula}"
+    dense = _dense_bytes(manifest)
+    yield "size", f"{human_bytes(bundle.nbytes)}, {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})"
+    yield "content", f"sha256 {bundle.digest}"
+    yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
+
+
+def _print_kinds(bundle: Bundle) -> None:
+    """One row for each kind of block."""
+    rows: dict[tuple[str, str, str], list[BlockEntry]] = defaultdict(list)
+    for block in bundle.manifest.blocks:
+        rows[block.operation, block.structure, _forms(bundle, block)].append(block)
+    table = Table("operation", "structure", "held as", box=None, header_style="bold", pad_edge=False)
+    for heading in ("blocks", "weights", "bytes"):
+        table.add_column(heading, justify="right")
+    counted: set[str] = set()
+    for (operation, structure, forms), blocks in rows.items():
+        size = sum(_bytes(bundle, block, counted) for block in blocks)
+        numbers = (f"{len(blocks)}", f"{sum(map(_weights, blocks)):,}", human_bytes(size))
+        table.add_row(Text(operation), structure, Text(forms), *numbers)
+    out.print(table)
+    out.print(Text("--blocks lists every block, --json has everything", style="dim"))
+
+
+def _print_blocks(bundle: Bundle) -> None:
+    table = Table("block", "operation", "ΔW", "structure", "held as", box=None, header_style="bold", pad_edge=False)
+    table.add_column("bytes", justify="right")
+    lossy = any(block.losses for block in bundle.manifest.blocks)
+    if lossy:
+        table.add_column("relative error")
+    counted: set[str] = set()
+    for block in bundle.manifest.blocks:
+        size = human_bytes(_bytes(bundle, block, counted))
+        shape = f"{block.join.rows}×{block.join.columns}"
+        row = [Text(block.name, overflow="fold"), Text(block.operation), shape, block.structure]
+        losses = ", ".join(f"{loss.step} {loss.frobenius or 0:.2g}" for loss in block.losses)
+        table.add_row(*row, Text(_forms(bundle, block)), size, *([Text(losses)] if lossy else []))
+        others = [piece.parameter for piece in block.join.pieces if piece.parameter != block.name]
+        if others:
+            table.add_row(Text(f"  with {', '.join(dict.fromkeys(others))}", style="dim", overflow="fold"))
+    out.print(table)
+
+
+def _forms(bundle: Bundle, block: BlockEntry) -> str:
+    """'B packed F32 · A block:8 I8', or one for both when they are alike."""
+    forms = list(dict.fromkeys(_form(bundle, name) for name, _ in block.references()))
+    return " · ".join(forms)
+
+
+def _form(bundle: Bundle, matrix: str) -> str:
+    entry = bundle.manifest.matrices[matrix]
+    data = bundle.tensors[entry.tensors["data"]]
+    count = {"block": data.shape[0], "lowrank": data.shape[-1]}.get(entry.form)
+    return f"{entry.form}{f':{count}' if count is not None else ''} {data.dtype}"
+
+
+def _bytes(bundle: Bundle, block: BlockEntry, counted: set[str]) -> int:
+    """A block's bytes, without the matrices that a block before it has brought along."""
+    own = {name for name, _ in block.references()} - counted
+    counted |= own
+    return sum(bundle.tensors[t].nbytes for name in own for t in bundle.manifest.matrices[name].tensors.values())
+
+
+def _weights(block: BlockEntry) -> int:
+    return block.join.rows * block.join.columns
+
+
+def _dense_bytes(manifest: Manifest) -> int:
+    """What the same matrices would take as full float32, the diagonal ones as they are."""
+    return 4 * sum(m.side if m.form == "diagonal" else m.side**2 for m in manifest.matrices.values())

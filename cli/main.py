@@ -1,0 +1,60 @@
+"""The command `kfacpack`: its subcommands, and what an error or an interruption turns into."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperGroup
+
+import kfacpack
+
+from . import inspect, verify
+from .console import show_error
+
+if TYPE_CHECKING:
+    import click
+
+
+class Commands(TyperGroup):
+    """Exit codes: 0 done, 1 an honest failure, 2 bad input or usage, 130 interrupted."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except kfacpack.KfacpackError as error:
+            show_error(str(error))
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as interruption:
+            show_error("interrupted")
+            raise typer.Exit(130) from interruption
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kfacpack {kfacpack.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Print the version and exit."),
+) -> None:
+    """Curvature as an artifact: look into, check and share bundles of Kronecker factors (.kfac files)."""
+
+
+app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
+
+
+def run() -> None:
+    app(prog_name="kfacpack")

@@ -1,0 +1,59 @@
+"""Curvature as an artifact: compute Kronecker factors once, share them, merge them, train against them.
+
+Names are imported when first used, so that reading a manifest does not wait for torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import About, Estimate, Function, Join, Piece, Source
+    from kfacpack.bundle.reader import Bundle
+    from kfacpack.curvature.block import CurvatureBlock, Kronecker, Whole
+    from kfacpack.curvature.curvature import Curvature
+    from kfacpack.curvature.identify import identify
+    from kfacpack.curvature.loading import load
+    from kfacpack.curvature.matrices import Dense, Diagonal
+    from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, TaskVectorError
+    from kfacpack.verification import verify
+
+_HOMES = {
+    "About": "bundle.manifest",
+    "Bundle": "bundle.reader",
+    "BundleError": "errors",
+    "CorruptTensor": "errors",
+    "Curvature": "curvature.curvature",
+    "CurvatureBlock": "curvature.block",
+    "Dense": "curvature.matrices",
+    "Diagonal": "curvature.matrices",
+    "Estimate": "bundle.manifest",
+    "Function": "bundle.manifest",
+    "Join": "bundle.manifest",
+    "KfacpackError": "errors",
+    "Kronecker": "curvature.block",
+    "Piece": "bundle.manifest",
+    "Source": "bundle.manifest",
+    "TaskVectorError": "errors",
+    "Whole": "curvature.block",
+    "identify": "curvature.identify",
+    "load": "curvature.loading",
+    "verify": "verification",
+}
+
+__version__ = version("kfacpack")
+__all__ = [
+    "About", "Bundle", "BundleError", "CorruptTensor", "Curvature", "CurvatureBlock", "Dense", "Diagonal", "Estimate",
+    "Function", "Join", "KfacpackError", "Kronecker", "Piece", "Source", "TaskVectorError", "Whole", "identify", "load",
+    "verify",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kfacpack' has no attribute {name!r}")
+    return getattr(import_module(f"kfacpack.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

@@ -1,0 +1,278 @@
+"""The manifest: what a bundle says about itself. The JSON Schema in spec/ is generated from these classes.
+
+Unknown keys are ignored, so that a later MINOR version may add some; a key that must not be ignored is announced
+under `requires`. Nothing here imports torch: a manifest can be read, checked and shown in a few milliseconds.
+"""
+
+from __future__ import annotations
+
+import re
+from hashlib import sha256
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+VERSION = "1.0"
+MAX_SIDE = 2**24
+MAX_PIECES = 64
+
+_NAME = r"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^\x00-\x1f\x7f\\]{1,512}$"
+
+
+def _safe_name(name: str) -> str:
+    """Names end up in file names and tables: no control character, nothing that a file system would follow."""
+    if not re.match(_NAME, name) or name.endswith("\n"):
+        raise ValueError(
+            f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control character, "
+            "no drive letter, no leading '/', no '.' or '..' between slashes"
+        )
+    return name
+
+
+Name = Annotated[str, AfterValidator(_safe_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
+Dimension = Annotated[int, Field(ge=1, le=2**40)]
+Text = Annotated[str, Field(max_length=4096)]
+FloatType = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+def repeated(values: Iterable[str]) -> str | None:
+    """The first value that has been there before, if any."""
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
+
+
+class Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class Parameter(Entry):
+    """One covered parameter of the base model, as it was when the curvature was computed."""
+
+    name: Name
+    dtype: Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
+    shape: Annotated[tuple[Dimension, ...], Field(max_length=8)]
+    sha256: Digest
+
+
+def base_digest(parameters: tuple[Parameter, ...]) -> str:
+    """The identity of a base model: four lines a parameter (name, dtype, shape, SHA-256 of its bytes), by name."""
+    lines = (
+        f"{p.name}\n{p.dtype}\n{'x'.join(map(str, p.shape))}\n{p.sha256}\n"
+        for p in sorted(parameters, key=lambda p: p.name.encode())
+    )
+    return sha256("".join(lines).encode()).hexdigest()
+
+
+class Base(Entry):
+    """The base model. Only the digest decides whether two bundles belong together; the words are for people."""
+
+    family: Name
+    name: Name
+    revision: Name | None = None
+    sha256: Digest
+    parameters: tuple[Parameter, ...]
+
+    @model_validator(mode="after")
+    def _digest_holds(self) -> Base:
+        if twice := repeated(parameter.name for parameter in self.parameters):
+            raise ValueError(f"the parameter {twice!r} is listed twice")
+        if (found := base_digest(self.parameters)) != self.sha256:
+            raise ValueError(f"sha256 is {self.sha256}, the listed parameters give {found}")
+        return self
+
+
+class Function(Entry):
+    """What f is: the output whose drift the curvature measures, linearised at θ0 = the base model's parameters."""
+
+    output: Literal["embedding", "hidden-state", "logits", "other"]
+    normalized: bool
+    width: Side
+    at: Literal["base"] = "base"
+    detail: Text | None = None
+
+
+FORMULAS = {
+    "expand": "G = B (x) A; A = 1/P sum_{n,r} a a^T; B = 1/N sum_{n,s,r} w_s g g^T",
+    "reduce": "G = B (x) A; A = 1/N sum_n abar abar^T, abar = 1/R_n sum_r a; "
+    "B = 1/N sum_{n,s} w_s gsum gsum^T, gsum = sum_r g",
+}
+
+
+class Scaling(Entry):
+    """How the factors are normalised: one of two formulas, written out so that no reader has to guess."""
+
+    sharing: Literal["expand", "reduce"]
+    formula: Text
+
+    @model_validator(mode="after")
+    def _formula_is_known(self) -> Scaling:
+        if self.formula != FORMULAS[self.sharing]:
+            raise ValueError(f"for {self.sharing!r} the formula must read {FORMULAS[self.sharing]!r}")
+        return self
+
+
+EXPAND = Scaling(sharing="expand", formula=FORMULAS["expand"])
+REDUCE = Scaling(sharing="reduce", formula=FORMULAS["reduce"])
+
+
+class Estimate(Entry):
+    """How the expectation over f's outputs was taken."""
+
+    fisher: Literal["exact", "mc"]
+    probe: Literal["gaussian", "rademacher", "orthogonal"] | None = None
+    probes: Annotated[int, Field(ge=1, le=2**32)] | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    examples: Count
+    model_dtype: FloatType = "float32"
+    accumulation_dtype: FloatType = "float32"
+
+    @model_validator(mode="after")
+    def _probes_go_with_mc(self) -> Estimate:
+        if (self.fisher == "mc") != (self.probe is not None and self.probes is not None):
+            raise ValueError("fisher 'mc' needs probe and probes, fisher 'exact' has neither")
+        return self
+
+
+class Source(Entry):
+    """Whose curvature it is: the task and the data behind it."""
+
+    task: Name
+    dataset: Name | None = None
+    revision: Name | None = None
+    split: Name | None = None
+    preprocessing: Text | None = None
+    examples: Count | None = None
+    dataset_size: Count | None = None
+    license: Text | None = None
+
+
+class Parent(Entry):
+    """One of the bundles that a merge took, by the digest of its whole content."""
+
+    sha256: Digest
+    weight: float
+    task: Name | None = None
+    dataset_size: Count | None = None
+
+
+class Merge(Entry):
+    """Which bundles were merged, with which weights, by which rule. Parents of parents are listed, not nested."""
+
+    rule: Name
+    rank: Annotated[int, Field(ge=1)] | None = None
+    parents: tuple[Parent, ...]
+
+    @model_validator(mode="after")
+    def _no_parent_twice(self) -> Merge:
+        if twice := repeated(parent.sha256 for parent in self.parents):
+            raise ValueError(f"the parent {twice} is there twice")
+        return self
+
+
+class Loss(Entry):
+    """What one lossy step did to one block: the codec or rule, and the relative errors measured then."""
+
+    step: Name
+    frobenius: Annotated[float, Field(ge=0)] | None = None
+    quadratic: Annotated[float, Field(ge=0)] | None = None
+
+
+class About(Entry):
+    """Everything that is said of a curvature and is not the curvature itself."""
+
+    base: Base
+    function: Function
+    scaling: Scaling = EXPAND
+    estimate: Estimate | None = None
+    source: Source | None = None
+    merge: Merge | None = None
+
+
+class Piece(Entry):
+    """A parameter's place in the matrix of its block.
+
+    `rows` takes a slice of the parameter's first dimension; `view` makes it a matrix; its first element goes to `at`.
+    """
+
+    parameter: Name
+    view: Literal["matrix", "transposed", "column"] = "matrix"
+    rows: tuple[Count, Count] | None = None
+    at: tuple[Count, Count] = (0, 0)
+
+
+class Join(Entry):
+    """How parameters make up one matrix of `rows` × `columns`: the pieces tile it."""
+
+    rows: Dimension
+    columns: Dimension
+    pieces: Annotated[tuple[Piece, ...], Field(min_length=1, max_length=MAX_PIECES)]
+
+
+class Term(Entry):
+    """One `weight · B ⊗ A`."""
+
+    B: Name
+    A: Name
+    weight: float = 1.0
+
+
+class BlockEntry(Entry):
+    name: Name
+    operation: Name
+    join: Join
+    losses: tuple[Loss, ...] = ()
+
+
+class KroneckerEntry(BlockEntry):
+    """G = Σ weight · B ⊗ A, acting on the joined matrix as B ΔW A."""
+
+    structure: Literal["kronecker"]
+    terms: Annotated[tuple[Term, ...], Field(min_length=1)]
+
+    def references(self) -> Iterator[tuple[str, int]]:
+        """The matrices this block refers to, each with the side it must have."""
+        for term in self.terms:
+            yield term.B, self.join.rows
+            yield term.A, self.join.columns
+
+
+class DenseEntry(BlockEntry):
+    """G itself, acting on the joined matrix flattened row by row. Held as 'diagonal', it is G's diagonal."""
+
+    structure: Literal["dense", "diagonal"]
+    matrix: Name
+
+    def references(self) -> Iterator[tuple[str, int]]:
+        yield self.matrix, self.join.rows * self.join.columns
+
+
+class MatrixEntry(Entry):
+    """A symmetric matrix and how it is held. `examples` and `positions` are what its mean ran over."""
+
+    form: Name
+    version: Annotated[int, Field(ge=1)] = 1
+    side: Side
+    psd: bool = True
+    examples: Count | None = None
+    positions: Count | None = None
+    tensors: dict[Name, Name]
+
+
+class Manifest(About):
+    version: Annotated[str, Field(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}$")]
+    scaling: Scaling
+    requires: tuple[Name, ...] = ()
+    producer: Text | None = None
+    matrices: dict[Name, MatrixEntry]
+    blocks: tuple[Annotated[KroneckerEntry | DenseEntry, Field(discriminator="structure")], ...]
+    tensors: dict[Name, Digest]

@@ -1,0 +1,120 @@
+"""Opening a bundle: the header alone decides whether it is one. Tensor bytes are read, and checked, when touched."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import numpy as np
+from pydantic import ValidationError
+
+from kfacpack.bundle.consistency import check_consistency
+from kfacpack.bundle.container import DOWNLOAD_AGAIN, NOT_A_BUNDLE, Container, TensorSpec, parse_json
+from kfacpack.bundle.manifest import VERSION, Manifest
+from kfacpack.errors import BundleError, CorruptTensor
+
+if TYPE_CHECKING:
+    import os
+    from pathlib import Path
+
+MANIFEST_KEY = "kfac"
+SEAL_KEY = "kfac.sha256"
+UNSEALED = "0" * 64
+FEATURES: frozenset[str] = frozenset()
+"""The required features this version knows. 1.0 has none."""
+
+_CHUNK = 2**20
+
+
+class Bundle:
+    """An open `.kfac` file: its manifest now, its tensors when asked for.
+
+    `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self._container = Container(path)
+        self.path: Path = self._container.path
+        self.nbytes = self._container.nbytes
+        self.digest = _check_seal(self._container)
+        self.manifest = _read_manifest(self._container)
+        check_consistency(self.path, self.manifest, self._container.tensors)
+        self._checked: set[str] = set()
+
+    @property
+    def tensors(self) -> dict[str, TensorSpec]:
+        return self._container.tensors
+
+    def bytes_of(self, name: str) -> memoryview:
+        """One tensor's bytes, mapped from the file. The first touch checks its SHA-256 and that it is finite."""
+        view = self._container.bytes_of(name)
+        if name not in self._checked:
+            if problem := self.hash_problem(name) or self.finite_problem(name):
+                raise CorruptTensor(self.path, problem, where=f"tensor {name!r}", remedy=DOWNLOAD_AGAIN)
+            self._checked.add(name)
+        return view
+
+    def hash_problem(self, name: str) -> str | None:
+        """How one tensor's bytes differ from the sealed ones, in words, or None."""
+        found, expected = sha256(self._container.bytes_of(name)).hexdigest(), self.manifest.tensors[name]
+        return None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}"
+
+    def finite_problem(self, name: str) -> str | None:
+        """Which of one tensor's numbers is none, in words, or None."""
+        first = _first_non_finite(self._container.bytes_of(name), self.tensors[name].dtype)
+        return None if first is None else f"element {first} is not a finite number"
+
+
+def seal(header: bytes, claimed: str = UNSEALED) -> str:
+    """SHA-256 over length prefix and header, with the seal's own 64 digits read as zeros."""
+    return sha256(header.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
+
+
+def _check_seal(container: Container) -> str:
+    if MANIFEST_KEY not in container.metadata or SEAL_KEY not in container.metadata:
+        problem = f"is a safetensors file, but its metadata has no {MANIFEST_KEY!r} and {SEAL_KEY!r}"
+        raise BundleError(container.path, problem, remedy=NOT_A_BUNDLE)
+    claimed = container.metadata[SEAL_KEY]
+    once = len(claimed) == 64 and container.header.count(claimed.encode("utf-8", "replace")) == 1
+    if not once or seal(container.header, claimed) != claimed:
+        problem = f"its bytes do not give the SHA-256 written in it ({claimed[:64]!r})"
+        raise BundleError(container.path, problem, where="header", remedy=DOWNLOAD_AGAIN)
+    return claimed
+
+
+def _read_manifest(container: Container) -> Manifest:
+    text = container.metadata[MANIFEST_KEY].encode("utf-8", "replace")
+    raw = parse_json(container.path, text, "manifest")
+
+    version = raw.get("version")
+    major = version.split(".")[0] if isinstance(version, str) else None
+    if major != VERSION.split(".")[0]:
+        problem = f"is format version {version!r}, this reader knows {VERSION.split('.')[0]}.x"
+        raise BundleError(container.path, problem, where="manifest: version", remedy="Upgrade kfacpack to read it")
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = "manifest: " + ".".join(map(str, first["loc"]))
+        raise BundleError(container.path, first["msg"].removeprefix("Value error, "), where=where) from error
+    for feature in manifest.requires:
+        if feature not in FEATURES:
+            problem = f"needs the feature {feature!r}, which this reader does not know"
+            raise BundleError(
+                container.path, problem, where="manifest: requires", remedy="Upgrade kfacpack to read it"
+            )
+    return manifest
+
+
+def _first_non_finite(view: memoryview, dtype: str) -> int | None:
+    """Where the first NaN or infinity is, looking at a chunk at a time so that memory stays flat."""
+    if not dtype.startswith(("F", "BF")):
+        return None
+    numbers = np.frombuffer(view, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
+    for start in range(0, len(numbers), _CHUNK):
+        chunk = numbers[start : start + _CHUNK]
+        # numpy has no bfloat16: its exponent is the eight bits under the sign, all ones for NaN and infinity.
+        bad = (chunk & 0x7F80) == 0x7F80 if dtype == "BF16" else ~np.isfinite(chunk)
+        if bad.any():
+            return start + int(bad.argmax())
+    return None

@@ -1,0 +1,161 @@
+"""Writing a bundle: streaming, atomic, deterministic.
+
+Every tensor's place follows from shapes alone and every SHA-256 is 64 digits long, so the header's length is known
+before the first number is. Tensors are written to their places in whatever order they come, one at a time; the header
+is written last; then the file is synced and renamed. Who is killed half-way leaves the old file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from kfacpack.bundle.consistency import check_consistency
+from kfacpack.bundle.container import ITEM_BYTES, MAX_HEADER_BYTES, Spec, TensorSpec
+from kfacpack.bundle.reader import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
+from kfacpack.errors import BundleError
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import Manifest
+
+
+class Put(Protocol):
+    """Takes one tensor's bytes to their place in the file."""
+
+    def __call__(self, name: str, data: memoryview) -> None: ...
+
+
+@contextlib.contextmanager
+def write_bundle(
+    path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec]
+) -> Iterator[Put]:
+    """A context in which every tensor of `tensors` (name -> dtype, shape) is put once; leaving it makes the file.
+
+    The manifest comes without digests; they are filled in from the bytes that were put.
+    """
+    check_consistency(Path(path), manifest.model_copy(update={"tensors": tensors}), _places(tensors))
+    digests = dict.fromkeys(tensors, UNSEALED)
+    header = _header(path, manifest, tensors, digests)
+    places = _places(tensors, start=len(header))
+
+    with replacing(path) as descriptor:
+
+        def put(name: str, data: memoryview) -> None:
+            if digests[name] != UNSEALED:
+                raise ValueError(f"tensor {name!r} was put twice")
+            if data.nbytes != places[name].nbytes:
+                raise ValueError(f"tensor {name!r} has {data.nbytes} bytes, announced were {places[name].nbytes}")
+            digests[name] = sha256(data).hexdigest()
+            _write_at(descriptor, data, places[name].start)
+
+        yield put
+        if missing := [name for name, digest in digests.items() if digest == UNSEALED]:
+            raise ValueError(f"tensor {missing[0]!r} was announced, but never put")
+        final = _header(path, manifest, tensors, digests)
+        _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
+    """A descriptor to write to, which becomes `path` whole, or, when anything goes wrong, not at all."""
+    target = Path(path).resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        descriptor, named = _open_temporary(temporary)
+        try:
+            yield descriptor
+            os.fsync(descriptor)
+            if not named:
+                _give_name(descriptor, temporary)
+            temporary.replace(target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        _sync_folder(target.parent)
+    except OSError as error:
+        problem = f"could not be written: {error.strerror or error}"
+        raise BundleError(path, problem, remedy="Nothing was changed; make room or choose another place") from error
+
+
+def _open_temporary(path: Path) -> tuple[int, bool]:
+    """An open file for writing, and whether it has the name `path` already.
+
+    Where the system can, the file has no name until it is complete, so that a killed writer leaves nothing to tidy up.
+    """
+    with contextlib.suppress(AttributeError, OSError):
+        # A failure here is either for want of O_TMPFILE or met again, and reported, just below.
+        return os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
+
+
+def _give_name(descriptor: int, path: Path) -> None:
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # Only with a folder's descriptor does Python call linkat, which can follow /proc's link to the nameless file.
+        os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
+    finally:
+        os.close(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename itself durable, where a folder can be opened at all."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EISDIR, errno.EPERM):
+            return
+        raise
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_at(descriptor: int, data: memoryview, position: int) -> None:
+    while data:
+        written = os.pwrite(descriptor, data, position)
+        data, position = data[written:], position + written
+
+
+def _places(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, TensorSpec]:
+    """Where each tensor goes: wider items first, so that each is aligned to its own size without padding."""
+    places = {}
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
+        stop = start + prod(shape) * ITEM_BYTES[dtype]
+        places[name] = TensorSpec(dtype, shape, start, stop)
+        start = stop
+    return places
+
+
+def _header(
+    path: str | os.PathLike[str],
+    manifest: Manifest,
+    tensors: Mapping[str, Spec],
+    digests: Mapping[str, str],
+) -> bytes:
+    """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
+    said = manifest.model_copy(update={"tensors": dict(digests)}).model_dump(mode="json", exclude_none=True)
+    entries: dict[str, object] = {"__metadata__": {SEAL_KEY: UNSEALED, MANIFEST_KEY: _compact(said)}}
+    for name, place in _places(tensors).items():
+        offsets = [place.start, place.stop]
+        entries[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
+    body = _compact(entries).encode("ascii")
+    body += b" " * (-len(body) % 8)
+    if len(body) > MAX_HEADER_BYTES:
+        problem = f"its header would have {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        raise BundleError(path, problem, remedy="Save fewer terms or blocks in one bundle")
+    return len(body).to_bytes(8, "little") + body
+
+
+def _compact(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)

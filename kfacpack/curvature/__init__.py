@@ -1,0 +1,1 @@
+"""What a block of curvature is, how a matrix may be held, and the algebra on them."""

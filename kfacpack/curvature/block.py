@@ -1,0 +1,113 @@
+"""A block of curvature: the parameters it covers, and how it acts on them.
+
+Shapes: the parameters of a block join to one matrix ΔW of (rows, columns), see `join.py`. A structure maps (rows,
+columns) to (rows, columns); for the flattened view, rows come first (row-major).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry, Term
+from kfacpack.curvature.join import gather, scatter
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import Join, Loss
+    from kfacpack.curvature.matrices import Matrix
+
+    Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Structure(ABC):
+    """How a block's matrices make up its G."""
+
+    @abstractmethod
+    def apply(self, delta: Tensor) -> Tensor:
+        """G ΔW, (rows, columns) -> (rows, columns)."""
+
+    @abstractmethod
+    def matrices(self) -> Iterator[tuple[str, Matrix]]:
+        """(role, matrix) of every matrix, in the order they are written."""
+
+    @abstractmethod
+    def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
+        """The manifest's words for it; `identifiers` names the matrix in each role."""
+
+
+@dataclass(frozen=True)
+class Kronecker(Structure):
+    """G = Σ weight · B ⊗ A. One term for one task; a merged curvature may keep several."""
+
+    terms: tuple[tuple[Matrix, Matrix, float], ...]
+    """(B, A, weight) of each term."""
+
+    @classmethod
+    def of(cls, B: Matrix, A: Matrix, weight: float = 1.0) -> Kronecker:
+        return cls(((B, A, weight),))
+
+    def apply(self, delta: Tensor) -> Tensor:
+        # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ and one matmul method serves both sides.
+        parts = (weight * B.matmul(A.matmul(delta.T).T) for B, A, weight in self.terms)
+        return sum(parts, torch.zeros_like(delta)) if len(self.terms) > 1 else next(parts)
+
+    def matrices(self) -> Iterator[tuple[str, Matrix]]:
+        for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
+            yield f"B{suffix}", B
+            yield f"A{suffix}", A
+
+    def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
+        terms = tuple(
+            Term(B=identifiers[f"B{suffix}"], A=identifiers[f"A{suffix}"], weight=weight)
+            for suffix, (_, _, weight) in zip(self._suffixes(), self.terms, strict=True)
+        )
+        return KroneckerEntry(structure="kronecker", terms=terms, **common)
+
+    def _suffixes(self) -> list[str]:
+        return [f".{k}" for k in range(len(self.terms))] if len(self.terms) > 1 else [""]
+
+
+@dataclass(frozen=True)
+class Whole(Structure):
+    """G as one matrix over the flattened parameters: dense for norms and tokens, or only the diagonal."""
+
+    matrix: Matrix
+
+    def apply(self, delta: Tensor) -> Tensor:
+        return self.matrix.matmul(delta.reshape(-1, 1)).reshape(delta.shape)
+
+    def matrices(self) -> Iterator[tuple[str, Matrix]]:
+        yield "G", self.matrix
+
+    def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
+        structure = "diagonal" if self.matrix.form == "diagonal" else "dense"
+        return DenseEntry(structure=structure, matrix=identifiers["G"], **common)
+
+
+@dataclass(frozen=True)
+class CurvatureBlock:
+    """One block of a curvature, ready to act on the parameters it covers."""
+
+    name: str
+    operation: str
+    join: Join
+    structure: Structure
+    losses: tuple[Loss, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
+
+    def apply(self, tau: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
+        """G τ for the parameters of this block; one that τ leaves out counts as zero."""
+        return scatter(self.structure.apply(gather(tau, self.join, shapes)), self.join, shapes)
+
+    def quadratic(self, tau: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
+        """<τ, G τ>, a 0-d tensor."""
+        delta = gather(tau, self.join, shapes)
+        return (delta * self.structure.apply(delta)).sum()

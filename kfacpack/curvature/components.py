@@ -1,0 +1,92 @@
+"""The tensors a matrix is held in: in memory, in a bundle, or made when the file is written.
+
+A matrix asks its components for `specs` (name -> dtype and shape, free of charge) and for a tensor by name (which may
+read or compute). So a curvature in memory and one on disk are the same object to everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from kfacpack.bundle.container import ITEM_BYTES, Spec
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.reader import Bundle
+
+TORCH_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
+
+
+class Components(Protocol):
+    @property
+    def specs(self) -> Mapping[str, Spec]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+
+class InMemory:
+    def __init__(self, **tensors: Tensor):
+        self._tensors = tensors
+        self.specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+class InBundle:
+    """Tensors of an open bundle, mapped from its file. Every touch is a checked one (see `Bundle.bytes_of`)."""
+
+    def __init__(self, bundle: Bundle, names: Mapping[str, str]):
+        self._bundle = bundle
+        self._names = names
+        self.specs = {key: (bundle.tensors[name].dtype, bundle.tensors[name].shape) for key, name in names.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        dtype, shape = self.specs[name]
+        if 0 in shape:
+            return torch.empty(shape, dtype=TORCH_TYPES[dtype])
+        data = self._bundle.bytes_of(self._names[name])
+        return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
+
+
+class MadeOnDemand:
+    """A single `data` tensor of known spec that is computed each time it is read, and not kept."""
+
+    def __init__(self, spec: Spec, make: Callable[[], Tensor]):
+        self.specs = {"data": spec}
+        self._make = make
+
+    def __getitem__(self, name: str) -> Tensor:
+        return {"data": self._make}[name]()
+
+
+def spec_of(tensor: Tensor) -> Spec:
+    if tensor.dtype not in FILE_TYPES:
+        raise TypeError(f"a tensor of {tensor.dtype} cannot be stored; expected one of {', '.join(map(str, FILE_TYPES))}")
+    return FILE_TYPES[tensor.dtype], tuple(tensor.shape)
+
+
+def nbytes_of(spec: Spec) -> int:
+    dtype, shape = spec
+    return prod(shape) * ITEM_BYTES[dtype]
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """A tensor's bytes in row-major order, without a copy where it already lies so on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

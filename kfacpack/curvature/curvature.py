@@ -1,0 +1,77 @@
+"""A task's curvature: the GGN of f at the base parameters, block by block."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.curvature.saving import save
+from kfacpack.errors import TaskVectorError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from kfacpack.bundle.manifest import About
+    from kfacpack.curvature.block import CurvatureBlock
+
+
+class Curvature:
+    """Blocks of curvature and what is said of them. Loaded from a file, it reads a tensor when that is touched."""
+
+    def __init__(self, blocks: Iterable[CurvatureBlock], about: About):
+        self.blocks = tuple(blocks)
+        self.about = about
+        self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names covered, in the order of the model's state dict."""
+        return tuple(self._shapes)
+
+    @property
+    def nbytes(self) -> int:
+        """What its matrices weigh as they are held now; one shared by several blocks counts once."""
+        matrices = {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
+        return sum(matrix.nbytes for matrix in matrices.values())
+
+    def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:
+        """Σ over blocks of <τ, G τ>, a 0-d tensor, differentiable in τ. Parameters that τ leaves out count as zero."""
+        return torch.stack([block.quadratic(tau, self._shapes) for block in self._touched_by(tau)]).sum()
+
+    def apply(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """G τ by parameter name, each in the dtype τ has it in (float32 where it has none).
+
+        Parameters that τ leaves out count as zero. Those in no block that τ touches are left out: G τ is zero there.
+        """
+        found: dict[str, Tensor] = {}
+        for block in self._touched_by(tau):
+            for name, value in block.apply(tau, self._shapes).items():
+                found[name] = found[name] + value if name in found else value
+        order = (name for name in self._shapes if name in found)
+        return {name: found[name].to(tau[name].dtype) if name in tau else found[name] for name in order}
+
+    def save(self, path: str | os.PathLike[str], *, pack: bool = True) -> None:
+        """Write the bundle, whole or not at all; symmetric matrices as triangles unless `pack` is false."""
+        save(self, path, pack=pack)
+
+    def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
+        """The blocks that act on τ, once τ is known to fit."""
+        if not tau:
+            raise TaskVectorError("the task vector is empty")
+        for name, tensor in tau.items():
+            if name not in self._shapes:
+                close = difflib.get_close_matches(name, self._shapes, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else ""
+                raise TaskVectorError(
+                    f"parameter {name!r} is not covered by this curvature{hint} "
+                    "Leave out what it does not cover: {name: tau[name] for name in curvature.parameters}"
+                )
+            if tuple(tensor.shape) != self._shapes[name] or not tensor.is_floating_point():
+                found = f"{tensor.dtype} of shape {list(tensor.shape)}"
+                raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(self._shapes[name])}, found {found}")
+        return [block for block in self.blocks if any(name in tau for name in block.parameters)]

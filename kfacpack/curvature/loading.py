@@ -1,0 +1,48 @@
+"""A bundle into a curvature. Nothing but the header is read until a tensor is touched."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kfacpack.bundle.manifest import About, KroneckerEntry
+from kfacpack.bundle.reader import Bundle
+from kfacpack.curvature.block import CurvatureBlock, Kronecker, Structure, Whole
+from kfacpack.curvature.components import InBundle
+from kfacpack.curvature.curvature import Curvature
+from kfacpack.curvature.matrices import FORMS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from kfacpack.bundle.manifest import DenseEntry
+    from kfacpack.curvature.matrices import Matrix
+
+
+def load(path: str | os.PathLike[str]) -> Curvature:
+    """Open a bundle. Its tensors are mapped, and read and checked when touched."""
+    return from_bundle(Bundle(path))
+
+
+def from_bundle(bundle: Bundle) -> Curvature:
+    matrices = {name: matrix_of(bundle, name) for name in bundle.manifest.matrices}
+    blocks = (
+        CurvatureBlock(entry.name, entry.operation, entry.join, _structure(entry, matrices), entry.losses)
+        for entry in bundle.manifest.blocks
+    )
+    about = {key: getattr(bundle.manifest, key) for key in About.model_fields}
+    return Curvature(blocks, About(**about))
+
+
+def matrix_of(bundle: Bundle, name: str) -> Matrix:
+    entry = bundle.manifest.matrices[name]
+    components = InBundle(bundle, entry.tensors)
+    return FORMS[entry.form](
+        entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions
+    )
+
+
+def _structure(entry: KroneckerEntry | DenseEntry, matrices: Mapping[str, Matrix]) -> Structure:
+    if isinstance(entry, KroneckerEntry):
+        return Kronecker(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
+    return Whole(matrices[entry.matrix])

@@ -1,0 +1,112 @@
+"""A symmetric matrix that knows how to multiply, what it weighs and how it is stored.
+
+Shapes: the matrix is (n, n) with n = `side`; `matmul` takes and gives (n, k). Its numbers are the component `data`;
+where those are int8, the component `scale` has one factor for each stored row, and a number is data · scale.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from kfacpack.bundle.layout import LAYOUTS
+from kfacpack.curvature.components import TORCH_TYPES, InMemory, nbytes_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from kfacpack.curvature.components import Components
+
+
+class Matrix(ABC):
+    form: ClassVar[str]
+
+    def __init__(
+        self,
+        side: int,
+        components: Components,
+        *,
+        psd: bool = True,
+        examples: int | None = None,
+        positions: int | None = None,
+    ):
+        """`psd` promises positive semi-definiteness; `examples` and `positions` are what the mean ran over."""
+        self.side = side
+        self.components = components
+        self.psd = psd
+        self.examples = examples
+        self.positions = positions
+
+    @abstractmethod
+    def matmul(self, x: Tensor) -> Tensor:
+        """M x, (n, k) -> (n, k), in x's dtype and on x's device."""
+
+    @abstractmethod
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """M itself, (n, n)."""
+
+    @abstractmethod
+    def psd_witnesses(self) -> Iterator[Tensor]:
+        """Symmetric float64 matrices that are all positive semi-definite exactly when M is."""
+
+    def row_index(self) -> Tensor:
+        """For each number of `data`, the stored row it belongs to, in a shape that broadcasts to data's."""
+        raise TypeError(f"a {self.form!r} matrix has no int8 variant")
+
+    def violations(self) -> Iterator[tuple[str, str]]:
+        """(component, what is wrong with it), for what shapes cannot tell."""
+        if "scale" in self.components.specs and bool((self.components["scale"] < 0).any()):
+            yield "scale", "has negative factors"
+
+    def for_storage(self) -> Matrix:
+        """The smallest form that loses nothing."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(nbytes_of, self.components.specs.values()))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type its numbers are stored in."""
+        return TORCH_TYPES[self.components.specs["data"][0]]
+
+    def numbers(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """`data` in floating point, int8 scaled back."""
+        data = self.components["data"].to(device=device, dtype=dtype)
+        if "scale" not in self.components.specs:
+            return data
+        scale = self.components["scale"].to(device=device, dtype=dtype).reshape(-1)
+        return data * scale[self.row_index().to(data.device)]
+
+    def quantized(self) -> Self:
+        """Held in int8, each stored row scaled by its largest magnitude."""
+        data = self.numbers(torch.float32)
+        index = self.row_index().to(data.device).expand_as(data)
+        shape = LAYOUTS[self.form].shapes(self.side, data.shape[0], data.shape[-1])["scale"]
+        largest = data.new_zeros(shape).reshape(-1)
+        largest.scatter_reduce_(0, index.reshape(-1), data.abs().reshape(-1), "amax")
+        steps = torch.where(largest > 0, 127 / largest, 0)
+        others = {name: self.components[name] for name in self.components.specs if name not in ("data", "scale")}
+        rounded = (data * steps[index]).round_().to(torch.int8)
+        return self.held_in(InMemory(data=rounded, scale=(largest / 127).reshape(shape), **others), psd=False)
+
+    def held_in(self, components: Components, psd: bool | None = None) -> Self:
+        """The same matrix, as far as its meaning goes, in other components."""
+        return type(self)(
+            self.side,
+            components,
+            psd=self.psd if psd is None else psd,
+            examples=self.examples,
+            positions=self.positions,
+        )
+
+
+def require_square(matrix: Tensor) -> int:
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.is_floating_point():
+        raise ValueError(f"expected a square matrix of floats, found {matrix.dtype} of shape {list(matrix.shape)}")
+    return matrix.shape[0]

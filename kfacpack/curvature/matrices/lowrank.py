@@ -1,0 +1,52 @@
+"""M = U diag(w) Uᵀ with U of shape (n, r): r/n of the numbers. Positive semi-definite whenever no weight is negative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kfacpack.curvature.components import Components, InMemory
+from kfacpack.curvature.matrices.base import Matrix, require_square
+
+
+class LowRank(Matrix):
+    form = "lowrank"
+
+    @classmethod
+    def from_dense(cls, matrix: Tensor, rank: int, *, psd: bool = True) -> LowRank:
+        """The best approximation of that rank: the eigenvectors of the `rank` largest |eigenvalues|."""
+        side = require_square(matrix)
+        if not 0 <= rank <= side:
+            raise ValueError(f"a matrix of side {side} has a rank from 0 to {side}, not {rank}")
+        values, vectors = torch.linalg.eigh(matrix.double())
+        kept = values.abs().argsort(descending=True, stable=True)[:rank]
+        values = values[kept].clamp(min=0) if psd else values[kept]
+        data = vectors[:, kept].to(matrix.dtype).contiguous()
+        return cls(side, InMemory(data=data, weights=values.to(matrix.dtype)), psd=psd)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        u, w = self._factors(x.dtype, x.device)
+        return u @ (w[:, None] * (u.T @ x))
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        u, w = self._factors(dtype)
+        return (u * w) @ u.T
+
+    def psd_witnesses(self) -> Iterator[Tensor]:
+        u, w = self._factors(torch.float64)
+        if bool((w < 0).any()):
+            # Q has orthonormal columns, so M = Q (R diag(w) Rᵀ) Qᵀ has the inner matrix's eigenvalues.
+            r = torch.linalg.qr(u, mode="r").R
+            yield (r * w) @ r.T
+
+    def row_index(self) -> Tensor:
+        return torch.arange(self.side)[:, None]
+
+    def held_in(self, components: Components, psd: bool | None = None) -> LowRank:
+        """Rounding U leaves U diag(w) Uᵀ positive semi-definite, so the promise stays."""
+        return super().held_in(components)
+
+    def _factors(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+        return self.numbers(dtype, device), self.components["weights"].to(device=device, dtype=dtype)

@@ -1,0 +1,32 @@
+"""The lower triangle: half the bytes of a symmetric matrix, no loss. What a bundle holds unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kfacpack.curvature.components import InMemory
+from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.triangle import pack, row_of_each, unpack
+
+
+class Packed(Matrix):
+    form = "packed"
+
+    @classmethod
+    def from_dense(cls, matrix: Tensor, *, psd: bool = True) -> Packed:
+        return cls(require_square(matrix), InMemory(data=pack(matrix)), psd=psd)
+
+    def matmul(self, x: Tensor) -> Tensor:
+        return unpack(self.numbers(x.dtype, x.device), self.side) @ x
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return unpack(self.numbers(dtype), self.side)
+
+    def psd_witnesses(self) -> Iterator[Tensor]:
+        yield self.dense(torch.float64)
+
+    def row_index(self) -> Tensor:
+        return row_of_each(self.side)

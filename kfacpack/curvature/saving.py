@@ -1,0 +1,100 @@
+"""A curvature into a bundle: one matrix at a time is packed, checked, hashed and written."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import ValidationError
+
+from kfacpack.bundle.layout import LAYOUTS
+from kfacpack.bundle.manifest import VERSION, Manifest, MatrixEntry
+from kfacpack.bundle.writer import write_bundle
+from kfacpack.curvature.components import raw_bytes
+from kfacpack.errors import BundleError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from kfacpack.bundle.container import Spec
+    from kfacpack.curvature.curvature import Curvature
+    from kfacpack.curvature.matrices import Matrix
+
+
+def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool) -> None:
+    matrices, identifiers = _named_matrices(curvature)
+    stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
+    specs: dict[str, Spec] = {
+        _tensor_name(name, component): spec
+        for name, matrix in stored.items()
+        for component, spec in matrix.components.specs.items()
+    }
+    try:
+        manifest = _manifest(curvature, stored, identifiers)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise BundleError(path, first["msg"], where=".".join(map(str, first["loc"]))) from error
+
+    with write_bundle(path, manifest, specs) as put:
+        for name, matrix in matrices.items():
+            for component, problem in matrix.violations():
+                raise BundleError(path, problem, where=f"tensor {_tensor_name(name, component)!r}")
+            for component in stored[name].components.specs:
+                tensor = stored[name].components[component]
+                _require_finite(path, _tensor_name(name, component), tensor)
+                put(_tensor_name(name, component), raw_bytes(tensor))
+                del tensor
+
+
+def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:
+    """Every matrix once, under a name made of its first block and its role there; and each object's name."""
+    matrices: dict[str, Matrix] = {}
+    identifiers: dict[int, str] = {}
+    for block in curvature.blocks:
+        for role, matrix in block.structure.matrices():
+            if id(matrix) not in identifiers:
+                identifiers[id(matrix)] = f"{block.name}/{role}"
+                matrices[f"{block.name}/{role}"] = matrix
+    return matrices, identifiers
+
+
+def _manifest(curvature: Curvature, stored: Mapping[str, Matrix], identifiers: Mapping[int, str]) -> Manifest:
+    blocks = tuple(
+        block.structure.entry(
+            {role: identifiers[id(matrix)] for role, matrix in block.structure.matrices()},
+            name=block.name,
+            operation=block.operation,
+            join=block.join,
+            losses=block.losses,
+        )
+        for block in curvature.blocks
+    )
+    entries = {
+        name: MatrixEntry(
+            form=matrix.form,
+            version=LAYOUTS[matrix.form].version,
+            side=matrix.side,
+            psd=matrix.psd,
+            examples=matrix.examples,
+            positions=matrix.positions,
+            tensors={component: _tensor_name(name, component) for component in matrix.components.specs},
+        )
+        for name, matrix in stored.items()
+    }
+    about = {key: getattr(curvature.about, key) for key in type(curvature.about).model_fields}
+    producer = f"kfacpack {version('kfacpack')}"
+    return Manifest(version=VERSION, producer=producer, matrices=entries, blocks=blocks, tensors={}, **about)
+
+
+def _tensor_name(matrix: str, component: str) -> str:
+    return matrix if component == "data" else f"{matrix}.{component}"
+
+
+def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> None:
+    # The extremes of numbers with a NaN among them are NaN, so this needs no copy and no mask.
+    if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
+        raise BundleError(path, "has a number that is not finite", where=f"tensor {name!r}", remedy="Nothing was written")
