@@ -143,8 +143,8 @@ def _forms(bundle: Bundle, block: BlockEntry) -> str:
 
 
 def _form(bundle: Bundle, matrix: str) -> str:
-    entry = bundle.manifest.matrices[matrix]
-    data = bundle.tensors[entry.tensors["data"]]
+    entry = bundle.matrices[matrix]
+    data = bundle.tensors[entry.components["data"]]
     count = {"block": data.shape[0], "lowrank": data.shape[-1]}.get(entry.form)
     return f"{entry.form}{f':{count}' if count is not None else ''} {data.dtype}"
 
@@ -153,7 +153,7 @@ def _bytes(bundle: Bundle, block: BlockEntry, counted: set[str]) -> int:
     """A block's bytes, without the matrices that a block before it has brought along."""
     own = {name for name, _ in block.references()} - counted
     counted |= own
-    return sum(bundle.tensors[t].nbytes for name in own for t in bundle.manifest.matrices[name].tensors.values())
+    return sum(bundle.tensors[t].nbytes for name in own for t in bundle.matrices[name].components.values())
 
 
 def _weights(block: BlockEntry) -> int:
@@ -162,4 +162,4 @@ def _weights(block: BlockEntry) -> int:
 
 def _dense_bytes(manifest: Manifest) -> int:
     """What the same matrices would take as full float32, the diagonal ones as they are."""
-    return 4 * sum(m.side if m.form == "diagonal" else m.side**2 for m in manifest.matrices.values())
+    return 4 * sum(m.side if m.form == "diagonal" else m.side**2 for m in manifest.matrices)

@@ -15,22 +15,25 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kfacpack.bundle.container import TensorSpec
-    from kfacpack.bundle.manifest import DenseEntry, Join, KroneckerEntry, Manifest, Piece
+    from kfacpack.bundle.manifest import DenseEntry, Join, KroneckerEntry, Manifest, MatrixEntry, Piece
 
 Shape = tuple[int, ...]
 
 
 def check_consistency(path: Path, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
     _check_tensors(path, manifest, tensors)
-    for identifier, entry in manifest.matrices.items():
-        check_layout(path, identifier, entry, tensors)
+    if twice := repeated(matrix.name for matrix in manifest.matrices):
+        raise BundleError(path, "there are two matrices of this name", where=f"matrix {twice!r}")
+    matrices = {matrix.name: matrix for matrix in manifest.matrices}
+    for matrix in manifest.matrices:
+        check_layout(path, matrix, tensors)
     if twice := repeated(block.name for block in manifest.blocks):
         raise BundleError(path, "there are two blocks of this name", where=f"block {twice!r}")
     for block in manifest.blocks:
         for identifier, side in block.references():
-            _check_reference(path, manifest, block, identifier, side)
+            _check_reference(path, matrices, block, identifier, side)
     used = {identifier for block in manifest.blocks for identifier, _ in block.references()}
-    if unused := manifest.matrices.keys() - used:
+    if unused := matrices.keys() - used:
         raise BundleError(path, "no block refers to it", where=f"matrix {min(unused)!r}")
     shapes = {parameter.name: parameter.shape for parameter in manifest.base.parameters}
     for where, problem in coverage_problems(manifest, shapes):
@@ -93,23 +96,25 @@ def _tiling_problem(join: Join, shapes: Mapping[str, Shape]) -> str | None:
 
 
 def _check_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
-    uses = Counter(tensor for entry in manifest.matrices.values() for tensor in entry.tensors.values())
+    uses = Counter(tensor.name for matrix in manifest.matrices for tensor in matrix.tensors)
     for name, spec in tensors.items():
         if spec.dtype not in DTYPES:
             problem = f"has dtype {spec.dtype}, a bundle holds {', '.join(DTYPES)}"
             raise BundleError(path, problem, where=f"tensor {name!r}")
         if uses[name] != 1:
-            raise BundleError(path, f"belongs to {uses[name]} matrices, expected 1", where=f"tensor {name!r}")
-    for name in sorted(manifest.tensors.keys() ^ tensors.keys()):
-        problem = "has no SHA-256 in the manifest" if name in tensors else "is in the manifest, but not in the file"
-        raise BundleError(path, problem, where=f"tensor {name!r}")
+            problem = f"the manifest lists it {uses[name]} times, expected once"
+            raise BundleError(path, problem, where=f"tensor {name!r}")
 
 
 def _check_reference(
-    path: Path, manifest: Manifest, block: KroneckerEntry | DenseEntry, identifier: str, side: int
+    path: Path,
+    matrices: Mapping[str, MatrixEntry],
+    block: KroneckerEntry | DenseEntry,
+    identifier: str,
+    side: int,
 ) -> None:
     where = f"block {block.name!r}"
-    entry = manifest.matrices.get(identifier)
+    entry = matrices.get(identifier)
     if entry is None:
         raise BundleError(path, f"refers to the matrix {identifier!r}, which is not there", where=where)
     if entry.side != side:

@@ -20,8 +20,8 @@ from typing import Any
 
 from kfacpack.errors import BundleError
 
-MAX_HEADER_BYTES = 16 * 2**20
-MAX_JSON_VALUES = 2**19
+MAX_HEADER_BYTES = 8 * 2**20
+MAX_JSON_VALUES = 2**18
 MAX_DIMENSION = 2**40
 
 ITEM_BYTES = {

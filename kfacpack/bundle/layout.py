@@ -65,37 +65,38 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def check_layout(path: Path, identifier: str, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
+def check_layout(path: Path, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
     """Refuse a matrix whose tensors are not exactly what its form asks for. Reads no tensor."""
+    components = entry.components
 
     def refuse(problem: str, tensor: str | None = None) -> BundleError:
-        return BundleError(path, problem, where=f"tensor {tensor!r}" if tensor else f"matrix {identifier!r}")
+        return BundleError(path, problem, where=f"tensor {tensor!r}" if tensor else f"matrix {entry.name!r}")
 
     layout = LAYOUTS.get(entry.form)
     if layout is None or entry.version > layout.version:
         known = ", ".join(f"{form} {each.version}" for form, each in LAYOUTS.items())
         problem = f"is held as {entry.form!r} version {entry.version}; known here: {known}"
-        raise BundleError(path, problem, where=f"matrix {identifier!r}", remedy="Upgrade kfacpack to read it")
+        raise BundleError(path, problem, where=f"matrix {entry.name!r}", remedy="Upgrade kfacpack to read it")
     if entry.psd and not layout.may_be_psd:
         raise refuse(f"promises to be positive semi-definite, which a {entry.form!r} matrix may not")
-    for component, tensor in entry.tensors.items():
+    for component, tensor in components.items():
         if tensor not in tensors:
-            raise refuse(f"is {component!r} of matrix {identifier!r}, but not in the file", tensor)
-    if "data" not in entry.tensors:
+            raise refuse(f"is {component!r} of matrix {entry.name!r}, but not in the file", tensor)
+    if "data" not in components:
         raise refuse("has no 'data'")
-    data = tensors[entry.tensors["data"]]
+    data = tensors[components["data"]]
     if len(data.shape) != layout.dimensions or 0 in data.shape[:1] and entry.form == "block":
         problem = f"'data' of a {entry.form!r} matrix has {layout.dimensions} dimensions, found {list(data.shape)}"
-        raise refuse(problem, entry.tensors["data"])
+        raise refuse(problem, components["data"])
 
     expected = layout.shapes(entry.side, data.shape[0], data.shape[-1])
     if data.dtype != "I8":
         expected.pop("scale", None)
-    if expected.keys() != entry.tensors.keys():
+    if expected.keys() != components.keys():
         problem = f"a {entry.form!r} matrix of {data.dtype} consists of {sorted(expected)}"
-        raise refuse(f"{problem}, found {sorted(entry.tensors)}")
+        raise refuse(f"{problem}, found {sorted(components)}")
     for component, shape in expected.items():
-        tensor = entry.tensors[component]
+        tensor = components[component]
         spec, allowed = tensors[tensor], _allowed_dtypes(component, scaled="scale" in expected)
         if spec.shape != shape:
             problem = f"{component!r} of a {entry.form!r} matrix of side {entry.side}"

@@ -2,6 +2,7 @@
 
 Unknown keys are ignored, so that a later MINOR version may add some; a key that must not be ignored is announced
 under `requires`. Nothing here imports torch: a manifest can be read, checked and shown in a few milliseconds.
+Every list stops at its first wrong item (FailFast), so that a hostile manifest cannot make a report of its own size.
 """
 
 from __future__ import annotations
@@ -10,21 +11,33 @@ import re
 from hashlib import sha256
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WithJsonSchema,
+    model_validator,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
 VERSION = "1.0"
 MAX_SIDE = 2**24
 MAX_PIECES = 64
 
-_NAME = r"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^\x00-\x1f\x7f\\]{1,512}$"
+_NAME = r"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^\x00-\x1f\x7f-\x9f\\]{1,512}$"
 
 
 def _safe_name(name: str) -> str:
     """Names end up in file names and tables: no control character, nothing that a file system would follow."""
-    if not re.match(_NAME, name) or name.endswith("\n"):
+    if not re.fullmatch(_NAME, name):
         raise ValueError(
             f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control character, "
             "no drive letter, no leading '/', no '.' or '..' between slashes"
@@ -32,12 +45,12 @@ def _safe_name(name: str) -> str:
     return name
 
 
-Name = Annotated[str, AfterValidator(_safe_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Side = Annotated[int, Field(ge=1, le=MAX_SIDE)]
-Dimension = Annotated[int, Field(ge=1, le=2**40)]
-Text = Annotated[str, Field(max_length=4096)]
+Name = Annotated[StrictStr, AfterValidator(_safe_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
+Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[StrictInt, Field(ge=0, le=2**53)]
+Side = Annotated[StrictInt, Field(ge=1, le=MAX_SIDE)]
+Dimension = Annotated[StrictInt, Field(ge=1, le=2**40)]
+Text = Annotated[StrictStr, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
 FloatType = Literal["float64", "float32", "float16", "bfloat16"]
 
 
@@ -52,15 +65,15 @@ def repeated(values: Iterable[str]) -> str | None:
 
 
 class Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Parameter(Entry):
     """One covered parameter of the base model, as it was when the curvature was computed."""
 
     name: Name
-    dtype: Annotated[str, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
-    shape: Annotated[tuple[Dimension, ...], Field(max_length=8)]
+    dtype: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
+    shape: Annotated[tuple[Dimension, ...], FailFast(), Field(max_length=8)]
     sha256: Digest
 
 
@@ -80,7 +93,7 @@ class Base(Entry):
     name: Name
     revision: Name | None = None
     sha256: Digest
-    parameters: tuple[Parameter, ...]
+    parameters: Annotated[tuple[Parameter, ...], FailFast()]
 
     @model_validator(mode="after")
     def _digest_holds(self) -> Base:
@@ -95,7 +108,7 @@ class Function(Entry):
     """What f is: the output whose drift the curvature measures, linearised at θ0 = the base model's parameters."""
 
     output: Literal["embedding", "hidden-state", "logits", "other"]
-    normalized: bool
+    normalized: StrictBool
     width: Side
     at: Literal["base"] = "base"
     detail: Text | None = None
@@ -130,8 +143,8 @@ class Estimate(Entry):
 
     fisher: Literal["exact", "mc"]
     probe: Literal["gaussian", "rademacher", "orthogonal"] | None = None
-    probes: Annotated[int, Field(ge=1, le=2**32)] | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
+    seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     examples: Count
     model_dtype: FloatType = "float32"
     accumulation_dtype: FloatType = "float32"
@@ -160,7 +173,7 @@ class Parent(Entry):
     """One of the bundles that a merge took, by the digest of its whole content."""
 
     sha256: Digest
-    weight: float
+    weight: StrictFloat
     task: Name | None = None
     dataset_size: Count | None = None
 
@@ -169,8 +182,8 @@ class Merge(Entry):
     """Which bundles were merged, with which weights, by which rule. Parents of parents are listed, not nested."""
 
     rule: Name
-    rank: Annotated[int, Field(ge=1)] | None = None
-    parents: tuple[Parent, ...]
+    rank: Annotated[StrictInt, Field(ge=1)] | None = None
+    parents: Annotated[tuple[Parent, ...], FailFast()]
 
     @model_validator(mode="after")
     def _no_parent_twice(self) -> Merge:
@@ -183,8 +196,8 @@ class Loss(Entry):
     """What one lossy step did to one block: the codec or rule, and the relative errors measured then."""
 
     step: Name
-    frobenius: Annotated[float, Field(ge=0)] | None = None
-    quadratic: Annotated[float, Field(ge=0)] | None = None
+    frobenius: Annotated[StrictFloat, Field(ge=0)] | None = None
+    quadratic: Annotated[StrictFloat, Field(ge=0)] | None = None
 
 
 class About(Entry):
@@ -215,7 +228,7 @@ class Join(Entry):
 
     rows: Dimension
     columns: Dimension
-    pieces: Annotated[tuple[Piece, ...], Field(min_length=1, max_length=MAX_PIECES)]
+    pieces: Annotated[tuple[Piece, ...], FailFast(), Field(min_length=1, max_length=MAX_PIECES)]
 
 
 class Term(Entry):
@@ -223,21 +236,21 @@ class Term(Entry):
 
     B: Name
     A: Name
-    weight: float = 1.0
+    weight: StrictFloat = 1.0
 
 
 class BlockEntry(Entry):
     name: Name
     operation: Name
     join: Join
-    losses: tuple[Loss, ...] = ()
+    losses: Annotated[tuple[Loss, ...], FailFast()] = ()
 
 
 class KroneckerEntry(BlockEntry):
     """G = Σ weight · B ⊗ A, acting on the joined matrix as B ΔW A."""
 
     structure: Literal["kronecker"]
-    terms: Annotated[tuple[Term, ...], Field(min_length=1)]
+    terms: Annotated[tuple[Term, ...], FailFast(), Field(min_length=1)]
 
     def references(self) -> Iterator[tuple[str, int]]:
         """The matrices this block refers to, each with the side it must have."""
@@ -256,23 +269,50 @@ class DenseEntry(BlockEntry):
         yield self.matrix, self.join.rows * self.join.columns
 
 
+class TensorEntry(Entry):
+    """One tensor of a matrix: which component it is, its name in the file and the SHA-256 of its bytes."""
+
+    component: Name
+    name: Name
+    sha256: Digest
+
+
 class MatrixEntry(Entry):
     """A symmetric matrix and how it is held. `examples` and `positions` are what its mean ran over."""
 
+    name: Name
     form: Name
-    version: Annotated[int, Field(ge=1)] = 1
+    version: Annotated[StrictInt, Field(ge=1)] = 1
     side: Side
-    psd: bool = True
+    psd: StrictBool = True
     examples: Count | None = None
     positions: Count | None = None
-    tensors: dict[Name, Name]
+    tensors: Annotated[tuple[TensorEntry, ...], FailFast(), Field(min_length=1, max_length=8)]
+
+    @property
+    def components(self) -> dict[str, str]:
+        """Component -> tensor name."""
+        return {tensor.component: tensor.name for tensor in self.tensors}
 
 
 class Manifest(About):
-    version: Annotated[str, Field(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}$")]
+    version: Annotated[StrictStr, Field(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}$")]
     scaling: Scaling
-    requires: tuple[Name, ...] = ()
+    requires: Annotated[tuple[Name, ...], FailFast()] = ()
     producer: Text | None = None
-    matrices: dict[Name, MatrixEntry]
-    blocks: tuple[Annotated[KroneckerEntry | DenseEntry, Field(discriminator="structure")], ...]
-    tensors: dict[Name, Digest]
+    matrices: Annotated[tuple[MatrixEntry, ...], FailFast()]
+    blocks: Annotated[
+        tuple[Annotated[KroneckerEntry | DenseEntry, Field(discriminator="structure")], ...], FailFast()
+    ]
+
+    def with_digests(self, digests: Mapping[str, str]) -> Manifest:
+        """The same manifest, the SHA-256 of each tensor filled in."""
+        matrices = tuple(
+            matrix.model_copy(
+                update={
+                    "tensors": tuple(t.model_copy(update={"sha256": digests[t.name]}) for t in matrix.tensors)
+                }
+            )
+            for matrix in self.matrices
+        )
+        return self.model_copy(update={"matrices": matrices})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -39,6 +39,8 @@ class Bundle:
         self.digest = _check_seal(self._container)
         self.manifest = _read_manifest(self._container)
         check_consistency(self.path, self.manifest, self._container.tensors)
+        self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
+        self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
         self._checked: set[str] = set()
 
     @property
@@ -56,7 +58,7 @@ class Bundle:
 
     def hash_problem(self, name: str) -> str | None:
         """How one tensor's bytes differ from the sealed ones, in words, or None."""
-        found, expected = sha256(self._container.bytes_of(name)).hexdigest(), self.manifest.tensors[name]
+        found, expected = sha256(self._container.bytes_of(name)).hexdigest(), self._digests[name]
         return None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}"
 
     def finite_problem(self, name: str) -> str | None:
@@ -84,18 +86,17 @@ def _check_seal(container: Container) -> str:
 
 def _read_manifest(container: Container) -> Manifest:
     text = container.metadata[MANIFEST_KEY].encode("utf-8", "replace")
-    raw = parse_json(container.path, text, "manifest")
-
-    version = raw.get("version")
+    said = parse_json(container.path, text, "manifest")
+    version = said.get("version")
     major = version.split(".")[0] if isinstance(version, str) else None
     if major != VERSION.split(".")[0]:
         problem = f"is format version {version!r}, this reader knows {VERSION.split('.')[0]}.x"
         raise BundleError(container.path, problem, where="manifest: version", remedy="Upgrade kfacpack to read it")
     try:
-        manifest = Manifest.model_validate_json(text)
+        manifest = Manifest.model_validate(said)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = "manifest: " + ".".join(map(str, first["loc"]))
+        where = "manifest: " + _place(said, first["loc"])
         raise BundleError(container.path, first["msg"].removeprefix("Value error, "), where=where) from error
     for feature in manifest.requires:
         if feature not in FEATURES:
@@ -104,6 +105,17 @@ def _read_manifest(container: Container) -> Manifest:
                 container.path, problem, where="manifest: requires", remedy="Upgrade kfacpack to read it"
             )
     return manifest
+
+
+def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:
+    """A path into the manifest, with the names of the list items it passes: matrices.3 'fc/B'.side"""
+    words = []
+    for key in keys:
+        within = isinstance(manifest, dict) and key in manifest or isinstance(manifest, list) and isinstance(key, int)
+        manifest = manifest[key] if within else manifest
+        name = manifest.get("name") if isinstance(key, int) and isinstance(manifest, dict) else None
+        words.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])
+    return ".".join(words)
 
 
 def _first_non_finite(view: memoryview, dtype: str) -> int | None:

@@ -41,7 +41,7 @@ def write_bundle(
 
     The manifest comes without digests; they are filled in from the bytes that were put.
     """
-    check_consistency(Path(path), manifest.model_copy(update={"tensors": tensors}), _places(tensors))
+    check_consistency(Path(path), manifest, _places(tensors))
     digests = dict.fromkeys(tensors, UNSEALED)
     header = _header(path, manifest, tensors, digests)
     places = _places(tensors, start=len(header))
@@ -144,7 +144,7 @@ def _header(
     digests: Mapping[str, str],
 ) -> bytes:
     """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
-    said = manifest.model_copy(update={"tensors": dict(digests)}).model_dump(mode="json", exclude_none=True)
+    said = manifest.with_digests(digests).model_dump(mode="json", exclude_none=True)
     entries: dict[str, object] = {"__metadata__": {SEAL_KEY: UNSEALED, MANIFEST_KEY: _compact(said)}}
     for name, place in _places(tensors).items():
         offsets = [place.start, place.stop]

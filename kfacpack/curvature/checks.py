@@ -21,11 +21,11 @@ def check_form(bundle: Bundle, progress: Progress) -> Check:
     """Symmetry, and whatever else a form asks of its tensors beyond their shapes."""
 
     def problems(name: str) -> Iterator[Failure]:
-        tensors = bundle.manifest.matrices[name].tensors
+        tensors = bundle.matrices[name].components
         for component, problem in matrix_of(bundle, name).violations():
             yield Failure(tensors[component], problem)
 
-    return run_check("symmetry", bundle.manifest.matrices, problems, progress)
+    return run_check("symmetry", bundle.matrices, problems, progress)
 
 
 def check_psd(bundle: Bundle, progress: Progress) -> Check:
@@ -33,10 +33,10 @@ def check_psd(bundle: Bundle, progress: Progress) -> Check:
 
     def problems(name: str) -> Iterator[Failure]:
         if (smallest := negative_eigenvalue(matrix_of(bundle, name))) is not None:
-            tensor = bundle.manifest.matrices[name].tensors["data"]
+            tensor = bundle.matrices[name].components["data"]
             yield Failure(tensor, f"is not positive semi-definite: its smallest eigenvalue is {smallest:.4g}")
 
-    promised = (name for name, entry in bundle.manifest.matrices.items() if entry.psd)
+    promised = (name for name, entry in bundle.matrices.items() if entry.psd)
     return run_check("psd", promised, problems, progress)
 
 

@@ -25,7 +25,7 @@ def load(path: str | os.PathLike[str]) -> Curvature:
 
 
 def from_bundle(bundle: Bundle) -> Curvature:
-    matrices = {name: matrix_of(bundle, name) for name in bundle.manifest.matrices}
+    matrices = {name: matrix_of(bundle, name) for name in bundle.matrices}
     blocks = (
         CurvatureBlock(entry.name, entry.operation, entry.join, _structure(entry, matrices), entry.losses)
         for entry in bundle.manifest.blocks
@@ -35,8 +35,8 @@ def from_bundle(bundle: Bundle) -> Curvature:
 
 
 def matrix_of(bundle: Bundle, name: str) -> Matrix:
-    entry = bundle.manifest.matrices[name]
-    components = InBundle(bundle, entry.tensors)
+    entry = bundle.matrices[name]
+    components = InBundle(bundle, entry.components)
     return FORMS[entry.form](
         entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions
     )

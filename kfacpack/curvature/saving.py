@@ -9,7 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.bundle.manifest import VERSION, Manifest, MatrixEntry
+from kfacpack.bundle.manifest import VERSION, Manifest, MatrixEntry, TensorEntry
+from kfacpack.bundle.reader import UNSEALED
 from kfacpack.bundle.writer import write_bundle
 from kfacpack.curvature.components import raw_bytes
 from kfacpack.errors import BundleError
@@ -73,21 +74,25 @@ def _manifest(curvature: Curvature, stored: Mapping[str, Matrix], identifiers: M
         )
         for block in curvature.blocks
     )
-    entries = {
-        name: MatrixEntry(
+    entries = tuple(
+        MatrixEntry(
+            name=name,
             form=matrix.form,
             version=LAYOUTS[matrix.form].version,
             side=matrix.side,
             psd=matrix.psd,
             examples=matrix.examples,
             positions=matrix.positions,
-            tensors={component: _tensor_name(name, component) for component in matrix.components.specs},
+            tensors=tuple(
+                TensorEntry(component=component, name=_tensor_name(name, component), sha256=UNSEALED)
+                for component in matrix.components.specs
+            ),
         )
         for name, matrix in stored.items()
-    }
+    )
     about = {key: getattr(curvature.about, key) for key in type(curvature.about).model_fields}
     producer = f"kfacpack {version('kfacpack')}"
-    return Manifest(version=VERSION, producer=producer, matrices=entries, blocks=blocks, tensors={}, **about)
+    return Manifest(version=VERSION, producer=producer, matrices=entries, blocks=blocks, **about)
 
 
 def _tensor_name(matrix: str, component: str) -> str:

@@ -1,0 +1,64 @@
+"""A base model is known by the bytes of its covered parameters, however it is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from kit import small_curvature
+from safetensors.torch import save_file
+
+import kfacpack as kp
+from kfacpack.bundle.identity import weights_of_file
+
+
+def test_the_digest_is_the_one_the_format_describes():
+    state = {"b": torch.tensor([1.0, 2.0]), "a": torch.tensor(3, dtype=torch.int64), "c": torch.ones(1, 2).bfloat16()}
+    lines = ""
+    for name, dtype, shape in (("a", "I64", ""), ("b", "F32", "2"), ("c", "BF16", "1x2")):
+        data = state[name].reshape(-1).view(torch.uint8).numpy().tobytes()
+        lines += f"{name}\n{dtype}\n{shape}\n{hashlib.sha256(data).hexdigest()}\n"
+    base = kp.identify(state, ["c", "a", "b"], family="f", name="n")
+    assert base.sha256 == hashlib.sha256(lines.encode()).hexdigest()
+    assert [p.name for p in base.parameters] == ["b", "a", "c"], "in state-dict order, whatever order was asked for"
+
+
+def test_a_model_and_its_state_dict_are_the_same_base():
+    model = torch.nn.Linear(3, 2)
+    names = ["weight", "bias"]
+    assert kp.identify(model, names, family="f", name="n") == kp.identify(model.state_dict(), names, family="f", name="n")
+
+
+def test_layout_in_memory_does_not_matter():
+    weight = torch.randn(3, 4)
+    columns_first = weight.T.contiguous().T
+    one, two = (kp.identify({"w": w}, ["w"], family="f", name="n") for w in (weight, columns_first))
+    assert one == two
+
+
+def test_a_parameter_the_model_does_not_have():
+    with pytest.raises(kp.KfacpackError, match="'ghost' is not in the model's state dict"):
+        kp.identify(torch.nn.Linear(2, 2), ["ghost"], family="f", name="n")
+
+
+def test_other_weights_are_told_apart_by_parameter(tmp_path):
+    path = tmp_path / "t.kfac"
+    curvature = small_curvature(seed=0)
+    curvature.save(path)
+    names = curvature.parameters
+    generator = torch.Generator().manual_seed(0)
+    shapes = {p.name: p.shape for p in curvature.about.base.parameters}
+    state = {name: torch.randn(shapes[name], generator=generator) for name in names}
+
+    def failures(changed):
+        save_file(changed, tmp_path / "w.safetensors")
+        checks = kp.verify(path, weights_of_file(tmp_path / "w.safetensors")).checks
+        return {f.subject: f.problem for check in checks if check.name == "model" for f in check.failures}
+
+    assert failures(state) == {}
+    assert failures({**state, "head": torch.zeros(2)}) == {}
+    assert list(failures({**state, "proj": state["proj"] + 1e-7})) == ["proj"]
+    assert "dtype" in failures({**state, "proj": state["proj"].half()})["proj"]
+    assert "shape" in failures({**state, "proj": state["proj"].T.contiguous()})["proj"]
+    assert failures({n: v for n, v in state.items() if n != "proj"})["proj"] == "is not among these weights"

@@ -1,0 +1,173 @@
+"""The commands, as a shell sees them: what goes to stdout, what to stderr, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+from kit import forge, small_curvature
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack_cli.main import app
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    small_curvature("packed").save(tmp_path / "toy.kfac")
+    return tmp_path / "toy.kfac"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_inspect_says_what_it_is(bundle):
+    done = run("inspect", bundle)
+    assert done.exit_code == 0
+    for fact in ("toy", "nobody/toy", "12 of 100", "small (test)", "normalised embedding of width 4", "2 orthogonal probe(s)"):
+        assert fact in done.stdout
+    assert kp.Bundle(bundle).digest[:50] in done.stdout.replace("\n", "")
+
+
+def test_inspect_lists_blocks(bundle):
+    done = run("inspect", bundle, "--blocks")
+    for block in kp.load(bundle).blocks:
+        assert block.name in done.stdout
+    assert "with one.bias" in done.stdout
+
+
+def test_inspect_json_is_the_whole_manifest(bundle):
+    done = run("inspect", bundle, "--json")
+    found = json.loads(done.stdout)
+    assert found["sha256"] == kp.Bundle(bundle).digest
+    assert found["bytes"] == bundle.stat().st_size
+    assert found["manifest"]["source"]["task"] == "toy"
+    assert len(found["manifest"]["blocks"]) == len(kp.load(bundle).blocks)
+
+
+def test_names_with_markup_are_shown_as_they_are(tmp_path, bundle):
+    forged = forge(bundle, tmp_path / "m.kfac", lambda h, m, d: m["source"].update(task="[red]not red[/red]"))
+    assert "[red]not red[/red]" in run("inspect", forged).stdout
+
+
+def test_verify_holds(bundle):
+    done = run("verify", bundle)
+    assert done.exit_code == 0
+    assert "holds" in done.stdout
+    for check in ("sha256", "finite", "symmetry", "psd"):
+        assert check in done.stdout
+
+
+def test_verify_quiet_prints_nothing(bundle):
+    done = run("verify", "--quiet", bundle)
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
+def damaged(bundle, target, name, values):
+    """A bundle whose tensor `name` begins with other numbers, every hash made right again."""
+
+    def edit(header, manifest, data):
+        start, stop = header[name]["data_offsets"]
+        data[start : start + values.nbytes] = values.tobytes()
+        digest = sha256(data[start:stop]).hexdigest()
+        for matrix in manifest["matrices"]:
+            for tensor in matrix["tensors"]:
+                tensor["sha256"] = digest if tensor["name"] == name else tensor["sha256"]
+
+    return forge(bundle, target, edit)
+
+
+def test_verify_names_the_tensor_that_was_damaged(bundle):
+    raw = bytearray(bundle.read_bytes())
+    spec = kp.Bundle(bundle).tensors["proj/B"]
+    raw[spec.start + 2] ^= 4
+    bundle.write_bytes(raw)
+    done = run("verify", bundle)
+    assert done.exit_code == 1
+    assert "tensor 'proj/B': its bytes have SHA-256" in done.stderr
+    assert "fails" in done.stdout
+
+
+def test_verify_names_the_tensor_that_is_not_finite(bundle, tmp_path):
+    done = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([np.nan])))
+    assert done.exit_code == 1
+    assert "tensor 'proj/B': element 0 is not a finite number" in done.stderr
+
+
+def test_verify_names_the_tensor_that_is_not_positive_semi_definite(bundle, tmp_path):
+    done = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([-1.0])))
+    assert done.exit_code == 1
+    assert "tensor 'proj/B': is not positive semi-definite: its smallest eigenvalue is -" in done.stderr
+
+
+def test_verify_names_the_tensor_that_is_not_symmetric(tmp_path):
+    small_curvature("dense").save(tmp_path / "toy.kfac", pack=False)
+    bad = damaged(tmp_path / "toy.kfac", tmp_path / "bad.kfac", "proj/B", np.float32([1.0, 0.5, 0.7]))
+    done = run("verify", bad)
+    assert done.exit_code == 1
+    assert "tensor 'proj/B': is not symmetric" in done.stderr
+
+
+def test_verify_against_weights(bundle, tmp_path):
+    shapes = {p.name: p.shape for p in kp.load(bundle).about.base.parameters}
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(shapes[name], generator=generator) for name in shapes}
+    save_file(state, tmp_path / "right.safetensors")
+    save_file({**state, "proj": torch.zeros(3, 2)}, tmp_path / "wrong.safetensors")
+    assert run("verify", bundle, "--model", tmp_path / "right.safetensors").exit_code == 0
+    done = run("verify", bundle, "--model", tmp_path / "wrong.safetensors")
+    assert done.exit_code == 1
+    assert "parameter 'proj': has sha256" in done.stderr
+    done = run("verify", bundle, "--model", "ViT-B-32")
+    assert done.exit_code == 2
+    assert "expected a safetensors file" in done.stderr
+
+
+def test_verify_looks_at_every_file(bundle, tmp_path):
+    (tmp_path / "cut.kfac").write_bytes(bundle.read_bytes()[:-5])
+    done = run("verify", tmp_path / "cut.kfac", bundle, "--json")
+    assert done.exit_code == 2
+    found = json.loads(done.stdout)
+    assert [entry["holds"] for entry in found["bundles"]] == [True]
+    assert found["unreadable"][0]["path"] == str(tmp_path / "cut.kfac")
+    assert "ends at byte" in found["unreadable"][0]["error"]
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize("name", ["nowhere.kfac", "."])
+def test_files_that_are_not_there(tmp_path, command, name):
+    done = run(command, tmp_path / name)
+    assert done.exit_code == 2
+    assert "error: " in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["inspct", "x"], ["inspect", "--frobnicate", "x"]])
+def test_wrong_usage(arguments):
+    assert run(*arguments).exit_code == 2
+
+
+def test_an_interruption_is_130(bundle, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kfacpack_cli.inspect.Bundle", interrupted)
+    assert run("inspect", bundle).exit_code == 130
+
+
+def test_version():
+    assert run("--version").stdout == f"kfacpack {kp.__version__}\n"
+
+
+def test_inspect_does_not_wait_for_torch(bundle):
+    program = "import sys; from kfacpack_cli.main import app; app(['inspect', sys.argv[1]], standalone_mode=False); "
+    program += "assert 'torch' not in sys.modules, 'torch was imported'"
+    done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,208 @@
+"""A curvature acts as the block-diagonal matrix it stands for, in memory and from a file."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import HOLDS, linear_join, random_psd, random_tau, small_curvature
+
+import kfacpack as kp
+from kfacpack.curvature.matrices import Dense
+
+seeds = st.integers(0, 2**16)
+
+
+def dense_block(block: kp.CurvatureBlock) -> torch.Tensor:
+    """G of one block over its joined matrix, flattened row by row, by building every Kronecker product."""
+    if isinstance(block.structure, kp.Whole):
+        return block.structure.matrix.dense(torch.float64)
+    terms = block.structure.terms
+    return sum(weight * torch.kron(B.dense(torch.float64), A.dense(torch.float64)) for B, A, weight in terms)
+
+
+def joined(block: kp.CurvatureBlock, tau: dict[str, torch.Tensor]) -> torch.Tensor:
+    """ΔW by hand, element by element."""
+    delta = torch.full((block.join.rows, block.join.columns), torch.nan, dtype=torch.float64)
+    for piece in block.join.pieces:
+        values = tau[piece.parameter].double()
+        values = values[piece.rows[0] : piece.rows[1]] if piece.rows else values
+        if piece.view == "column" or values.dim() == 1:
+            values = values.flatten()[:, None]
+        elif piece.view == "transposed":
+            values = values.T
+        for i, row in enumerate(values.tolist()):
+            for j, value in enumerate(row):
+                delta[piece.at[0] + i, piece.at[1] + j] = value
+    assert not delta.isnan().any()
+    return delta
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@given(seed=seeds)
+def test_quadratic_and_apply_agree_with_the_dense_kronecker_product(hold, seed):
+    curvature = small_curvature(hold, seed)
+    tau = random_tau(curvature, seed)
+    blocks = [(dense_block(block), joined(block, tau).flatten()) for block in curvature.blocks]
+    expected = sum(float(v @ G @ v) for G, v in blocks)
+    size = sum(float(v.abs() @ G.abs() @ v.abs()) for G, v in blocks)
+    assert float(curvature.quadratic(tau)) == pytest.approx(expected, rel=1e-5, abs=1e-5 * size)
+
+    applied = curvature.apply(tau)
+    assert list(applied) == list(curvature.parameters)
+    for (G, v), block in zip(blocks, curvature.blocks, strict=True):
+        found = joined(block, applied).flatten()
+        torch.testing.assert_close(found, G @ v, rtol=1e-5, atol=1e-5 * float((G.abs() @ v.abs()).max()))
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("hold", HOLDS)
+@given(seed=seeds)
+def test_a_saved_curvature_comes_back_the_same(tmp_path_factory, hold, pack, seed):
+    path = tmp_path_factory.mktemp("bundle") / "t.kfac"
+    curvature = small_curvature(hold, seed)
+    curvature.save(path, pack=pack)
+    loaded = kp.load(path)
+    tau = random_tau(curvature, seed)
+    assert loaded.parameters == curvature.parameters
+    assert loaded.about == curvature.about
+    for old, new in zip(curvature.blocks, loaded.blocks, strict=True):
+        assert (new.name, new.operation, new.join) == (old.name, old.operation, old.join)
+        for (role, before), (_, after) in zip(old.structure.matrices(), new.structure.matrices(), strict=True):
+            assert torch.equal(before.dense(torch.float64), after.dense(torch.float64)), role
+    torch.testing.assert_close(loaded.quadratic(tau), curvature.quadratic(tau))
+    torch.testing.assert_close(loaded.apply(tau), curvature.apply(tau))
+
+    again = path.with_name("again.kfac")
+    loaded.save(again, pack=pack)
+    assert again.read_bytes() == path.read_bytes()
+
+
+def test_the_same_curvature_gives_the_same_bytes(tmp_path):
+    for name in ("a.kfac", "b.kfac"):
+        small_curvature("block-int8").save(tmp_path / name)
+    assert (tmp_path / "a.kfac").read_bytes() == (tmp_path / "b.kfac").read_bytes()
+
+
+def test_a_shared_matrix_is_stored_and_counted_once(tmp_path):
+    curvature = small_curvature("packed")
+    curvature.save(tmp_path / "t.kfac")
+    bundle = kp.Bundle(tmp_path / "t.kfac")
+    one, two = bundle.manifest.blocks[:2]
+    assert one.terms[0].A == two.terms[0].A == two.terms[1].A == "one.weight/A"
+    assert curvature.nbytes == kp.load(tmp_path / "t.kfac").nbytes == sum(t.nbytes for t in bundle.tensors.values())
+    loaded = kp.load(tmp_path / "t.kfac")
+    assert loaded.blocks[0].structure.terms[0][1] is loaded.blocks[1].structure.terms[0][1]
+
+
+def test_quadratic_is_the_exact_ggn_where_kfac_is_exact():
+    """One linear layer, f = W x + b: G = I ⊗ E[a aᵀ], and the drift is E ‖ΔW a‖²."""
+    torch.manual_seed(0)
+    x = torch.randn(20, 4, dtype=torch.float64)
+    a = torch.cat([x, torch.ones(20, 1)], dim=1)
+    layer = torch.nn.Linear(4, 3).double()
+    B, A = Dense.of(torch.eye(3, dtype=torch.float64)), Dense.of(a.T @ a / 20)
+    about = kp.About(
+        base=kp.identify({"l.weight": layer.weight, "l.bias": layer.bias}, ["l.weight", "l.bias"], family="t", name="t"),
+        function=kp.Function(output="logits", normalized=False, width=3),
+    )
+    curvature = kp.Curvature([kp.CurvatureBlock("l", "linear", linear_join("l", 3, 4), kp.Kronecker.of(B, A))], about)
+    tau = {"l.weight": torch.randn(3, 4, dtype=torch.float64), "l.bias": torch.randn(3, dtype=torch.float64)}
+    drift = (x @ tau["l.weight"].T + tau["l.bias"]).square().sum(dim=1).mean()
+    torch.testing.assert_close(curvature.quadratic(tau), drift)
+
+
+def test_the_gradient_of_quadratic_is_twice_apply():
+    curvature = small_curvature("block")
+    tau = {name: value.requires_grad_() for name, value in random_tau(curvature, dtype=torch.float64).items()}
+    grads = torch.autograd.grad(curvature.quadratic(tau), list(tau.values()))
+    for name, grad in zip(tau, grads, strict=True):
+        torch.testing.assert_close(grad, 2 * curvature.apply(tau)[name].detach())
+
+
+def test_parameters_left_out_count_as_zero():
+    curvature = small_curvature()
+    tau = random_tau(curvature)
+    part = {"one.weight": tau["one.weight"], "norm.bias": tau["norm.bias"]}
+    padded = {name: part.get(name, torch.zeros_like(value)) for name, value in tau.items()}
+    torch.testing.assert_close(curvature.quadratic(part), curvature.quadratic(padded))
+    applied, expected = curvature.apply(part), curvature.apply(padded)
+    assert set(applied) == {"one.weight", "one.bias", "norm.weight", "norm.bias"}
+    for name, value in expected.items():
+        torch.testing.assert_close(applied.get(name, torch.zeros_like(value)), value)
+
+
+def test_half_precision_vectors_are_computed_in_float32():
+    curvature = small_curvature()
+    tau = {name: value.bfloat16() for name, value in random_tau(curvature).items()}
+    wide = {name: value.float() for name, value in tau.items()}
+    assert curvature.quadratic(tau).dtype == torch.float32
+    assert torch.equal(curvature.quadratic(tau), curvature.quadratic(wide))
+    assert {value.dtype for value in curvature.apply(tau).values()} == {torch.bfloat16}
+
+
+def test_a_vector_that_does_not_fit_is_refused_by_name():
+    curvature = small_curvature()
+    with pytest.raises(kp.TaskVectorError, match=r"'one\.wieght' is not covered.*did you mean 'one\.weight'"):
+        curvature.quadratic({"one.wieght": torch.zeros(5, 6)})
+    with pytest.raises(kp.TaskVectorError, match=r"'one\.weight': expected floats of shape \[5, 6\], found .*\[6, 5\]"):
+        curvature.apply({"one.weight": torch.zeros(6, 5)})
+    with pytest.raises(kp.TaskVectorError, match="empty"):
+        curvature.quadratic({})
+
+
+def test_opening_touches_no_tensor(tmp_path):
+    """With every tensor byte overwritten, a bundle still opens; the first tensor touched is refused by name."""
+    small_curvature("packed").save(tmp_path / "t.kfac")
+    raw = bytearray((tmp_path / "t.kfac").read_bytes())
+    start = 8 + int.from_bytes(raw[:8], "little")
+    raw[start:] = b"\xaa" * (len(raw) - start)
+    (tmp_path / "t.kfac").write_bytes(raw)
+    curvature = kp.load(tmp_path / "t.kfac")
+    assert curvature.nbytes > 0
+    with pytest.raises(kp.CorruptTensor, match=r"t\.kfac: tensor 'one\.weight/A'.*SHA-256"):
+        curvature.quadratic({"one.weight": torch.zeros(5, 6)})
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_numbers_that_are_none_are_not_written(tmp_path, bad):
+    curvature = small_curvature()
+    curvature.blocks[0].structure.terms[0][0].components["data"][2, 2] = bad
+    (tmp_path / "t.kfac").write_text("the old file")
+    with pytest.raises(kp.BundleError, match=r"tensor 'one\.weight/B': has a number that is not finite"):
+        curvature.save(tmp_path / "t.kfac")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
+    assert (tmp_path / "t.kfac").read_text() == "the old file"
+
+
+def test_an_asymmetric_matrix_is_not_written(tmp_path):
+    curvature = small_curvature()
+    curvature.blocks[0].structure.terms[0][0].components["data"][0, 1] += 1
+    with pytest.raises(kp.BundleError, match=r"tensor 'one\.weight/B': is not symmetric"):
+        curvature.save(tmp_path / "t.kfac")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda blocks: blocks[1:], "parameter 'one.weight': must be covered once and whole"),
+        (lambda blocks: [*blocks, blocks[0]], "block 'one.weight': there are two blocks of this name"),
+    ],
+)
+def test_blocks_that_do_not_cover_the_parameters_are_not_written(tmp_path, change, complaint):
+    curvature = small_curvature()
+    broken = kp.Curvature(change(list(curvature.blocks)), curvature.about)
+    with pytest.raises(kp.BundleError) as caught:
+        broken.save(tmp_path / "t.kfac")
+    assert complaint in str(caught.value)
+
+
+def test_a_factor_of_the_wrong_side_is_not_written(tmp_path):
+    curvature = small_curvature()
+    first = curvature.blocks[0]
+    wrong = kp.Kronecker.of(Dense.of(random_psd(4, 0)), Dense.of(random_psd(7, 0)))
+    block = kp.CurvatureBlock(first.name, first.operation, first.join, wrong)
+    with pytest.raises(kp.BundleError, match=r"needs side 5, found 4"):
+        kp.Curvature([block, *curvature.blocks[1:]], curvature.about).save(tmp_path / "t.kfac")

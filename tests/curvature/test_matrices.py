@@ -1,0 +1,134 @@
+"""Every way to hold a matrix is that matrix: it multiplies like it, weighs what it says, and loses what it may."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import HOLDS, random_psd
+
+from kfacpack.bundle.layout import LAYOUTS
+from kfacpack.curvature.matrices import FORMS, Block, Dense, LowRank, Packed, Sparse
+from kfacpack.curvature.matrices.block import spans
+from kfacpack.curvature.matrices.triangle import pack, unpack
+
+sides = st.integers(1, 40)
+seeds = st.integers(0, 2**16)
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@given(side=sides, columns=st.integers(1, 5), seed=seeds)
+def test_matmul_is_the_product_with_the_dense_matrix(hold, side, columns, seed):
+    matrix = HOLDS[hold](random_psd(side, seed))
+    x = torch.randn(side, columns, generator=torch.Generator().manual_seed(seed))
+    expected = matrix.dense(torch.float64) @ x.double()
+    torch.testing.assert_close(matrix.matmul(x).double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@given(side=sides, seed=seeds)
+def test_dense_is_symmetric(hold, side, seed):
+    full = HOLDS[hold](random_psd(side, seed)).dense(torch.float64)
+    assert torch.allclose(full, full.T, rtol=0, atol=1e-12)
+
+
+@given(side=sides, seed=seeds)
+def test_packing_loses_nothing(side, seed):
+    full = random_psd(side, seed)
+    assert torch.equal(Packed.from_dense(full).dense(), full)
+    assert torch.equal(Dense.of(full).for_storage().dense(), full)
+
+
+def test_the_triangle_is_the_lower_one_row_by_row():
+    full = torch.tensor([[1.0, 2.0, 4.0], [2.0, 3.0, 5.0], [4.0, 5.0, 6.0]])
+    assert pack(full).tolist() == [1, 2, 3, 4, 5, 6]
+    assert torch.equal(unpack(pack(full), 3), full)
+
+
+def test_packing_is_the_same_beyond_one_panel():
+    full = random_psd(600, 0)
+    assert torch.equal(unpack(pack(full), 600), full)
+
+
+@given(side=sides, count=st.integers(1, 9), seed=seeds)
+def test_block_keeps_its_blocks_and_nothing_else(side, count, seed):
+    count = min(count, side)
+    full = random_psd(side, seed)
+    kept = torch.zeros_like(full)
+    sizes = [stop - start for start, stop in spans(side, count)]
+    assert sum(sizes) == side
+    assert max(sizes) - min(sizes) <= 1
+    for start, stop in spans(side, count):
+        kept[start:stop, start:stop] = full[start:stop, start:stop]
+    assert torch.equal(Block.from_dense(full, count).dense(), kept)
+
+
+@given(side=st.integers(2, 30), seed=seeds)
+def test_lowrank_is_the_best_of_its_rank(side, seed):
+    """Eckart-Young: the squared error is the sum of the squared eigenvalues left out."""
+    full, rank = random_psd(side, seed), side // 2
+    error = torch.linalg.matrix_norm(LowRank.from_dense(full, rank).dense(torch.float64) - full.double())
+    left_out = torch.linalg.eigvalsh(full.double())[: side - rank].norm()
+    assert float(error) == pytest.approx(float(left_out), rel=1e-3, abs=1e-5)
+
+
+@given(side=sides, seed=seeds)
+def test_sparse_keeps_the_largest_entries(side, seed):
+    full = random_psd(side, seed)
+    kept = Sparse.from_dense(full, 0.5)
+    entries = pack(full).abs().sort(descending=True).values
+    count = kept.components.specs["data"][1][0]
+    assert count == round(0.5 * len(entries))
+    if count:
+        assert float(kept.components["data"].abs().min()) >= float(entries[count - 1])
+
+
+@pytest.mark.parametrize("hold", ["packed", "block", "lowrank", "sparse"])
+@given(side=sides, seed=seeds)
+def test_int8_is_off_by_at_most_half_a_step_of_its_row(hold, side, seed):
+    matrix = HOLDS[hold](random_psd(side, seed))
+    exact, rounded = matrix.numbers(torch.float64), matrix.quantized()
+    scale = rounded.components["scale"].double().reshape(-1)[rounded.row_index()]
+    assert bool(((rounded.numbers(torch.float64) - exact).abs() <= scale * 0.5001).all())
+
+
+def test_int8_of_zeros_is_zero():
+    assert torch.equal(Packed.from_dense(torch.zeros(4, 4)).quantized().dense(), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_shapes_are_the_ones_the_format_states(hold):
+    matrix = HOLDS[hold](random_psd(10, 0))
+    _, shape = matrix.components.specs["data"]
+    stated = LAYOUTS[matrix.form].shapes(matrix.side, shape[0], shape[-1])
+    found = {name: shape for name, (_, shape) in matrix.components.specs.items()}
+    assert found.items() <= stated.items()
+
+
+def test_every_form_of_the_format_can_be_computed_with():
+    assert FORMS.keys() == LAYOUTS.keys()
+
+
+@pytest.mark.parametrize(("hold", "share"), [("packed", 0.55), ("block", 0.20), ("packed-int8", 0.16)])
+def test_nbytes_is_what_the_form_promises(hold, share):
+    full = random_psd(48, 0)
+    assert HOLDS[hold](full).nbytes <= share * full.nbytes
+
+
+def test_a_matrix_that_is_not_symmetric_says_so():
+    full = random_psd(5, 0)
+    full[1, 3] += 0.5
+    assert [component for component, _ in Dense.of(full).violations()] == ["data"]
+    assert list(Dense.of(random_psd(5, 0)).violations()) == []
+
+
+def test_bad_arguments_are_refused():
+    with pytest.raises(ValueError, match="square matrix of floats"):
+        Dense.of(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="1 to 4 diagonal blocks, not 5"):
+        Block.from_dense(random_psd(4, 0), 5)
+    with pytest.raises(ValueError, match="rank from 0 to 4, not 5"):
+        LowRank.from_dense(random_psd(4, 0), 5)
+    with pytest.raises(TypeError, match="no int8 variant"):
+        Dense.of(random_psd(4, 0)).quantized()

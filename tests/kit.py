@@ -1,0 +1,188 @@
+"""What tests share: small curvatures in every form, and files that lie."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import kfacpack as kp
+from kfacpack.bundle.manifest import Base, base_digest
+from kfacpack.bundle.reader import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
+from kfacpack.curvature.components import InMemory
+from kfacpack.curvature.matrices import Block, Dense, Diagonal, LowRank, Matrix, Packed, Sparse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+
+def random_psd(side: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Symmetric, positive semi-definite, exactly symmetric in its last bit."""
+    factor = torch.randn(side, side + 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    full = factor @ factor.T / (side + 2)
+    return ((full + full.T) / 2).to(dtype)
+
+
+def _block(m: Tensor) -> Matrix:
+    return Block.from_dense(m, count=min(3, len(m)))
+
+
+def _lowrank(m: Tensor) -> Matrix:
+    return LowRank.from_dense(m, rank=(len(m) + 1) // 2)
+
+
+def _sparse(m: Tensor) -> Matrix:
+    return Sparse.from_dense(m, fraction=0.6)
+
+
+def _half(dtype: torch.dtype) -> Callable[[Tensor], Matrix]:
+    return lambda m: Packed.from_dense(m.to(dtype))
+
+
+HOLDS: dict[str, Callable[[Tensor], Matrix]] = {
+    "dense": Dense.of,
+    "packed": Packed.from_dense,
+    "block": _block,
+    "lowrank": _lowrank,
+    "sparse": _sparse,
+    "diagonal": lambda m: Diagonal.of(m.diag().clone()),
+    "packed-int8": lambda m: Packed.from_dense(m).quantized(),
+    "block-int8": lambda m: _block(m).quantized(),
+    "lowrank-int8": lambda m: _lowrank(m).quantized(),
+    "sparse-int8": lambda m: _sparse(m).quantized(),
+    "packed-f64": _half(torch.float64),
+    "packed-f16": _half(torch.float16),
+    "packed-bf16": _half(torch.bfloat16),
+    "block-bf16": lambda m: _block(m.bfloat16()),
+    "lowrank-signed": lambda m: LowRank(
+        len(m), InMemory(data=m[:, :2].contiguous(), weights=torch.linspace(-1, 1, m[:, :2].shape[1])), psd=False
+    ),
+}
+"""Every way to hold a matrix, by a name for test reports: dense tensor -> Matrix."""
+
+
+def about(state: dict[str, Tensor], **more: Any) -> kp.About:
+    base = kp.identify(state, list(state), family="test", name="small")
+    return kp.About(
+        base=base,
+        function=kp.Function(output="embedding", normalized=True, width=4),
+        estimate=kp.Estimate(fisher="mc", probe="orthogonal", probes=2, seed=7, examples=12),
+        source=kp.Source(task="toy", dataset="nobody/toy", split="train", examples=12, dataset_size=100),
+        **more,
+    )
+
+
+def linear_join(name: str, out: int, inputs: int, bias: bool = True) -> kp.Join:
+    pieces = [kp.Piece(parameter=f"{name}.weight")]
+    if bias:
+        pieces.append(kp.Piece(parameter=f"{name}.bias", at=(0, inputs)))
+    return kp.Join(rows=out, columns=inputs + bias, pieces=tuple(pieces))
+
+
+def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: int = 6) -> kp.Curvature:
+    """Two layers that share A, one of them held as `hold`; a fused projection in two blocks; a norm; a bare `x @ W`."""
+    make = HOLDS[hold]
+    generator = torch.Generator().manual_seed(seed)
+    state = {
+        "one.weight": torch.randn(out, inputs, generator=generator),
+        "one.bias": torch.randn(out, generator=generator),
+        "two.weight": torch.randn(3, inputs, generator=generator),
+        "two.bias": torch.randn(3, generator=generator),
+        "attn.in_proj_weight": torch.randn(4, 3, generator=generator),
+        "norm.weight": torch.randn(3, generator=generator),
+        "norm.bias": torch.randn(3, generator=generator),
+        "proj": torch.randn(3, 2, generator=generator),
+        "scale": torch.randn((), generator=generator),
+        "token": torch.randn(1, 4, generator=generator),
+    }
+    shared, other = make(random_psd(inputs + 1, seed + 1)), make(random_psd(3, seed + 2))
+    rows = [(0, 2), (2, 4)]
+    blocks = [
+        kp.CurvatureBlock(
+            "one.weight", "linear", linear_join("one", out, inputs), kp.Kronecker.of(make(random_psd(out, seed + 3)), shared)
+        ),
+        kp.CurvatureBlock(
+            "two.weight",
+            "linear",
+            linear_join("two", 3, inputs),
+            kp.Kronecker(((make(random_psd(3, seed + 4)), shared, 0.5), (other, shared, 1.5))),
+        ),
+        *(
+            kp.CurvatureBlock(
+                f"attn.in_proj_weight[{start}:{stop}]",
+                "linear",
+                kp.Join(rows=2, columns=3, pieces=(kp.Piece(parameter="attn.in_proj_weight", rows=(start, stop)),)),
+                kp.Kronecker.of(make(random_psd(2, seed + 5 + start)), other),
+            )
+            for start, stop in rows
+        ),
+        kp.CurvatureBlock(
+            "norm",
+            "layer_norm",
+            kp.Join(
+                rows=3,
+                columns=2,
+                pieces=(kp.Piece(parameter="norm.weight"), kp.Piece(parameter="norm.bias", at=(0, 1))),
+            ),
+            kp.Whole(make(random_psd(6, seed + 9))),
+        ),
+        kp.CurvatureBlock(
+            "proj",
+            "matmul",
+            kp.Join(rows=2, columns=3, pieces=(kp.Piece(parameter="proj", view="transposed"),)),
+            kp.Kronecker.of(make(random_psd(2, seed + 10)), other),
+        ),
+        kp.CurvatureBlock(
+            "scale",
+            "multiply",
+            kp.Join(rows=1, columns=1, pieces=(kp.Piece(parameter="scale", view="column"),)),
+            kp.Whole(Diagonal.of(torch.tensor([0.25]))),
+        ),
+        kp.CurvatureBlock(
+            "token",
+            "add",
+            kp.Join(rows=4, columns=1, pieces=(kp.Piece(parameter="token", view="column"),)),
+            kp.Whole(make(random_psd(4, seed + 11))),
+        ),
+    ]
+    return kp.Curvature(blocks, about(state))
+
+
+def random_tau(curvature: kp.Curvature, seed: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {p.name: p.shape for p in curvature.about.base.parameters}
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+def forge(source: Path, target: Path, edit: Callable[[dict[str, Any], dict[str, Any], bytearray], None]) -> Path:
+    """A copy of a bundle after `edit(header, manifest, data)`, sealed again: everything about it is right but the lie."""
+    raw = source.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header, data = json.loads(raw[8 : 8 + length]), bytearray(raw[8 + length :])
+    manifest = json.loads(header["__metadata__"][MANIFEST_KEY])
+    edit(header, manifest, data)
+    header["__metadata__"][MANIFEST_KEY] = json.dumps(manifest)
+    return write_sealed(target, json.dumps(header), bytes(data))
+
+
+def write_sealed(target: Path, header: str, data: bytes) -> Path:
+    """A file of this very header text, its seal's 64 digits (the first ones after its key) made right."""
+    key = header.index(f'"{SEAL_KEY}"') + len(SEAL_KEY) + 2
+    start = header.index('"', key) + 1
+    blank = (header[:start] + UNSEALED + header[start + 64 :]).encode()
+    blank = len(blank).to_bytes(8, "little") + blank
+    target.write_bytes(blank.replace(UNSEALED.encode(), seal(blank).encode(), 1) + data)
+    return target
+
+
+def rebased(manifest: dict[str, Any]) -> None:
+    """Make base.sha256 fit the parameters again."""
+    parameters = Base.model_construct(**manifest["base"]).parameters
+    from kfacpack.bundle.manifest import Parameter
+
+    listed = tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in parameters)
+    manifest["base"]["sha256"] = base_digest(listed)
