@@ -33,11 +33,12 @@ MAX_SIDE = 2**24
 MAX_PIECES = 64
 
 _NAME = r"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^\x00-\x1f\x7f-\x9f\\]{1,512}$"
+_NAME_RULE = re.compile(_NAME)
 
 
 def _safe_name(name: str) -> str:
     """Names end up in file names and tables: no control character, nothing that a file system would follow."""
-    if not re.fullmatch(_NAME, name):
+    if not _NAME_RULE.fullmatch(name):
         raise ValueError(
             f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control character, "
             "no drive letter, no leading '/', no '.' or '..' between slashes"

@@ -1,7 +1,7 @@
 """Writing a bundle: streaming, atomic, deterministic.
 
 Every tensor's place follows from shapes alone and every SHA-256 is 64 digits long, so the header's length is known
-before the first number is. Tensors are written to their places in whatever order they come, one at a time; the header
+before the first number is. Tensors are written to their places in whatever order they come, a part at a time; the header
 is written last; then the file is synced and renamed. Who is killed half-way leaves the old file.
 """
 
@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Put(Protocol):
-    """Takes one tensor's bytes to their place in the file."""
+    """Takes the next bytes of a tensor to their place in the file."""
 
     def __call__(self, name: str, data: memoryview) -> None: ...
 
@@ -37,28 +38,38 @@ class Put(Protocol):
 def write_bundle(
     path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec]
 ) -> Iterator[Put]:
-    """A context in which every tensor of `tensors` (name -> dtype, shape) is put once; leaving it makes the file.
+    """A context in which the bytes of every tensor of `tensors` (name -> dtype, shape) are put; leaving it makes the file.
 
-    The manifest comes without digests; they are filled in from the bytes that were put.
+    The manifest's digests are filled in from the bytes that were put.
     """
     check_consistency(Path(path), manifest, _places(tensors))
-    digests = dict.fromkeys(tensors, UNSEALED)
-    header = _header(path, manifest, tensors, digests)
+    header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED))
     places = _places(tensors, start=len(header))
 
-    with replacing(path) as descriptor:
+    # One part is hashed and written while the caller prepares the next; never more than that one is waiting.
+    with replacing(path) as descriptor, ThreadPoolExecutor(max_workers=1) as background:
+        under_way: Future[None] | None = None
+        written = dict.fromkeys(tensors, 0)
+        hashes = {name: sha256() for name in tensors}
+
+        def store(name: str, data: memoryview, position: int) -> None:
+            hashes[name].update(data)
+            _write_at(descriptor, data, position)
 
         def put(name: str, data: memoryview) -> None:
-            if digests[name] != UNSEALED:
-                raise ValueError(f"tensor {name!r} was put twice")
-            if data.nbytes != places[name].nbytes:
-                raise ValueError(f"tensor {name!r} has {data.nbytes} bytes, announced were {places[name].nbytes}")
-            digests[name] = sha256(data).hexdigest()
-            _write_at(descriptor, data, places[name].start)
+            nonlocal under_way
+            if under_way is not None:
+                under_way.result()
+            under_way = background.submit(store, name, data, places[name].start + written[name])
+            written[name] += data.nbytes
 
         yield put
-        if missing := [name for name, digest in digests.items() if digest == UNSEALED]:
-            raise ValueError(f"tensor {missing[0]!r} was announced, but never put")
+        if under_way is not None:
+            under_way.result()
+        for name, place in places.items():
+            if written[name] != place.nbytes:
+                raise ValueError(f"tensor {name!r} was announced with {place.nbytes} bytes, put were {written[name]}")
+        digests = {name: each.hexdigest() for name, each in hashes.items()}
         final = _header(path, manifest, tensors, digests)
         _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
 

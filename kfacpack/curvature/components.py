@@ -6,14 +6,17 @@ read or compute). So a curvature in memory and one on disk are the same object t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kfacpack.bundle.container import ITEM_BYTES, Spec
+from kfacpack.bundle.layout import triangle
+from kfacpack.curvature.triangle import pack_in_parts
 
 if TYPE_CHECKING:
     from kfacpack.bundle.reader import Bundle
@@ -33,14 +36,22 @@ TORCH_TYPES = {
 FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 
 
-class Components(Protocol):
-    @property
-    def specs(self) -> Mapping[str, Spec]: ...
+PART = 2**21
+"""How many numbers of a tensor are written at a time: they are still in the cache when they are hashed."""
 
+
+class Components(ABC):
+    specs: Mapping[str, Spec]
+
+    @abstractmethod
     def __getitem__(self, name: str) -> Tensor: ...
 
+    def parts(self, name: str) -> Iterator[Tensor]:
+        """The tensor's numbers in row-major order, a part at a time."""
+        yield from self[name].reshape(-1).split(PART)
 
-class InMemory:
+
+class InMemory(Components):
     def __init__(self, **tensors: Tensor):
         self._tensors = tensors
         self.specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
@@ -49,7 +60,7 @@ class InMemory:
         return self._tensors[name]
 
 
-class InBundle:
+class InBundle(Components):
     """Tensors of an open bundle, mapped from its file. Every touch is a checked one (see `Bundle.bytes_of`)."""
 
     def __init__(self, bundle: Bundle, names: Mapping[str, str]):
@@ -65,15 +76,19 @@ class InBundle:
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
 
 
-class MadeOnDemand:
-    """A single `data` tensor of known spec that is computed each time it is read, and not kept."""
+class PackedOnDemand(Components):
+    """The triangle of a full matrix, packed each time it is read, and not kept."""
 
-    def __init__(self, spec: Spec, make: Callable[[], Tensor]):
-        self.specs = {"data": spec}
-        self._make = make
+    def __init__(self, full: Components):
+        dtype, (side, _) = full.specs["data"]
+        self.specs = {"data": (dtype, (triangle(side),))}
+        self._full = full
 
     def __getitem__(self, name: str) -> Tensor:
-        return {"data": self._make}[name]()
+        return torch.cat(list(self.parts(name)))
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        return pack_in_parts(self._full[name], PART)
 
 
 def spec_of(tensor: Tensor) -> Spec:

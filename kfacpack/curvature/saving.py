@@ -1,4 +1,4 @@
-"""A curvature into a bundle: one matrix at a time is packed, checked, hashed and written."""
+"""A curvature into a bundle: some rows of one matrix at a time are packed, checked, hashed and written."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool) -> N
             for component, problem in matrix.violations():
                 raise BundleError(path, problem, where=f"tensor {_tensor_name(name, component)!r}")
             for component in stored[name].components.specs:
-                tensor = stored[name].components[component]
-                _require_finite(path, _tensor_name(name, component), tensor)
-                put(_tensor_name(name, component), raw_bytes(tensor))
-                del tensor
+                tensor_name = _tensor_name(name, component)
+                for part in stored[name].components.parts(component):
+                    _require_finite(path, tensor_name, part)
+                    put(tensor_name, raw_bytes(part))
 
 
 def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:

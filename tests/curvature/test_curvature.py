@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, linear_join, random_psd, random_tau, small_curvature
+from kit import HOLDS, forge, linear_join, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
 from kfacpack.curvature.matrices import Dense
@@ -176,12 +178,18 @@ def test_numbers_that_are_none_are_not_written(tmp_path, bad):
     assert (tmp_path / "t.kfac").read_text() == "the old file"
 
 
-def test_an_asymmetric_matrix_is_not_written(tmp_path):
-    curvature = small_curvature()
-    curvature.blocks[0].structure.terms[0][0].components["data"][0, 1] += 1
+def test_an_asymmetric_matrix_from_a_file_is_not_packed(tmp_path):
+    small_curvature("dense").save(tmp_path / "full.kfac", pack=False)
+
+    def edit(header, manifest, data):
+        start, stop = header["one.weight/B"]["data_offsets"]
+        data[start : start + 8] = torch.tensor([1.0, 9.0]).numpy().tobytes()
+        manifest["matrices"][0]["tensors"][0]["sha256"] = sha256(data[start:stop]).hexdigest()
+
+    lopsided = kp.load(forge(tmp_path / "full.kfac", tmp_path / "lopsided.kfac", edit))
     with pytest.raises(kp.BundleError, match=r"tensor 'one\.weight/B': is not symmetric"):
-        curvature.save(tmp_path / "t.kfac")
-    assert list(tmp_path.iterdir()) == []
+        lopsided.save(tmp_path / "t.kfac")
+    assert not (tmp_path / "t.kfac").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.components import InMemory, MadeOnDemand
+from kfacpack.curvature.components import InMemory, PackedOnDemand
 from kfacpack.curvature.matrices.base import Matrix, require_square
 from kfacpack.curvature.matrices.packed import Packed
-from kfacpack.curvature.matrices.triangle import asymmetry, pack, triangle
+from kfacpack.curvature.triangle import asymmetry
 
 
 class Dense(Matrix):
@@ -18,9 +19,12 @@ class Dense(Matrix):
 
     @classmethod
     def of(cls, matrix: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None) -> Dense:
-        """A (n, n) symmetric tensor, not copied."""
+        """From a (n, n) tensor, not copied, and not to be changed afterwards. Refused here if it is not symmetric."""
         side = require_square(matrix)
-        return cls(side, InMemory(data=matrix), psd=psd, examples=examples, positions=positions)
+        made = cls(side, InMemory(data=matrix), psd=psd, examples=examples, positions=positions)
+        for _, problem in made.violations():
+            raise ValueError(f"the matrix {problem}")
+        return made
 
     def matmul(self, x: Tensor) -> Tensor:
         return self.numbers(x.dtype, x.device) @ x
@@ -32,15 +36,18 @@ class Dense(Matrix):
         yield self.numbers(torch.float64)
 
     def violations(self) -> Iterator[tuple[str, str]]:
+        if self._asymmetry is not None:
+            yield "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {self._asymmetry:.3g}"
+
+    @cached_property
+    def _asymmetry(self) -> float | None:
+        """The largest |m[i,j] - m[j,i]|, or None if it is rounding. Looked at once: saving need not read it all again."""
         data = self.components["data"]
         # Some kernels add up m[i,j] in another order than m[j,i]: a few roundings of the largest number are no fault.
-        tolerated = 8 * torch.finfo(data.dtype).eps * float(max(map(abs, data.aminmax())))
-        if (gap := asymmetry(data)) > tolerated:
-            yield "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}, at most {tolerated:.3g} is rounding"
+        if (gap := asymmetry(data)) <= 8 * torch.finfo(data.dtype).eps * float(data.abs().amax()):
+            return None
+        return gap
 
     def for_storage(self) -> Matrix:
-        dtype, _ = self.components.specs["data"]
-        on_demand = MadeOnDemand((dtype, (triangle(self.side),)), lambda: pack(self.components["data"]))
-        return Packed(
-            self.side, on_demand, psd=self.psd, examples=self.examples, positions=self.positions
-        )
+        triangle = PackedOnDemand(self.components)
+        return Packed(self.side, triangle, psd=self.psd, examples=self.examples, positions=self.positions)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kfacpack.curvature.components import InMemory
 from kfacpack.curvature.matrices.base import Matrix, require_square
-from kfacpack.curvature.matrices.triangle import pack, row_of_each, unpack
+from kfacpack.curvature.triangle import pack, row_of_each, unpack
 
 
 class Packed(Matrix):

@@ -1,0 +1,141 @@
+"""Write the JSON Schema, and the golden files that do not exist yet. A golden file is never written again.
+
+    python tests/spec/golden.py
+
+What is in `spec/golden` has been published: every later version must read it and find the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "spec" / "golden"
+SCHEMA = ROOT / "spec" / "kfac-1.0.schema.json"
+EXPECTED = GOLDEN / "expected.json"
+
+
+def schema_text() -> str:
+    from kfacpack.bundle.manifest import Manifest
+
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
+    schema["title"] = "Manifest of a kfac bundle, format 1.0"
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def golden_tau(parameters: list[tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
+    """A task vector that any language can make: number k of parameter i is ((37 k + 11 i) mod 101 - 50) / 64."""
+    return {
+        name: (((37 * np.arange(np.prod(shape, dtype=int)) + 11 * i) % 101 - 50) / 64).reshape(shape)
+        for i, (name, shape) in enumerate(parameters)
+    }
+
+
+def expected_numbers(path: Path) -> dict[str, object]:
+    """What a reader must find: computed by densifying every matrix in float64."""
+    import kfacpack as kp
+
+    bundle, curvature = kp.Bundle(path), kp.load(path)
+    tau = golden_tau([(p.name, p.shape) for p in curvature.about.base.parameters])
+    wide = {name: torch.from_numpy(value) for name, value in tau.items()}
+    dense = {
+        bundle_name: matrix.dense(torch.float64)
+        for bundle_name, matrix in ((name, _matrix(bundle, name)) for name in bundle.matrices)
+    }
+    return {
+        "sha256": bundle.digest,
+        "quadratic": float(curvature.quadratic(wide)),
+        "apply": {name: value.flatten().tolist() for name, value in curvature.apply(wide).items()},
+        "matrices": {name: {"trace": float(m.trace()), "norm": float(m.norm())} for name, m in dense.items()},
+    }
+
+
+def _matrix(bundle, name):  # type: ignore[no-untyped-def]
+    from kfacpack.curvature.loading import matrix_of
+
+    return matrix_of(bundle, name)
+
+
+def write_good() -> None:
+    sys.path.insert(0, str(ROOT / "tests"))
+    from kit import HOLDS, small_curvature
+
+    from kfacpack import Curvature
+    from kfacpack.bundle.manifest import REDUCE, Loss, Merge, Parent
+
+    for hold in HOLDS:
+        if not (target := GOLDEN / f"{hold}.kfac").exists():
+            small_curvature(hold, seed=len(hold)).save(target, pack=hold != "dense")
+    if not (target := GOLDEN / "merged.kfac").exists():
+        plain = small_curvature("block", seed=5)
+        parents = tuple(
+            Parent(sha256=digit * 64, weight=weight, task=f"toy@{digit}/2", dataset_size=50)
+            for digit, weight in (("1", 0.5), ("2", 1.5))
+        )
+        about = plain.about.model_copy(
+            update={"merge": Merge(rule="optimal", rank=2, parents=parents), "scaling": REDUCE, "source": None}
+        )
+        losses = (Loss(step="optimal", frobenius=0.25), Loss(step="block:3", frobenius=0.5, quadratic=0.125))
+        blocks = [type(b)(b.name, b.operation, b.join, b.structure, losses) for b in plain.blocks]
+        Curvature(blocks, about).save(target)
+
+
+def write_refused() -> None:
+    """Files that every reader must refuse, each named for the reason."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from kit import forge
+
+    source, folder = GOLDEN / "packed.kfac", GOLDEN / "refused"
+    folder.mkdir(exist_ok=True)
+    raw = source.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    flipped = bytearray(raw)
+    flipped[len(raw) // 2 + start // 2] ^= 1
+    header = bytearray(raw)
+    header[start // 2] ^= 1
+
+    def nan(h, m, d):  # type: ignore[no-untyped-def]
+        from hashlib import sha256
+
+        begin, end = h["proj/B"]["data_offsets"]
+        d[begin : begin + 4] = np.float32(np.nan).tobytes()
+        entry = next(entry for entry in m["matrices"] if entry["name"] == "proj/B")
+        entry["tensors"][0]["sha256"] = sha256(d[begin:end]).hexdigest()
+
+    wrong = {
+        "truncated": raw[:-3],
+        "tensor-byte-flipped": bytes(flipped),
+        "header-byte-flipped": bytes(header),
+    }
+    lies = {
+        "major-version-2": lambda h, m, d: m.update(version="2.0"),
+        "unknown-feature": lambda h, m, d: m.update(requires=["not-yet-invented"]),
+        "unknown-form": lambda h, m, d: m["matrices"][0].update(form="not-yet-invented"),
+        "not-a-number": nan,
+    }
+    for name, data in wrong.items():
+        if not (folder / f"{name}.kfac").exists():
+            (folder / f"{name}.kfac").write_bytes(data)
+    for name, lie in lies.items():
+        if not (folder / f"{name}.kfac").exists():
+            forge(source, folder / f"{name}.kfac", lie)
+
+
+def main() -> None:
+    GOLDEN.mkdir(exist_ok=True)
+    SCHEMA.write_text(schema_text())
+    write_good()
+    write_refused()
+    known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    for path in sorted(GOLDEN.glob("*.kfac")):
+        known.setdefault(path.name, expected_numbers(path))
+    EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
