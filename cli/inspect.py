@@ -95,7 +95,10 @@ def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
         yield "", f"model in {estimate.model_dtype}, sums in {estimate.accumulation_dtype}"
     yield "scaling", f"{manifest.scaling.sharing}: {manifest.scaling.formula}"
     dense = _dense_bytes(manifest)
-    yield "size", f"{human_bytes(bundle.nbytes)}, {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})"
+    yield (
+        "size",
+        f"{human_bytes(bundle.nbytes)}, {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})",
+    )
     yield "content", f"sha256 {bundle.digest}"
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
 
@@ -127,13 +130,17 @@ def _print_blocks(bundle: Bundle) -> None:
     for block in bundle.manifest.blocks:
         size = human_bytes(_bytes(bundle, block, counted))
         shape = f"{block.join.rows}×{block.join.columns}"
-        row = [Text(block.name, overflow="fold"), Text(block.operation), shape, block.structure]
-        losses = ", ".join(f"{loss.step} {loss.frobenius or 0:.2g}" for loss in block.losses)
-        table.add_row(*row, Text(_forms(bundle, block)), size, *([Text(losses)] if lossy else []))
+        name, held = Text(block.name, overflow="fold"), Text(_forms(bundle, block))
+        losses = ", ".join(f"{loss.step} {_error(loss.frobenius)}" for loss in block.losses)
+        table.add_row(name, Text(block.operation), shape, block.structure, held, size, *([Text(losses)] * lossy))
         others = [piece.parameter for piece in block.join.pieces if piece.parameter != block.name]
         if others:
             table.add_row(Text(f"  with {', '.join(dict.fromkeys(others))}", style="dim", overflow="fold"))
     out.print(table)
+
+
+def _error(relative: float | None) -> str:
+    return "not measured" if relative is None else f"{relative:.2g}"
 
 
 def _forms(bundle: Bundle, block: BlockEntry) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
@@ -12,14 +12,11 @@ import kfacpack
 from . import inspect, verify
 from .console import show_error
 
-if TYPE_CHECKING:
-    import click
-
 
 class Commands(TyperGroup):
     """Exit codes: 0 done, 1 an honest failure, 2 bad input or usage, 130 interrupted."""
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except kfacpack.KfacpackError as error:
@@ -47,7 +44,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def main(
-    version: bool = typer.Option(False, "--version", is_eager=True, callback=_version, help="Print the version and exit."),
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
+    ),
 ) -> None:
     """Curvature as an artifact: look into, check and share bundles of Kronecker factors (.kfac files)."""
 

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 def verify(
     bundles: list[Path] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to check."),
     model: str | None = typer.Option(
-        None, "--model", metavar="WEIGHTS.safetensors", help="Also check that they were computed at these weights."
+        None,
+        "--model",
+        metavar="WEIGHTS.safetensors",
+        help="Also check that they were computed at these weights.",
     ),
     as_json: bool = typer.Option(False, "--json", help="Print every check and failure as JSON."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors; the exit code tells."),
@@ -57,7 +60,9 @@ def verify(
 
 def _weights(model: str) -> Weights:
     if not Path(model).is_file():
-        raise KfacpackError(f"--model {model}: expected a safetensors file with the base model's weights, found no file")
+        raise KfacpackError(
+            f"--model {model}: expected a safetensors file with the base model's weights, found no file"
+        )
     return weights_of_file(model)
 
 
@@ -68,7 +73,9 @@ def _verify_with_progress(path: Path, weights: Weights | None, show: bool) -> Ve
         return verify_bundle(
             path,
             weights,
-            lambda check, done, total: bar.update(task, description=f"{path.name}: {check}", completed=done, total=total),
+            lambda check, done, total: bar.update(
+                task, description=f"{path.name}: {check}", completed=done, total=total
+            ),
         )
 
 

@@ -2,8 +2,8 @@
 
     python examples/small_network.py small.kfac
 
-A two-layer classifier, its Kronecker factors as `spec/README.md` defines them, and one file to share. It also writes the
-network's weights beside the bundle (`small.safetensors`), so that `kfacpack verify --model` has something to compare.
+A two-layer classifier, its Kronecker factors as `spec/README.md` defines them, and one file to share. It also writes
+the network's weights beside the bundle (`small.safetensors`), for `kfacpack verify --model` to compare.
 """
 
 import sys

@@ -15,7 +15,14 @@ class BundleError(KfacpackError):
     `where` is the tensor, parameter, block or manifest key at fault, or None when it is the file as a whole.
     """
 
-    def __init__(self, path: str | os.PathLike[str], problem: str, *, where: str | None = None, remedy: str | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        problem: str,
+        *,
+        where: str | None = None,
+        remedy: str | None = None,
+    ):
         self.path = os.fspath(path)
         self.problem = problem
         self.where = where

@@ -1,4 +1,4 @@
-"""A reader of kfac bundles (see README.md) that needs only numpy: `open_bundle(path).quadratic(tau)`."""
+"""A reader of kfac bundles (see README.md) that needs only numpy: `Bundle(path).quadratic(tau)`."""
 
 import hashlib
 import json
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
+FORMS = ("dense", "packed", "block", "lowrank", "sparse", "diagonal")
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I8": "i1"}
 
 
@@ -32,10 +33,10 @@ def check(holds: object, fault: str) -> None:
 
 def parse(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        check(len(dict(pairs)) == len(pairs), f"a key occurs twice among {[key for key, _ in pairs]}")
-        return dict(pairs)
+        check(len(found := dict(pairs)) == len(pairs), f"a key occurs twice among {list(found)}")
+        return found
 
-    check(sum(map(text.count, ",[{")) < 524_289, "header or manifest: more than 524288 of ',', '[' and '{'")
+    check(sum(map(text.count, ",[{")) <= 2**18, "header or manifest: more than 262144 of ',', '[' and '{'")
     return json.loads(text, object_pairs_hook=unique, parse_constant=lambda word: check(False, word))
 
 
@@ -75,7 +76,7 @@ def decoded(form: str, n: int, part: dict[str, Array]) -> Array:
         for k, group in enumerate(np.array_split(np.arange(n), count)):
             row, column = np.tril_indices(len(group))
             lower[group[row], group[column]] = data.reshape(count, -1)[k, : len(row)] * scale[k, row]
-    return lower + np.tril(lower, -1).T
+    return np.asarray(lower + np.tril(lower, -1).T)
 
 
 class Bundle:
@@ -83,25 +84,29 @@ class Bundle:
         self.path, raw = str(path), Path(path).read_bytes()
         with refusals(self.path):
             start = 8 + int.from_bytes(raw[:8], "little")
-            check(start <= min(len(raw), 8 + 2**24) and raw[8:9] == b"{", f"header: no {start - 8} bytes of JSON")
+            check(start <= min(len(raw), 8 + 2**23) and raw[8:9] == b"{", f"header: bad length {start - 8}")
             head, self.data, end = raw[:start], memoryview(raw)[start:], 0
             self.tensors = parse(head[8:].decode())
             self.digest: str = self.tensors["__metadata__"]["kfac.sha256"]
             seal = hashlib.sha256(head.replace(self.digest.encode(), b"0" * 64)).hexdigest()
             check(seal == self.digest and head.count(seal.encode()) == 1, "kfac.sha256: the seal is broken")
             self.manifest: dict[str, Any] = parse(self.tensors.pop("__metadata__")["kfac"])
-            version, requires = self.manifest["version"], self.manifest.get("requires", [])
-            check(version.split(".")[0] == "1" and requires == [], f"unknown {version=} or {requires=}")
+            check(self.manifest["version"].startswith("1."), f"version: {self.manifest['version']!r} is not 1.x")
+            check(not self.manifest.get("requires"), f"requires: unknown {self.manifest.get('requires')}")
             for name, entry in sorted(self.tensors.items(), key=lambda item: item[1]["data_offsets"]):
                 start, end = end, end + math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize
                 check(entry["data_offsets"] == [start, end], f"tensor {name!r}: {entry}, not {start}, {end}")
-            listed = self.tensors.keys() == self.manifest["tensors"].keys()
-            check(listed and end == len(self.data), "tensors: not those of the manifest, or more data")
+            listed = [each["name"] for matrix in self.manifest["matrices"] for each in matrix["tensors"]]
+            check(sorted(listed) == sorted(self.tensors) and end == len(self.data), "tensors: not as listed")
+            self.matrices = {matrix["name"]: matrix for matrix in self.manifest["matrices"]}
+            unknown = [n for n, m in self.matrices.items() if m["form"] not in FORMS or m.get("version", 1) != 1]
+            check(not unknown, f"matrices {unknown}: form or version not known here")
             self.parameters: list[str] = [entry["name"] for entry in self.manifest["base"]["parameters"]]
 
-    def _numbers(self, name: str, dtype: str, shape: list[int], data_offsets: list[int]) -> Array:
-        raw = self.data[slice(*data_offsets)]
-        check(hashlib.sha256(raw).hexdigest() == self.manifest["tensors"][name], f"tensor {name!r}: bad SHA-256")
+    def _numbers(self, name: str, sha256: str) -> Array:
+        dtype, shape, offsets = (self.tensors[name][key] for key in ("dtype", "shape", "data_offsets"))
+        raw = self.data[slice(*offsets)]
+        check(hashlib.sha256(raw).hexdigest() == sha256, f"tensor {name!r}: SHA-256 is not the sealed one")
         found = np.frombuffer(raw, DTYPES[dtype]).reshape(shape)
         numbers = (found.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else found
         check(np.isfinite(numbers).all(), f"tensor {name!r}: not finite")
@@ -109,9 +114,8 @@ class Bundle:
 
     def matrix(self, identifier: str, expand: bool = True) -> Array:  # long diagonals must not expand
         with refusals(self.path), refusals(f"matrix {identifier!r}"):
-            entry = self.manifest["matrices"][identifier]
-            check(entry.get("version", 1) == 1, f"unknown version of form {entry['form']!r}")
-            part = {key: self._numbers(name, **self.tensors[name]) for key, name in entry["tensors"].items()}
+            entry = self.matrices[identifier]
+            part = {each["component"]: self._numbers(each["name"], each["sha256"]) for each in entry["tensors"]}
             found = decoded(entry["form"], entry["side"], part)
             return np.diag(found) if expand and found.ndim == 1 else found
 
@@ -133,18 +137,14 @@ class Bundle:
                         product = self.matrix(term["B"]) @ flat[place] @ self.matrix(term["A"])
                         result[place] += term.get("weight", 1) * product
                 else:
-                    multiply = {"dense": np.matmul, "diagonal": np.multiply}[block["structure"]]
-                    matrix = self.matrix(block["matrix"], multiply is np.matmul).reshape(place.size, -1)
-                    result[place] = multiply(matrix, flat[place].reshape(-1, 1)).reshape(place.shape)
+                    G, vector = self.matrix(block["matrix"], block["structure"] == "dense"), flat[place].ravel()
+                    result[place] = (G @ vector if G.ndim == 2 else G * vector).reshape(place.shape)
             return {name: result[index, ...] for name, index in indices.items()}
 
     def quadratic(self, tau: dict[str, Array]) -> float:
         return float(sum(np.vdot(tau[name], value) for name, value in self.apply(tau).items() if name in tau))
 
 
-open_bundle = Bundle
 if __name__ == "__main__":
-    bundle = open_bundle(sys.argv[1])
-    print(bundle.manifest.get("source", {}).get("task"), bundle.manifest["base"].get("name"), bundle.digest)
-    for block in bundle.manifest["blocks"]:
-        print(f"{block['name']!r}: {block['structure']} {block['join']['rows']} x {block['join']['columns']}")
+    bundle = Bundle(sys.argv[1])
+    print(bundle.path, bundle.manifest["base"]["name"], bundle.digest, *bundle.parameters, sep="\n")

@@ -59,7 +59,9 @@ HOLDS: dict[str, Callable[[Tensor], Matrix]] = {
     "packed-bf16": _half(torch.bfloat16),
     "block-bf16": lambda m: _block(m.bfloat16()),
     "lowrank-signed": lambda m: LowRank(
-        len(m), InMemory(data=m[:, :2].contiguous(), weights=torch.linspace(-1, 1, m[:, :2].shape[1])), psd=False
+        len(m),
+        InMemory(data=m[:, :2].contiguous(), weights=torch.linspace(-1, 1, m[:, :2].shape[1])),
+        psd=False,
     ),
 }
 """Every way to hold a matrix, by a name for test reports: dense tensor -> Matrix."""
@@ -103,7 +105,10 @@ def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: in
     rows = [(0, 2), (2, 4)]
     blocks = [
         kp.CurvatureBlock(
-            "one.weight", "linear", linear_join("one", out, inputs), kp.Kronecker.of(make(random_psd(out, seed + 3)), shared)
+            "one.weight",
+            "linear",
+            linear_join("one", out, inputs),
+            kp.Kronecker.of(make(random_psd(out, seed + 3)), shared),
         ),
         kp.CurvatureBlock(
             "two.weight",
@@ -159,7 +164,7 @@ def random_tau(curvature: kp.Curvature, seed: int = 3, dtype: torch.dtype = torc
 
 
 def forge(source: Path, target: Path, edit: Callable[[dict[str, Any], dict[str, Any], bytearray], None]) -> Path:
-    """A copy of a bundle after `edit(header, manifest, data)`, sealed again: everything about it is right but the lie."""
+    """A copy of a bundle after `edit(header, manifest, data)`, sealed again: all about it is right but the lie."""
     raw = source.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), bytearray(raw[8 + length :])

@@ -66,8 +66,8 @@ def coverage_problems(manifest: Manifest, shapes: Mapping[str, Shape]) -> Iterat
                 yield where, f"{problem}, of shape {list(shape)}"
                 return
             covered[piece.parameter].append((start, stop))
-        if problem := _tiling_problem(block.join, shapes):
-            yield where, problem
+        if gap := _tiling_problem(block.join, shapes):
+            yield where, gap
     for name, shape in shapes.items():
         spans = sorted(covered[name])
         ends = [0, *(stop for _, stop in spans)]
@@ -78,7 +78,7 @@ def coverage_problems(manifest: Manifest, shapes: Mapping[str, Shape]) -> Iterat
 
 
 def _tiling_problem(join: Join, shapes: Mapping[str, Shape]) -> str | None:
-    tiles = []
+    tiles: list[tuple[str, tuple[int, int, int, int]]] = []
     for piece in join.pieces:
         height, width = view_shape(piece, shapes[piece.parameter])
         (top, left), bottom, right = piece.at, piece.at[0] + height, piece.at[1] + width

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -66,10 +67,16 @@ class Container:
             with self.path.open("rb") as file:
                 self.nbytes = os.fstat(file.fileno()).st_size
                 self.header = _read_header(self.path, file.fileno(), self.nbytes)
-                self.metadata, self.tensors = _parse_header(self.path, self.header, self.nbytes)
+                self._entries = parse_json(self.path, self.header[8:], "header")
+                self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise BundleError(path, error.strerror or str(error)) from error
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Looked at only when asked for, so that a bundle of a version to come is refused for its version."""
+        return _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
 
     def bytes_of(self, name: str) -> memoryview:
         """The bytes of one tensor, as a view into the mapped file."""
@@ -121,14 +128,16 @@ def _read_header(path: Path, descriptor: int, nbytes: int) -> bytes:
     return header
 
 
-def _parse_header(path: Path, header: bytes, nbytes: int) -> tuple[dict[str, str], dict[str, TensorSpec]]:
-    entries = parse_json(path, header[8:], "header")
-    metadata = entries.pop("__metadata__", {})
+def _metadata(path: Path, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise BundleError(path, "expected an object of strings", where="header: __metadata__")
-    tensors = {name: _tensor_spec(path, name, entry, len(header)) for name, entry in entries.items()}
+    return metadata
 
-    position, previous = len(header), "the header"
+
+def _tensor_specs(path: Path, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
+    """Every tensor's spec, once they are known to fill the file from `start` to its end."""
+    tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
+    position, previous = start, "the header"
     for name, spec in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if spec.start != position:
             problem = f"starts at byte {spec.start}, expected {position}, right behind {previous}"
@@ -140,7 +149,7 @@ def _parse_header(path: Path, header: bytes, nbytes: int) -> tuple[dict[str, str
     if position != nbytes:
         problem = f"{nbytes - position} bytes follow {previous}, where the file should end"
         raise BundleError(path, problem, remedy=DOWNLOAD_AGAIN)
-    return metadata, tensors
+    return tensors
 
 
 def _tensor_spec(path: Path, name: str, entry: Any, base: int) -> TensorSpec:

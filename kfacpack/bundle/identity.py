@@ -41,5 +41,8 @@ def differences(base: Base, weights: Weights) -> Iterator[tuple[str, str]]:
         actual = describe(expected.name, *found)
         for key in ("dtype", "shape", "sha256"):
             if getattr(actual, key) != getattr(expected, key):
-                yield expected.name, f"has {key} {getattr(actual, key)}, the bundle says {getattr(expected, key)}"
+                yield (
+                    expected.name,
+                    f"has {key} {getattr(actual, key)}, the bundle says {getattr(expected, key)}",
+                )
                 break

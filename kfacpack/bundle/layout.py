@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kfacpack.bundle.manifest import repeated
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
@@ -32,42 +33,64 @@ def widest_block(side: int, count: int) -> int:
     return -(-side // count)
 
 
+Shapes = dict[str, Shape]
+
+
+def _dense(n: int, data: Shape) -> Shapes:
+    return {"data": (n, n)}
+
+
+def _packed(n: int, data: Shape) -> Shapes:
+    return {"data": (triangle(n),), "scale": (n,)}
+
+
+def _block(n: int, data: Shape) -> Shapes:
+    count = min(max(data[0], 1), n)
+    side = widest_block(n, count)
+    return {"data": (count, triangle(side)), "scale": (count, side)}
+
+
+def _lowrank(n: int, data: Shape) -> Shapes:
+    rank = data[-1]
+    return {"data": (n, rank), "weights": (rank,), "scale": (n,)}
+
+
+def _sparse(n: int, data: Shape) -> Shapes:
+    entries = data[0]
+    return {"data": (entries,), "rows": (entries,), "columns": (entries,), "scale": (n,)}
+
+
+def _diagonal(n: int, data: Shape) -> Shapes:
+    return {"data": (n,)}
+
+
 @dataclass(frozen=True)
 class Layout:
-    """`shapes(side, first)` gives every tensor's shape; `first` is data's first dimension and `last` its last,
-    for the forms that let data say how many blocks, columns or entries there are."""
+    """`shapes(side, data)` gives every tensor's shape, the right one of `data` among them.
 
-    shapes: Callable[[int, int, int], dict[str, Shape]]
-    dimensions: int
+    The shape that `data` has is given because it alone says how many blocks, columns or entries there are.
+    """
+
+    shapes: Callable[[int, Shape], Shapes]
     version: int = 1
     may_be_psd: bool = True
 
 
 LAYOUTS: Mapping[str, Layout] = {
-    "dense": Layout(lambda n, _first, _last: {"data": (n, n)}, dimensions=2),
-    "packed": Layout(lambda n, _first, _last: {"data": (triangle(n),), "scale": (n,)}, dimensions=1),
-    "block": Layout(
-        lambda n, count, _last: {
-            "data": (count, triangle(widest_block(n, count))),
-            "scale": (count, widest_block(n, count)),
-        },
-        dimensions=2,
-    ),
-    "lowrank": Layout(
-        lambda n, _first, rank: {"data": (n, rank), "weights": (rank,), "scale": (n,)}, dimensions=2
-    ),
-    "sparse": Layout(
-        lambda n, entries, _last: {"data": (entries,), "rows": (entries,), "columns": (entries,), "scale": (n,)},
-        dimensions=1,
-        may_be_psd=False,
-    ),
-    "diagonal": Layout(lambda n, _first, _last: {"data": (n,)}, dimensions=1),
+    "dense": Layout(_dense),
+    "packed": Layout(_packed),
+    "block": Layout(_block),
+    "lowrank": Layout(_lowrank),
+    "sparse": Layout(_sparse, may_be_psd=False),
+    "diagonal": Layout(_diagonal),
 }
 
 
 def check_layout(path: Path, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
     """Refuse a matrix whose tensors are not exactly what its form asks for. Reads no tensor."""
     components = entry.components
+    if twice := repeated(tensor.component for tensor in entry.tensors):
+        raise BundleError(path, f"has two tensors for {twice!r}", where=f"matrix {entry.name!r}")
 
     def refuse(problem: str, tensor: str | None = None) -> BundleError:
         return BundleError(path, problem, where=f"tensor {tensor!r}" if tensor else f"matrix {entry.name!r}")
@@ -85,11 +108,10 @@ def check_layout(path: Path, entry: MatrixEntry, tensors: Mapping[str, TensorSpe
     if "data" not in components:
         raise refuse("has no 'data'")
     data = tensors[components["data"]]
-    if len(data.shape) != layout.dimensions or 0 in data.shape[:1] and entry.form == "block":
-        problem = f"'data' of a {entry.form!r} matrix has {layout.dimensions} dimensions, found {list(data.shape)}"
-        raise refuse(problem, components["data"])
+    if not data.shape:
+        raise refuse("'data' is a scalar", components["data"])
 
-    expected = layout.shapes(entry.side, data.shape[0], data.shape[-1])
+    expected = layout.shapes(entry.side, data.shape)
     if data.dtype != "I8":
         expected.pop("scale", None)
     if expected.keys() != components.keys():

@@ -94,7 +94,7 @@ class Base(Entry):
     name: Name
     revision: Name | None = None
     sha256: Digest
-    parameters: Annotated[tuple[Parameter, ...], FailFast()]
+    parameters: Annotated[tuple[Parameter, ...], FailFast(), Field(min_length=1)]
 
     @model_validator(mode="after")
     def _digest_holds(self) -> Base:
@@ -297,22 +297,22 @@ class MatrixEntry(Entry):
 
 
 class Manifest(About):
-    version: Annotated[StrictStr, Field(pattern=r"^[0-9]{1,4}\.[0-9]{1,4}$")]
+    version: Annotated[StrictStr, Field(pattern=r"^(0|[1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})$")]
     scaling: Scaling
     requires: Annotated[tuple[Name, ...], FailFast()] = ()
     producer: Text | None = None
-    matrices: Annotated[tuple[MatrixEntry, ...], FailFast()]
+    matrices: Annotated[tuple[MatrixEntry, ...], FailFast(), Field(min_length=1)]
     blocks: Annotated[
-        tuple[Annotated[KroneckerEntry | DenseEntry, Field(discriminator="structure")], ...], FailFast()
+        tuple[Annotated[KroneckerEntry | DenseEntry, Field(discriminator="structure")], ...],
+        FailFast(),
+        Field(min_length=1),
     ]
 
     def with_digests(self, digests: Mapping[str, str]) -> Manifest:
         """The same manifest, the SHA-256 of each tensor filled in."""
         matrices = tuple(
             matrix.model_copy(
-                update={
-                    "tensors": tuple(t.model_copy(update={"sha256": digests[t.name]}) for t in matrix.tensors)
-                }
+                update={"tensors": tuple(t.model_copy(update={"sha256": digests[t.name]}) for t in matrix.tensors)}
             )
             for matrix in self.matrices
         )

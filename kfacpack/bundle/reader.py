@@ -101,9 +101,7 @@ def _read_manifest(container: Container) -> Manifest:
     for feature in manifest.requires:
         if feature not in FEATURES:
             problem = f"needs the feature {feature!r}, which this reader does not know"
-            raise BundleError(
-                container.path, problem, where="manifest: requires", remedy="Upgrade kfacpack to read it"
-            )
+            raise BundleError(container.path, problem, where="manifest: requires", remedy="Upgrade kfacpack to read it")
     return manifest
 
 
@@ -111,7 +109,9 @@ def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:
     """A path into the manifest, with the names of the list items it passes: matrices.3 'fc/B'.side"""
     words = []
     for key in keys:
-        within = isinstance(manifest, dict) and key in manifest or isinstance(manifest, list) and isinstance(key, int)
+        within = (isinstance(manifest, dict) and key in manifest) or (
+            isinstance(manifest, list) and isinstance(key, int)
+        )
         manifest = manifest[key] if within else manifest
         name = manifest.get("name") if isinstance(key, int) and isinstance(manifest, dict) else None
         words.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])

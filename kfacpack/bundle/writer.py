@@ -1,8 +1,8 @@
 """Writing a bundle: streaming, atomic, deterministic.
 
 Every tensor's place follows from shapes alone and every SHA-256 is 64 digits long, so the header's length is known
-before the first number is. Tensors are written to their places in whatever order they come, a part at a time; the header
-is written last; then the file is synced and renamed. Who is killed half-way leaves the old file.
+before the first number is. Tensors are written to their places in whatever order they come, a part at a time; the
+header is written last; then the file is synced and renamed. Who is killed half-way leaves the old file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,8 @@ class Put(Protocol):
 
 
 @contextlib.contextmanager
-def write_bundle(
-    path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec]
-) -> Iterator[Put]:
-    """A context in which the bytes of every tensor of `tensors` (name -> dtype, shape) are put; leaving it makes the file.
+def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec]) -> Iterator[Put]:
+    """A context in which the bytes of every tensor in `tensors` (name -> dtype, shape) are put; it makes the file.
 
     The manifest's digests are filled in from the bytes that were put.
     """

@@ -93,7 +93,9 @@ class PackedOnDemand(Components):
 
 def spec_of(tensor: Tensor) -> Spec:
     if tensor.dtype not in FILE_TYPES:
-        raise TypeError(f"a tensor of {tensor.dtype} cannot be stored; expected one of {', '.join(map(str, FILE_TYPES))}")
+        raise TypeError(
+            f"a tensor of {tensor.dtype} cannot be stored; expected one of {', '.join(map(str, FILE_TYPES))}"
+        )
     return FILE_TYPES[tensor.dtype], tuple(tensor.shape)
 
 

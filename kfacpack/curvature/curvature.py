@@ -73,5 +73,7 @@ class Curvature:
                 )
             if tuple(tensor.shape) != self._shapes[name] or not tensor.is_floating_point():
                 found = f"{tensor.dtype} of shape {list(tensor.shape)}"
-                raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(self._shapes[name])}, found {found}")
+                raise TaskVectorError(
+                    f"parameter {name!r}: expected floats of shape {list(self._shapes[name])}, found {found}"
+                )
         return [block for block in self.blocks if any(name in tau for name in block.parameters)]

@@ -37,9 +37,7 @@ def from_bundle(bundle: Bundle) -> Curvature:
 def matrix_of(bundle: Bundle, name: str) -> Matrix:
     entry = bundle.matrices[name]
     components = InBundle(bundle, entry.components)
-    return FORMS[entry.form](
-        entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions
-    )
+    return FORMS[entry.form](entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions)
 
 
 def _structure(entry: KroneckerEntry | DenseEntry, matrices: Mapping[str, Matrix]) -> Structure:

@@ -102,4 +102,6 @@ def _tensor_name(matrix: str, component: str) -> str:
 def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> None:
     # The extremes of numbers with a NaN among them are NaN, so this needs no copy and no mask.
     if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-        raise BundleError(path, "has a number that is not finite", where=f"tensor {name!r}", remedy="Nothing was written")
+        raise BundleError(
+            path, "has a number that is not finite", where=f"tensor {name!r}", remedy="Nothing was written"
+        )

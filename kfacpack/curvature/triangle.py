@@ -62,7 +62,7 @@ def unpack(packed: Tensor, side: int) -> Tensor:
 
 
 def _for_copying(tensor: Tensor) -> Any:
-    """On the CPU a numpy view: copying a row costs a quarter there. numpy knows no bfloat16, so its bits travel as int16."""
+    """On the CPU a numpy view: copying a row costs a quarter there. It has no bfloat16; those bits travel as int16."""
     if tensor.device.type != "cpu":
         return tensor
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()

@@ -117,7 +117,9 @@ def main(folder: Path) -> int:
 
     per_byte = (size / best["ours"]) / (plain_size / best["plain"])
     print(f"{len(curvature.blocks)} blocks, {dense_bytes / 1e9:.2f} GB of float32 factors, best of {ROUNDS}")
-    print(f"  save_file, unpacked and not synced {best['plain']:.2f} s; ours, packed, hashed, synced {best['ours']:.2f} s")
+    print(
+        f"  save_file, unpacked and not synced {best['plain']:.2f} s; ours, packed, hashed, synced {best['ours']:.2f} s"
+    )
     print(f"  bytes on disk per second / save_file's: {per_byte:.2f}, for half as many bytes")
     print(f"  load everything {best['load']:.2f} s; with every hash checked {best['check']:.2f} s")
     print(f"  open and read the manifest {best['open'] * 1000:.1f} ms")

@@ -56,7 +56,20 @@ def test_the_file_under_attack_is_good(good):
 def test_truncated_anywhere(good, target):
     raw = good.read_bytes()
     start = header_of(raw)
-    offsets = sorted({0, 1, 7, 8, 9, start - 1, start, start + 1, len(raw) - 1, *random.Random(0).sample(range(len(raw)), 200)})
+    offsets = sorted(
+        {
+            0,
+            1,
+            7,
+            8,
+            9,
+            start - 1,
+            start,
+            start + 1,
+            len(raw) - 1,
+            *random.Random(0).sample(range(len(raw)), 200),
+        }
+    )
     for offset in offsets:
         target.write_bytes(raw[:offset])
         message = complaint(target)
@@ -235,7 +248,14 @@ def test_names_that_a_file_system_or_terminal_would_follow(good, target, name):
 
 
 def test_names_of_real_models_and_tasks_are_fine():
-    for name in ("visual.transformer.resblocks.0.attn.in_proj_weight", "digits@1/5", "naïve…", "a..b", "T5 (base)", "timm:vit"):
+    for name in (
+        "visual.transformer.resblocks.0.attn.in_proj_weight",
+        "digits@1/5",
+        "naïve…",
+        "a..b",
+        "T5 (base)",
+        "timm:vit",
+    ):
         assert kp.Source(task=name).task == name
 
 
@@ -306,7 +326,10 @@ LIES = {
         "'one.weight' is listed twice",
     ),
     "a parameter nobody covers": (
-        lambda h, m: (m["base"]["parameters"].append({**m["base"]["parameters"][0], "name": "extra"}), rebased(m)),
+        lambda h, m: (
+            m["base"]["parameters"].append({**m["base"]["parameters"][0], "name": "extra"}),
+            rebased(m),
+        ),
         "parameter 'extra': must be covered once and whole",
     ),
     "a block of a parameter that is not there": (
@@ -342,6 +365,10 @@ LIES = {
         lambda h, m: matrix(m, "one.weight/A")["tensors"][0].update(name="one.weight/B"),
         "the manifest lists it",
     ),
+    "a component twice": (
+        lambda h, m: matrix(m)["tensors"][1].update(component="data"),
+        "matrix 'one.weight/B': has two tensors for 'data'",
+    ),
     "a wrong formula": (
         lambda h, m: m["scaling"].update(formula="A = sum a a^T"),
         "for 'expand' the formula must read",
@@ -356,10 +383,19 @@ LIES = {
         lambda h, m: m["blocks"][0]["join"].update(pieces=[m["blocks"][0]["join"]["pieces"][0]] * 65),
         "at most 64 items",
     ),
-    "a diagonal that is none": (lambda h, m: m["blocks"][-1].update(structure="diagonal"), "is diagonal, but 'token/G'"),
-    "a structure that is not ours": (lambda h, m: m["blocks"][0].update(structure="circulant"), "manifest: blocks.0"),
+    "a diagonal that is none": (
+        lambda h, m: m["blocks"][-1].update(structure="diagonal"),
+        "is diagonal, but 'token/G'",
+    ),
+    "a structure that is not ours": (
+        lambda h, m: m["blocks"][0].update(structure="circulant"),
+        "manifest: blocks.0",
+    ),
     "a name twice": (lambda h, m: m["blocks"][1].update(name="one.weight"), "two blocks of this name"),
-    "metadata that is no text": (lambda h, m: h["__metadata__"].update(more=3), "expected an object of strings"),
+    "metadata that is no text": (
+        lambda h, m: h["__metadata__"].update(more=3),
+        "expected an object of strings",
+    ),
 }
 
 
@@ -420,7 +456,9 @@ def floods() -> dict[str, str]:
     parameter = '{"name":"p","dtype":"F","shape":[],"sha256":"' + "a" * 64 + '"}'
     values = full_of('{"a":1}', 2)
     return {
-        "matrices": manifest('"matrices":[' + full_of('{"name":"m","form":"f","side":1,"tensors":[' + tensor + "]}", 9) + "]"),
+        "matrices": manifest(
+            '"matrices":[' + full_of('{"name":"m","form":"f","side":1,"tensors":[' + tensor + "]}", 9) + "]"
+        ),
         "wrong-matrices": manifest('"matrices":[' + full_of('{"name":3}', 2) + "]"),
         "blocks": manifest('"blocks":[' + full_of('{"structure":"dense"}', 2) + "]"),
         "parameters": manifest('"base":{"parameters":[' + full_of(parameter, 6) + "]}"),
@@ -439,7 +477,11 @@ def test_hostile_files_cost_less_than_200_mb(good, tmp_path, command):
         write_sealed(tmp_path / f"{name}.kfac", text, b"")
     forge(good, tmp_path / "shape.kfac", lambda h, m, d: h["one.weight/B"].update(shape=[2**40]))
     forge(good, tmp_path / "side.kfac", lambda h, m, d: matrix(m).update(side=2**24))
-    forge(good, tmp_path / "parameter.kfac", lambda h, m, d: m["base"]["parameters"][0].update(shape=[2**40] * 8))
+    forge(
+        good,
+        tmp_path / "parameter.kfac",
+        lambda h, m, d: m["base"]["parameters"][0].update(shape=[2**40] * 8),
+    )
     (tmp_path / "long.kfac").write_bytes((2**63).to_bytes(8, "little") + raw[8:])
     (tmp_path / "cut.kfac").write_bytes(raw[:-1])
     for path in sorted(tmp_path.iterdir()):

@@ -14,7 +14,11 @@ from kfacpack.bundle.identity import weights_of_file
 
 
 def test_the_digest_is_the_one_the_format_describes():
-    state = {"b": torch.tensor([1.0, 2.0]), "a": torch.tensor(3, dtype=torch.int64), "c": torch.ones(1, 2).bfloat16()}
+    state = {
+        "b": torch.tensor([1.0, 2.0]),
+        "a": torch.tensor(3, dtype=torch.int64),
+        "c": torch.ones(1, 2).bfloat16(),
+    }
     lines = ""
     for name, dtype, shape in (("a", "I64", ""), ("b", "F32", "2"), ("c", "BF16", "1x2")):
         data = state[name].reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -27,7 +31,9 @@ def test_the_digest_is_the_one_the_format_describes():
 def test_a_model_and_its_state_dict_are_the_same_base():
     model = torch.nn.Linear(3, 2)
     names = ["weight", "bias"]
-    assert kp.identify(model, names, family="f", name="n") == kp.identify(model.state_dict(), names, family="f", name="n")
+    assert kp.identify(model, names, family="f", name="n") == kp.identify(
+        model.state_dict(), names, family="f", name="n"
+    )
 
 
 def test_layout_in_memory_does_not_matter():

@@ -10,12 +10,12 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
+from kfacpack_cli.main import app
 from kit import forge, small_curvature
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack_cli.main import app
 
 
 @pytest.fixture
@@ -31,7 +31,14 @@ def run(*arguments):
 def test_inspect_says_what_it_is(bundle):
     done = run("inspect", bundle)
     assert done.exit_code == 0
-    for fact in ("toy", "nobody/toy", "12 of 100", "small (test)", "normalised embedding of width 4", "2 orthogonal probe(s)"):
+    for fact in (
+        "toy",
+        "nobody/toy",
+        "12 of 100",
+        "small (test)",
+        "normalised embedding of width 4",
+        "2 orthogonal probe(s)",
+    ):
         assert fact in done.stdout
     assert kp.Bundle(bundle).digest[:50] in done.stdout.replace("\n", "")
 

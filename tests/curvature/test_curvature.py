@@ -106,7 +106,9 @@ def test_quadratic_is_the_exact_ggn_where_kfac_is_exact():
     layer = torch.nn.Linear(4, 3).double()
     B, A = Dense.of(torch.eye(3, dtype=torch.float64)), Dense.of(a.T @ a / 20)
     about = kp.About(
-        base=kp.identify({"l.weight": layer.weight, "l.bias": layer.bias}, ["l.weight", "l.bias"], family="t", name="t"),
+        base=kp.identify(
+            {"l.weight": layer.weight, "l.bias": layer.bias}, ["l.weight", "l.bias"], family="t", name="t"
+        ),
         function=kp.Function(output="logits", normalized=False, width=3),
     )
     curvature = kp.Curvature([kp.CurvatureBlock("l", "linear", linear_join("l", 3, 4), kp.Kronecker.of(B, A))], about)

@@ -101,7 +101,7 @@ def test_int8_of_zeros_is_zero():
 def test_shapes_are_the_ones_the_format_states(hold):
     matrix = HOLDS[hold](random_psd(10, 0))
     _, shape = matrix.components.specs["data"]
-    stated = LAYOUTS[matrix.form].shapes(matrix.side, shape[0], shape[-1])
+    stated = LAYOUTS[matrix.form].shapes(matrix.side, shape)
     found = {name: shape for name, (_, shape) in matrix.components.specs.items()}
     assert found.items() <= stated.items()
 

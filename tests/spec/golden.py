@@ -78,7 +78,11 @@ def write_good() -> None:
             for digit, weight in (("1", 0.5), ("2", 1.5))
         )
         about = plain.about.model_copy(
-            update={"merge": Merge(rule="optimal", rank=2, parents=parents), "scaling": REDUCE, "source": None}
+            update={
+                "merge": Merge(rule="optimal", rank=2, parents=parents),
+                "scaling": REDUCE,
+                "source": None,
+            }
         )
         losses = (Loss(step="optimal", frobenius=0.25), Loss(step="block:3", frobenius=0.5, quadratic=0.125))
         blocks = [type(b)(b.name, b.operation, b.join, b.structure, losses) for b in plain.blocks]

@@ -87,7 +87,7 @@ class Matrix(ABC):
         """Held in int8, each stored row scaled by its largest magnitude."""
         data = self.numbers(torch.float32)
         index = self.row_index().to(data.device).expand_as(data)
-        shape = LAYOUTS[self.form].shapes(self.side, data.shape[0], data.shape[-1])["scale"]
+        shape = LAYOUTS[self.form].shapes(self.side, tuple(data.shape))["scale"]
         largest = data.new_zeros(shape).reshape(-1)
         largest.scatter_reduce_(0, index.reshape(-1), data.abs().reshape(-1), "amax")
         steps = torch.where(largest > 0, 127 / largest, 0)

@@ -51,7 +51,9 @@ class Block(Matrix):
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         sizes = (stop - start for start, stop in spans(self.side, self.count))
-        return torch.block_diag(*(b[:size, :size] for b, size in zip(self.blocks(dtype), sizes, strict=True)))
+        parts = (block[:size, :size] for block, size in zip(self.blocks(dtype), sizes, strict=True))
+        full: Tensor = torch.block_diag(*parts)
+        return full
 
     def psd_witnesses(self) -> Iterator[Tensor]:
         yield from self.blocks(torch.float64)

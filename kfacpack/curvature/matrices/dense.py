@@ -18,7 +18,9 @@ class Dense(Matrix):
     form = "dense"
 
     @classmethod
-    def of(cls, matrix: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None) -> Dense:
+    def of(
+        cls, matrix: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None
+    ) -> Dense:
         """From a (n, n) tensor, not copied, and not to be changed afterwards. Refused here if it is not symmetric."""
         side = require_square(matrix)
         made = cls(side, InMemory(data=matrix), psd=psd, examples=examples, positions=positions)
@@ -41,7 +43,7 @@ class Dense(Matrix):
 
     @cached_property
     def _asymmetry(self) -> float | None:
-        """The largest |m[i,j] - m[j,i]|, or None if it is rounding. Looked at once: saving need not read it all again."""
+        """The largest |m[i,j] - m[j,i]|, or None if it is rounding. Kept, so that saving does not look again."""
         data = self.components["data"]
         # Some kernels add up m[i,j] in another order than m[j,i]: a few roundings of the largest number are no fault.
         if (gap := asymmetry(data)) <= 8 * torch.finfo(data.dtype).eps * float(data.abs().amax()):

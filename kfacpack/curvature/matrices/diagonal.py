@@ -15,7 +15,9 @@ class Diagonal(Matrix):
     form = "diagonal"
 
     @classmethod
-    def of(cls, diagonal: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None) -> Diagonal:
+    def of(
+        cls, diagonal: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None
+    ) -> Diagonal:
         """From its (n,) diagonal, not copied."""
         return cls(len(diagonal), InMemory(data=diagonal), psd=psd, examples=examples, positions=positions)
 

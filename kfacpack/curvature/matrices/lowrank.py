@@ -1,4 +1,4 @@
-"""M = U diag(w) Uᵀ with U of shape (n, r): r/n of the numbers. Positive semi-definite whenever no weight is negative."""
+"""M = U diag(w) Uᵀ with U of shape (n, r): r/n of the numbers, and positive semi-definite if no weight is negative."""
 
 from __future__ import annotations
 

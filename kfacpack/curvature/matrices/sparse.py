@@ -1,4 +1,4 @@
-"""Some entries of the lower triangle, by coordinates, ordered by row and then column; their mirror images are meant too."""
+"""Some entries of the lower triangle by coordinates, in row-major order; their mirror images are meant too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Sparse(Matrix):
         both = torch.sparse_coo_tensor(
             indices, torch.cat([values, values[off]]), (self.side, self.side), check_invariants=False
         )
-        return torch.sparse.mm(both, x)
+        product: Tensor = torch.sparse.mm(both, x)
+        return product
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         rows, columns = self._coordinates()

@@ -1,0 +1,179 @@
+"""What was published stays readable: by the library, and by the reader that needs no torch."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+
+import kfacpack as kp
+from kfacpack.bundle.layout import LAYOUTS
+
+spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
+golden = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(golden)
+
+READER = golden.ROOT / "spec" / "reader.py"
+EXPECTED = json.loads(golden.EXPECTED.read_text())
+FILES = sorted(path.name for path in golden.GOLDEN.glob("*.kfac"))
+REFUSED = sorted((golden.GOLDEN / "refused").glob("*.kfac"))
+
+
+def test_every_golden_file_has_its_numbers():
+    assert set(EXPECTED) == set(FILES)
+
+
+def test_the_golden_files_hold_every_form_and_structure():
+    bundles = [kp.Bundle(golden.GOLDEN / name) for name in FILES]
+    assert {m.form for bundle in bundles for m in bundle.manifest.matrices} == set(LAYOUTS)
+    assert {b.structure for bundle in bundles for b in bundle.manifest.blocks} == {
+        "kronecker",
+        "dense",
+        "diagonal",
+    }
+    assert {t.dtype for bundle in bundles for t in bundle.tensors.values()} == {
+        "F64",
+        "F32",
+        "F16",
+        "BF16",
+        "I32",
+        "I8",
+    }
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_library_finds_the_golden_numbers(name):
+    expected = EXPECTED[name]
+    bundle, curvature = kp.Bundle(golden.GOLDEN / name), kp.load(golden.GOLDEN / name)
+    shapes = [(p.name, p.shape) for p in curvature.about.base.parameters]
+    tau = {key: torch.from_numpy(value) for key, value in golden.golden_tau(shapes).items()}
+    assert bundle.digest == expected["sha256"]
+    assert float(curvature.quadratic(tau)) == pytest.approx(expected["quadratic"], rel=1e-12)
+    applied = curvature.apply(tau)
+    assert list(applied) == list(expected["apply"])
+    for key, values in expected["apply"].items():
+        np.testing.assert_allclose(applied[key].flatten().numpy(), values, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_golden_files_still_verify(name):
+    assert kp.verify(golden.GOLDEN / name).holds
+
+
+@pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
+def test_the_library_refuses_what_must_be_refused(path):
+    with pytest.raises(kp.BundleError, match=path.name):
+        torch.stack(
+            [
+                block.structure.apply(torch.zeros(block.join.rows, block.join.columns)).sum()
+                for block in kp.load(path).blocks
+            ]
+        )
+
+
+WITHOUT_TORCH = """
+import importlib.util, json, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "safetensors", "kfacpack", "pydantic"):
+            raise ImportError(f"{name} is not importable here")
+
+sys.meta_path.insert(0, NoTorch())
+
+def module(name, path):
+    spec = importlib.util.spec_from_file_location(name, path)
+    made = importlib.util.module_from_spec(spec)
+    sys.modules[name] = made
+    spec.loader.exec_module(made)
+    return made
+
+reader = module("reader", sys.argv[1])
+found = {}
+for path in sys.argv[2:]:
+    try:
+        bundle = reader.Bundle(path)
+        shapes = [(p["name"], tuple(p["shape"])) for p in bundle.manifest["base"]["parameters"]]
+        import numpy as np
+        tau = {
+            name: (((37 * np.arange(np.prod(shape, dtype=int)) + 11 * i) % 101 - 50) / 64).reshape(shape)
+            for i, (name, shape) in enumerate(shapes)
+        }
+        dense = {name: bundle.matrix(name) for name in (m["name"] for m in bundle.manifest["matrices"])}
+        found[path] = {
+            "sha256": bundle.digest,
+            "quadratic": float(bundle.quadratic(tau)),
+            "apply": {name: value.ravel().tolist() for name, value in bundle.apply(tau).items()},
+            "matrices": {n: {"trace": float(m.trace()), "norm": float(np.linalg.norm(m))} for n, m in dense.items()},
+        }
+    except ValueError as error:
+        found[path] = str(error)
+assert not {"torch", "safetensors", "kfacpack", "pydantic"} & set(sys.modules)
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def read_without_torch():
+    """Every golden file's numbers, found where torch cannot be imported."""
+    paths = [*(str(golden.GOLDEN / name) for name in FILES), *map(str, REFUSED)]
+    arguments = [sys.executable, "-c", WITHOUT_TORCH, str(READER), *paths]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_torch_free_reader_finds_the_golden_numbers(read_without_torch, name):
+    found, expected = read_without_torch[str(golden.GOLDEN / name)], EXPECTED[name]
+    assert found["sha256"] == expected["sha256"]
+    assert found["quadratic"] == pytest.approx(expected["quadratic"], rel=1e-12)
+    assert set(found["apply"]) == set(expected["apply"])
+    for key, values in expected["apply"].items():
+        np.testing.assert_allclose(found["apply"][key], values, rtol=1e-9, atol=1e-12)
+    for key, values in expected["matrices"].items():
+        assert found["matrices"][key] == pytest.approx(values, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
+def test_the_torch_free_reader_refuses_what_must_be_refused(read_without_torch, path):
+    assert isinstance(read_without_torch[str(path)], str)
+    assert read_without_torch[str(path)].startswith(str(path))
+
+
+def test_the_torch_free_reader_is_short_and_stands_alone():
+    text = READER.read_text()
+    assert len(text.splitlines()) <= 150
+    imports = {
+        (node.module if isinstance(node, ast.ImportFrom) else alias.name).split(".")[0]
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imports <= {"numpy", *sys.stdlib_module_names}
+
+
+def test_the_schema_is_the_one_the_code_gives():
+    assert golden.SCHEMA.read_text() == golden.schema_text(), "run 'make golden'"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_golden_manifests_follow_the_schema(name):
+    bundle = kp.Bundle(golden.GOLDEN / name)
+    manifest = json.loads(bundle.manifest.model_dump_json(exclude_none=True))
+    jsonschema.validate(manifest, json.loads(golden.SCHEMA.read_text()))
+
+
+@pytest.mark.parametrize("change", [{"version": 1}, {"scaling": None}, {"blocks": [{"structure": "circulant"}]}])
+def test_the_schema_refuses_what_the_library_refuses(change):
+    manifest = kp.Bundle(golden.GOLDEN / "packed.kfac").manifest.model_dump(mode="json", exclude_none=True)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({**manifest, **change}, json.loads(golden.SCHEMA.read_text()))
