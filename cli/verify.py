@@ -68,7 +68,7 @@ def _weights(model: str) -> Weights:
 
 def _verify_with_progress(path: Path, weights: Weights | None, show: bool) -> Verification:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not show) as bar:
+    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
         task = bar.add_task(path.name, total=None)
         return verify_bundle(
             path,
