@@ -1,4 +1,4 @@
-# Everything lives inside the clone: the environment, its caches and its temporary files are all under .venv.
+# Everything lives inside the clone: the environment and its temporary files under .venv, the tools' caches beside it.
 PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
@@ -8,7 +8,10 @@ export TMPDIR := $(VENV)/tmp
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test check bench golden wheel clean
+.PHONY: help demo test check bench golden wheel clean
+
+help: ## what there is
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
 
 demo: $(READY) ## write a small real bundle and look at it
 	$(BIN)/python examples/small_network.py demo/small.kfac
@@ -29,11 +32,11 @@ bench: $(READY) ## the measured promises, as ratios; fails when one does not hol
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py
 
-wheel: $(READY)
+wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --outdir dist .
 
-clean:
-	rm -rf $(VENV) build dist demo *.egg-info
+clean: ## remove everything that make made
+	rm -rf $(VENV) build dist demo *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	mkdir -p $(TMPDIR)

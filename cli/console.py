@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-out = Console(highlight=False)
+from kfacpack.errors import printable
+
+# Where nobody watches, lines may be long: a name that is broken in two cannot be searched for.
+out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 err = Console(stderr=True, highlight=False)
 
 
 def show_error(message: str) -> None:
-    err.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), printable(message, longest=8000)), soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2))
 
 
 def human_bytes(count: float) -> str:

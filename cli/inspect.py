@@ -11,7 +11,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.reader import Bundle
+from kfacpack.errors import printable
 
 from .console import human_bytes, out, print_json
 
@@ -37,18 +39,21 @@ def inspect(
         print_json(_as_json(opened))
         return
     _print_summary(opened)
-    _print_blocks(opened) if blocks else _print_kinds(opened)
+    if blocks:
+        _print_blocks(opened)
+    else:
+        _print_kinds(opened)
 
 
 def _as_json(bundle: Bundle) -> dict[str, Any]:
     manifest = bundle.manifest
     return {
-        "file": str(bundle.path),
+        "path": str(bundle.path),
         "sha256": bundle.digest,
         "bytes": bundle.nbytes,
         "dense_bytes": _dense_bytes(manifest),
-        "parameters": sum(map(_weights, manifest.blocks)),
-        "manifest": manifest.model_dump(mode="json", exclude_none=True),
+        "weights": sum(map(_weights, manifest.blocks)),
+        "manifest": bundle.said,
     }
 
 
@@ -58,7 +63,7 @@ def _print_summary(bundle: Bundle) -> None:
     facts.add_column(overflow="fold")
     for label, value in _facts(bundle):
         facts.add_row(label, Text(value))
-    out.print(Panel(facts, title=Text(bundle.path.name), title_align="left", expand=False))
+    out.print(Panel(facts, title=Text(printable(bundle.path.name)), title_align="left", expand=False))
 
 
 def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
@@ -77,7 +82,7 @@ def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
         if source.preprocessing:
             yield "preprocessing", source.preprocessing
         if source.license:
-            yield "licence", source.license
+            yield "license", source.license
     if merge:
         parents = ", ".join(f"{p.task or p.sha256[:12]} × {p.weight:.4g}" for p in merge.parents)
         rank = f" of rank {merge.rank}" if merge.rank else ""
@@ -89,16 +94,18 @@ def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
     detail = f": {function.detail}" if function.detail else ""
     yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
     if estimate:
-        probes = f", {estimate.probes} {estimate.probe} probe(s)" if estimate.probes else ""
-        seed = f", seed {estimate.seed}" if estimate.seed is not None else ""
-        yield "estimate", f"{estimate.fisher}{probes}, {estimate.examples:,} examples{seed}"
-        yield "", f"model in {estimate.model_dtype}, sums in {estimate.accumulation_dtype}"
-    yield "scaling", f"{manifest.scaling.sharing}: {manifest.scaling.formula}"
+        probes = f"{estimate.probes} {estimate.probe} probes per example" if estimate.probes else None
+        seed = f"seed {estimate.seed}" if estimate.seed is not None else None
+        model = f"model in {estimate.model_dtype}" if estimate.model_dtype else None
+        sums = f"sums in {estimate.accumulation_dtype}" if estimate.accumulation_dtype else None
+        yield "estimate", ", ".join(filter(None, [estimate.fisher, probes, seed, model, sums]))
+    yield "scaling", f"{manifest.scaling.sharing}, as the true GGN (1/N Σ JᵀJ)"
+    promised = sum(matrix.psd for matrix in manifest.matrices)
+    if promised < len(manifest.matrices):
+        yield "psd", f"{promised} of {len(manifest.matrices)} matrices promise to be positive semi-definite"
     dense = _dense_bytes(manifest)
-    yield (
-        "size",
-        f"{human_bytes(bundle.nbytes)}, {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})",
-    )
+    share = f", {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})" if bundle.nbytes < dense else ""
+    yield "size", human_bytes(bundle.nbytes) + share
     yield "content", f"sha256 {bundle.digest}"
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
 
@@ -133,9 +140,9 @@ def _print_blocks(bundle: Bundle) -> None:
         name, held = Text(block.name, overflow="fold"), Text(_forms(bundle, block))
         losses = ", ".join(f"{loss.step} {_error(loss.frobenius)}" for loss in block.losses)
         table.add_row(name, Text(block.operation), shape, block.structure, held, size, *([Text(losses)] * lossy))
-        others = [piece.parameter for piece in block.join.pieces if piece.parameter != block.name]
+        others = [piece.parameter for piece in block.join.pieces if not block.name.startswith(piece.parameter)]
         if others:
-            table.add_row(Text(f"  with {', '.join(dict.fromkeys(others))}", style="dim", overflow="fold"))
+            table.add_row(Text(f"  + {', '.join(dict.fromkeys(others))}", style="dim", overflow="fold"))
     out.print(table)
 
 
@@ -144,7 +151,7 @@ def _error(relative: float | None) -> str:
 
 
 def _forms(bundle: Bundle, block: BlockEntry) -> str:
-    """'B packed F32 · A block:8 I8', or one for both when they are alike."""
+    """'packed F32 · block:8 I8': each form among a block's matrices, once."""
     forms = list(dict.fromkeys(_form(bundle, name) for name, _ in block.references()))
     return " · ".join(forms)
 
@@ -152,8 +159,9 @@ def _forms(bundle: Bundle, block: BlockEntry) -> str:
 def _form(bundle: Bundle, matrix: str) -> str:
     entry = bundle.matrices[matrix]
     data = bundle.tensors[entry.components["data"]]
-    count = {"block": data.shape[0], "lowrank": data.shape[-1]}.get(entry.form)
-    return f"{entry.form}{f':{count}' if count is not None else ''} {data.dtype}"
+    dimension = LAYOUTS[entry.form].count
+    count = "" if dimension is None else f":{data.shape[dimension]}"
+    return f"{entry.form}{count} {data.dtype}"
 
 
 def _bytes(bundle: Bundle, block: BlockEntry, counted: set[str]) -> int:
@@ -169,4 +177,4 @@ def _weights(block: BlockEntry) -> int:
 
 def _dense_bytes(manifest: Manifest) -> int:
     """What the same matrices would take as full float32, the diagonal ones as they are."""
-    return 4 * sum(m.side if m.form == "diagonal" else m.side**2 for m in manifest.matrices)
+    return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in manifest.matrices)

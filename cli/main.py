@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import signal
+import sys
 from typing import Any
 
 import typer
@@ -18,9 +21,14 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
         except kfacpack.KfacpackError as error:
             show_error(str(error))
+            raise typer.Exit(2) from error
+        except OSError as error:
+            show_error(f"could not write the output: {error.strerror or error}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interruption:
             show_error("interrupted")
@@ -55,5 +63,11 @@ app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 
 
-def run() -> None:
+def run_app() -> None:
+    # Who pipes into head has seen enough: end like any other program then, not with a failure of our own.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    # A terminal or pipe that cannot show Δ or ─ gets a question mark, not a crash.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     app(prog_name="kfacpack")

@@ -10,19 +10,21 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from kfacpack.bundle.identity import weights_of_file
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, printable
 from kfacpack.verification import verify as verify_bundle
 
 from .console import err, out, print_json, show_error
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.identity import Weights
+    from kfacpack.bundle.checks import Check
     from kfacpack.verification import Verification
+
+SHOWN = 5
+"""How many failures of one check a person is shown."""
 
 
 def verify(
-    bundles: list[Path] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to check."),
+    bundles: list[Path] = typer.Argument(..., metavar="FILE.kfac", help="The bundles to check."),
     model: str | None = typer.Option(
         None,
         "--model",
@@ -36,19 +38,21 @@ def verify(
 
     Exit code 0: everything holds. 1: a check does not hold; the tensor is named. 2: a file is no bundle at all.
     """
-    weights = _weights(model) if model else None
+    if model is not None and not Path(model).is_file():
+        problem = "expected a safetensors file with the base model's weights, found no file"
+        raise KfacpackError(f"--model {model}: {problem}")
     verified: list[Verification] = []
     unreadable: list[dict[str, str]] = []
     for path in bundles:
         try:
-            result = _verify_with_progress(path, weights, show=not (quiet or as_json))
+            result = _verify_with_progress(path, model, show=not (quiet or as_json))
         except KfacpackError as error:
             show_error(str(error))
             unreadable.append({"path": str(path), "error": str(error)})
             continue
         verified.append(result)
         if not as_json:
-            _print(result, quiet)
+            _print(result, model, quiet)
     if as_json:
         holding = [{"holds": result.holds, **asdict(result)} for result in verified]
         print_json({"bundles": holding, "unreadable": unreadable})
@@ -58,37 +62,33 @@ def verify(
         raise typer.Exit(1)
 
 
-def _weights(model: str) -> Weights:
-    if not Path(model).is_file():
-        raise KfacpackError(
-            f"--model {model}: expected a safetensors file with the base model's weights, found no file"
-        )
-    return weights_of_file(model)
-
-
-def _verify_with_progress(path: Path, weights: Weights | None, show: bool) -> Verification:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+def _verify_with_progress(path: Path, model: str | None, show: bool) -> Verification:
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        task = bar.add_task(path.name, total=None)
-        return verify_bundle(
-            path,
-            weights,
-            lambda check, done, total: bar.update(
-                task, description=f"{path.name}: {check}", completed=done, total=total
-            ),
-        )
+        task = bar.add_task(printable(path.name), total=None)
+
+        def update(check: str, done: int, total: int) -> None:
+            bar.update(task, description=printable(f"{path.name}: {check}"), completed=done, total=total)
+
+        return verify_bundle(path, model, update)
 
 
-def _print(result: Verification, quiet: bool) -> None:
-    failures = [(check, failure) for check in result.checks for failure in check.failures]
-    for check, failure in failures:
-        kind = "parameter" if check.name == "model" else "tensor"
-        show_error(f"{result.path}: {kind} {failure.subject!r}: {failure.problem}")
+def _print(result: Verification, model: str | None, quiet: bool) -> None:
+    for check in result.checks:
+        against = f" ({model})" if check.name == "model" else ""
+        for failure in check.failures[:SHOWN]:
+            show_error(f"{result.path}: {failure.subject}: {failure.problem}{against}")
+        if (more := len(check.failures) - SHOWN) > 0:
+            show_error(f"{result.path}: {check.name}: {more} more of {check.checked} fail, --json lists them all")
     if quiet:
         return
-    did = ", ".join(f"{check.name} ({check.checked})" for check in result.checks if not check.failures)
-    if failures:
-        failed = ", ".join(check.name for check in result.checks if check.failures)
-        out.print(Text.assemble(("fails ", "bold red"), result.path, f": {failed}"), soft_wrap=True)
+    if result.holds:
+        word, names = ("holds ", "bold green"), [_count(check) for check in result.checks]
     else:
-        out.print(Text.assemble(("holds ", "bold green"), result.path, f": {did}"), soft_wrap=True)
+        word, names = ("fails ", "bold red"), [check.name for check in result.checks if check.failures]
+    out.print(Text.assemble(word, printable(f"{result.path}: {', '.join(names)}")), soft_wrap=True)
+
+
+def _count(check: Check) -> str:
+    exempt = f"; {check.exempt} promise nothing" if check.exempt else ""
+    return f"{check.name} ({check.checked}{exempt})"

@@ -45,7 +45,7 @@ def main(path: Path) -> None:
     about = kp.About(
         base=kp.identify(model, list(model.state_dict()), family="example", name="small-network"),
         function=kp.Function(output="logits", normalized=False, width=OUTPUTS),
-        estimate=kp.Estimate(fisher="exact", examples=EXAMPLES),
+        estimate=kp.Estimate(fisher="exact"),
         source=kp.Source(task="gaussian-noise", split="train", examples=EXAMPLES, dataset_size=EXAMPLES),
     )
     blocks = [linear_block("0", model[0], x, at_first), linear_block("2", model[2], hidden.detach(), at_f)]

@@ -8,18 +8,20 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.manifest import About, Estimate, Function, Join, Piece, Source
+    from kfacpack.bundle.manifest import EXPAND, REDUCE, About, Base, Estimate, Function, Join, Piece, Source
     from kfacpack.bundle.reader import Bundle
     from kfacpack.curvature.block import CurvatureBlock, Kronecker, Whole
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.identify import identify
     from kfacpack.curvature.loading import load
-    from kfacpack.curvature.matrices import Dense, Diagonal
-    from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, TaskVectorError
+    from kfacpack.curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
+    from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, MatrixError, TaskVectorError
     from kfacpack.verification import verify
 
 _HOMES = {
     "About": "bundle.manifest",
+    "Base": "bundle.manifest",
+    "BlockDiagonal": "curvature.matrices",
     "Bundle": "bundle.reader",
     "BundleError": "errors",
     "CorruptTensor": "errors",
@@ -27,13 +29,19 @@ _HOMES = {
     "CurvatureBlock": "curvature.block",
     "Dense": "curvature.matrices",
     "Diagonal": "curvature.matrices",
+    "EXPAND": "bundle.manifest",
     "Estimate": "bundle.manifest",
     "Function": "bundle.manifest",
     "Join": "bundle.manifest",
     "KfacpackError": "errors",
     "Kronecker": "curvature.block",
+    "LowRank": "curvature.matrices",
+    "MatrixError": "errors",
+    "Packed": "curvature.matrices",
     "Piece": "bundle.manifest",
+    "REDUCE": "bundle.manifest",
     "Source": "bundle.manifest",
+    "Sparse": "curvature.matrices",
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
     "identify": "curvature.identify",
@@ -43,8 +51,33 @@ _HOMES = {
 
 __version__ = version("kfacpack")
 __all__ = [
-    "About", "Bundle", "BundleError", "CorruptTensor", "Curvature", "CurvatureBlock", "Dense", "Diagonal", "Estimate",
-    "Function", "Join", "KfacpackError", "Kronecker", "Piece", "Source", "TaskVectorError", "Whole", "identify", "load",
+    "EXPAND",
+    "REDUCE",
+    "About",
+    "Base",
+    "BlockDiagonal",
+    "Bundle",
+    "BundleError",
+    "CorruptTensor",
+    "Curvature",
+    "CurvatureBlock",
+    "Dense",
+    "Diagonal",
+    "Estimate",
+    "Function",
+    "Join",
+    "KfacpackError",
+    "Kronecker",
+    "LowRank",
+    "MatrixError",
+    "Packed",
+    "Piece",
+    "Source",
+    "Sparse",
+    "TaskVectorError",
+    "Whole",
+    "identify",
+    "load",
     "verify",
 ]  # fmt: skip
 
@@ -56,4 +89,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return [*__all__, "__version__"]

@@ -9,31 +9,37 @@ class KfacpackError(Exception):
     """Bad input. The command line prints it and exits with code 2."""
 
 
+class MatrixError(KfacpackError, ValueError):
+    """Numbers that cannot be a matrix of curvature."""
+
+
+class TaskVectorError(KfacpackError, ValueError):
+    """A task vector that does not fit the curvature it is put to."""
+
+
 class BundleError(KfacpackError):
-    """A file that is not, or no longer, a bundle.
+    """A file that is not, or no longer, a bundle; or one that could not be written.
 
     `where` is the tensor, parameter, block or manifest key at fault, or None when it is the file as a whole.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        problem: str,
-        *,
-        where: str | None = None,
-        remedy: str | None = None,
-    ):
+    def __init__(self, path: str | os.PathLike[str], problem: str, where: str | None = None, remedy: str | None = None):
         self.path = os.fspath(path)
-        self.problem = problem
-        self.where = where
+        self.problem = printable(problem)
+        self.where = where if where is None else printable(where)
         self.remedy = remedy
-        place = self.path if where is None else f"{self.path}: {where}"
-        super().__init__(f"{place}: {problem}" + (f". {remedy}" if remedy else ""))
+        place = self.path if self.where is None else f"{self.path}: {self.where}"
+        super().__init__(f"{place}: {self.problem}" + (f". {remedy}" if remedy else ""))
+
+    def __reduce__(self) -> tuple[type[BundleError], tuple[str, str, str | None, str | None]]:
+        return type(self), (self.path, self.problem, self.where, self.remedy)
 
 
 class CorruptTensor(BundleError):  # noqa: N818 - named for what it is, as in "raise CorruptTensor"
-    """A tensor whose bytes are not the ones its bundle was sealed with, or are no numbers."""
+    """A tensor whose bytes are not the ones its bundle was sealed with, or not what they should be."""
 
 
-class TaskVectorError(KfacpackError):
-    """A task vector that does not fit the curvature it is put to."""
+def printable(text: str, longest: int = 400) -> str:
+    """Text from a file nobody vouches for: nothing a terminal would obey, and no longer than a person would read."""
+    short = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)

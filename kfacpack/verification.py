@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kfacpack.bundle.checks import check_finite, check_hashes, check_model
+from kfacpack.bundle.checks import check_model, check_tensors
+from kfacpack.bundle.identity import weights_of_file
 from kfacpack.bundle.reader import Bundle
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
 
     from kfacpack.bundle.checks import Check, Progress
     from kfacpack.bundle.identity import Weights
@@ -20,7 +24,7 @@ class Verification:
     """What was checked of one bundle, and what did not hold."""
 
     path: str
-    digest: str
+    sha256: str
     checks: tuple[Check, ...]
 
     @property
@@ -30,19 +34,24 @@ class Verification:
 
 def verify(
     path: str | os.PathLike[str],
-    weights: Weights | None = None,
+    model: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
     progress: Progress = lambda check, done, total: None,
 ) -> Verification:
-    """Check hashes, finiteness, symmetry and positive semi-definiteness; with `weights`, also the base model.
+    """Check hashes, finiteness, symmetry and positive semi-definiteness of a bundle.
 
-    A file that cannot be opened as a bundle raises `BundleError`. Matrices are computed with only once their bytes have
-    proved to be numbers, and the ones that were sealed.
+    With `model` (a module, a state dict, or the path of a safetensors file), also that the curvature was computed at
+    its weights. A file that cannot be opened as a bundle raises `BundleError`. Matrices are computed with only once
+    their bytes have proved to be numbers, and the ones that were sealed.
     """
     bundle = Bundle(path)
-    checks = [check_hashes(bundle, progress), check_finite(bundle, progress)]
-    if weights is not None:
-        checks.append(check_model(bundle, weights))
-    if not any(check.failures for check in checks[:2]):
+    checks = [
+        check_tensors("sha256", bundle, bundle.hash_problem, progress),
+        check_tensors("finite", bundle, bundle.finite_problem, progress),
+    ]
+    intact = not any(check.failures for check in checks)
+    if model is not None:
+        checks.append(check_model(bundle, _weights(model), progress))
+    if intact:
         # Imported here because it brings torch, which a damaged file should not have to wait for.
         from kfacpack.curvature.checks import check_form, check_psd
 
@@ -50,3 +59,11 @@ def verify(
         if not checks[-1].failures:
             checks.append(check_psd(bundle, progress))
     return Verification(str(bundle.path), bundle.digest, tuple(checks))
+
+
+def _weights(model: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]) -> Weights:
+    if isinstance(model, str | os.PathLike):
+        return weights_of_file(model)
+    from kfacpack.curvature.identify import weights_of_model
+
+    return weights_of_model(model)

@@ -2,5 +2,5 @@
 
 from hypothesis import settings
 
-settings.register_profile("here", deadline=None, max_examples=25, derandomize=True)
+settings.register_profile("here", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("here")

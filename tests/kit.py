@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import kfacpack as kp
-from kfacpack.bundle.manifest import Base, base_digest
-from kfacpack.bundle.reader import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
-from kfacpack.curvature.components import InMemory
-from kfacpack.curvature.matrices import Block, Dense, Diagonal, LowRank, Matrix, Packed, Sparse
+from kfacpack.bundle.manifest import Parameter, base_digest
+from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
+from kfacpack.curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Matrix, Packed, Sparse
+from kfacpack.curvature.matrices.components import InMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ def random_psd(side: int, seed: int, dtype: torch.dtype = torch.float32) -> Tens
 
 
 def _block(m: Tensor) -> Matrix:
-    return Block.from_dense(m, count=min(3, len(m)))
+    return BlockDiagonal.from_dense(m, count=min(3, len(m)))
 
 
 def _lowrank(m: Tensor) -> Matrix:
@@ -39,7 +39,7 @@ def _sparse(m: Tensor) -> Matrix:
     return Sparse.from_dense(m, fraction=0.6)
 
 
-def _half(dtype: torch.dtype) -> Callable[[Tensor], Matrix]:
+def _packed_as(dtype: torch.dtype) -> Callable[[Tensor], Matrix]:
     return lambda m: Packed.from_dense(m.to(dtype))
 
 
@@ -54,9 +54,9 @@ HOLDS: dict[str, Callable[[Tensor], Matrix]] = {
     "block-int8": lambda m: _block(m).quantized(),
     "lowrank-int8": lambda m: _lowrank(m).quantized(),
     "sparse-int8": lambda m: _sparse(m).quantized(),
-    "packed-f64": _half(torch.float64),
-    "packed-f16": _half(torch.float16),
-    "packed-bf16": _half(torch.bfloat16),
+    "packed-f64": _packed_as(torch.float64),
+    "packed-f16": _packed_as(torch.float16),
+    "packed-bf16": _packed_as(torch.bfloat16),
     "block-bf16": lambda m: _block(m.bfloat16()),
     "lowrank-signed": lambda m: LowRank(
         len(m),
@@ -72,7 +72,7 @@ def about(state: dict[str, Tensor], **more: Any) -> kp.About:
     return kp.About(
         base=base,
         function=kp.Function(output="embedding", normalized=True, width=4),
-        estimate=kp.Estimate(fisher="mc", probe="orthogonal", probes=2, seed=7, examples=12),
+        estimate=kp.Estimate(fisher="mc", probe="orthogonal", probes=2, seed=7),
         source=kp.Source(task="toy", dataset="nobody/toy", split="train", examples=12, dataset_size=100),
         **more,
     )
@@ -186,8 +186,5 @@ def write_sealed(target: Path, header: str, data: bytes) -> Path:
 
 def rebased(manifest: dict[str, Any]) -> None:
     """Make base.sha256 fit the parameters again."""
-    parameters = Base.model_construct(**manifest["base"]).parameters
-    from kfacpack.bundle.manifest import Parameter
-
-    listed = tuple(Parameter(**{**p, "shape": tuple(p["shape"])}) for p in parameters)
+    listed = tuple(Parameter.model_validate(parameter) for parameter in manifest["base"]["parameters"])
     manifest["base"]["sha256"] = base_digest(listed)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kfacpack.bundle.identity import differences
+from kfacpack.bundle.identity import difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable
 
     from kfacpack.bundle.identity import Weights
     from kfacpack.bundle.reader import Bundle
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Failure:
     subject: str
-    """The tensor or parameter at fault."""
+    """What is at fault: tensor 'fc/B', parameter 'fc.weight'."""
     problem: str
 
 
@@ -29,39 +29,40 @@ class Check:
     name: str
     checked: int
     failures: tuple[Failure, ...]
+    exempt: int = 0
+    """How many were not looked at because they do not promise to hold."""
 
 
 def run_check(
-    name: str, subjects: Iterable[str], problems: Callable[[str], Iterator[Failure]], progress: Progress
+    name: str, subjects: Iterable[str], failure: Callable[[str], Failure | None], progress: Progress
 ) -> Check:
     """Look at every subject; one failure does not spare the others."""
     todo = list(subjects)
-    failures: list[Failure] = []
+    failures = []
     for done, subject in enumerate(todo):
         progress(name, done, len(todo))
-        failures.extend(problems(subject))
+        if found := failure(subject):
+            failures.append(found)
     progress(name, len(todo), len(todo))
     return Check(name, len(todo), tuple(failures))
 
 
-def check_hashes(bundle: Bundle, progress: Progress) -> Check:
-    def problems(name: str) -> Iterator[Failure]:
-        if problem := bundle.hash_problem(name):
-            yield Failure(name, problem)
+def check_tensors(name: str, bundle: Bundle, problem: Callable[[str], str | None], progress: Progress) -> Check:
+    """Every tensor of a bundle, by what `problem` says of it."""
 
-    return run_check("sha256", bundle.tensors, problems, progress)
+    def failure(tensor: str) -> Failure | None:
+        found = problem(tensor)
+        return Failure(f"tensor {tensor!r}", found) if found else None
 
-
-def check_finite(bundle: Bundle, progress: Progress) -> Check:
-    def problems(name: str) -> Iterator[Failure]:
-        if problem := bundle.finite_problem(name):
-            yield Failure(name, problem)
-
-    return run_check("finite", bundle.tensors, problems, progress)
+    return run_check(name, bundle.tensors, failure, progress)
 
 
-def check_model(bundle: Bundle, weights: Weights) -> Check:
+def check_model(bundle: Bundle, weights: Weights, progress: Progress) -> Check:
     """Do these weights hold the very parameters the curvature was computed at?"""
-    base = bundle.manifest.base
-    failures = tuple(Failure(name, problem) for name, problem in differences(base, weights))
-    return Check("model", len(base.parameters), failures)
+    listed = {parameter.name: parameter for parameter in bundle.manifest.base.parameters}
+
+    def failure(name: str) -> Failure | None:
+        found = difference(listed[name], weights)
+        return Failure(f"parameter {name!r}", found) if found else None
+
+    return run_check("model", listed, failure, progress)

@@ -13,13 +13,18 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import stat
+import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import BundleError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_HEADER_BYTES = 8 * 2**20
 MAX_JSON_VALUES = 2**18
@@ -33,7 +38,15 @@ ITEM_BYTES = {
 }  # fmt: skip
 
 DOWNLOAD_AGAIN = "The file is incomplete or damaged: fetch it again from where it was published"
-NOT_A_BUNDLE = "A bundle is a safetensors file; pickles and other formats are never loaded"
+NOT_SAFETENSORS = "Expected a safetensors file; pickles and other formats are never loaded"
+
+# What people most often have in the place of a safetensors file, by its first bytes.
+LOOKS_LIKE = {
+    b"PK\x03\x04": "looks like an archive made by torch.save or zip",
+    b"\x80": "looks like a pickle",
+    b"version https://git-lfs": "is a Git LFS pointer, not the file it stands for",
+    b"<": "looks like a web page",
+}
 
 
 Spec = tuple[str, tuple[int, ...]]
@@ -57,21 +70,24 @@ class TensorSpec:
 class Container:
     """An open safetensors file: its header, and its tensors' bytes when asked for.
 
-    The file is mapped once, privately. What was checked and what is read later are the same file, even if another one
-    is renamed over it meanwhile.
+    The file stays open, so that what was checked and what is read later are the same file, even if another one is
+    renamed over it meanwhile.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = Path(path)
         try:
-            with self.path.open("rb") as file:
-                self.nbytes = os.fstat(file.fileno()).st_size
-                self.header = _read_header(self.path, file.fileno(), self.nbytes)
-                self._entries = parse_json(self.path, self.header[8:], "header")
-                self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            weakref.finalize(self, os.close, self._descriptor)
+            if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
+                raise BundleError(path, "is not a regular file")
+            self.nbytes = os.fstat(self._descriptor).st_size
+            self.header = _read_header(self.path, self._descriptor, self.nbytes)
         except OSError as error:
             raise BundleError(path, error.strerror or str(error)) from error
+        self._entries = parse_json(self.path, self.header[8:], "header")
+        self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -79,29 +95,54 @@ class Container:
         return _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
 
     def bytes_of(self, name: str) -> memoryview:
-        """The bytes of one tensor, as a view into the mapped file."""
+        """The bytes of one tensor, mapped from the file. Changing them changes no file."""
         spec = self.tensors[name]
-        return memoryview(self._map)[spec.start : spec.stop]
+        if not spec.nbytes:
+            return memoryview(b"")
+        start = spec.start - spec.start % mmap.ALLOCATIONGRANULARITY
+        try:
+            mapped = mmap.mmap(self._descriptor, spec.stop - start, offset=start, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:
+            problem = f"cannot be read: {error}"
+            raise BundleError(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN) from error
+        return memoryview(mapped)[spec.start - start :]
+
+
+def json_values(text: bytes) -> int:
+    """At least as many values as a JSON text holds, without parsing it."""
+    return sum(map(text.count, (b",", b"[", b"{")))
+
+
+def repeated(values: Iterable[str]) -> str | None:
+    """The first value that has been there before, if any."""
+    seen: set[str] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None
 
 
 def parse_json(path: Path, text: bytes, where: str) -> dict[str, Any]:
-    """One JSON object in UTF-8, with bounded cost, unique keys and finite numbers."""
-    if sum(map(text.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
-        raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where=where)
+    """One JSON object in UTF-8, with bounded cost, unique keys, finite numbers and no null."""
+    if json_values(text) > MAX_JSON_VALUES:
+        raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-            raise ValueError(f"the key {twice!r} stands there twice")
+            raise ValueError(f"the key {repeated(key for key, _ in pairs)!r} stands there twice")
+        if nothing := [key for key, value in pairs if value is None]:
+            raise ValueError(f"the key {nothing[0]!r} is null, expected it to be left out")
         return found
 
-    def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is not a JSON number")
+    def finite(number: str) -> float:
+        if not isfinite(float(number)):
+            raise ValueError(f"{number} is not a finite number")
+        return float(number)
 
     try:
-        found = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse)
+        found = json.loads(text.decode(), object_pairs_hook=members, parse_constant=finite, parse_float=finite)
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise BundleError(path, f"not valid JSON: {problem}", where=where, remedy=DOWNLOAD_AGAIN) from error
@@ -117,14 +158,16 @@ def _read_header(path: Path, descriptor: int, nbytes: int) -> bytes:
         raise BundleError(path, f"only {nbytes} bytes long, expected at least 8", remedy=DOWNLOAD_AGAIN)
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
-        problem = f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
-        raise BundleError(path, problem, where="header", remedy=NOT_A_BUNDLE)
+        start = os.pread(descriptor, 32, 0)
+        looks = next((words for magic, words in LOOKS_LIKE.items() if start.startswith(magic)), None)
+        problem = looks or f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
         problem = f"the header needs {8 + length} bytes, the file ends at {nbytes}"
         raise BundleError(path, problem, where="header", remedy=DOWNLOAD_AGAIN)
     header = prefix + os.pread(descriptor, length, 8)
     if header[8:9] != b"{":
-        raise BundleError(path, "does not begin with '{'", where="header", remedy=NOT_A_BUNDLE)
+        raise BundleError(path, "does not begin with '{'", "header", NOT_SAFETENSORS)
     return header
 
 
@@ -163,7 +206,7 @@ def _tensor_spec(path: Path, name: str, entry: Any, base: int) -> TensorSpec:
         raise refuse(f"expected an object, found {type(entry).__name__}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise refuse(f"unknown dtype {dtype!r}, expected one of {', '.join(ITEM_BYTES)}")
+        raise refuse(f"unknown dtype {_short(dtype)}, expected one of {', '.join(ITEM_BYTES)}")
     if not isinstance(shape, list) or len(shape) > 8 or not all(map(natural, shape)):
         raise refuse(f"bad shape {_short(shape)}, expected at most 8 numbers from 0 to {MAX_DIMENSION}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from hashlib import sha256
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from kfacpack.bundle.container import Container
-from kfacpack.bundle.manifest import Base, Parameter
+from kfacpack.bundle.manifest import Parameter
+
+if TYPE_CHECKING:
+    import os
+
+Weights = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
+"""Somebody's parameters: for a name, its dtype in safetensors' words, its shape and its bytes, or None."""
 
 
-class Weights(Protocol):
-    """Somebody's parameters: for a name, its dtype in safetensors' words, its shape and its bytes, or None."""
-
-    def __call__(self, name: str) -> tuple[str, tuple[int, ...], memoryview] | None: ...
-
-
-def weights_of_file(path: str) -> Weights:
+def weights_of_file(path: str | os.PathLike[str]) -> Weights:
     """The parameters in a safetensors file, mapped, not loaded."""
     container = Container(path)
 
@@ -31,18 +31,16 @@ def describe(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
     return Parameter(name=name, dtype=dtype, shape=shape, sha256=sha256(data).hexdigest())
 
 
-def differences(base: Base, weights: Weights) -> Iterator[tuple[str, str]]:
-    """Each covered parameter that is missing from `weights` or not the same there, and how it differs."""
-    for expected in base.parameters:
-        found = weights(expected.name)
-        if found is None:
-            yield expected.name, "is not among these weights"
-            continue
-        actual = describe(expected.name, *found)
-        for key in ("dtype", "shape", "sha256"):
-            if getattr(actual, key) != getattr(expected, key):
-                yield (
-                    expected.name,
-                    f"has {key} {getattr(actual, key)}, the bundle says {getattr(expected, key)}",
-                )
-                break
+def difference(expected: Parameter, weights: Weights) -> str | None:
+    """How a covered parameter differs in `weights`, in words, or None if it is the same."""
+    found = weights(expected.name)
+    if found is None:
+        return "is not among these weights"
+    dtype, shape, data = found
+    if dtype != expected.dtype:
+        return f"has dtype {dtype}, the bundle says {expected.dtype}"
+    if shape != expected.shape:
+        return f"has shape {list(shape)}, the bundle says {list(expected.shape)}"
+    if (digest := sha256(data).hexdigest()) != expected.sha256:
+        return f"has sha256 {digest}, the bundle says {expected.sha256}"
+    return None

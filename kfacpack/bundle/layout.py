@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kfacpack.bundle.manifest import repeated
+from kfacpack.bundle.container import repeated
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
@@ -74,15 +74,19 @@ class Layout:
     shapes: Callable[[int, Shape], Shapes]
     version: int = 1
     may_be_psd: bool = True
+    count: int | None = None
+    """The dimension of `data` that a short name of the form gives, as in block:8; None if there is none."""
+    full: Callable[[int], int] = lambda n: n * n
+    """How many numbers a side would take without any saving."""
 
 
 LAYOUTS: Mapping[str, Layout] = {
     "dense": Layout(_dense),
     "packed": Layout(_packed),
-    "block": Layout(_block),
-    "lowrank": Layout(_lowrank),
+    "block": Layout(_block, count=0),
+    "lowrank": Layout(_lowrank, count=1),
     "sparse": Layout(_sparse, may_be_psd=False),
-    "diagonal": Layout(_diagonal),
+    "diagonal": Layout(_diagonal, full=lambda n: n),
 }
 
 

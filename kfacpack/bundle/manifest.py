@@ -1,14 +1,15 @@
 """The manifest: what a bundle says about itself. The JSON Schema in spec/ is generated from these classes.
 
-Unknown keys are ignored, so that a later MINOR version may add some; a key that must not be ignored is announced
-under `requires`. Nothing here imports torch: a manifest can be read, checked and shown in a few milliseconds.
-Every list stops at its first wrong item (FailFast), so that a hostile manifest cannot make a report of its own size.
+Unknown keys in a file are ignored, so that a later MINOR version may add some; a key that must not be ignored is
+announced under `requires`. From Python they are refused: there they are slips of the pen. Every list stops at its first
+wrong item (FailFast), so that a hostile manifest cannot make a report of its own size. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import re
 from hashlib import sha256
+from math import prod
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import (
@@ -25,15 +26,20 @@ from pydantic import (
     model_validator,
 )
 
+from kfacpack.bundle.container import repeated
+
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 VERSION = "1.0"
 MAX_SIDE = 2**24
 MAX_PIECES = 64
 
-_NAME = r"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^\x00-\x1f\x7f-\x9f\\]{1,512}$"
-_NAME_RULE = re.compile(_NAME)
+# Control characters, and those that reorder or hide what stands around them.
+_UNSEEN = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+_NAME = rf"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^{_UNSEEN}\\]{{1,512}}$"
+_TEXT = rf"^[^{_UNSEEN}]{{0,4096}}$"
+_NAME_RULE, _TEXT_RULE = re.compile(_NAME), re.compile(_TEXT)
 
 
 def _safe_name(name: str) -> str:
@@ -46,27 +52,23 @@ def _safe_name(name: str) -> str:
     return name
 
 
+def _safe_text(text: str) -> str:
+    if not _TEXT_RULE.fullmatch(text):
+        raise ValueError(f"{text[:80]!r} is not allowed as a text: at most 4096 characters, no control character")
+    return text
+
+
 Name = Annotated[StrictStr, AfterValidator(_safe_name), WithJsonSchema({"type": "string", "pattern": _NAME})]
 Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[StrictInt, Field(ge=0, le=2**53)]
 Side = Annotated[StrictInt, Field(ge=1, le=MAX_SIDE)]
 Dimension = Annotated[StrictInt, Field(ge=1, le=2**40)]
-Text = Annotated[StrictStr, Field(max_length=4096, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
+Text = Annotated[StrictStr, AfterValidator(_safe_text), WithJsonSchema({"type": "string", "pattern": _TEXT})]
 FloatType = Literal["float64", "float32", "float16", "bfloat16"]
 
 
-def repeated(values: Iterable[str]) -> str | None:
-    """The first value that has been there before, if any."""
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            return value
-        seen.add(value)
-    return None
-
-
 class Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Parameter(Entry):
@@ -88,7 +90,7 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
 
 
 class Base(Entry):
-    """The base model. Only the digest decides whether two bundles belong together; the words are for people."""
+    """The base model. Bundles belong together when the digests of the parameters they share agree, not for its name."""
 
     family: Name
     name: Name
@@ -146,13 +148,13 @@ class Estimate(Entry):
     probe: Literal["gaussian", "rademacher", "orthogonal"] | None = None
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
-    examples: Count
-    model_dtype: FloatType = "float32"
-    accumulation_dtype: FloatType = "float32"
+    model_dtype: FloatType | None = None
+    accumulation_dtype: FloatType | None = None
 
     @model_validator(mode="after")
     def _probes_go_with_mc(self) -> Estimate:
-        if (self.fisher == "mc") != (self.probe is not None and self.probes is not None):
+        given = [value is not None for value in (self.probe, self.probes)]
+        if not all(given) if self.fisher == "mc" else any(given):
             raise ValueError("fisher 'mc' needs probe and probes, fisher 'exact' has neither")
         return self
 
@@ -222,6 +224,15 @@ class Piece(Entry):
     view: Literal["matrix", "transposed", "column"] = "matrix"
     rows: tuple[Count, Count] | None = None
     at: tuple[Count, Count] = (0, 0)
+
+    def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Rows and columns of this piece, once its parameter, of that shape, is sliced and seen as a matrix."""
+        if self.rows is not None:
+            shape = (self.rows[1] - self.rows[0], *shape[1:])
+        if self.view == "column":
+            return prod(shape), 1
+        rows, columns = shape[0], prod(shape[1:])
+        return (columns, rows) if self.view == "transposed" else (rows, columns)
 
 
 class Join(Entry):

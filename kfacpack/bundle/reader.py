@@ -9,27 +9,28 @@ import numpy as np
 from pydantic import ValidationError
 
 from kfacpack.bundle.consistency import check_consistency
-from kfacpack.bundle.container import DOWNLOAD_AGAIN, NOT_A_BUNDLE, Container, TensorSpec, parse_json
+from kfacpack.bundle.container import DOWNLOAD_AGAIN, Container, TensorSpec, parse_json
 from kfacpack.bundle.manifest import VERSION, Manifest
+from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, seal
 from kfacpack.errors import BundleError, CorruptTensor
 
 if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-MANIFEST_KEY = "kfac"
-SEAL_KEY = "kfac.sha256"
-UNSEALED = "0" * 64
 FEATURES: frozenset[str] = frozenset()
 """The required features this version knows. 1.0 has none."""
 
+_MAJOR = VERSION.split(".")[0]
+_UPGRADE = "Upgrade kfacpack to read it"
 _CHUNK = 2**20
 
 
 class Bundle:
     """An open `.kfac` file: its manifest now, its tensors when asked for.
 
-    `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
+    `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor. `said` is the
+    manifest as it stands in the file, with what this version does not know.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -37,11 +38,15 @@ class Bundle:
         self.path: Path = self._container.path
         self.nbytes = self._container.nbytes
         self.digest = _check_seal(self._container)
-        self.manifest = _read_manifest(self._container)
-        check_consistency(self.path, self.manifest, self._container.tensors)
+        self.said = _read_said(self._container)
+        self.manifest = _read_manifest(self.path, self.said)
+        check_consistency(self.path, self.manifest, self.tensors)
         self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
         self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
-        self._checked: set[str] = set()
+        self._problems: dict[tuple[str, str], str | None] = {}
+
+    def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
+        return Bundle, (str(self.path),)
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -49,78 +54,75 @@ class Bundle:
 
     def bytes_of(self, name: str) -> memoryview:
         """One tensor's bytes, mapped from the file. The first touch checks its SHA-256 and that it is finite."""
-        view = self._container.bytes_of(name)
-        if name not in self._checked:
-            if problem := self.hash_problem(name) or self.finite_problem(name):
-                raise CorruptTensor(self.path, problem, where=f"tensor {name!r}", remedy=DOWNLOAD_AGAIN)
-            self._checked.add(name)
-        return view
+        if problem := self.hash_problem(name) or self.finite_problem(name):
+            raise CorruptTensor(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN)
+        return self._container.bytes_of(name)
 
     def hash_problem(self, name: str) -> str | None:
-        """How one tensor's bytes differ from the sealed ones, in words, or None."""
-        found, expected = sha256(self._container.bytes_of(name)).hexdigest(), self._digests[name]
-        return None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}"
+        """How one tensor's bytes differ from the sealed ones, in words, or None. Looked at once."""
+        if ("sha256", name) not in self._problems:
+            found, expected = sha256(self._container.bytes_of(name)).hexdigest(), self._digests[name]
+            problem = None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}"
+            self._problems["sha256", name] = problem
+        return self._problems["sha256", name]
 
     def finite_problem(self, name: str) -> str | None:
-        """Which of one tensor's numbers is none, in words, or None."""
-        first = _first_non_finite(self._container.bytes_of(name), self.tensors[name].dtype)
-        return None if first is None else f"element {first} is not a finite number"
-
-
-def seal(header: bytes, claimed: str = UNSEALED) -> str:
-    """SHA-256 over length prefix and header, with the seal's own 64 digits read as zeros."""
-    return sha256(header.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
+        """Which of one tensor's numbers is none, in words, or None. Looked at once."""
+        if ("finite", name) not in self._problems:
+            first = _first_non_finite(self._container.bytes_of(name), self.tensors[name].dtype)
+            self._problems["finite", name] = None if first is None else f"element {first} is not a finite number"
+        return self._problems["finite", name]
 
 
 def _check_seal(container: Container) -> str:
     if MANIFEST_KEY not in container.metadata or SEAL_KEY not in container.metadata:
-        problem = f"is a safetensors file, but its metadata has no {MANIFEST_KEY!r} and {SEAL_KEY!r}"
-        raise BundleError(container.path, problem, remedy=NOT_A_BUNDLE)
+        problem = f"is a safetensors file, but no bundle: its metadata has no {MANIFEST_KEY!r} and {SEAL_KEY!r}"
+        raise BundleError(container.path, problem, None, "Are these a model's weights?")
     claimed = container.metadata[SEAL_KEY]
     once = len(claimed) == 64 and container.header.count(claimed.encode("utf-8", "replace")) == 1
     if not once or seal(container.header, claimed) != claimed:
         problem = f"its bytes do not give the SHA-256 written in it ({claimed[:64]!r})"
-        raise BundleError(container.path, problem, where="header", remedy=DOWNLOAD_AGAIN)
+        raise BundleError(container.path, problem, "header", DOWNLOAD_AGAIN)
     return claimed
 
 
-def _read_manifest(container: Container) -> Manifest:
-    text = container.metadata[MANIFEST_KEY].encode("utf-8", "replace")
-    said = parse_json(container.path, text, "manifest")
-    version = said.get("version")
-    major = version.split(".")[0] if isinstance(version, str) else None
-    if major != VERSION.split(".")[0]:
-        problem = f"is format version {version!r}, this reader knows {VERSION.split('.')[0]}.x"
-        raise BundleError(container.path, problem, where="manifest: version", remedy="Upgrade kfacpack to read it")
+def _read_said(container: Container) -> dict[str, Any]:
+    """The manifest as JSON, once its version and required features are known ones."""
+    said = parse_json(container.path, container.metadata[MANIFEST_KEY].encode("utf-8", "replace"), "manifest")
+    version, requires = said.get("version"), said.get("requires", [])
+    if not isinstance(version, str) or version.split(".")[0] != _MAJOR:
+        problem = f"is format version {version!r}, this reader knows {_MAJOR}.x"
+        raise BundleError(container.path, problem, "manifest: version", _UPGRADE)
+    unknown = [each for each in requires if each not in FEATURES] if isinstance(requires, list) else [requires]
+    if unknown:
+        problem = f"needs the feature {unknown[0]!r}, which this reader does not know"
+        raise BundleError(container.path, problem, "manifest: requires", _UPGRADE)
+    return said
+
+
+def _read_manifest(path: Path, said: dict[str, Any]) -> Manifest:
     try:
-        manifest = Manifest.model_validate(said)
+        return Manifest.model_validate(said, extra="ignore")
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = "manifest: " + _place(said, first["loc"])
-        raise BundleError(container.path, first["msg"].removeprefix("Value error, "), where=where) from error
-    for feature in manifest.requires:
-        if feature not in FEATURES:
-            problem = f"needs the feature {feature!r}, which this reader does not know"
-            raise BundleError(container.path, problem, where="manifest: requires", remedy="Upgrade kfacpack to read it")
-    return manifest
+        raise BundleError(path, first["msg"].removeprefix("Value error, "), where) from error
 
 
 def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:
     """A path into the manifest, with the names of the list items it passes: matrices.3 'fc/B'.side"""
     words = []
     for key in keys:
-        within = (isinstance(manifest, dict) and key in manifest) or (
-            isinstance(manifest, list) and isinstance(key, int)
-        )
+        within = (isinstance(manifest, dict) and key in manifest) or (isinstance(manifest, list) and type(key) is int)
         manifest = manifest[key] if within else manifest
-        name = manifest.get("name") if isinstance(key, int) and isinstance(manifest, dict) else None
+        name = manifest.get("name") if type(key) is int and isinstance(manifest, dict) else None
         words.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])
     return ".".join(words)
 
 
 def _first_non_finite(view: memoryview, dtype: str) -> int | None:
     """Where the first NaN or infinity is, looking at a chunk at a time so that memory stays flat."""
-    if not dtype.startswith(("F", "BF")):
+    if dtype.startswith("I"):
         return None
     numbers = np.frombuffer(view, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
     for start in range(0, len(numbers), _CHUNK):

@@ -8,7 +8,6 @@ header is written last; then the file is synced and renamed. Who is killed half-
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -20,8 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from kfacpack.bundle.consistency import check_consistency
-from kfacpack.bundle.container import ITEM_BYTES, MAX_HEADER_BYTES, Spec, TensorSpec
-from kfacpack.bundle.reader import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
+from kfacpack.bundle.container import (
+    ITEM_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_JSON_VALUES,
+    Spec,
+    TensorSpec,
+    json_values,
+)
+from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
@@ -90,20 +96,22 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
             raise
         finally:
             os.close(descriptor)
-        _sync_folder(target.parent)
     except OSError as error:
         problem = f"could not be written: {error.strerror or error}"
-        raise BundleError(path, problem, remedy="Nothing was changed; make room or choose another place") from error
+        raise BundleError(path, problem, None, "Nothing was changed") from error
+    _sync_folder(target.parent)
 
 
 def _open_temporary(path: Path) -> tuple[int, bool]:
     """An open file for writing, and whether it has the name `path` already.
 
-    Where the system can, the file has no name until it is complete, so that a killed writer leaves nothing to tidy up.
+    Where the system can, the file has no name until it is complete, so that a killed writer leaves nothing to tidy up,
+    unless it is killed in the instant between naming and renaming.
     """
-    with contextlib.suppress(AttributeError, OSError):
-        # A failure here is either for want of O_TMPFILE or met again, and reported, just below.
-        return os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
+    if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
+        with contextlib.suppress(OSError):
+            # A failure is either for want of support by the file system or met again, and reported, just below.
+            return os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
 
 
@@ -117,17 +125,13 @@ def _give_name(descriptor: int, path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, where a folder can be opened at all."""
-    try:
+    """Make the rename itself durable, on file systems that can sync a folder; it has happened either way."""
+    with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EISDIR, errno.EPERM):
-            return
-        raise
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _write_at(descriptor: int, data: memoryview, position: int) -> None:
@@ -153,16 +157,18 @@ def _header(
     digests: Mapping[str, str],
 ) -> bytes:
     """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
-    said = manifest.with_digests(digests).model_dump(mode="json", exclude_none=True)
-    entries: dict[str, object] = {"__metadata__": {SEAL_KEY: UNSEALED, MANIFEST_KEY: _compact(said)}}
+    said = _compact(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
+    entries: dict[str, object] = {"__metadata__": {SEAL_KEY: UNSEALED, MANIFEST_KEY: said}}
     for name, place in _places(tensors).items():
         offsets = [place.start, place.stop]
         entries[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
     body = _compact(entries).encode("ascii")
     body += b" " * (-len(body) % 8)
-    if len(body) > MAX_HEADER_BYTES:
-        problem = f"its header would have {len(body)} bytes, at most {MAX_HEADER_BYTES} are allowed"
-        raise BundleError(path, problem, remedy="Save fewer terms or blocks in one bundle")
+    values = max(json_values(body), json_values(said.encode()))
+    if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
+        found = f"{len(body)} bytes and {values} values"
+        problem = f"its header would have {found}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
+        raise BundleError(path, problem, None, "Save fewer terms or blocks in one bundle")
     return len(body).to_bytes(8, "little") + body
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry, Term
@@ -36,6 +37,15 @@ class Structure(ABC):
         """(role, matrix) of every matrix, in the order they are written."""
 
     @abstractmethod
+    def misfit(self, rows: int, columns: int) -> str | None:
+        """Why its matrices cannot act on (rows, columns), in words, or None."""
+
+    @classmethod
+    @abstractmethod
+    def from_entry(cls, entry: Any, matrices: Mapping[str, Matrix]) -> Structure:
+        """From the manifest's words for it."""
+
+    @abstractmethod
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
         """The manifest's words for it; `identifiers` names the matrix in each role."""
 
@@ -53,13 +63,22 @@ class Kronecker(Structure):
 
     def apply(self, delta: Tensor) -> Tensor:
         # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ and one matmul method serves both sides.
-        parts = (weight * B.matmul(A.matmul(delta.T).T) for B, A, weight in self.terms)
-        return sum(parts, torch.zeros_like(delta)) if len(self.terms) > 1 else next(parts)
+        return reduce(add, (weight * B.matmul(A.matmul(delta.T).T) for B, A, weight in self.terms))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
+
+    def misfit(self, rows: int, columns: int) -> str | None:
+        for B, A, _ in self.terms:
+            if (B.side, A.side) != (rows, columns):
+                return f"needs B of side {rows} and A of side {columns}, found {B.side} and {A.side}"
+        return None
+
+    @classmethod
+    def from_entry(cls, entry: KroneckerEntry, matrices: Mapping[str, Matrix]) -> Kronecker:
+        return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
         terms = tuple(
@@ -84,9 +103,20 @@ class Whole(Structure):
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         yield "G", self.matrix
 
+    def misfit(self, rows: int, columns: int) -> str | None:
+        if self.matrix.side != rows * columns:
+            return f"needs a matrix of side {rows * columns}, found {self.matrix.side}"
+        return None
+
+    @classmethod
+    def from_entry(cls, entry: DenseEntry, matrices: Mapping[str, Matrix]) -> Whole:
+        return cls(matrices[entry.matrix])
+
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
-        structure = "diagonal" if self.matrix.form == "diagonal" else "dense"
-        return DenseEntry(structure=structure, matrix=identifiers["G"], **common)
+        return DenseEntry(structure=self.matrix.structure, matrix=identifiers["G"], **common)
+
+
+STRUCTURES: dict[str, type[Structure]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,44 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
+from kfacpack.bundle.consistency import coverage_problem
 from kfacpack.curvature.saving import save
-from kfacpack.errors import TaskVectorError
+from kfacpack.errors import KfacpackError, TaskVectorError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
-
-    from torch import Tensor
 
     from kfacpack.bundle.manifest import About
     from kfacpack.curvature.block import CurvatureBlock
 
 
 class Curvature:
-    """Blocks of curvature and what is said of them. Loaded from a file, it reads a tensor when that is touched."""
+    """Blocks of curvature, and what is said of them.
+
+    `blocks` is a tuple of `CurvatureBlock`; `about` says of which model, f, task and estimate it is. Loaded from a
+    file, it reads a tensor when that is touched.
+    """
 
     def __init__(self, blocks: Iterable[CurvatureBlock], about: About):
         self.blocks = tuple(blocks)
         self.about = about
         self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
+        if problem := coverage_problem(self.blocks, self._shapes):
+            raise KfacpackError(": ".join(problem))
+        for block in self.blocks:
+            if misfit := block.structure.misfit(block.join.rows, block.join.columns):
+                raise KfacpackError(f"block {block.name!r} of {block.join.rows}×{block.join.columns}: {misfit}")
+
+    def __repr__(self) -> str:
+        task = f" on {self.about.source.task}" if self.about.source else ""
+        size = f"{len(self.blocks)} blocks, {len(self.parameters)} parameters, {self.nbytes} bytes"
+        return f"<Curvature of {self.about.base.name}{task}: {size}>"
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -44,9 +58,10 @@ class Curvature:
         return torch.stack([block.quadratic(tau, self._shapes) for block in self._touched_by(tau)]).sum()
 
     def apply(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """G τ by parameter name, each in the dtype τ has it in (float32 where it has none).
+        """G τ by parameter name, each in the dtype that τ has it in.
 
-        Parameters that τ leaves out count as zero. Those in no block that τ touches are left out: G τ is zero there.
+        Parameters that τ leaves out count as zero, and get what their block computes, in float32 at least. Those in no
+        block that τ touches are left out: G τ is zero there.
         """
         found: dict[str, Tensor] = {}
         for block in self._touched_by(tau):
@@ -61,15 +76,17 @@ class Curvature:
 
     def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         """The blocks that act on τ, once τ is known to fit."""
-        if not tau:
-            raise TaskVectorError("the task vector is empty")
+        if not isinstance(tau, Mapping) or not tau:
+            raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {tau!r:.80}")
         for name, tensor in tau.items():
+            if not isinstance(tensor, Tensor):
+                raise TaskVectorError(f"parameter {name!r}: expected a tensor, found {type(tensor).__name__}")
             if name not in self._shapes:
                 close = difflib.get_close_matches(name, self._shapes, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else ""
                 raise TaskVectorError(
-                    f"parameter {name!r} is not covered by this curvature{hint} "
-                    "Leave out what it does not cover: {name: tau[name] for name in curvature.parameters}"
+                    f"parameter {name!r} is not covered by this curvature{hint}. To leave out what it does not cover: "
+                    "{name: value for name, value in tau.items() if name in curvature.parameters}"
                 )
             if tuple(tensor.shape) != self._shapes[name] or not tensor.is_floating_point():
                 found = f"{tensor.dtype} of shape {list(tensor.shape)}"

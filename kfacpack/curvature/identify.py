@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from kfacpack.bundle.identity import describe
 from kfacpack.bundle.manifest import Base, base_digest
-from kfacpack.curvature.components import raw_bytes, spec_of
+from kfacpack.curvature.matrices.components import raw_bytes, spec_of
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from kfacpack.bundle.identity import Weights
 
 
 def identify(
@@ -24,12 +26,31 @@ def identify(
     revision: str | None = None,
 ) -> Base:
     """Who θ0 is: the named parameters of a model or state dict, in state-dict order, with their digests."""
-    state = model.state_dict() if isinstance(model, nn.Module) else model
+    state = _state(model)
     if missing := [each for each in parameters if each not in state]:
         raise KfacpackError(f"parameter {missing[0]!r} is not in the model's state dict")
     wanted = set(parameters)
-    described = tuple(
-        describe(each, *spec_of(tensor), raw_bytes(tensor)) for each, tensor in state.items() if each in wanted
-    )
-    digest = base_digest(described)
-    return Base(family=family, name=name, revision=revision, sha256=digest, parameters=described)
+    try:
+        described = tuple(
+            describe(each, *spec_of(tensor), raw_bytes(tensor)) for each, tensor in state.items() if each in wanted
+        )
+        digest = base_digest(described)
+        return Base(family=family, name=name, revision=revision, sha256=digest, parameters=described)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise KfacpackError(f"a base model cannot be identified like this: {place}: {first['msg']}") from error
+
+
+def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> Weights:
+    """The parameters of a model or state dict, as a bundle's are compared with."""
+    state = _state(model)
+
+    def read(name: str) -> tuple[str, tuple[int, ...], memoryview] | None:
+        return None if name not in state else (*spec_of(state[name]), raw_bytes(state[name]))
+
+    return read
+
+
+def _state(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return model.state_dict() if isinstance(model, nn.Module) else model

@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfacpack.bundle.consistency import view_shape
-
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Join, Piece
 
@@ -52,7 +50,7 @@ def scatter(delta: Tensor, join: Join, shapes: Shapes) -> dict[str, Tensor]:
 
 
 def _place(delta: Tensor, piece: Piece, shapes: Shapes) -> Tensor:
-    height, width = view_shape(piece, shapes[piece.parameter])
+    height, width = piece.matrix_shape(shapes[piece.parameter])
     top, left = piece.at
     return delta[top : top + height, left : left + width]
 

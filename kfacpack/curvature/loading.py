@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfacpack.bundle.manifest import About, KroneckerEntry
+from kfacpack.bundle.manifest import About
 from kfacpack.bundle.reader import Bundle
-from kfacpack.curvature.block import CurvatureBlock, Kronecker, Structure, Whole
-from kfacpack.curvature.components import InBundle
+from kfacpack.curvature.block import STRUCTURES, CurvatureBlock
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.matrices import FORMS
+from kfacpack.curvature.matrices.components import InBundle
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
-    from kfacpack.bundle.manifest import DenseEntry
     from kfacpack.curvature.matrices import Matrix
 
 
@@ -27,7 +25,13 @@ def load(path: str | os.PathLike[str]) -> Curvature:
 def from_bundle(bundle: Bundle) -> Curvature:
     matrices = {name: matrix_of(bundle, name) for name in bundle.matrices}
     blocks = (
-        CurvatureBlock(entry.name, entry.operation, entry.join, _structure(entry, matrices), entry.losses)
+        CurvatureBlock(
+            entry.name,
+            entry.operation,
+            entry.join,
+            STRUCTURES[entry.structure].from_entry(entry, matrices),
+            entry.losses,
+        )
         for entry in bundle.manifest.blocks
     )
     about = {key: getattr(bundle.manifest, key) for key in About.model_fields}
@@ -38,9 +42,3 @@ def matrix_of(bundle: Bundle, name: str) -> Matrix:
     entry = bundle.matrices[name]
     components = InBundle(bundle, entry.components)
     return FORMS[entry.form](entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions)
-
-
-def _structure(entry: KroneckerEntry | DenseEntry, matrices: Mapping[str, Matrix]) -> Structure:
-    if isinstance(entry, KroneckerEntry):
-        return Kronecker(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
-    return Whole(matrices[entry.matrix])

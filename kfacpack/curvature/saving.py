@@ -10,9 +10,9 @@ from pydantic import ValidationError
 
 from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.manifest import VERSION, Manifest, MatrixEntry, TensorEntry
-from kfacpack.bundle.reader import UNSEALED
+from kfacpack.bundle.seal import UNSEALED
 from kfacpack.bundle.writer import write_bundle
-from kfacpack.curvature.components import raw_bytes
+from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
@@ -37,13 +37,12 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool) -> N
     try:
         manifest = _manifest(curvature, stored, identifiers)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise BundleError(path, first["msg"], where=".".join(map(str, first["loc"]))) from error
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise BundleError(path, first["msg"], ".".join(map(str, first["loc"]))) from error
 
     with write_bundle(path, manifest, specs) as put:
         for name, matrix in matrices.items():
-            for component, problem in matrix.violations():
-                raise BundleError(path, problem, where=f"tensor {_tensor_name(name, component)!r}")
+            matrix.require_sound()
             for component in stored[name].components.specs:
                 tensor_name = _tensor_name(name, component)
                 for part in stored[name].components.parts(component):

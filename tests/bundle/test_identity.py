@@ -10,7 +10,6 @@ from kit import small_curvature
 from safetensors.torch import save_file
 
 import kfacpack as kp
-from kfacpack.bundle.identity import weights_of_file
 
 
 def test_the_digest_is_the_one_the_format_describes():
@@ -48,6 +47,17 @@ def test_a_parameter_the_model_does_not_have():
         kp.identify(torch.nn.Linear(2, 2), ["ghost"], family="f", name="n")
 
 
+def test_what_cannot_be_identified_is_refused():
+    with pytest.raises(kp.KfacpackError, match="at least 1 item"):
+        kp.identify({}, [], family="f", name="n")
+    with pytest.raises(kp.KfacpackError, match="greater than or equal to 1"):
+        kp.identify({"w": torch.zeros(0, 3)}, ["w"], family="f", name="n")
+    with pytest.raises(kp.KfacpackError, match="not allowed as a name"):
+        kp.identify({"w": torch.zeros(1)}, ["w"], family="../f", name="n")
+    with pytest.raises(kp.KfacpackError, match="cannot be stored"):
+        kp.identify({"w": torch.zeros(1, dtype=torch.complex64)}, ["w"], family="f", name="n")
+
+
 def test_other_weights_are_told_apart_by_parameter(tmp_path):
     path = tmp_path / "t.kfac"
     curvature = small_curvature(seed=0)
@@ -59,12 +69,17 @@ def test_other_weights_are_told_apart_by_parameter(tmp_path):
 
     def failures(changed):
         save_file(changed, tmp_path / "w.safetensors")
-        checks = kp.verify(path, weights_of_file(tmp_path / "w.safetensors")).checks
-        return {f.subject: f.problem for check in checks if check.name == "model" for f in check.failures}
+        found = []
+        for model in (tmp_path / "w.safetensors", changed):
+            checks = kp.verify(path, model).checks
+            found.append({f.subject: f.problem for check in checks if check.name == "model" for f in check.failures})
+        assert found[0] == found[1], "a file and a state dict with the same weights are judged alike"
+        return found[0]
 
     assert failures(state) == {}
     assert failures({**state, "head": torch.zeros(2)}) == {}
-    assert list(failures({**state, "proj": state["proj"] + 1e-7})) == ["proj"]
-    assert "dtype" in failures({**state, "proj": state["proj"].half()})["proj"]
-    assert "shape" in failures({**state, "proj": state["proj"].T.contiguous()})["proj"]
-    assert failures({n: v for n, v in state.items() if n != "proj"})["proj"] == "is not among these weights"
+    assert list(failures({**state, "proj": state["proj"] + 1e-7})) == ["parameter 'proj'"]
+    assert "dtype" in failures({**state, "proj": state["proj"].half()})["parameter 'proj'"]
+    assert "shape" in failures({**state, "proj": state["proj"].T.contiguous()})["parameter 'proj'"]
+    missing = {name: value for name, value in state.items() if name != "proj"}
+    assert failures(missing) == {"parameter 'proj'": "is not among these weights"}

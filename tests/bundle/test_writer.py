@@ -22,7 +22,7 @@ KILLS = 50
 
 def _write_for_ever(path, ready):
     """Turn and turn about, two versions of the same file, each a few megabytes."""
-    versions = [small_curvature("packed", seed, out=600, inputs=700) for seed in (1, 2)]
+    versions = [small_curvature("packed", seed, out=400, inputs=500) for seed in (1, 2)]
     ready.set()
     while True:
         for version in versions:
@@ -32,12 +32,12 @@ def _write_for_ever(path, ready):
 def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
     expected = set()
     for seed in (1, 2):
-        small_curvature("packed", seed, out=600, inputs=700).save(tmp_path / "expected.kfac")
+        small_curvature("packed", seed, out=400, inputs=500).save(tmp_path / "expected.kfac")
         expected.add((tmp_path / "expected.kfac").read_bytes())
     path = tmp_path / "out" / "t.kfac"
     path.parent.mkdir()
     start = time.perf_counter()
-    small_curvature("packed", 1, out=600, inputs=700).save(path)
+    small_curvature("packed", 1, out=400, inputs=500).save(path)
     one_write = time.perf_counter() - start
 
     # The server imports torch once; every writer is a fresh fork of it that has not computed anything yet.
@@ -77,8 +77,10 @@ def test_an_interrupted_write_leaves_nothing_behind(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("nameless", [True, False], ids=["O_TMPFILE", "named"])
 def test_writing_works_with_and_without_nameless_files(tmp_path, monkeypatch, nameless):
+    if nameless and not hasattr(os, "O_TMPFILE"):
+        pytest.skip("this system has no nameless files")
     if not nameless:
-        monkeypatch.delattr(os, "O_TMPFILE")
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
     small_curvature().save(tmp_path / "t.kfac")
     assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
     assert kp.verify(tmp_path / "t.kfac").holds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from hashlib import sha256
@@ -37,7 +38,7 @@ def test_inspect_says_what_it_is(bundle):
         "12 of 100",
         "small (test)",
         "normalised embedding of width 4",
-        "2 orthogonal probe(s)",
+        "2 orthogonal probes",
     ):
         assert fact in done.stdout
     assert kp.Bundle(bundle).digest[:50] in done.stdout.replace("\n", "")
@@ -47,7 +48,8 @@ def test_inspect_lists_blocks(bundle):
     done = run("inspect", bundle, "--blocks")
     for block in kp.load(bundle).blocks:
         assert block.name in done.stdout
-    assert "with one.bias" in done.stdout
+    assert "+ one.bias" in done.stdout
+    assert "+ attn.in_proj_weight" not in done.stdout
 
 
 def test_inspect_json_is_the_whole_manifest(bundle):
@@ -55,6 +57,7 @@ def test_inspect_json_is_the_whole_manifest(bundle):
     found = json.loads(done.stdout)
     assert found["sha256"] == kp.Bundle(bundle).digest
     assert found["bytes"] == bundle.stat().st_size
+    assert set(found) == {"path", "sha256", "bytes", "dense_bytes", "weights", "manifest"}
     assert found["manifest"]["source"]["task"] == "toy"
     assert len(found["manifest"]["blocks"]) == len(kp.load(bundle).blocks)
 
@@ -70,6 +73,25 @@ def test_verify_holds(bundle):
     assert "holds" in done.stdout
     for check in ("sha256", "finite", "symmetry", "psd"):
         assert check in done.stdout
+
+
+def test_verify_says_what_it_did_not_check(tmp_path):
+    small_curvature("packed-int8").save(tmp_path / "toy.kfac")
+    assert "psd (1; 9 promise nothing)" in run("verify", tmp_path / "toy.kfac").stdout
+    assert "1 of 10 matrices promise" in run("inspect", tmp_path / "toy.kfac").stdout
+
+
+def test_a_reader_that_has_seen_enough_is_no_failure(bundle):
+    program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' --json | head -1"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+
+
+def test_a_full_disk_is_told_and_is_2(bundle):
+    program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' > /dev/full"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr == "error: could not write the output: No space left on device\n"
 
 
 def test_verify_quiet_prints_nothing(bundle):
@@ -145,6 +167,17 @@ def test_verify_looks_at_every_file(bundle, tmp_path):
     assert [entry["holds"] for entry in found["bundles"]] == [True]
     assert found["unreadable"][0]["path"] == str(tmp_path / "cut.kfac")
     assert "ends at byte" in found["unreadable"][0]["error"]
+    assert set(found["bundles"][0]) == {"path", "sha256", "holds", "checks"}
+    assert set(found["bundles"][0]["checks"][0]) == {"name", "checked", "failures", "exempt"}
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_that_cannot_show_everything_is_no_crash(bundle, encoding):
+    command = [sys.executable, "-c", "from kfacpack_cli import run; run()", "inspect", str(bundle), "--blocks"]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"one.weight" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from hashlib import sha256
 
 import pytest
@@ -152,8 +155,18 @@ def test_a_vector_that_does_not_fit_is_refused_by_name():
         curvature.quadratic({"one.wieght": torch.zeros(5, 6)})
     with pytest.raises(kp.TaskVectorError, match=r"'one\.weight': expected floats of shape \[5, 6\], found .*\[6, 5\]"):
         curvature.apply({"one.weight": torch.zeros(6, 5)})
-    with pytest.raises(kp.TaskVectorError, match="empty"):
-        curvature.quadratic({})
+    with pytest.raises(kp.TaskVectorError, match=r"'one\.weight': expected a tensor, found list"):
+        curvature.quadratic({"one.weight": [[0.0]]})
+    for nothing in ({}, None, [1]):
+        with pytest.raises(kp.TaskVectorError, match="expected a task vector as a mapping"):
+            curvature.quadratic(nothing)
+
+
+def test_a_misspelt_word_is_refused():
+    with pytest.raises(ValueError, match="att"):
+        kp.Piece(parameter="one.bias", att=(0, 6))
+    with pytest.raises(ValueError, match="dataset_sise"):
+        kp.Source(task="toy", dataset_sise=3)
 
 
 def test_opening_touches_no_tensor(tmp_path):
@@ -180,7 +193,7 @@ def test_numbers_that_are_none_are_not_written(tmp_path, bad):
     assert (tmp_path / "t.kfac").read_text() == "the old file"
 
 
-def test_an_asymmetric_matrix_from_a_file_is_not_packed(tmp_path):
+def test_an_asymmetric_matrix_from_a_file_is_neither_packed_nor_used(tmp_path):
     small_curvature("dense").save(tmp_path / "full.kfac", pack=False)
 
     def edit(header, manifest, data):
@@ -189,8 +202,9 @@ def test_an_asymmetric_matrix_from_a_file_is_not_packed(tmp_path):
         manifest["matrices"][0]["tensors"][0]["sha256"] = sha256(data[start:stop]).hexdigest()
 
     lopsided = kp.load(forge(tmp_path / "full.kfac", tmp_path / "lopsided.kfac", edit))
-    with pytest.raises(kp.BundleError, match=r"tensor 'one\.weight/B': is not symmetric"):
-        lopsided.save(tmp_path / "t.kfac")
+    for use in (lambda: lopsided.save(tmp_path / "t.kfac"), lambda: lopsided.quadratic(random_tau(lopsided))):
+        with pytest.raises(kp.CorruptTensor, match=r"lopsided\.kfac: tensor 'one\.weight/B': is not symmetric"):
+            use()
     assert not (tmp_path / "t.kfac").exists()
 
 
@@ -199,20 +213,58 @@ def test_an_asymmetric_matrix_from_a_file_is_not_packed(tmp_path):
     [
         (lambda blocks: blocks[1:], "parameter 'one.weight': must be covered once and whole"),
         (lambda blocks: [*blocks, blocks[0]], "block 'one.weight': there are two blocks of this name"),
+        (
+            lambda blocks: [replace(blocks[0], structure=blocks[1].structure), *blocks[1:]],
+            "block 'one.weight' of 5×7: needs B of side 5 and A of side 7, found 3 and 7",
+        ),
+        (
+            lambda blocks: [*blocks[:-1], replace(blocks[-1], structure=kp.Whole(Dense.of(random_psd(3, 0))))],
+            "block 'token' of 4×1: needs a matrix of side 4, found 3",
+        ),
     ],
 )
-def test_blocks_that_do_not_cover_the_parameters_are_not_written(tmp_path, change, complaint):
+def test_blocks_that_do_not_fit_the_parameters_are_no_curvature(change, complaint):
     curvature = small_curvature()
-    broken = kp.Curvature(change(list(curvature.blocks)), curvature.about)
-    with pytest.raises(kp.BundleError) as caught:
-        broken.save(tmp_path / "t.kfac")
+    with pytest.raises(kp.KfacpackError) as caught:
+        kp.Curvature(change(list(curvature.blocks)), curvature.about)
     assert complaint in str(caught.value)
 
 
-def test_a_factor_of_the_wrong_side_is_not_written(tmp_path):
-    curvature = small_curvature()
-    first = curvature.blocks[0]
-    wrong = kp.Kronecker.of(Dense.of(random_psd(4, 0)), Dense.of(random_psd(7, 0)))
-    block = kp.CurvatureBlock(first.name, first.operation, first.join, wrong)
-    with pytest.raises(kp.BundleError, match=r"needs side 5, found 4"):
-        kp.Curvature([block, *curvature.blocks[1:]], curvature.about).save(tmp_path / "t.kfac")
+def test_more_than_a_header_may_hold_is_not_written(tmp_path):
+    count = 11_000
+    state = {f"p{k}": torch.zeros(1) for k in range(count)}
+    blocks = [
+        kp.CurvatureBlock(
+            name,
+            "scale",
+            kp.Join(rows=1, columns=1, pieces=(kp.Piece(parameter=name),)),
+            kp.Whole(kp.Diagonal.of(torch.ones(1))),
+        )
+        for name in state
+    ]
+    base = kp.identify(state, list(state), family="t", name="t")
+    function = kp.Function(output="logits", normalized=False, width=3)
+    with pytest.raises(kp.BundleError, match="its header would have"):
+        kp.Curvature(blocks, kp.About(base=base, function=function)).save(tmp_path / "t.kfac")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loaded_curvature_can_be_copied_and_sent_to_another_process(tmp_path):
+    small_curvature("packed").save(tmp_path / "t.kfac")
+    loaded = kp.load(tmp_path / "t.kfac")
+    tau = random_tau(loaded)
+    for twin in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+        assert torch.equal(twin.quadratic(tau), loaded.quadratic(tau))
+
+
+def test_negative_int8_factors_are_not_computed_with(tmp_path):
+    small_curvature("packed-int8").save(tmp_path / "good.kfac")
+
+    def edit(header, manifest, data):
+        start, stop = header["one.weight/B.scale"]["data_offsets"]
+        data[start : start + 4] = torch.tensor([-1.0]).numpy().tobytes()
+        manifest["matrices"][0]["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
+
+    forged = kp.load(forge(tmp_path / "good.kfac", tmp_path / "bad.kfac", edit))
+    with pytest.raises(kp.CorruptTensor, match=r"bad\.kfac: tensor 'one\.weight/B\.scale': has negative factors"):
+        forged.quadratic(random_tau(forged))

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kit import HOLDS, random_psd
 
+import kfacpack as kp
 from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.curvature.matrices import FORMS, Block, Dense, LowRank, Packed, Sparse
-from kfacpack.curvature.matrices.block import spans
-from kfacpack.curvature.triangle import pack, unpack
+from kfacpack.curvature.checks import negative_eigenvalue
+from kfacpack.curvature.matrices import FORMS, BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
+from kfacpack.curvature.matrices.block_diagonal import spans
+from kfacpack.curvature.matrices.triangle import pack, unpack
 
 sides = st.integers(1, 40)
 seeds = st.integers(0, 2**16)
@@ -61,7 +63,7 @@ def test_block_keeps_its_blocks_and_nothing_else(side, count, seed):
     assert max(sizes) - min(sizes) <= 1
     for start, stop in spans(side, count):
         kept[start:stop, start:stop] = full[start:stop, start:stop]
-    assert torch.equal(Block.from_dense(full, count).dense(), kept)
+    assert torch.equal(BlockDiagonal.from_dense(full, count).dense(), kept)
 
 
 @given(side=st.integers(2, 30), seed=seeds)
@@ -121,21 +123,71 @@ def test_a_matrix_that_is_not_symmetric_says_so():
     full[1, 3] += 0.5
     with pytest.raises(ValueError, match=r"not symmetric: m\[i,j\] and m\[j,i\] differ by up to 0\.5"):
         Dense.of(full)
-    assert list(Dense.of(random_psd(5, 0)).violations()) == []
+    assert Dense.of(random_psd(5, 0)).violation() is None
 
 
-def test_rounding_is_no_asymmetry():
+def test_where_rounding_makes_a_difference_the_lower_triangle_counts():
     full = random_psd(5, 0)
-    full[1, 3] = torch.nextafter(full[1, 3], torch.tensor(9.0))
-    assert list(Dense.of(full).violations()) == []
+    lopsided = full.clone()
+    lopsided[1, 3] = torch.nextafter(full[1, 3], torch.tensor(9.0))
+    assert torch.equal(Dense.of(lopsided).dense(), full)
+    half = full.bfloat16()
+    half[1, 3] = torch.nextafter(half[1, 3], torch.tensor(9.0, dtype=torch.bfloat16))
+    with pytest.raises(kp.MatrixError, match="not symmetric"):
+        Dense.of(half)
 
 
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="square matrix of floats"):
         Dense.of(torch.zeros(2, 3))
     with pytest.raises(ValueError, match="1 to 4 diagonal blocks, not 5"):
-        Block.from_dense(random_psd(4, 0), 5)
+        BlockDiagonal.from_dense(random_psd(4, 0), 5)
     with pytest.raises(ValueError, match="rank from 0 to 4, not 5"):
         LowRank.from_dense(random_psd(4, 0), 5)
     with pytest.raises(TypeError, match="no int8 variant"):
         Dense.of(random_psd(4, 0)).quantized()
+    with pytest.raises(kp.MatrixError, match="square matrix"):
+        Dense.of(torch.zeros(0, 0))
+    with pytest.raises(kp.MatrixError, match="a vector of floats"):
+        Diagonal.of(torch.zeros(2, 2))
+    with pytest.raises(kp.MatrixError, match="from 0 to 1"):
+        Sparse.from_dense(random_psd(4, 0), -0.2)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20, 1e30])
+def test_int8_works_at_any_size_of_numbers(size):
+    full = random_psd(6, 0, torch.float64)
+    found = Packed.from_dense((full * size).float()).quantized().dense(torch.float64) / size
+    assert float((found - full).abs().max()) < 0.01 * float(full.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", [1e-20, 1.0, 1e3])
+def test_a_rank_deficient_matrix_is_positive_semi_definite(dtype, size):
+    """What ten examples give at side 300, in any size the type can hold."""
+    a = torch.randn(10, 300, generator=torch.Generator().manual_seed(0))
+    full = (size * (a.T @ a) / 10).to(dtype)
+    assert negative_eigenvalue(Packed.from_dense(full)) is None
+
+
+def test_a_long_float32_sum_is_positive_semi_definite():
+    """60 000 centred inputs added up one at a time: the zero eigenvalue is off by the sum's own rounding."""
+    rows = torch.randn(60_000, 32, generator=torch.Generator().manual_seed(0))
+    rows -= rows.mean(dim=1, keepdim=True)
+    total = torch.zeros(32, 32)
+    for chunk in rows.split(1):
+        total.addmm_(chunk.T, chunk)
+    A = Packed(32, Packed.from_dense(total / len(rows)).components, positions=len(rows))
+    assert negative_eigenvalue(A) is None
+
+
+@pytest.mark.parametrize("hold", ["dense", "packed", "block", "diagonal", "lowrank-signed"])
+def test_a_negative_direction_is_found(hold):
+    made = HOLDS[hold](random_psd(9, 0) - 0.8 * torch.eye(9))
+    expected = float(torch.linalg.eigvalsh(made.dense(torch.float64))[0])
+    assert expected < -0.01
+    assert negative_eigenvalue(made) == pytest.approx(expected, rel=1e-6)
+
+
+def test_zeros_are_positive_semi_definite():
+    assert negative_eigenvalue(Packed.from_dense(torch.zeros(4, 4))) is None

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "spec" / "golden"
@@ -23,9 +24,23 @@ EXPECTED = GOLDEN / "expected.json"
 def schema_text() -> str:
     from kfacpack.bundle.manifest import Manifest
 
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **Manifest.model_json_schema()}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_files(Manifest.model_json_schema())}
     schema["title"] = "Manifest of a kfac bundle, format 1.0"
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _for_files(schema: Any) -> Any:
+    """In Python a key left out is None and one too many an error; in a file there is no null, and it is none."""
+    if isinstance(schema, list):
+        return [_for_files(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    left_out = (("default", None), ("additionalProperties", False))
+    found = {key: _for_files(value) for key, value in schema.items() if (key, value) not in left_out}
+    if {"type": "null"} in found.get("anyOf", []):
+        (only,) = (each for each in found.pop("anyOf") if each != {"type": "null"})
+        found |= only
+    return found
 
 
 def golden_tau(parameters: list[tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
@@ -37,28 +52,22 @@ def golden_tau(parameters: list[tuple[str, tuple[int, ...]]]) -> dict[str, np.nd
 
 
 def expected_numbers(path: Path) -> dict[str, object]:
-    """What a reader must find: computed by densifying every matrix in float64."""
+    """What a reader must find, computed in float64."""
+    import torch
+
     import kfacpack as kp
+    from kfacpack.curvature.loading import matrix_of
 
     bundle, curvature = kp.Bundle(path), kp.load(path)
     tau = golden_tau([(p.name, p.shape) for p in curvature.about.base.parameters])
     wide = {name: torch.from_numpy(value) for name, value in tau.items()}
-    dense = {
-        bundle_name: matrix.dense(torch.float64)
-        for bundle_name, matrix in ((name, _matrix(bundle, name)) for name in bundle.matrices)
-    }
+    dense = {name: matrix_of(bundle, name).dense(torch.float64) for name in bundle.matrices}
     return {
         "sha256": bundle.digest,
         "quadratic": float(curvature.quadratic(wide)),
         "apply": {name: value.flatten().tolist() for name, value in curvature.apply(wide).items()},
         "matrices": {name: {"trace": float(m.trace()), "norm": float(m.norm())} for name, m in dense.items()},
     }
-
-
-def _matrix(bundle, name):  # type: ignore[no-untyped-def]
-    from kfacpack.curvature.loading import matrix_of
-
-    return matrix_of(bundle, name)
 
 
 def write_good() -> None:
@@ -85,14 +94,14 @@ def write_good() -> None:
             }
         )
         losses = (Loss(step="optimal", frobenius=0.25), Loss(step="block:3", frobenius=0.5, quadratic=0.125))
-        blocks = [type(b)(b.name, b.operation, b.join, b.structure, losses) for b in plain.blocks]
+        blocks = [replace(block, losses=losses) for block in plain.blocks]
         Curvature(blocks, about).save(target)
 
 
 def write_refused() -> None:
     """Files that every reader must refuse, each named for the reason."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from kit import forge
+    from kit import forge, rebased
 
     source, folder = GOLDEN / "packed.kfac", GOLDEN / "refused"
     folder.mkdir(exist_ok=True)
@@ -116,7 +125,22 @@ def write_refused() -> None:
         "tensor-byte-flipped": bytes(flipped),
         "header-byte-flipped": bytes(header),
     }
+
+    def uncovered(h, m, d):  # type: ignore[no-untyped-def]
+        m["base"]["parameters"].append({"name": "extra", "dtype": "F32", "shape": [1], "sha256": "0" * 64})
+        rebased(m)
+
+    def gap(h, m, d):  # type: ignore[no-untyped-def]
+        last = max((name for name in h if name != "__metadata__"), key=lambda name: h[name]["data_offsets"])
+        h[last]["data_offsets"] = [offset + 4 for offset in h[last]["data_offsets"]]
+        d.extend(bytes(4))
+
     lies = {
+        "parameter-not-covered": uncovered,
+        "gap-between-tensors": gap,
+        "factor-of-the-wrong-side": lambda h, m, d: m["blocks"][0]["join"].update(rows=4),
+        "infinite-weight": lambda h, m, d: m["blocks"][1]["terms"][0].update(weight=float("1e308") * 10),
+        "null": lambda h, m, d: m.update(producer=None),
         "major-version-2": lambda h, m, d: m.update(version="2.0"),
         "unknown-feature": lambda h, m, d: m.update(requires=["not-yet-invented"]),
         "unknown-form": lambda h, m, d: m["matrices"][0].update(form="not-yet-invented"),
@@ -132,7 +156,7 @@ def write_refused() -> None:
 
 def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
-    SCHEMA.write_text(schema_text())
+    SCHEMA.write_text(schema_text(), encoding="utf-8")
     write_good()
     write_refused()
     known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}

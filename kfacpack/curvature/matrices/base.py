@@ -8,22 +8,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.curvature.components import TORCH_TYPES, InMemory, nbytes_of
+from kfacpack.curvature.matrices.components import TORCH_TYPES, InMemory, nbytes_of
+from kfacpack.errors import MatrixError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from kfacpack.curvature.components import Components
+    from kfacpack.curvature.matrices.components import Components
 
 
 class Matrix(ABC):
     form: ClassVar[str]
+    structure: ClassVar[Literal["dense", "diagonal"]] = "dense"
+    """What a block is called whose whole G is held like this."""
+    rounding_keeps_psd: ClassVar[bool] = False
+    """Whether it stays positive semi-definite when its numbers are rounded."""
 
     def __init__(
         self,
@@ -40,6 +45,7 @@ class Matrix(ABC):
         self.psd = psd
         self.examples = examples
         self.positions = positions
+        self._sound = False
 
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
@@ -57,10 +63,18 @@ class Matrix(ABC):
         """For each number of `data`, the stored row it belongs to, in a shape that broadcasts to data's."""
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
 
-    def violations(self) -> Iterator[tuple[str, str]]:
+    def violation(self) -> tuple[str, str] | None:
         """(component, what is wrong with it), for what shapes cannot tell."""
         if "scale" in self.components.specs and bool((self.components["scale"] < 0).any()):
-            yield "scale", "has negative factors"
+            return "scale", "has negative factors"
+        return None
+
+    def require_sound(self) -> None:
+        """Refuse numbers that break the form's rules. Looked at once, before they are first computed with."""
+        if not self._sound:
+            if violation := self.violation():
+                self.components.refuse(*violation)
+            self._sound = True
 
     def for_storage(self) -> Matrix:
         """The smallest form that loses nothing."""
@@ -76,7 +90,8 @@ class Matrix(ABC):
         return TORCH_TYPES[self.components.specs["data"][0]]
 
     def numbers(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """`data` in floating point, int8 scaled back."""
+        """`data` in floating point, in its own shape, int8 scaled back."""
+        self.require_sound()
         data = self.components["data"].to(device=device, dtype=dtype)
         if "scale" not in self.components.specs:
             return data
@@ -85,28 +100,22 @@ class Matrix(ABC):
 
     def quantized(self) -> Self:
         """Held in int8, each stored row scaled by its largest magnitude."""
-        data = self.numbers(torch.float32)
+        data = self.numbers(torch.float64)
         index = self.row_index().to(data.device).expand_as(data)
         shape = LAYOUTS[self.form].shapes(self.side, tuple(data.shape))["scale"]
         largest = data.new_zeros(shape).reshape(-1)
         largest.scatter_reduce_(0, index.reshape(-1), data.abs().reshape(-1), "amax")
-        steps = torch.where(largest > 0, 127 / largest, 0)
+        scale = (largest / 127).float()
+        # Divided by the scale as it is stored; a row too small for float32 has scale zero and is zero.
+        steps = torch.where(scale[index] > 0, data / scale.double()[index], 0)
         others = {name: self.components[name] for name in self.components.specs if name not in ("data", "scale")}
-        rounded = (data * steps[index]).round_().to(torch.int8)
-        return self.held_in(InMemory(data=rounded, scale=(largest / 127).reshape(shape), **others), psd=False)
-
-    def held_in(self, components: Components, psd: bool | None = None) -> Self:
-        """The same matrix, as far as its meaning goes, in other components."""
-        return type(self)(
-            self.side,
-            components,
-            psd=self.psd if psd is None else psd,
-            examples=self.examples,
-            positions=self.positions,
-        )
+        rounded = InMemory(data=steps.round_().clamp_(-127, 127).to(torch.int8), scale=scale.reshape(shape), **others)
+        psd = self.psd and self.rounding_keeps_psd
+        return type(self)(self.side, rounded, psd=psd, examples=self.examples, positions=self.positions)
 
 
 def require_square(matrix: Tensor) -> int:
-    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.is_floating_point():
-        raise ValueError(f"expected a square matrix of floats, found {matrix.dtype} of shape {list(matrix.shape)}")
+    """The side of a (n, n) tensor of floats, n at least 1."""
+    if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or 0 in matrix.shape or not matrix.is_floating_point():
+        raise MatrixError(f"expected a square matrix of floats, found {matrix.dtype} of shape {list(matrix.shape)}")
     return matrix.shape[0]

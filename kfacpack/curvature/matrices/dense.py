@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from math import isnan
 
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.components import InMemory, PackedOnDemand
 from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.components import InMemory, PackedOnDemand
 from kfacpack.curvature.matrices.packed import Packed
-from kfacpack.curvature.triangle import asymmetry
+from kfacpack.curvature.matrices.triangle import asymmetry, pack, unpack
+from kfacpack.errors import MatrixError
 
 
 class Dense(Matrix):
@@ -21,11 +22,22 @@ class Dense(Matrix):
     def of(
         cls, matrix: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None
     ) -> Dense:
-        """From a (n, n) tensor, not copied, and not to be changed afterwards. Refused here if it is not symmetric."""
+        """From a symmetric (n, n) tensor, which must not be changed afterwards.
+
+        It is not copied, unless m[i,j] and m[j,i] differ by rounding: then the lower triangle counts.
+        """
         side = require_square(matrix)
+        if isnan(gap := asymmetry(matrix)):
+            raise MatrixError("the matrix has numbers that are not finite")
+        if gap:
+            # Some kernels add up m[i,j] in another order than m[j,i]: a few roundings of the largest are no fault.
+            eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
+            if gap > 8 * eps * float(matrix.abs().amax()):
+                problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
+                raise MatrixError(f"{problem}. If that is meant to be rounding, pass (m + m.T) / 2")
+            matrix = unpack(pack(matrix), side)
         made = cls(side, InMemory(data=matrix), psd=psd, examples=examples, positions=positions)
-        for _, problem in made.violations():
-            raise ValueError(f"the matrix {problem}")
+        made._sound = True
         return made
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -37,18 +49,10 @@ class Dense(Matrix):
     def psd_witnesses(self) -> Iterator[Tensor]:
         yield self.numbers(torch.float64)
 
-    def violations(self) -> Iterator[tuple[str, str]]:
-        if self._asymmetry is not None:
-            yield "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {self._asymmetry:.3g}"
-
-    @cached_property
-    def _asymmetry(self) -> float | None:
-        """The largest |m[i,j] - m[j,i]|, or None if it is rounding. Kept, so that saving does not look again."""
-        data = self.components["data"]
-        # Some kernels add up m[i,j] in another order than m[j,i]: a few roundings of the largest number are no fault.
-        if (gap := asymmetry(data)) <= 8 * torch.finfo(data.dtype).eps * float(data.abs().amax()):
-            return None
-        return gap
+    def violation(self) -> tuple[str, str] | None:
+        if gap := asymmetry(self.components["data"]):
+            return "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
+        return None
 
     def for_storage(self) -> Matrix:
         triangle = PackedOnDemand(self.components)

@@ -7,18 +7,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.components import InMemory
 from kfacpack.curvature.matrices.base import Matrix
+from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.errors import MatrixError
 
 
 class Diagonal(Matrix):
     form = "diagonal"
+    structure = "diagonal"
 
     @classmethod
     def of(
         cls, diagonal: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None
     ) -> Diagonal:
         """From its (n,) diagonal, not copied."""
+        if diagonal.dim() != 1 or not len(diagonal) or not diagonal.is_floating_point():
+            raise MatrixError(f"expected a vector of floats, found {diagonal.dtype} of shape {list(diagonal.shape)}")
         return cls(len(diagonal), InMemory(data=diagonal), psd=psd, examples=examples, positions=positions)
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -28,4 +32,5 @@ class Diagonal(Matrix):
         return self.numbers(dtype).diag()
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        yield self.numbers(torch.float64).amin().reshape(1, 1)
+        # The largest entry goes along, so that the smallest is judged by the size of the whole.
+        yield torch.stack(self.numbers(torch.float64).aminmax()).diag()

@@ -7,24 +7,26 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.components import Components, InMemory
 from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.errors import MatrixError
 
 
 class LowRank(Matrix):
     form = "lowrank"
+    rounding_keeps_psd = True  # rounding U leaves U diag(w) Uᵀ a sum of squares
 
     @classmethod
     def from_dense(cls, matrix: Tensor, rank: int, *, psd: bool = True) -> LowRank:
         """The best approximation of that rank: the eigenvectors of the `rank` largest |eigenvalues|."""
         side = require_square(matrix)
         if not 0 <= rank <= side:
-            raise ValueError(f"a matrix of side {side} has a rank from 0 to {side}, not {rank}")
+            raise MatrixError(f"a matrix of side {side} has a rank from 0 to {side}, not {rank}")
         values, vectors = torch.linalg.eigh(matrix.double())
+        values = values.clamp(min=0) if psd else values
         kept = values.abs().argsort(descending=True, stable=True)[:rank]
-        values = values[kept].clamp(min=0) if psd else values[kept]
         data = vectors[:, kept].to(matrix.dtype).contiguous()
-        return cls(side, InMemory(data=data, weights=values.to(matrix.dtype)), psd=psd)
+        return cls(side, InMemory(data=data, weights=values[kept].to(matrix.dtype)), psd=psd)
 
     def matmul(self, x: Tensor) -> Tensor:
         u, w = self._factors(x.dtype, x.device)
@@ -43,10 +45,6 @@ class LowRank(Matrix):
 
     def row_index(self) -> Tensor:
         return torch.arange(self.side)[:, None]
-
-    def held_in(self, components: Components, psd: bool | None = None) -> LowRank:
-        """Rounding U leaves U diag(w) Uᵀ positive semi-definite, so the promise stays."""
-        return super().held_in(components)
 
     def _factors(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         return self.numbers(dtype, device), self.components["weights"].to(device=device, dtype=dtype)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.components import InMemory
 from kfacpack.curvature.matrices.base import Matrix, require_square
-from kfacpack.curvature.triangle import pack, row_of_each, unpack
+from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.triangle import pack, row_of_each, unpack
 
 
 class Packed(Matrix):
@@ -17,6 +17,7 @@ class Packed(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, *, psd: bool = True) -> Packed:
+        """From a (n, n) tensor; only its lower triangle is looked at."""
         return cls(require_square(matrix), InMemory(data=pack(matrix)), psd=psd)
 
     def matmul(self, x: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.components import InMemory
 from kfacpack.curvature.matrices.base import Matrix, require_square
-from kfacpack.errors import KfacpackError
+from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.errors import MatrixError
 
 
 class Sparse(Matrix):
@@ -19,6 +19,8 @@ class Sparse(Matrix):
     def from_dense(cls, matrix: Tensor, fraction: float) -> Sparse:
         """Keep that fraction of the triangle's entries, the largest magnitudes, zeros never."""
         side = require_square(matrix)
+        if not 0 <= fraction <= 1:
+            raise MatrixError(f"the fraction of entries to keep is from 0 to 1, not {fraction}")
         rows, columns = torch.tril_indices(side, side, device=matrix.device)
         values = matrix[rows, columns]
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
@@ -50,19 +52,16 @@ class Sparse(Matrix):
     def row_index(self) -> Tensor:
         return self._coordinates()[0]
 
-    def violations(self) -> Iterator[tuple[str, str]]:
-        yield from super().violations()
+    def violation(self) -> tuple[str, str] | None:
         rows, columns = (self.components[name].long() for name in ("rows", "columns"))
-        if len(rows) == 0:
-            return
         if not bool(((columns >= 0) & (columns <= rows) & (rows < self.side)).all()):
-            yield "rows", f"and 'columns' leave the lower triangle of side {self.side}"
+            return "rows", f"and its columns leave the lower triangle of side {self.side}"
         if not bool((rows * self.side + columns).diff().gt(0).all()):
-            yield "rows", "and 'columns' are not ordered by row and then column, each pair once"
+            return "rows", "and its columns are not ordered by row and then column, each pair once"
+        return super().violation()
 
     def _coordinates(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        # An index out of range is a device assertion on a GPU and a crash on no machine at all: look first.
-        for component, problem in self.violations():
-            raise KfacpackError(f"a sparse matrix of side {self.side} is damaged: {component!r} {problem}")
+        # An index out of range may crash a kernel: look before it gets there.
+        self.require_sound()
         rows, columns = (self.components[name].to(device).long() for name in ("rows", "columns"))
         return rows, columns

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kfacpack.bundle.container import ITEM_BYTES, Spec
 from kfacpack.bundle.layout import triangle
-from kfacpack.curvature.triangle import pack_in_parts
+from kfacpack.curvature.matrices.triangle import pack_in_parts
+from kfacpack.errors import CorruptTensor, MatrixError
 
 if TYPE_CHECKING:
     from kfacpack.bundle.reader import Bundle
@@ -46,6 +47,10 @@ class Components(ABC):
     @abstractmethod
     def __getitem__(self, name: str) -> Tensor: ...
 
+    def refuse(self, name: str, problem: str) -> None:
+        """Say that a tensor is not what it should be, in words that lead to it."""
+        raise MatrixError(f"{name!r} {problem}")
+
     def parts(self, name: str) -> Iterator[Tensor]:
         """The tensor's numbers in row-major order, a part at a time."""
         yield from self[name].reshape(-1).split(PART)
@@ -73,7 +78,12 @@ class InBundle(Components):
         if 0 in shape:
             return torch.empty(shape, dtype=TORCH_TYPES[dtype])
         data = self._bundle.bytes_of(self._names[name])
+        if self._bundle.tensors[self._names[name]].start % ITEM_BYTES[dtype]:
+            data = memoryview(bytearray(data))  # other writers may lay tensors at odd places
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
+
+    def refuse(self, name: str, problem: str) -> None:
+        raise CorruptTensor(self._bundle.path, problem, f"tensor {self._names[name]!r}")
 
 
 class PackedOnDemand(Components):
@@ -93,9 +103,8 @@ class PackedOnDemand(Components):
 
 def spec_of(tensor: Tensor) -> Spec:
     if tensor.dtype not in FILE_TYPES:
-        raise TypeError(
-            f"a tensor of {tensor.dtype} cannot be stored; expected one of {', '.join(map(str, FILE_TYPES))}"
-        )
+        known = ", ".join(map(str, FILE_TYPES))
+        raise MatrixError(f"a tensor of {tensor.dtype} cannot be stored; expected one of {known}")
     return FILE_TYPES[tensor.dtype], tuple(tensor.shape)
 
 

@@ -13,19 +13,21 @@ import torch
 from torch import Tensor
 
 from kfacpack.bundle.layout import widest_block
-from kfacpack.curvature.components import InMemory
 from kfacpack.curvature.matrices.base import Matrix, require_square
-from kfacpack.curvature.triangle import pack, row_of_each, unpack
+from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.triangle import pack, row_of_each, unpack
+from kfacpack.errors import MatrixError
 
 
-class Block(Matrix):
+class BlockDiagonal(Matrix):
     form = "block"
 
     @classmethod
-    def from_dense(cls, matrix: Tensor, count: int, *, psd: bool = True) -> Block:
+    def from_dense(cls, matrix: Tensor, count: int, *, psd: bool = True) -> BlockDiagonal:
+        """The `count` diagonal blocks of a (n, n) tensor; only their lower triangles are looked at."""
         side = require_square(matrix)
         if not 1 <= count <= side:
-            raise ValueError(f"a matrix of side {side} has 1 to {side} diagonal blocks, not {count}")
+            raise MatrixError(f"a matrix of side {side} has 1 to {side} diagonal blocks, not {count}")
         width = widest_block(side, count)
         blocks = matrix.new_zeros((count, width, width))
         for block, (start, stop) in zip(blocks, spans(side, count), strict=True):
@@ -62,11 +64,12 @@ class Block(Matrix):
         width = widest_block(self.side, self.count)
         return torch.arange(0, self.count * width, width)[:, None] + row_of_each(width)
 
-    def violations(self) -> Iterator[tuple[str, str]]:
-        yield from super().violations()
+    def violation(self) -> tuple[str, str] | None:
         longer = self.side % self.count
-        if longer and bool(self.blocks(torch.float32)[longer:, -1].any()):
-            yield "data", "has numbers in the padding of its shorter blocks, expected zeros"
+        padding = self.components["data"][longer:, -widest_block(self.side, self.count) :]
+        if longer and bool(padding.any()):
+            return "data", "has numbers in the padding of its shorter blocks, expected zeros"
+        return super().violation()
 
 
 def spans(side: int, count: int) -> list[tuple[int, int]]:

@@ -18,6 +18,8 @@ _TILE = 512
 
 def pack(full: Tensor) -> Tensor:
     """(..., n, n) -> (..., n(n+1)/2). What stands above the diagonal is not looked at."""
+    if full.device.type != "cpu":
+        return pack(full.cpu()).to(full.device)
     side = full.shape[-1]
     packed = full.new_empty((*full.shape[:-2], triangle(side)))
     _copy_rows(_for_copying(full), _for_copying(packed), range(side))
@@ -26,6 +28,7 @@ def pack(full: Tensor) -> Tensor:
 
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
     """The numbers of `pack(full)`, some rows at a time: at most `limit` numbers, or one row."""
+    full = full.cpu()
     side, start = full.shape[-1], 0
     source = _for_copying(full)
     while start < side:
@@ -47,6 +50,11 @@ def _copy_rows(source: Any, target: Any, rows: range) -> None:
 
 def unpack(packed: Tensor, side: int) -> Tensor:
     """(..., n(n+1)/2) -> (..., n, n), symmetric."""
+    if packed.device.type != "cpu":
+        # One gather; n small copies would be n kernels.
+        i, j = torch.meshgrid(*(torch.arange(side, device=packed.device),) * 2, indexing="ij")
+        high, low = torch.maximum(i, j), torch.minimum(i, j)
+        return packed[..., high * (high + 1) // 2 + low]
     full = packed.new_empty((*packed.shape[:-1], side, side))
     source, target = _for_copying(packed), _for_copying(full)
     end = 0
@@ -62,9 +70,7 @@ def unpack(packed: Tensor, side: int) -> Tensor:
 
 
 def _for_copying(tensor: Tensor) -> Any:
-    """On the CPU a numpy view: copying a row costs a quarter there. It has no bfloat16; those bits travel as int16."""
-    if tensor.device.type != "cpu":
-        return tensor
+    """A numpy view: copying a row costs a quarter of what torch takes. It has no bfloat16; its bits travel as int16."""
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
 

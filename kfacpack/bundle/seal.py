@@ -1,0 +1,14 @@
+"""The seal: one SHA-256 over length and header, and with them over every tensor's digest."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+MANIFEST_KEY = "kfac"
+SEAL_KEY = "kfac.sha256"
+UNSEALED = "0" * 64
+
+
+def seal(header: bytes, claimed: str = UNSEALED) -> str:
+    """SHA-256 over length prefix and header, with the seal's own 64 digits read as zeros."""
+    return sha256(header.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
