@@ -18,11 +18,14 @@ from kfacpack.errors import printable
 from .console import human_bytes, out, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry, Manifest
 
     BlockEntry = KroneckerEntry | DenseEntry
+
+MOST_BLOCKS = 2000
+"""How many blocks a table lists; real models have a few hundred."""
 
 
 def inspect(
@@ -84,7 +87,7 @@ def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
         if source.license:
             yield "license", source.license
     if merge:
-        parents = ", ".join(f"{p.task or p.sha256[:12]} × {p.weight:.4g}" for p in merge.parents)
+        parents = _some(f"{parent.task or parent.sha256[:12]} × {parent.weight:.4g}" for parent in merge.parents)
         rank = f" of rank {merge.rank}" if merge.rank else ""
         yield "merged", f"{merge.rule}{rank}: {parents}"
     revision = f", {base.revision}" if base.revision else ""
@@ -134,16 +137,25 @@ def _print_blocks(bundle: Bundle) -> None:
     if lossy:
         table.add_column("relative error")
     counted: set[str] = set()
-    for block in bundle.manifest.blocks:
+    for block in bundle.manifest.blocks[:MOST_BLOCKS]:
         size = human_bytes(_bytes(bundle, block, counted))
         shape = f"{block.join.rows}×{block.join.columns}"
         name, held = Text(block.name, overflow="fold"), Text(_forms(bundle, block))
-        losses = ", ".join(f"{loss.step} {_error(loss.frobenius)}" for loss in block.losses)
+        losses = _some(f"{loss.step} {_error(loss.frobenius)}" for loss in block.losses)
         table.add_row(name, Text(block.operation), shape, block.structure, held, size, *([Text(losses)] * lossy))
         others = [piece.parameter for piece in block.join.pieces if not block.name.startswith(piece.parameter)]
         if others:
-            table.add_row(Text(f"  + {', '.join(dict.fromkeys(others))}", style="dim", overflow="fold"))
+            table.add_row(Text(f"  + {_some(dict.fromkeys(others))}", style="dim", overflow="fold"))
     out.print(table)
+    if (more := len(bundle.manifest.blocks) - MOST_BLOCKS) > 0:
+        out.print(Text(f"{more} more blocks, --json has them all", style="dim"))
+
+
+def _some(words: Iterable[str], most: int = 16) -> str:
+    """The first of them, and how many more there are: a table is for reading."""
+    found = list(words)
+    more = [f"and {len(found) - most} more"] if len(found) > most else []
+    return ", ".join([*found[:most], *more])
 
 
 def _error(relative: float | None) -> str:

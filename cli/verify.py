@@ -10,6 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
+from kfacpack.bundle.identity import weights_of_file
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.verification import verify as verify_bundle
 
@@ -41,6 +42,8 @@ def verify(
     if model is not None and not Path(model).is_file():
         problem = "expected a safetensors file with the base model's weights, found no file"
         raise KfacpackError(f"--model {model}: {problem}")
+    if model is not None:
+        weights_of_file(model)  # a damaged one is no fault of the bundles'
     verified: list[Verification] = []
     unreadable: list[dict[str, str]] = []
     for path in bundles:

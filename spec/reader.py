@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,13 +137,11 @@ class Bundle:
                         product = self.matrix(term["B"]) @ flat[place] @ self.matrix(term["A"])
                         result[place] += term.get("weight", 1) * product
                 else:
-                    G, vector = self.matrix(block["matrix"], block["structure"] == "dense"), flat[place].ravel()
-                    result[place] = (G @ vector if G.ndim == 2 else G * vector).reshape(place.shape)
+                    dense = {"dense": True, "diagonal": False}[block["structure"]]
+                    G, vector = self.matrix(block["matrix"], expand=dense), flat[place].ravel()
+                    check(G.ndim == 1 + dense, f"block {block['name']!r}: is not held as {block['structure']!r}")
+                    result[place] = (G @ vector if dense else G * vector).reshape(place.shape)
             return {name: result[index, ...] for name, index in indices.items()}
 
     def quadratic(self, tau: dict[str, Array]) -> float:
         return float(sum(np.vdot(tau[name], value) for name, value in self.apply(tau).items() if name in tau))
-
-
-if __name__ == "__main__":
-    print(json.dumps(Bundle(sys.argv[1]).manifest, indent=2))

@@ -31,10 +31,10 @@ MAX_JSON_VALUES = 2**18
 MAX_DIMENSION = 2**40
 
 ITEM_BYTES = {
-    "F64": 8, "I64": 8, "U64": 8,
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
     "F32": 4, "I32": 4, "U32": 4,
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
 DOWNLOAD_AGAIN = "The file is incomplete or damaged: fetch it again from where it was published"
@@ -71,7 +71,7 @@ class Container:
     """An open safetensors file: its header, and its tensors' bytes when asked for.
 
     The file stays open, so that what was checked and what is read later are the same file, even if another one is
-    renamed over it meanwhile.
+    renamed over it meanwhile; one that is changed in place is refused when it is next read.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -82,12 +82,20 @@ class Container:
             weakref.finalize(self, os.close, self._descriptor)
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise BundleError(path, "is not a regular file")
+            self._state = self._look()
             self.nbytes = os.fstat(self._descriptor).st_size
             self.header = _read_header(self.path, self._descriptor, self.nbytes)
         except OSError as error:
             raise BundleError(path, error.strerror or str(error)) from error
+        except ValueError as error:
+            raise BundleError(path, str(error)) from error
         self._entries = parse_json(self.path, self.header[8:], "header")
         self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
+
+    def _look(self) -> tuple[int, int]:
+        """What shows that somebody wrote to the file: its size and the time of its last change."""
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -97,6 +105,9 @@ class Container:
     def bytes_of(self, name: str) -> memoryview:
         """The bytes of one tensor, mapped from the file. Changing them changes no file."""
         spec = self.tensors[name]
+        if self._look() != self._state:
+            problem = "the file was changed in place since it was opened"
+            raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
         if not spec.nbytes:
             return memoryview(b"")
         start = spec.start - spec.start % mmap.ALLOCATIONGRANULARITY

@@ -19,9 +19,10 @@ Weights = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
 def weights_of_file(path: str | os.PathLike[str]) -> Weights:
     """The parameters in a safetensors file, mapped, not loaded."""
     container = Container(path)
+    tensors = container.tensors
 
     def read(name: str) -> tuple[str, tuple[int, ...], memoryview] | None:
-        spec = container.tensors.get(name)
+        spec = tensors.get(name)
         return None if spec is None else (spec.dtype, spec.shape, container.bytes_of(name))
 
     return read

@@ -39,12 +39,14 @@ MAX_PIECES = 64
 _UNSEEN = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
 _NAME = rf"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^{_UNSEEN}\\]{{1,512}}$"
 _TEXT = rf"^[^{_UNSEEN}]{{0,4096}}$"
+# JSON can spell half a surrogate pair, which is no character; patterns in a schema cannot say so in every language.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _NAME_RULE, _TEXT_RULE = re.compile(_NAME), re.compile(_TEXT)
 
 
 def _safe_name(name: str) -> str:
     """Names end up in file names and tables: no control character, nothing that a file system would follow."""
-    if not _NAME_RULE.fullmatch(name):
+    if not _NAME_RULE.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
             f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control character, "
             "no drive letter, no leading '/', no '.' or '..' between slashes"
@@ -53,7 +55,7 @@ def _safe_name(name: str) -> str:
 
 
 def _safe_text(text: str) -> str:
-    if not _TEXT_RULE.fullmatch(text):
+    if not _TEXT_RULE.fullmatch(text) or _SURROGATE.search(text):
         raise ValueError(f"{text[:80]!r} is not allowed as a text: at most 4096 characters, no control character")
     return text
 
@@ -68,7 +70,7 @@ FloatType = Literal["float64", "float32", "float16", "bfloat16"]
 
 
 class Entry(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
 
 
 class Parameter(Entry):
@@ -308,7 +310,7 @@ class MatrixEntry(Entry):
 
 
 class Manifest(About):
-    version: Annotated[StrictStr, Field(pattern=r"^(0|[1-9][0-9]{0,3})\.(0|[1-9][0-9]{0,3})$")]
+    version: Annotated[StrictStr, Field(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$")]
     scaling: Scaling
     requires: Annotated[tuple[Name, ...], FailFast()] = ()
     producer: Text | None = None

@@ -113,8 +113,10 @@ def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:
     """A path into the manifest, with the names of the list items it passes: matrices.3 'fc/B'.side"""
     words = []
     for key in keys:
-        within = (isinstance(manifest, dict) and key in manifest) or (isinstance(manifest, list) and type(key) is int)
-        manifest = manifest[key] if within else manifest
+        if isinstance(manifest, dict):
+            manifest = manifest.get(key)
+        elif isinstance(manifest, list):
+            manifest = manifest[key] if type(key) is int and key < len(manifest) else None
         name = manifest.get("name") if type(key) is int and isinstance(manifest, dict) else None
         words.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])
     return ".".join(words)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
@@ -81,11 +82,13 @@ def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapp
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     """A descriptor to write to, which becomes `path` whole, or, when anything goes wrong, not at all."""
-    target = Path(path).resolve()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    target = _target(path)
     try:
+        temporary = target.parent / f".{secrets.token_hex(8)}.partial"
         descriptor, named = _open_temporary(temporary)
         try:
+            if target.exists():
+                os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
             yield descriptor
             os.fsync(descriptor)
             if not named:
@@ -100,6 +103,18 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         problem = f"could not be written: {error.strerror or error}"
         raise BundleError(path, problem, None, "Nothing was changed") from error
     _sync_folder(target.parent)
+
+
+def _target(path: str | os.PathLike[str]) -> Path:
+    """Where a path leads, through links, if a file may be put there."""
+    try:
+        target = Path(path).resolve()
+        special = target.exists() and not target.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a folder that is gone
+        raise BundleError(path, f"could not be written: {error}") from error
+    if special or not target.name:
+        raise BundleError(path, "could not be written: it is a directory, or something else that is no file")
+    return target
 
 
 def _open_temporary(path: Path) -> tuple[int, bool]:

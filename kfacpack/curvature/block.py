@@ -13,6 +13,7 @@ from functools import reduce
 from operator import add
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry, Term
@@ -71,6 +72,8 @@ class Kronecker(Structure):
             yield f"A{suffix}", A
 
     def misfit(self, rows: int, columns: int) -> str | None:
+        if not self.terms:
+            return "has no terms"
         for B, A, _ in self.terms:
             if (B.side, A.side) != (rows, columns):
                 return f"needs B of side {rows} and A of side {columns}, found {B.side} and {A.side}"
@@ -135,9 +138,14 @@ class CurvatureBlock:
 
     def apply(self, tau: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
         """G τ for the parameters of this block; one that τ leaves out counts as zero."""
-        return scatter(self.structure.apply(gather(tau, self.join, shapes)), self.join, shapes)
+        return scatter(self._apply(gather(tau, self.join, shapes)), self.join, shapes)
 
     def quadratic(self, tau: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
         """<τ, G τ>, a 0-d tensor."""
         delta = gather(tau, self.join, shapes)
-        return (delta * self.structure.apply(delta)).sum()
+        return (delta * self._apply(delta)).sum()
+
+    def _apply(self, delta: Tensor) -> Tensor:
+        # A penalty is computed in float32 at least, also in the middle of somebody's mixed-precision training step.
+        with torch.autocast(delta.device.type, enabled=False):
+            return self.structure.apply(delta)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import sqrt
+from math import isfinite, nan, sqrt
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,10 +35,10 @@ def check_psd(bundle: Bundle, progress: Progress) -> Check:
     """Positive semi-definiteness of the matrices that promise it, up to rounding."""
 
     def failure(name: str) -> Failure | None:
-        if (smallest := negative_eigenvalue(matrix_of(bundle, name))) is None:
+        if (bound := negative_direction(matrix_of(bundle, name))) is None:
             return None
         tensor = bundle.matrices[name].components["data"]
-        problem = f"is not positive semi-definite: its smallest eigenvalue is {smallest:.4g}"
+        problem = f"is not positive semi-definite: it has an eigenvalue below {bound:.4g}, which is no rounding"
         return Failure(f"tensor {tensor!r}", problem)
 
     promised = [name for name, entry in bundle.matrices.items() if entry.psd]
@@ -46,22 +46,29 @@ def check_psd(bundle: Bundle, progress: Progress) -> Check:
     return replace(found, exempt=len(bundle.matrices) - len(promised))
 
 
-def negative_eigenvalue(matrix: Matrix) -> float | None:
-    """The smallest eigenvalue, if it is further below zero than rounding explains.
+def negative_direction(matrix: Matrix) -> float | None:
+    """If an eigenvalue is further below zero than rounding explains, how far below rounding reaches; else None.
 
-    Storing an entry moves it by half an eps of itself, and adding up k terms in float32 by about √k eps; no eigenvalue
-    moves by more than the Frobenius norm of all that. A Cholesky factorisation costs a tenth of the eigenvalues, which
-    are computed only for the message.
+    Storing an entry moves it by half an eps of itself (or of the smallest normal number), and adding up k terms in
+    float32 by about √k eps; no eigenvalue moves by more than the Frobenius norm of all that. Sums of squares stay
+    positive however they are stored, so of the diagonal only the adding-up is excused. A Cholesky factorisation tells,
+    at a tenth of the price of the eigenvalues.
     """
-    stored = torch.finfo(matrix.dtype if matrix.dtype.is_floating_point else torch.float32).eps
-    summed = torch.finfo(torch.float32).eps * sqrt(matrix.positions or matrix.examples or _UNKNOWN_COUNT)
+    stored = torch.finfo(matrix.dtype if matrix.dtype.is_floating_point else torch.float32)
+    added = torch.finfo(torch.float32).eps * sqrt(matrix.positions or matrix.examples or _UNKNOWN_COUNT)
     for witness in matrix.psd_witnesses():
-        # Scaled to unit size first, so that numbers of any magnitude are judged alike.
-        size = witness.abs().amax()
+        size = float(witness.abs().amax())
         if size == 0:
             continue
+        if not isfinite(size):
+            return nan
+        # Scaled to unit size, so that numbers of any magnitude are judged alike.
         unit = witness / size
-        slack = 2 * (stored + summed) * torch.linalg.matrix_norm(unit)
-        if torch.linalg.cholesky_ex(unit + slack * torch.eye(len(unit)).to(unit)).info != 0:
-            return float(torch.linalg.eigvalsh(unit)[0] * size)
+        norm = torch.linalg.matrix_norm(unit)[..., None]
+        smallest = stored.tiny * stored.eps * unit.shape[-1] / size
+        slack = 2 * (stored.eps + added) * norm + smallest
+        lifted = unit + torch.diag_embed(slack.expand(unit.shape[:-1]))
+        negative = bool((unit.diagonal(dim1=-2, dim2=-1) < -2 * added * norm - smallest).any())
+        if negative or bool(torch.linalg.cholesky_ex(lifted).info.any()):
+            return -float((2 * added * norm + smallest if negative else slack).amax()) * size
     return None

@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.bundle.manifest import VERSION, Manifest, MatrixEntry, TensorEntry
+from kfacpack.bundle.manifest import VERSION, About, Manifest, MatrixEntry, TensorEntry
 from kfacpack.bundle.seal import UNSEALED
 from kfacpack.bundle.writer import write_bundle
 from kfacpack.curvature.matrices.components import raw_bytes
@@ -89,7 +89,7 @@ def _manifest(curvature: Curvature, stored: Mapping[str, Matrix], identifiers: M
         )
         for name, matrix in stored.items()
     )
-    about = {key: getattr(curvature.about, key) for key in type(curvature.about).model_fields}
+    about = {key: getattr(curvature.about, key) for key in About.model_fields}
     producer = f"kfacpack {version('kfacpack')}"
     return Manifest(version=VERSION, producer=producer, matrices=entries, blocks=blocks, **about)
 

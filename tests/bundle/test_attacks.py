@@ -234,7 +234,7 @@ def test_a_weight_that_is_no_number(good, target, constant):
 
 NAMES = [
     "../../etc/passwd", "..", "a/../b", "a/..", "./a", "/etc/passwd", "C:\\Windows\\system32", "C:/Windows", "a\\b",
-    "nul\0", "line\nbreak", "\x1b[31mred", "\x9b31m", "reversed \u202e", "", "x" * 513,
+    "nul\0", "line\nbreak", "\x1b[31mred", "\x9b31m", "reversed \u202e", "half \ud800", "", "x" * 513,
 ]  # fmt: skip
 
 
@@ -385,6 +385,10 @@ LIES = {
     "a component twice": (
         lambda h, m: matrix(m)["tensors"][1].update(component="data"),
         "matrix 'one.weight/B': has two tensors for 'data'",
+    ),
+    "half a pair of rows": (
+        lambda h, m: m["blocks"][0]["join"]["pieces"][0].update(rows=[1]),
+        "manifest: blocks.0 'one.weight'",
     ),
     "a wrong formula": (
         lambda h, m: m["scaling"].update(formula="A = sum a a^T"),

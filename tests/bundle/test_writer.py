@@ -133,6 +133,27 @@ def test_a_link_is_written_through(tmp_path):
     assert kp.verify(tmp_path / "real" / "t.kfac").holds
 
 
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("pipe", "loop", "nul\0"):
+        with pytest.raises(kp.BundleError, match="could not be written"):
+            small_curvature().save(tmp_path / name)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_long_name_can_be_written(tmp_path):
+    small_curvature().save(tmp_path / ("n" * 255))
+    assert kp.verify(tmp_path / ("n" * 255)).holds
+
+
+def test_permissions_of_a_file_stay(tmp_path):
+    small_curvature().save(tmp_path / "t.kfac")
+    (tmp_path / "t.kfac").chmod(0o600)
+    small_curvature().save(tmp_path / "t.kfac")
+    assert stat.S_IMODE((tmp_path / "t.kfac").stat().st_mode) == 0o600
+
+
 def test_permissions_follow_the_umask(tmp_path):
     old = os.umask(0o027)
     try:

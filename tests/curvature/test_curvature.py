@@ -128,6 +128,24 @@ def test_the_gradient_of_quadratic_is_twice_apply():
         torch.testing.assert_close(grad, 2 * curvature.apply(tau)[name].detach())
 
 
+@pytest.mark.parametrize("hold", ["dense", "packed", "block", "lowrank", "diagonal", "packed-int8"])
+def test_functional_gradients_work_too(hold):
+    curvature = small_curvature(hold)
+    tau = random_tau(curvature, dtype=torch.float64)
+    grads = torch.func.grad(curvature.quadratic)(tau)
+    for name, value in curvature.apply(tau).items():
+        torch.testing.assert_close(grads[name], 2 * value)
+
+
+def test_mixed_precision_around_it_changes_nothing():
+    curvature = small_curvature()
+    tau = random_tau(curvature)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(curvature.quadratic(tau), small_curvature().quadratic(tau))
+        inside = curvature.quadratic(tau)
+    assert torch.equal(inside, curvature.quadratic(tau))
+
+
 def test_parameters_left_out_count_as_zero():
     curvature = small_curvature()
     tau = random_tau(curvature)
@@ -255,6 +273,28 @@ def test_a_loaded_curvature_can_be_copied_and_sent_to_another_process(tmp_path):
     tau = random_tau(loaded)
     for twin in (copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
         assert torch.equal(twin.quadratic(tau), loaded.quadratic(tau))
+
+
+def test_a_file_changed_in_place_is_refused_when_it_is_read_again(tmp_path):
+    small_curvature("packed", 1).save(tmp_path / "t.kfac")
+    small_curvature("packed", 2).save(tmp_path / "other.kfac")
+    loaded = kp.load(tmp_path / "t.kfac")
+    tau = random_tau(loaded)
+    loaded.quadratic(tau)
+    other = (tmp_path / "other.kfac").read_bytes()
+    for changed in (other, other[:100]):
+        (tmp_path / "t.kfac").write_bytes(changed)
+        with pytest.raises(kp.BundleError, match="the file was changed in place since it was opened"):
+            loaded.quadratic(tau)
+
+
+def test_words_that_were_edited_badly_are_not_written(tmp_path):
+    curvature = small_curvature()
+    source = curvature.about.source.model_copy(update={"task": "../x"})
+    edited = kp.Curvature(curvature.blocks, curvature.about.model_copy(update={"source": source}))
+    with pytest.raises(kp.BundleError, match="not allowed as a name"):
+        edited.save(tmp_path / "t.kfac")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_negative_int8_factors_are_not_computed_with(tmp_path):

@@ -53,11 +53,11 @@ class Matrix(ABC):
 
     @abstractmethod
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """M itself, (n, n)."""
+        """M itself, (n, n). It may be the matrix's own memory, and is not to be changed."""
 
     @abstractmethod
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Symmetric float64 matrices that are all positive semi-definite exactly when M is."""
+        """Symmetric float64 matrices, (n, n) or a batch (k, n, n), all positive semi-definite exactly when M is."""
 
     def row_index(self) -> Tensor:
         """For each number of `data`, the stored row it belongs to, in a shape that broadcasts to data's."""

@@ -58,7 +58,7 @@ class BlockDiagonal(Matrix):
         return full
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        yield from self.blocks(torch.float64)
+        yield self.blocks(torch.float64)
 
     def row_index(self) -> Tensor:
         width = widest_block(self.side, self.count)

@@ -75,9 +75,9 @@ class InBundle(Components):
 
     def __getitem__(self, name: str) -> Tensor:
         dtype, shape = self.specs[name]
-        if 0 in shape:
-            return torch.empty(shape, dtype=TORCH_TYPES[dtype])
         data = self._bundle.bytes_of(self._names[name])
+        if not data:
+            return torch.empty(shape, dtype=TORCH_TYPES[dtype])
         if self._bundle.tensors[self._names[name]].start % ITEM_BYTES[dtype]:
             data = memoryview(bytearray(data))  # other writers may lay tensors at odd places
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)

@@ -50,7 +50,7 @@ def _copy_rows(source: Any, target: Any, rows: range) -> None:
 
 def unpack(packed: Tensor, side: int) -> Tensor:
     """(..., n(n+1)/2) -> (..., n, n), symmetric."""
-    if packed.device.type != "cpu":
+    if packed.device.type != "cpu" or not _has_memory(packed):
         # One gather; n small copies would be n kernels.
         i, j = torch.meshgrid(*(torch.arange(side, device=packed.device),) * 2, indexing="ij")
         high, low = torch.maximum(i, j), torch.minimum(i, j)
@@ -67,6 +67,15 @@ def unpack(packed: Tensor, side: int) -> Tensor:
         corner = full[..., rows, rows]
         corner.copy_(corner.tril() + corner.tril(-1).mT)
     return full
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether numpy may look at a tensor's memory; inside torch.func's transforms it may not."""
+    try:
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _for_copying(tensor: Tensor) -> Any:
