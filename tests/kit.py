@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 import kfacpack as kp
@@ -188,3 +190,26 @@ def rebased(manifest: dict[str, Any]) -> None:
     """Make base.sha256 fit the parameters again."""
     listed = tuple(Parameter.model_validate(parameter) for parameter in manifest["base"]["parameters"])
     manifest["base"]["sha256"] = base_digest(listed)
+
+
+def complaint(path: Path) -> str:
+    """What opening a file and checking all of its bytes complains about. Anything but a BundleError is a failure."""
+    with pytest.raises(kp.BundleError) as caught:
+        bundle = kp.Bundle(path)
+        for name in bundle.tensors:
+            bundle.bytes_of(name)
+    assert str(caught.value).startswith(str(path))
+    assert len(str(caught.value)) < 1500
+    assert str(caught.value).isprintable()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    return str(caught.value)
+
+
+def matrix_entry(manifest: dict[str, Any], name: str = "one.weight/B") -> Any:
+    """A matrix of a manifest, by name."""
+    return next(entry for entry in manifest["matrices"] if entry["name"] == name)
+
+
+def data_start(raw: bytes) -> int:
+    """Where the header of a file ends and its tensors begin."""
+    return 8 + int.from_bytes(raw[:8], "little")

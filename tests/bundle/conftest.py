@@ -1,0 +1,16 @@
+"""A good bundle, and a place for what is made of it."""
+
+import pytest
+from kit import small_curvature
+
+
+@pytest.fixture(scope="package")
+def good(tmp_path_factory):
+    path = tmp_path_factory.mktemp("attacks") / "good.kfac"
+    small_curvature("block-int8").save(path)
+    return path
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "bad.kfac"

@@ -1,0 +1,132 @@
+"""Files that are damaged, or something else: each is refused with an error that names file and tensor."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from hashlib import sha256
+
+import numpy as np
+import pytest
+import torch
+from kit import complaint, data_start, forge, matrix_entry, small_curvature
+from safetensors.torch import save_file
+
+import kfacpack as kp
+
+
+def test_the_file_under_attack_is_good(good):
+    assert kp.verify(good).holds
+
+
+def test_truncated_anywhere(good, target):
+    raw = good.read_bytes()
+    start = data_start(raw)
+    offsets = sorted(
+        {
+            0,
+            1,
+            7,
+            8,
+            9,
+            start - 1,
+            start,
+            start + 1,
+            len(raw) - 1,
+            *random.Random(0).sample(range(len(raw)), 200),
+        }
+    )
+    for offset in offsets:
+        target.write_bytes(raw[:offset])
+        message = complaint(target)
+        assert "ends at" in message or "bytes long" in message, (offset, message)
+        if offset >= start:
+            assert "tensor '" in message, (offset, message)
+
+
+def test_something_appended(good, target):
+    target.write_bytes(good.read_bytes() + b"\0")
+    assert "1 bytes follow" in complaint(target)
+
+
+def test_any_flipped_byte_of_the_header(good, target):
+    """Every byte, once by any other value and once by the bit that tells a from A and { from [ in many a place."""
+    raw = bytearray(good.read_bytes())
+    chosen = random.Random(0)
+    for position in range(data_start(raw)):
+        for mask in (0x20, chosen.randrange(1, 256)):
+            raw[position] ^= mask
+            target.write_bytes(raw)
+            complaint(target)
+            raw[position] ^= mask
+
+
+def test_flipped_bytes_in_every_tensor(good, target):
+    raw = good.read_bytes()
+    chosen = random.Random(1)
+    for name, spec in kp.Bundle(good).tensors.items():
+        for position in {spec.start, spec.stop - 1, chosen.randrange(spec.start, spec.stop)}:
+            damaged = bytearray(raw)
+            damaged[position] ^= 1 << chosen.randrange(8)
+            target.write_bytes(damaged)
+            message = complaint(target)
+            assert f"tensor {name!r}" in message
+            assert "SHA-256" in message
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_none(good, target, bad):
+    def edit(header, manifest, data):
+        start, stop = header["one.weight/B.scale"]["data_offsets"]
+        data[start : start + 4] = np.float32(bad).tobytes()
+        matrix_entry(manifest)["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
+
+    message = complaint(forge(good, target, edit))
+    assert "tensor 'one.weight/B.scale'" in message
+    assert "element 0 is not a finite number" in message
+
+
+class Explode:
+    def __reduce__(self):
+        return os.system, ("touch exploded",)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_in_disguise(target, tmp_path, monkeypatch, protocol):
+    monkeypatch.chdir(tmp_path)
+    target.write_bytes(pickle.dumps({"A": Explode(), "pad": list(range(1000))}, protocol))
+    assert "never loaded" in complaint(target)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_other_files_are_no_bundles(target, tmp_path):
+    save_file({"weight": torch.zeros(3)}, target)
+    assert "is a safetensors file, but no bundle: its metadata has no 'kfac'" in complaint(target)
+    torch.save({"weight": torch.zeros(3)}, target)
+    assert "looks like an archive made by torch.save" in complaint(target)
+    target.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "is a Git LFS pointer" in complaint(target)
+    target.write_text("<html><title>404</title></html>")
+    assert "looks like a web page" in complaint(target)
+    target.write_bytes(b"")
+    assert "only 0 bytes long" in complaint(target)
+    assert "No such file" in complaint(tmp_path / "nowhere.kfac")
+    assert "is not a regular file" in complaint(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "is not a regular file" in complaint(tmp_path / "pipe")
+
+
+def test_sparse_coordinates_out_of_bounds_never_reach_a_kernel(tmp_path):
+    small_curvature("sparse").save(tmp_path / "good.kfac")
+
+    def edit(header, manifest, data):
+        start, stop = header["one.weight/B.rows"]["data_offsets"]
+        data[start : start + 4] = np.int32(2**30).tobytes()
+        matrix_entry(manifest)["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
+
+    forged = forge(tmp_path / "good.kfac", tmp_path / "bad.kfac", edit)
+    with pytest.raises(kp.CorruptTensor, match=r"tensor 'one\.weight/B\.rows': .* leave the lower triangle of side 5"):
+        kp.load(forged).quadratic({"one.weight": torch.ones(5, 6)})
+    failures = [failure for check in kp.verify(forged).checks for failure in check.failures]
+    assert failures[0].subject == "tensor 'one.weight/B.rows'"
