@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[Any]
-FORMS = ("dense", "packed", "block", "lowrank", "sparse", "diagonal")
-REFUSED = (None, math.inf, -math.inf)
+FORMS = {(form, 1) for form in ("dense", "packed", "block", "lowrank", "sparse", "diagonal")}
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4", "I8": "i1"}
 
 
@@ -22,7 +22,7 @@ def refusals(where: str) -> Iterator[None]:
     try:
         yield
     except Exception as fault:  # bad files provoke any: a key missing, JSON too deep, a side beyond memory
-        text = str(fault) if isinstance(fault, ValueError) else repr(fault)
+        text = f"{fault}" if isinstance(fault, ValueError) else repr(fault)
         raise ValueError(text if text.startswith(where) else f"{where}: {text}") from fault
 
 
@@ -33,8 +33,8 @@ def check(holds: object, fault: str) -> None:
 
 def parse(text: str) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        sound = len(found := dict(pairs)) == len(pairs) and not any(v in REFUSED for v in found.values())
-        check(sound, f"a key that occurs twice, or one that is null or infinite, among {list(found)}")
+        bad = len(found := dict(pairs)) < len(pairs) or any(v in (None, math.inf, -math.inf) for v in found.values())
+        check(not bad, f"a key that occurs twice, or one that is null or infinite, among {list(found)}")
         return found
 
     check(sum(map(text.count, ",[{")) <= 2**18, "header or manifest: more than 262144 of ',', '[' and '{'")
@@ -92,25 +92,24 @@ class Bundle:
             seal = hashlib.sha256(head.replace(self.digest.encode(), b"0" * 64)).hexdigest()
             check(seal == self.digest and head.count(seal.encode()) == 1, "kfac.sha256: the seal is broken")
             self.manifest: dict[str, Any] = parse(self.tensors.pop("__metadata__")["kfac"])
-            check(self.manifest["version"].startswith("1."), f"version: {self.manifest['version']!r} is not 1.x")
-            check(not self.manifest.get("requires"), f"requires: unknown {self.manifest.get('requires')}")
+            known = self.manifest["version"].startswith("1.") and not self.manifest.get("requires")
+            check(known, "version or requires: not known here")
             for name, entry in sorted(self.tensors.items(), key=lambda item: item[1]["data_offsets"]):
                 start, end = end, end + math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize
                 check(entry["data_offsets"] == [start, end], f"tensor {name!r}: {entry}, not {start}, {end}")
-            listed = [each["name"] for matrix in self.manifest["matrices"] for each in matrix["tensors"]]
-            check(sorted(listed) == sorted(self.tensors) and end == len(self.data), "tensors: not as listed")
             self.matrices = {matrix["name"]: matrix for matrix in self.manifest["matrices"]}
-            unknown = [n for n, m in self.matrices.items() if m["form"] not in FORMS or m.get("version", 1) != 1]
-            check(not unknown, f"matrices {unknown}: form or version not known here")
+            listed = sorted(each["name"] for matrix in self.matrices.values() for each in matrix["tensors"])
+            check(listed == sorted(self.tensors) and end == len(self.data), "tensors: not as listed")
+            unknown = [n for n, m in self.matrices.items() if (m["form"], m.get("version", 1)) not in FORMS]
+            check(not unknown, f"matrices {unknown}: form not known here")
 
     def _numbers(self, name: str, sha256: str) -> Array:
-        dtype, shape, offsets = (self.tensors[name][key] for key in ("dtype", "shape", "data_offsets"))
-        raw = self.data[slice(*offsets)]
+        dtype, raw = self.tensors[name]["dtype"], self.data[slice(*self.tensors[name]["data_offsets"])]
         check(hashlib.sha256(raw).hexdigest() == sha256, f"tensor {name!r}: SHA-256 is not the sealed one")
-        found = np.frombuffer(raw, DTYPES[dtype]).reshape(shape)
-        numbers = (found.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else found
-        check(np.isfinite(numbers).all(), f"tensor {name!r}: not finite")
-        return np.asarray(numbers, np.int64 if dtype in ("I32", "I8") else np.float64)
+        found: Array = np.frombuffer(raw, DTYPES[dtype]).reshape(self.tensors[name]["shape"])
+        found = (found.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else found
+        check(np.isfinite(found).all(), f"tensor {name!r}: not finite")
+        return np.asarray(found, np.int64 if dtype in ("I32", "I8") else np.float64)
 
     def matrix(self, identifier: str, expand: bool = True) -> Array:  # long diagonals must not expand
         with refusals(self.path), refusals(f"matrix {identifier!r}"):
@@ -145,3 +144,7 @@ class Bundle:
 
     def quadratic(self, tau: dict[str, Array]) -> float:
         return float(sum(np.vdot(tau[name], value) for name, value in self.apply(tau).items() if name in tau))
+
+
+if __name__ == "__main__":
+    print(json.dumps(Bundle(sys.argv[1]).manifest, indent=2))
