@@ -56,7 +56,7 @@ def main(
         False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
     ),
 ) -> None:
-    """Curvature as an artifact: look into, check and share bundles of Kronecker factors (.kfac files)."""
+    """Curvature as an artifact: look into and check bundles of Kronecker factors (.kfac files)."""
 
 
 app.command("inspect")(inspect.inspect)
