@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,7 +143,3 @@ class Bundle:
 
     def quadratic(self, tau: dict[str, Array]) -> float:
         return float(sum(np.vdot(tau[name], value) for name, value in self.apply(tau).items() if name in tau))
-
-
-if __name__ == "__main__":
-    print(json.dumps(Bundle(sys.argv[1]).manifest, indent=2))

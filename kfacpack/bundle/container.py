@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 MAX_HEADER_BYTES = 8 * 2**20
 MAX_JSON_VALUES = 2**18
 MAX_DIMENSION = 2**40
+_DIGITS = 1000
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -134,7 +135,7 @@ def repeated(values: Iterable[str]) -> str | None:
     return None
 
 
-def parse_json(path: Path, text: bytes, where: str) -> dict[str, Any]:
+def parse_json(path: Path, text: bytes, where: str, remedy: str | None = DOWNLOAD_AGAIN) -> dict[str, Any]:
     """One JSON object in UTF-8, with bounded cost, unique keys, finite numbers and no null."""
     if json_values(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
@@ -152,11 +153,18 @@ def parse_json(path: Path, text: bytes, where: str) -> dict[str, Any]:
             raise ValueError(f"{number} is not a finite number")
         return float(number)
 
+    def whole(number: str) -> int:
+        if len(number) > _DIGITS:
+            raise ValueError(f"{number[:20]}… has {len(number)} digits")
+        return int(number)
+
     try:
-        found = json.loads(text.decode(), object_pairs_hook=members, parse_constant=finite, parse_float=finite)
+        found = json.loads(
+            text.decode(), object_pairs_hook=members, parse_constant=finite, parse_float=finite, parse_int=whole
+        )
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BundleError(path, f"not valid JSON: {problem}", where=where, remedy=DOWNLOAD_AGAIN) from error
+        raise BundleError(path, f"cannot be read as JSON: {problem}", where, remedy) from error
     if not isinstance(found, dict):
         raise BundleError(path, f"expected a JSON object, found {type(found).__name__}", where=where)
     return found
@@ -171,7 +179,8 @@ def _read_header(path: Path, descriptor: int, nbytes: int) -> bytes:
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)
         looks = next((words for magic, words in LOOKS_LIKE.items() if start.startswith(magic)), None)
-        problem = looks or f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        claims = f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        problem = looks or f"is no safetensors file: {claims}"
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
         problem = f"the header needs {8 + length} bytes, the file ends at {nbytes}"

@@ -48,8 +48,8 @@ def _safe_name(name: str) -> str:
     """Names end up in file names and tables: no control character, nothing that a file system would follow."""
     if not _NAME_RULE.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
-            f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control character, "
-            "no drive letter, no leading '/', no '.' or '..' between slashes"
+            f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control or hidden "
+            "character, no drive letter, no leading '/', no '.' or '..' between slashes"
         )
     return name
 

@@ -88,7 +88,8 @@ def _check_seal(container: Container) -> str:
 
 def _read_said(container: Container) -> dict[str, Any]:
     """The manifest as JSON, once its version and required features are known ones."""
-    said = parse_json(container.path, container.metadata[MANIFEST_KEY].encode("utf-8", "replace"), "manifest")
+    text = container.metadata[MANIFEST_KEY].encode("utf-8", "replace")
+    said = parse_json(container.path, text, "manifest", "It is sealed like this, so its writer broke the format")
     version, requires = said.get("version"), said.get("requires", [])
     if not isinstance(version, str) or version.split(".")[0] != _MAJOR:
         problem = f"is format version {version!r}, this reader knows {_MAJOR}.x"

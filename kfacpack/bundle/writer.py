@@ -12,7 +12,8 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
@@ -33,6 +34,10 @@ from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Manifest
+
+
+ABANDONED_AFTER = 3600
+"""Seconds without a write, after which an unfinished file is nobody's."""
 
 
 class Put(Protocol):
@@ -83,8 +88,9 @@ def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapp
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     """A descriptor to write to, which becomes `path` whole, or, when anything goes wrong, not at all."""
     target = _target(path)
+    partial = f".{sha256(os.fsencode(target.name)).hexdigest()[:16]}"
+    temporary = target.parent / f"{partial}.{secrets.token_hex(8)}.partial"
     try:
-        temporary = target.parent / f".{secrets.token_hex(8)}.partial"
         descriptor, named = _open_temporary(temporary)
         try:
             if target.exists():
@@ -103,6 +109,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
         problem = f"could not be written: {error.strerror or error}"
         raise BundleError(path, problem, None, "Nothing was changed") from error
     _sync_folder(target.parent)
+    _remove_abandoned(target.parent.glob(f"{partial}.*.partial"))
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -120,7 +127,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
 def _open_temporary(path: Path) -> tuple[int, bool]:
     """An open file for writing, and whether it has the name `path` already.
 
-    Where the system can, the file has no name until it is complete, so that a killed writer leaves nothing to tidy up,
+    Where the system can, the file has no name until it is complete, so that a killed writer leaves nothing behind,
     unless it is killed in the instant between naming and renaming.
     """
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
@@ -137,6 +144,14 @@ def _give_name(descriptor: int, path: Path) -> None:
         os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
+
+
+def _remove_abandoned(partial: Iterable[Path]) -> None:
+    """What writers to the same target left when they were killed: files that nobody has written to for long."""
+    for path in partial:
+        with contextlib.suppress(OSError):  # another writer may have removed it meanwhile
+            if time.time() - path.stat().st_ctime > ABANDONED_AFTER:
+                path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -76,8 +76,11 @@ class Curvature:
 
     def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         """The blocks that act on τ, once τ is known to fit."""
-        if not isinstance(tau, Mapping) or not tau:
-            raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {tau!r:.80}")
+        if not isinstance(tau, Mapping):
+            found = type(tau).__name__
+            raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {found}")
+        if not tau:
+            raise TaskVectorError("the task vector is empty, expected at least one of the covered parameters")
         for name, tensor in tau.items():
             if not isinstance(tensor, Tensor):
                 raise TaskVectorError(f"parameter {name!r}: expected a tensor, found {type(tensor).__name__}")

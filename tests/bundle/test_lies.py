@@ -103,7 +103,7 @@ def test_duplicate_keys(good, target, place, where):
     else:
         text = json.dumps(header)[:-1] + ',"one.weight/B":' + json.dumps(header["one.weight/B"]) + "}"
     message = complaint(write_sealed(target, text, raw[start:]))
-    assert f"{where}: not valid JSON: the key" in message
+    assert f"{where}: cannot be read as JSON: the key" in message
     assert "twice" in message
 
 

@@ -175,7 +175,9 @@ def test_a_vector_that_does_not_fit_is_refused_by_name():
         curvature.apply({"one.weight": torch.zeros(6, 5)})
     with pytest.raises(kp.TaskVectorError, match=r"'one\.weight': expected a tensor, found list"):
         curvature.quadratic({"one.weight": [[0.0]]})
-    for nothing in ({}, None, [1]):
+    with pytest.raises(kp.TaskVectorError, match="is empty"):
+        curvature.quadratic({})
+    for nothing in (None, [1]):
         with pytest.raises(kp.TaskVectorError, match="expected a task vector as a mapping"):
             curvature.quadratic(nothing)
 

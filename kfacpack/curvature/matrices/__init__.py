@@ -8,6 +8,16 @@ from kfacpack.curvature.matrices.lowrank import LowRank
 from kfacpack.curvature.matrices.packed import Packed
 from kfacpack.curvature.matrices.sparse import Sparse
 
-FORMS: dict[str, type[Matrix]] = {each.form: each for each in (Dense, Packed, BlockDiagonal, LowRank, Sparse, Diagonal)}
+FORMS: dict[str, type[Matrix]] = {
+    each.form: each
+    for each in (
+        Dense,
+        Packed,
+        BlockDiagonal,
+        LowRank,
+        Sparse,
+        Diagonal,
+    )
+}
 
 __all__ = ["FORMS", "BlockDiagonal", "Dense", "Diagonal", "LowRank", "Matrix", "Packed", "Sparse"]
