@@ -22,6 +22,7 @@ from pydantic import (
     StrictFloat,
     StrictInt,
     StrictStr,
+    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -67,6 +68,12 @@ Side = Annotated[StrictInt, Field(ge=1, le=MAX_SIDE)]
 Dimension = Annotated[StrictInt, Field(ge=1, le=2**40)]
 Text = Annotated[StrictStr, AfterValidator(_safe_text), WithJsonSchema({"type": "string", "pattern": _TEXT})]
 FloatType = Literal["float64", "float32", "float16", "bfloat16"]
+
+
+def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
+    """The place of the first thing that pydantic found wrong, and what it is, in words."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return first["loc"], first["msg"].removeprefix("Value error, ")
 
 
 class Entry(BaseModel):
@@ -320,6 +327,10 @@ class Manifest(About):
         FailFast(),
         Field(min_length=1),
     ]
+
+    def about(self) -> About:
+        """What it says beside the matrices and blocks. It has been checked, and is not checked again."""
+        return About.model_construct(**{key: getattr(self, key) for key in About.model_fields})
 
     def with_digests(self, digests: Mapping[str, str]) -> Manifest:
         """The same manifest, the SHA-256 of each tensor filled in."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from kfacpack.bundle.consistency import check_consistency
 from kfacpack.bundle.container import DOWNLOAD_AGAIN, Container, TensorSpec, parse_json
-from kfacpack.bundle.manifest import VERSION, Manifest
+from kfacpack.bundle.manifest import VERSION, Manifest, first_problem
 from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, seal
 from kfacpack.errors import BundleError, CorruptTensor
 
@@ -105,9 +105,8 @@ def _read_manifest(path: Path, said: dict[str, Any]) -> Manifest:
     try:
         return Manifest.model_validate(said, extra="ignore")
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = "manifest: " + _place(said, first["loc"])
-        raise BundleError(path, first["msg"].removeprefix("Value error, "), where) from error
+        keys, problem = first_problem(error)
+        raise BundleError(path, problem, f"manifest: {_place(said, keys)}") from error
 
 
 def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from kfacpack.bundle.identity import describe
-from kfacpack.bundle.manifest import Base, base_digest
+from kfacpack.bundle.manifest import Base, base_digest, first_problem
 from kfacpack.curvature.matrices.components import raw_bytes, spec_of
 from kfacpack.errors import KfacpackError
 
@@ -37,9 +37,9 @@ def identify(
         digest = base_digest(described)
         return Base(family=family, name=name, revision=revision, sha256=digest, parameters=described)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise KfacpackError(f"a base model cannot be identified like this: {place}: {first['msg']}") from error
+        keys, problem = first_problem(error)
+        place = ".".join(map(str, keys))
+        raise KfacpackError(f"a base model cannot be identified like this: {place}: {problem}") from error
 
 
 def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> Weights:

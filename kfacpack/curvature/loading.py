@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kfacpack.bundle.manifest import About
 from kfacpack.bundle.reader import Bundle
 from kfacpack.curvature.block import STRUCTURES, CurvatureBlock
 from kfacpack.curvature.curvature import Curvature
@@ -34,8 +33,7 @@ def from_bundle(bundle: Bundle) -> Curvature:
         )
         for entry in bundle.manifest.blocks
     )
-    about = {key: getattr(bundle.manifest, key) for key in About.model_fields}
-    return Curvature(blocks, About(**about))
+    return Curvature(blocks, bundle.manifest.about())
 
 
 def matrix_of(bundle: Bundle, name: str) -> Matrix:

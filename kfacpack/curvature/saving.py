@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.bundle.manifest import VERSION, About, Manifest, MatrixEntry, TensorEntry
+from kfacpack.bundle.manifest import VERSION, About, Manifest, MatrixEntry, TensorEntry, first_problem
 from kfacpack.bundle.seal import UNSEALED
 from kfacpack.bundle.writer import write_bundle
 from kfacpack.curvature.matrices.components import raw_bytes
@@ -37,8 +37,8 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool) -> N
     try:
         manifest = _manifest(curvature, stored, identifiers)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise BundleError(path, first["msg"], ".".join(map(str, first["loc"]))) from error
+        keys, problem = first_problem(error)
+        raise BundleError(path, problem, ".".join(map(str, keys))) from error
 
     with write_bundle(path, manifest, specs) as put:
         for name, matrix in matrices.items():

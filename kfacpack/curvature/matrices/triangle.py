@@ -57,10 +57,8 @@ def unpack(packed: Tensor, side: int) -> Tensor:
         return packed[..., high * (high + 1) // 2 + low]
     full = packed.new_empty((*packed.shape[:-1], side, side))
     source, target = _for_copying(packed), _for_copying(full)
-    end = 0
     for row in range(side):
-        start, end = end, end + row + 1
-        target[..., row, : row + 1] = source[..., start:end]
+        target[..., row, : row + 1] = source[..., triangle(row) : triangle(row + 1)]
     for rows in _tiles(side):
         for columns in _tiles(rows.start):
             full[..., columns, rows] = full[..., rows, columns].mT
