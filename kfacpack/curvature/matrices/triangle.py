@@ -26,6 +26,14 @@ def pack(full: Tensor) -> Tensor:
     return packed
 
 
+def pack_rows(rows: Tensor, first: int, packed: Tensor) -> None:
+    """Put rows of a full matrix, the first of them its row `first`, to their places in its triangle."""
+    source, target = _for_copying(rows), _for_copying(packed)
+    for number in range(len(rows)):
+        row = first + number
+        target[triangle(row) : triangle(row + 1)] = source[number, : row + 1]
+
+
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
     """The numbers of `pack(full)`, some rows at a time: at most `limit` numbers, or one row."""
     full = full.cpu()
