@@ -21,6 +21,10 @@ def show_error(message: str) -> None:
     err.print(Text.assemble(("error: ", "bold red"), printable(message, longest=8000)), soft_wrap=True)
 
 
+def show_note(message: str) -> None:
+    err.print(Text(printable(message, longest=8000)), soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
@@ -32,3 +36,11 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def human_seconds(seconds: float) -> str:
+    """75.2 -> '1 min 15 s'."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

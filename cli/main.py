@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import inspect, verify
+from . import estimate, inspect, verify
 from .console import show_error
 
 
@@ -56,9 +56,10 @@ def main(
         False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
     ),
 ) -> None:
-    """Curvature as an artifact: look into and check bundles of Kronecker factors (.kfac files)."""
+    """Curvature as an artifact: estimate, look into and check bundles of Kronecker factors (.kfac files)."""
 
 
+app.command("estimate")(estimate.estimate)
 app.command("inspect")(inspect.inspect)
 app.command("verify")(verify.verify)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kfacpack.curvature.loading import load
     from kfacpack.curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
     from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, MatrixError, TaskVectorError
+    from kfacpack.estimation.estimate import estimate
     from kfacpack.verification import verify
 
 _HOMES = {
@@ -44,6 +45,7 @@ _HOMES = {
     "Sparse": "curvature.matrices",
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
+    "estimate": "estimation.estimate",
     "identify": "curvature.identify",
     "load": "curvature.loading",
     "verify": "verification",
@@ -76,6 +78,7 @@ __all__ = [
     "Sparse",
     "TaskVectorError",
     "Whole",
+    "estimate",
     "identify",
     "load",
     "verify",

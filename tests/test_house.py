@@ -12,7 +12,7 @@ import pytest
 import kfacpack as kp
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ["errors", "bundle", "curvature.matrices", "curvature", "verification"]
+LAYERS = ["errors", "bundle", "curvature.matrices", "curvature", "verification", "tasks", "models", "estimation"]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 
 

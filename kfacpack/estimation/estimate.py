@@ -1,0 +1,134 @@
+"""`kp.estimate`: the GGN of f at the model's parameters, block by block, in one pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.bundle.manifest import About, Function
+from kfacpack.curvature.curvature import Curvature
+from kfacpack.curvature.identify import identify
+from kfacpack.errors import KfacpackError
+from kfacpack.estimation import processes
+from kfacpack.estimation.batch import length, to_device
+from kfacpack.estimation.borrowed import borrowed
+from kfacpack.estimation.options import Options
+from kfacpack.estimation.plan import choose, plan
+from kfacpack.estimation.trace import trace
+from kfacpack.estimation.underway import Estimation
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kfacpack.bundle.manifest import Source
+    from kfacpack.estimation.batch import Batch, Forward
+    from kfacpack.estimation.options import Sharing, Structure
+    from kfacpack.estimation.probes import Fisher, Probe
+
+
+def estimate(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    fisher: Fisher = "mc",
+    samples: int = 1,
+    probe: Probe = "orthogonal",
+    params: Iterable[str] | str | None = None,
+    seed: int = 0,
+    *,
+    forward: Forward | None = None,
+    sharing: Sharing = "expand",
+    structure: Structure = "kronecker",
+    compress: str | None = None,
+    offload: bool = False,
+    name: str | None = None,
+    function: Function | None = None,
+    source: Source | None = None,
+) -> Curvature:
+    """The curvature of a model's output f on the given inputs, G = 1/N Σ JᵀJ, block by block.
+
+    `model(*batch)`, or `forward(*batch)` if given, is f, of shape (N, C). A batch is a tensor, a tuple (its parts are
+    the arguments) or a dict (of keyword arguments). An `attention_mask` in a dict leaves out padded positions. The
+    model is used in evaluation mode and is afterwards as it was.
+
+    - fisher: "mc" asks the output in `samples` random directions per example, "exact" in all C of them.
+    - probe: how these are drawn: "orthogonal", "rademacher" or "gaussian"; `seed` and an example's number decide.
+    - params: names or patterns (`*.mlp.*`) of the parameters to cover; None covers all that f depends on.
+    - sharing: "expand" or "reduce", how KFAC treats positions that share a weight.
+    - structure: "diagonal" gives the diagonal of G for every block instead of Kronecker factors.
+    - compress: "block:K" keeps, and computes, only K diagonal blocks of each factor.
+    - offload: the sums are kept on the CPU, whatever the model's device.
+    - name, function, source: what the bundle says of the model, of f and of the data.
+
+    With several processes (torch.distributed), all are given the same batches; each takes its share of them, and all
+    get the whole result.
+    """
+    options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    wanted = choose(model, params)
+    remaining = iter(batches)
+    first = next(remaining, None)
+    if first is None:
+        raise KfacpackError("there are no batches to estimate from")
+    with borrowed(model, wanted):
+        estimation = begin(forward or model, to_device(first, device_of(wanted)), wanted, options)
+        for number, batch in _own_share(chain([first], remaining), estimation):
+            estimation.take(to_device(batch, device_of(wanted)), number)
+    base_name = name or type(model).__name__
+    function = function or Function(output="other", normalized=False, width=estimation.plan.width)
+    return conclude(estimation, model, options, family="torch", name=base_name, function=function, source=source)
+
+
+def _own_share(batches: Iterable[Batch], estimation: Estimation) -> Iterator[tuple[int, Batch]]:
+    """The batches that this process takes, each with the number of its first example."""
+    if processes.count() == 1:
+        for batch in batches:
+            yield estimation.examples, batch
+        return
+    start = 0
+    for number, batch in enumerate(batches):
+        size = length(batch)
+        if size is None:
+            problem = "for several processes, all tensors of a batch must have the examples in their first dimension"
+            raise KfacpackError(problem)
+        if number % processes.count() == processes.rank():
+            yield start, batch
+        start += size
+
+
+def begin(forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options: Options) -> Estimation:
+    """Look at the model once, plan, and make room for the sums."""
+    planned = plan(trace(forward, batch, wanted), wanted, options)
+    settings = options.settings(next(iter(wanted.values())).dtype, device_of(wanted))
+    return Estimation(forward, planned, wanted, options.probes, settings)
+
+
+def conclude(
+    estimation: Estimation,
+    model: nn.Module,
+    options: Options,
+    *,
+    family: str,
+    name: str,
+    function: Function,
+    revision: str | None = None,
+    source: Source | None = None,
+) -> Curvature:
+    """What all processes have summed, as a curvature."""
+    processes.add_up(tensor for _, tensor in estimation.tensors())
+    blocks = estimation.finish()
+    covered = {parameter for block in blocks for parameter in block.parameters}
+    about = About(
+        base=identify(model, covered, family=family, name=name, revision=revision),
+        function=function,
+        scaling=options.scaling,
+        estimate=options.manifest(estimation.dtype),
+        source=source,
+    )
+    return Curvature(blocks, about)
+
+
+def device_of(wanted: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(wanted.values())).device

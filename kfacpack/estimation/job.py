@@ -1,0 +1,194 @@
+"""The estimate of a named task: drawn examples, several processes, stored and taken up again.
+
+Every process runs the same job; each takes every n-th batch, and all end with the same curvature.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kfacpack.bundle.manifest import Source
+from kfacpack.curvature.identify import identify
+from kfacpack.errors import KfacpackError
+from kfacpack.estimation import processes
+from kfacpack.estimation.batch import to_device
+from kfacpack.estimation.borrowed import borrowed
+from kfacpack.estimation.estimate import begin, conclude, device_of
+from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
+from kfacpack.estimation.options import Options
+from kfacpack.estimation.partial import EVERY, Partial
+from kfacpack.estimation.plan import choose
+from kfacpack.estimation.sampling import batched, drawn, how_many
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kfacpack.curvature.curvature import Curvature
+    from kfacpack.estimation.batch import Batch
+    from kfacpack.estimation.underway import Estimation
+    from kfacpack.models import Model
+    from kfacpack.tasks import Split, Task
+
+
+class Interrupted(Exception):  # noqa: N818 - not an error: it was asked for, and nothing is lost
+    """The job was asked to stop, and has stored what it had."""
+
+
+@dataclass
+class Job:
+    model: Model
+    task: Task
+    options: Options = field(default_factory=Options)
+    examples: str = "256"
+    batch_size: int = 32
+    split_name: str = "train"
+    params: tuple[str, ...] | None = None
+    """Names or patterns; None takes all that the model's family does not freeze."""
+
+    @cached_property
+    def split(self) -> Split:
+        return self.task.split(self.split_name)
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        """The examples that are taken, by their place in the split."""
+        size = len(self.split)
+        return drawn(size, how_many(self.examples, size), self.options.seed)
+
+    @cached_property
+    def wanted(self) -> dict[str, Tensor]:
+        return choose(self.model.module, self.params, self.model.frozen)
+
+    @property
+    def own_batches(self) -> list[Sequence[int]]:
+        """The examples of each batch that this process takes."""
+        return list(batched(self.numbers, self.batch_size))[processes.rank() :: processes.count()]
+
+    def run(
+        self,
+        output: Path,
+        *,
+        resume: bool = False,
+        every: float = EVERY,
+        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> Curvature:
+        """Estimate and write the bundle. On the way the sums are stored beside it, every so many seconds.
+
+        `on_progress` hears how many of this process's examples are done, and how many there are. Once `stopped` says
+        so, the sums are stored after the batch at hand, and `Interrupted` is raised.
+        """
+        _require_place(output)
+        own = self.own_batches
+        total = sum(map(len, own))
+        with self._begun() as estimation:
+            partial = Partial(_partial_path(output), self._request(estimation), every)
+            done = partial.restore(estimation) if resume else partial.require_absent()
+            on_progress(estimation.examples, total)
+            for number, examples in enumerate(own[done:], start=done + 1):
+                estimation.take(self._batch(examples), examples)
+                on_progress(estimation.examples, total)
+                if stopped():
+                    partial.keep(estimation, number, now=True)
+                    raise Interrupted
+                partial.keep(estimation, number)
+            model = self.model
+            curvature = conclude(
+                estimation,
+                model.module,
+                self.options,
+                family=model.family,
+                name=model.name,
+                revision=model.revision,
+                function=model.function,
+                source=self._source(),
+            )
+        if processes.rank() == 0:
+            curvature.save(output)
+        processes.wait_for_all()
+        partial.remove()
+        return curvature
+
+    def forecast(self) -> Forecast:
+        """What it would consist of and cost. One batch is run for it."""
+        numbers = self.numbers[: self.batch_size]
+        with self._begun() as estimation:
+            start = time.perf_counter()
+            estimation.take(self._batch(numbers), numbers)
+            seconds = time.perf_counter() - start
+            module = self.model.module
+            kept = kept_for_backward(module, self.model.forward, self._batch(numbers[:1]), len(numbers))
+        blocks = estimation.forecasts()
+        covered = {parameter for block in blocks for parameter in block.parameters}
+        left_out = [name for name, _ in module.named_parameters() if name not in covered]
+        return Forecast(
+            blocks=blocks,
+            frozen=tuple(name for name in left_out if name not in self.wanted),
+            unused=estimation.plan.unused,
+            examples=len(self.numbers),
+            batches=len(self.own_batches),
+            bytes=sum(block.bytes for block in blocks),
+            seconds=seconds * len(self.own_batches),
+            peak_memory=weight_bytes(module) + estimation.nbytes + kept,
+        )
+
+    @contextmanager
+    def _begun(self) -> Iterator[Estimation]:
+        first = self._batch(self.numbers[: self.batch_size])
+        with borrowed(self.model.module, self.wanted):
+            yield begin(self.model.forward, first, self.wanted, self.options)
+
+    def _batch(self, numbers: Iterable[int]) -> Batch:
+        prepared = self.model.prepare([self.split[number] for number in numbers], self.task.name)
+        moved: Batch = to_device(prepared, device_of(self.wanted))
+        return moved
+
+    def _request(self, estimation: Estimation) -> dict[str, Any]:
+        """What must be the same for sums to be added to each other."""
+        model = self.model
+        blocks = [(block.name, block.structure) for block in estimation.plan.blocks]
+        base = identify(model.module, estimation.covered, family=model.family, name=model.name)
+        return {
+            **asdict(self.options),
+            "model": f"{model.family} {model.name}",
+            "weights": base.sha256,
+            "preprocessing": model.preprocessing,
+            "task": self.task.name,
+            "split": f"{self.split_name} of {len(self.split)} examples",
+            "examples": len(self.numbers),
+            "batch_size": self.batch_size,
+            "process": f"{processes.rank()} of {processes.count()}",
+            "blocks": sha256(repr(blocks).encode()).hexdigest(),
+        }
+
+    def _source(self) -> Source:
+        origin = self.split.source
+        return Source(
+            task=self.task.name,
+            dataset=origin.dataset,
+            split=origin.split,
+            license=origin.license,
+            preprocessing=self.model.preprocessing,
+            examples=len(self.numbers),
+            dataset_size=len(self.split),
+        )
+
+
+def _partial_path(output: Path) -> Path:
+    of = f"-{processes.rank()}-of-{processes.count()}" if processes.count() > 1 else ""
+    return output.with_name(f"{output.name}.partial{of}")
+
+
+def _require_place(output: Path) -> None:
+    """Better told now than after an hour of work."""
+    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        problem = "is a folder" if output.is_dir() else f"cannot be written: no writable folder {str(output.parent)!r}"
+        raise KfacpackError(f"{output}: {problem}. Give the path of a file in a folder that exists")

@@ -1,0 +1,78 @@
+"""An unfinished estimate on disk: its sums and how far it got, so that it can be taken up again to the same bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kfacpack.errors import KfacpackError
+
+if TYPE_CHECKING:
+    from kfacpack.estimation.underway import Estimation
+
+EVERY = 30.0
+"""Seconds of work after which it is stored, so that never more than a minute is lost."""
+
+_KEY = "kfacpack_partial"
+
+
+@dataclass
+class Partial:
+    """The file, and what the estimate in it must have been asked for to be the same as ours."""
+
+    path: Path
+    request: dict[str, Any]
+    every: float = EVERY
+    _last: float = field(default_factory=time.monotonic)
+
+    def keep(self, estimation: Estimation, batches: int, *, now: bool = False) -> None:
+        """Store the sums after `batches` batches, if it is time to."""
+        if not now and time.monotonic() - self._last < self.every:
+            return
+        said = json.dumps({"request": self.request, "batches": batches}, sort_keys=True)
+        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            save_file({name: tensor.cpu().contiguous() for name, tensor in estimation.tensors()}, beside, {_KEY: said})
+            beside.replace(self.path)
+        finally:
+            beside.unlink(missing_ok=True)
+        self._last = time.monotonic()
+
+    def restore(self, estimation: Estimation) -> int:
+        """Put the stored sums back; how many batches went into them, 0 if nothing was stored."""
+        if not self.path.exists():
+            return 0
+        try:
+            with safe_open(self.path, "pt") as stored:
+                said = json.loads((stored.metadata() or {})[_KEY])
+                self._compare(said["request"])
+                for name, tensor in estimation.tensors():
+                    tensor.copy_(stored.get_tensor(name))
+        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+            problem = f"{self.path}: is not an unfinished estimate, or it is damaged ({error})"
+            raise KfacpackError(f"{problem}. Remove it to start anew") from error
+        return int(said["batches"])
+
+    def require_absent(self) -> int:
+        """Do not write over somebody's unfinished work. 0, as many batches as there are in nothing."""
+        if self.path.exists():
+            problem = "there is an unfinished estimate from before"
+            raise KfacpackError(f"{self.path}: {problem}. Go on with it (--resume), or remove it to start anew")
+        return 0
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def _compare(self, stored: dict[str, Any]) -> None:
+        ours = json.loads(json.dumps(self.request))
+        for key in sorted(ours.keys() | stored.keys()):
+            if ours.get(key) != stored.get(key):
+                problem = f"was begun with {key} = {stored.get(key)!r}, now it is {ours.get(key)!r}"
+                raise KfacpackError(f"{self.path}: {problem}. Use the same options, or start anew without --resume")

@@ -1,0 +1,289 @@
+"""What an estimate will consist of: every parameter's block, decided before any of the work is done.
+
+The rule. A parameter that enters the computation once, as the matrix of a product, a convolution or a look-up, gets
+Kronecker factors, together with its bias. Any other that enters once gets its whole G: dense up to 4096 numbers, only
+the diagonal above that. One that enters more than once, or whose effect is shared by the examples, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.bundle.manifest import Join, Piece
+from kfacpack.errors import KfacpackError
+from kfacpack.estimation.graph import Steps, Way, end_of, parts_of, pull_through
+from kfacpack.estimation.layout import Layout, find_layout
+from kfacpack.estimation.operations import Other, RowOperation, VectorOperation, alike, operation_of
+from kfacpack.estimation.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch.autograd.graph import Node
+
+    from kfacpack.estimation.options import Options
+
+DENSE_LIMIT = 4096
+"""How many numbers a parameter may have to get its whole G, if it is not the matrix of a product."""
+
+_BETWEEN = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+"""What may lie between a product and the bias that is added to it."""
+
+Structure = Literal["kronecker", "dense", "diagonal"]
+
+
+@dataclass(frozen=True)
+class PlannedBlock:
+    name: str
+    operation: RowOperation | VectorOperation
+    kind: str
+    structure: Structure
+    join: Join
+    parameter: str
+    """The one that leads to the operation; a bias is found beside it."""
+    way: Way
+    layout: Layout
+    as_it_is: bool
+    """Whether the gradient at the operand is the gradient at the parameter, or has to be pulled back to it."""
+    inputs: int = 0
+    """Blocks of the same number have the same inputs, and share their A."""
+    few_rows: bool = False
+    """Whether most rows of the gradient are zero, as where f looks at one position only."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
+
+    @property
+    def one_hot(self) -> bool:
+        return isinstance(self.operation, RowOperation) and self.operation.one_hot
+
+    @property
+    def bias(self) -> bool:
+        return len(self.join.pieces) > 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    blocks: tuple[PlannedBlock, ...]
+    unused: tuple[str, ...]
+    """Wanted, but f does not depend on them."""
+    width: int
+    """C, the width of f."""
+
+
+def choose(model: nn.Module, params: Iterable[str] | str | None, frozen: Iterable[str] = ()) -> dict[str, Tensor]:
+    """The parameters that are wanted, in state-dict order: all that are not frozen, or those that patterns name."""
+    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
+    if not named:
+        raise KfacpackError("the model has no parameters")
+    if params is None:
+        left_out = tuple(frozen)
+        wanted = {name: p for name, p in named.items() if not any(fnmatchcase(name, each) for each in left_out)}
+        if not wanted:
+            raise KfacpackError("every parameter of the model is frozen; name those you want")
+        return wanted
+    patterns = [params] if isinstance(params, str) else list(params)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            some = ", ".join(list(named)[:3])
+            raise KfacpackError(f"no parameter is called {pattern!r}; the model has {len(named)}: {some}, …")
+    return {name: p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def plan(trace: Trace, wanted: Mapping[str, Tensor], options: Options) -> Plan:
+    used = {name: parameter for name, parameter in wanted.items() if trace.graph.uses(parameter)}
+    entrances = {name: _entrances(trace, name, parameter) for name, parameter in used.items()}
+    blocks, joined = _row_blocks(trace, entrances)
+    for name, found in entrances.items():
+        spans = sorted(p.rows or (0, 0) for b in blocks for p in b.join.pieces if p.parameter == name)
+        if len(found) > 1 and any(stop > start for (_, stop), (start, _) in pairwise(spans)):
+            raise KfacpackError(_refusal(name, found))
+    for name, found in entrances.items():
+        left = [entrance for entrance in found if (name, entrance.steps) not in joined]
+        if len(left) > 1 or (left and len(found) > 1):
+            raise KfacpackError(_refusal(name, found))
+        if left:
+            blocks.append(_vector_block(trace, left[0]))
+    order = {name: number for number, name in enumerate(wanted)}
+    blocks.sort(key=lambda block: (order[block.parameter], block.join.pieces[0].rows or (0, 0)))
+    if options.structure == "diagonal":
+        blocks = [replace(block, structure="diagonal") for block in blocks]
+    if options.sharing == "reduce":
+        # The mean of one-hot rows is not one-hot, and A of a whole vocabulary would not be diagonal any more.
+        blocks = [replace(block, structure="diagonal") if block.one_hot else block for block in blocks]
+    if not blocks:
+        raise KfacpackError("f does not depend on any of the chosen parameters")
+    unused = tuple(name for name in wanted if name not in used)
+    return Plan(tuple(blocks), unused, trace.f.shape[1])
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """One place where a parameter meets the examples."""
+
+    name: str
+    parameter: Tensor
+    steps: Steps
+    operation: RowOperation | VectorOperation
+    layout: Layout
+
+    @property
+    def node(self) -> Node:
+        return self.steps[-1].node
+
+    def marked(self) -> tuple[Tensor, Tensor]:
+        """Numbers for the operand, none of them zero, and what they become on the way back to the parameter.
+
+        Small whole numbers, which every float type holds exactly: so the two tell which number goes where.
+        """
+        shape = self.steps[-1].operand_shape
+        generator = torch.Generator().manual_seed(0)
+        operand = torch.randint(1, 128, shape, generator=generator).to(self.parameter)
+        return operand, pull_through(self.steps, operand).to(self.parameter.dtype)
+
+
+def _entrances(trace: Trace, name: str, parameter: Tensor) -> list[Entrance]:
+    found = []
+    for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
+        layout = trace.layout(steps[-1].node)
+        if layout is None:
+            operation = steps[-1].node.name().removesuffix("Backward0")
+            problem = (
+                f"parameter {name!r} cannot be estimated: what {operation!r} makes of it is shared by all examples"
+            )
+            raise KfacpackError(f"{problem}, before they are told apart. {_LEAVE_OUT}")
+        found.append(Entrance(name, parameter, steps, operation_of(steps[-1]), layout))
+    return found
+
+
+_LEAVE_OUT = "Leave it out: name the parameters you want with 'params'"
+
+
+def _refusal(name: str, entrances: list[Entrance]) -> str:
+    places = ", ".join(entrance.node.name().removesuffix("Backward0") for entrance in entrances[:8])
+    return f"parameter {name!r} is used {len(entrances)} times (by {places}) and cannot be factored. {_LEAVE_OUT}"
+
+
+def _row_blocks(
+    trace: Trace, entrances: Mapping[str, list[Entrance]]
+) -> tuple[list[PlannedBlock], set[tuple[str, Steps]]]:
+    """The blocks with Kronecker factors, and the entrances that they account for."""
+    biases = [entrance for found in entrances.values() for entrance in found if len(entrance.parameter.shape) == 1]
+    blocks: list[PlannedBlock] = []
+    joined: set[tuple[str, Steps]] = set()
+    groups: dict[Hashable, int] = {}
+    for name, found in entrances.items():
+        for entrance in found:
+            operation = entrance.operation
+            if not isinstance(operation, RowOperation) or (piece := _piece(entrance, operation)) is None:
+                continue
+            rows, columns = piece.matrix_shape(tuple(entrance.parameter.shape))
+            bias = next((each for each in biases if _is_bias_of(trace, each, entrance, rows)), None)
+            pieces = [piece]
+            if bias is not None and (beside := _bias_piece(bias, columns)) is not None:
+                pieces.append(beside)
+                joined.add((bias.name, bias.steps))
+            joined.add((name, entrance.steps))
+            gradients = [operation.gradients(entrance.node, g) for g in trace.gradients[entrance.node]]
+            key = (operation.identity(entrance.node), len(pieces) > 1)
+            start, stop = piece.rows or (0, 0)
+            blocks.append(
+                PlannedBlock(
+                    name=f"{name}[{start}:{stop}]" if piece.rows else name,
+                    operation=operation,
+                    kind="matmul" if operation.kind == "linear" and piece.view == "transposed" else operation.kind,
+                    structure="kronecker",
+                    join=Join(rows=rows, columns=columns + len(pieces) - 1, pieces=tuple(pieces)),
+                    parameter=name,
+                    way=_way(entrance, len(found)),
+                    layout=find_layout(gradients[0], gradients[1], trace.examples) or entrance.layout,
+                    as_it_is=True,
+                    inputs=groups.setdefault(key, len(groups)),
+                    few_rows=_mostly_zero(gradients[0], trace.examples),
+                )
+            )
+    return blocks, joined
+
+
+def _way(entrance: Entrance, ways: int) -> Way:
+    ends = alike(end_of(entrance.steps)) if isinstance(entrance.operation, RowOperation) else None
+    length = None if ends else len(entrance.steps)
+    return Way(ends or frozenset([end_of(entrance.steps)]), length, parts_of(entrance.steps), ways)
+
+
+def _mostly_zero(gradients: Tensor, examples: int) -> bool:
+    """Whether f does not depend on most of the positions of an example; `gradients` are those of one example."""
+    return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
+
+
+def _piece(entrance: Entrance, operation: RowOperation) -> Piece | None:
+    """The parameter's place in the matrix (out, in) of its operation; None if it does not appear there as it is."""
+    operand, pulled = entrance.marked()
+    matrix = operand.reshape(operand.shape[-2:]) if operation.operand_is_transposed else operand.flatten(1)
+    matrix = matrix.T if operation.operand_is_transposed else matrix
+    found = pulled.reshape(len(pulled), -1) if pulled.dim() else pulled.reshape(1, 1)
+    if torch.equal(found, matrix):
+        return Piece(parameter=entrance.name)
+    if torch.equal(found.T, matrix):
+        return Piece(parameter=entrance.name, view="transposed")
+    rows = _rows(found)
+    if rows is not None and torch.equal(found[rows[0] : rows[1]], matrix):
+        return Piece(parameter=entrance.name, rows=rows)
+    return None
+
+
+def _bias_piece(bias: Entrance, column: int) -> Piece | None:
+    operand, pulled = bias.marked()
+    if torch.equal(pulled, operand):
+        return Piece(parameter=bias.name, at=(0, column))
+    rows = _rows(pulled[:, None])
+    if rows is not None and torch.equal(pulled[rows[0] : rows[1]], operand):
+        return Piece(parameter=bias.name, rows=rows, at=(0, column))
+    return None
+
+
+def _rows(pulled: Tensor) -> tuple[int, int] | None:
+    """The rows of a parameter that an operand was cut from, if they follow each other."""
+    live = (pulled != 0).any(1).nonzero().flatten().tolist()
+    return (live[0], live[-1] + 1) if live and live[-1] - live[0] + 1 == len(live) else None
+
+
+def _is_bias_of(trace: Trace, bias: Entrance, weight: Entrance, rows: int) -> bool:
+    """Whether one entrance is where a bias is added to the rows that the other one makes."""
+    step, operation = bias.steps[-1], weight.operation
+    if step.operand_shape != (rows,) or not isinstance(operation, RowOperation):
+        return False
+    if bias.node is weight.node:
+        return step.slot == operation.bias_slot
+    # A product of something that does not lie in order in memory has its bias added by an operation of its own.
+    if step.node.name() != "AddBackward0" or getattr(step.node, "_saved_alpha", 1) != 1:
+        return False
+    return operation.operand_is_transposed and trace.graph.source(step.node, 1 - step.slot, _BETWEEN) is weight.node
+
+
+def _vector_block(trace: Trace, entrance: Entrance) -> PlannedBlock:
+    operation, number = entrance.operation, entrance.parameter.numel()
+    g, _ = trace.gradients[entrance.node]
+    shared = entrance.layout.fits(g, entrance.steps[-1].operand_shape)
+    if isinstance(operation, RowOperation) or not shared:
+        operation = Other(operation.kind)
+    operand, pulled = entrance.marked()
+    return PlannedBlock(
+        name=entrance.name,
+        operation=operation,
+        kind=operation.kind,
+        structure="dense" if number <= DENSE_LIMIT else "diagonal",
+        join=Join(rows=number, columns=1, pieces=(Piece(parameter=entrance.name, view="column"),)),
+        parameter=entrance.name,
+        way=_way(entrance, 1),
+        layout=entrance.layout,
+        as_it_is=torch.equal(pulled.reshape(-1), operand.reshape(-1)),
+    )

@@ -1,0 +1,62 @@
+"""Several processes that share one estimate: which of them this one is, and how their sums become one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def rank() -> int:
+    return dist.get_rank() if _several() else 0
+
+
+def count() -> int:
+    return dist.get_world_size() if _several() else 1
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+@contextmanager
+def launched(device: torch.device) -> Iterator[None]:
+    """Join the processes that torchrun or accelerate started, if one of them started this one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _several():
+        yield
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def local_device(device: str) -> torch.device:
+    """'auto' is the first GPU there is; a GPU without a number is another one for each process of a machine."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    if device == "cuda" and "LOCAL_RANK" in os.environ:
+        return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    return torch.device(device)
+
+
+def add_up(tensors: Iterable[Tensor]) -> None:
+    """Every process gets the sum over all of them, in place."""
+    if count() == 1:
+        return
+    on_device = dist.get_backend() == "nccl"
+    for tensor in tensors:
+        moved = tensor.cuda() if on_device else tensor
+        dist.all_reduce(moved)
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+
+def wait_for_all() -> None:
+    if count() > 1:
+        dist.barrier()

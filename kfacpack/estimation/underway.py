@@ -1,0 +1,184 @@
+"""An estimate under way: a plan, its sums, and the batches that have been taken."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from kfacpack.errors import KfacpackError
+from kfacpack.estimation.batch import Batch, Forward, padding_mask, run
+from kfacpack.estimation.collect import Collector, Passing, Settings, Tally, collector
+from kfacpack.estimation.forecast import BlockForecast
+from kfacpack.estimation.graph import Graph, Steps
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+    from kfacpack.curvature.block import CurvatureBlock
+    from kfacpack.estimation.plan import Plan
+    from kfacpack.estimation.probes import Probes
+
+Places = dict["Node", list[tuple[Collector, Steps]]]
+
+
+class Estimation:
+    def __init__(
+        self, forward: Forward, plan: Plan, wanted: Mapping[str, Tensor], probes: Probes, settings: Settings
+    ) -> None:
+        probes.check(plan.width)
+        self._forward = forward
+        self.plan = plan
+        self._wanted = wanted
+        self._probes = probes
+        self._settings = settings
+        shared: dict[int, Tally] = {}
+        self._collectors = [collector(planned, settings, shared) for planned in plan.blocks]
+        self._examples = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's, as far as it is estimated."""
+        return self._wanted[self.plan.blocks[0].parameter].dtype
+
+    @property
+    def examples(self) -> int:
+        """How many examples have been taken."""
+        return int(self._examples)
+
+    def take(self, batch: Batch, numbers: int | Sequence[int]) -> None:
+        """Forward once, and backward once for each probe.
+
+        `numbers` are the examples' own, or that of the first if they are consecutive: their probes follow from them.
+        """
+        f = run(self._forward, batch)
+        examples, width = f.shape
+        if width != self.plan.width:
+            raise KfacpackError(f"f has width {width}, in the first batch it was {self.plan.width}")
+        if isinstance(numbers, int):
+            numbers = range(numbers, numbers + examples)
+        if len(numbers) != examples:
+            raise KfacpackError(f"f has {examples} rows for a batch of {len(numbers)} examples")
+        graph = Graph(f)
+        places = self._places(graph)
+        mask = padding_mask(batch)
+        sinks = graph.sinks(set(places))
+        # What is collected afterwards still needs its operation then, so nothing may be freed on the way.
+        retain = any(not each.immediate for node, found in places.items() if node not in sinks for each, _ in found)
+        passes = self._probes.passes(width)
+        for number, probe in enumerate(self._probes.draw(numbers, width)):
+            passing = Passing(examples, mask, first=number == 0)
+            self._backward(f, probe, places, sinks, passing, retain=retain or number + 1 < passes)
+        self._examples += examples
+
+    def _places(self, graph: Graph) -> Places:
+        places: Places = defaultdict(list)
+        for each in self._collectors:
+            steps = graph.follow(self._wanted[each.planned.parameter], each.planned.way)
+            if steps is None:
+                problem = "is not used as it was in the first batch; a model whose steps depend on its input"
+                raise KfacpackError(f"parameter {each.planned.parameter!r} {problem} cannot be estimated")
+            places[steps[-1].node].append((each, steps))
+        return places
+
+    def _backward(
+        self, f: Tensor, probe: Tensor, places: Places, sinks: set[Node], passing: Passing, *, retain: bool
+    ) -> None:
+        """Gradients flow down to the operations that use parameters, and into no parameter."""
+        later: list[tuple[Node, Tensor]] = []
+
+        def collect(node: Node, g: Tensor, *, immediate: bool) -> None:
+            for each, steps in places[node]:
+                if each.immediate is immediate:
+                    each.collect(steps, g, passing)
+
+        def hook(node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
+            def at(gradients: tuple[Tensor | None, ...]) -> None:
+                (g,) = gradients
+                if g is not None:
+                    collect(node, g, immediate=True)
+                    if not all(each.immediate for each, _ in places[node]):
+                        later.append((node, g))
+
+            return at
+
+        between = [node for node in places if node not in sinks]
+        handles = [node.register_prehook(hook(node)) for node in between]
+        edges = [GradientEdge(node, 0) for node in sinks]
+        gradients = torch.autograd.grad(f, edges, probe.to(f), retain_graph=retain, allow_unused=True)
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for node, g in zip(sinks, gradients, strict=True):
+                if g is not None:
+                    collect(node, g, immediate=True)
+                    collect(node, g, immediate=False)
+            for node, g in later:
+                collect(node, g, immediate=False)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Everything that has been summed, by name, to be changed in place."""
+        yield "examples", self._examples
+        for name, tally in self._tallies().items():
+            for number, tensor in enumerate(tally.tensors()):
+                yield f"{name}/{number}", tensor
+
+    def _tallies(self) -> dict[str, Tally]:
+        """Each once, under the name of the first block that has it."""
+        found: dict[int, tuple[str, Tally]] = {}
+        for each in self._collectors:
+            for role, tally in each.tallies().items():
+                found.setdefault(id(tally), (f"{each.planned.name}/{role}", tally))
+        return dict(found.values())
+
+    @property
+    def covered(self) -> set[str]:
+        return {parameter for block in self.plan.blocks for parameter in block.parameters}
+
+    def forecasts(self) -> tuple[BlockForecast, ...]:
+        """What each block will weigh in the bundle."""
+        found: list[BlockForecast] = []
+        counted: set[int] = set()
+        for each in self._collectors:
+            own = {id(tally): tally for tally in each.tallies().values() if id(tally) not in counted}
+            counted |= own.keys()
+            size = sum(tally.total.stored_bytes for tally in own.values())
+            block = each.planned
+            found.append(
+                BlockForecast(
+                    block.name, block.parameters, block.kind, block.structure, block.join.rows, block.join.columns, size
+                )
+            )
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    def finish(self) -> list[CurvatureBlock]:
+        """The blocks, scaled as the true GGN. The sums are used up."""
+        if not self.examples:
+            raise KfacpackError("there are no examples to estimate from")
+        matrices = {}
+        for each in self._collectors:
+            tallies = each.tallies()
+            positions = int(tallies["A"].positions) if "A" in tallies else None
+            for role, tally in tallies.items():
+                if id(tally) in matrices:
+                    continue
+                divisor = self._examples * self._probes.divisor
+                if role == "A" and not self._settings.reduce:
+                    divisor = tally.positions
+                matrix = tally.total.finish(float(divisor), examples=self.examples, positions=positions)
+                if not bool(matrix.components["data"].isfinite().all()):
+                    problem = f"block {each.planned.name!r}: {role} has numbers that are not finite"
+                    raise KfacpackError(f"{problem}; gradients overflowed. Use float32 or bfloat16 for the model")
+                matrices[id(tally)] = matrix
+        return [
+            each.block({role: matrices[id(tally)] for role, tally in each.tallies().items()})
+            for each in self._collectors
+        ]

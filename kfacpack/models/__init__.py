@@ -1,0 +1,62 @@
+"""Models by name: a family is one file and one line here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.models.base import Batch, Family, Model
+from kfacpack.models.clip import OpenClip
+from kfacpack.models.encoder import Encoder
+from kfacpack.models.names import FORMS
+from kfacpack.models.t5 import T5
+from kfacpack.models.timm_family import Timm
+
+__all__ = ["FAMILIES", "FORMS", "Batch", "Family", "Model", "load_model"]
+
+FAMILIES: dict[str, Family] = {family.prefix: family for family in (OpenClip(), Timm(), T5(), Encoder())}
+"""By what stands before the colon; a name without one is open_clip's."""
+
+
+def load_model(
+    spec: str,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    image_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Model:
+    """The model that `spec` names, with the weights it stands for.
+
+    `weights`: a safetensors file in their place, or the word "random", to initialise from `seed`. A file that is called
+    random is ./random. `image_size`: pixels of a side; position embeddings are resampled by the model's own library.
+    """
+    prefix, colon, name = spec.partition(":")
+    if not colon:
+        prefix, name = "", spec
+    if prefix not in FAMILIES or not name:
+        raise KfacpackError(f"{printable(spec)!r} names no model. A model is {FORMS}")
+    if image_size is not None and image_size < 1:
+        raise KfacpackError(f"an image size of {image_size} pixels; expected a positive number")
+    try:
+        return FAMILIES[prefix].load(
+            name,
+            weights="random" if weights == "random" else None if weights is None else Path(weights),
+            image_size=image_size,
+            dtype=dtype,
+            device=_usable(device),
+            seed=seed,
+        )
+    except ModuleNotFoundError as error:
+        raise KfacpackError(f"{spec} needs the package {error.name!r}, which is not installed") from error
+
+
+def _usable(device: str | torch.device) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise KfacpackError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error

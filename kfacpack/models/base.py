@@ -1,0 +1,69 @@
+"""What a model is to us: a stock module, the function f whose drift is measured, and how examples become its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.bundle.manifest import Function
+from kfacpack.tasks.base import Example
+
+Batch = Tensor | dict[str, Tensor]
+"""On the CPU. A tensor is the only argument of `forward`, a dictionary holds its keyword arguments."""
+
+Weights = Path | Literal["random"] | None
+"""A safetensors file, a random initialisation that was asked for, or None: what the name stands for."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as its library builds it, in eval mode, on a device: no wrapper, no surgery, no renamed parameter."""
+
+    family: str
+    name: str
+    """As the user gave it, without the family's prefix."""
+    revision: str | None
+    """The pretrained tag or commit, "random-SEED", or None when only the weights themselves tell."""
+    module: nn.Module
+    forward: Callable[..., Tensor]
+    """forward(batch) or forward(**batch) -> f, (N, C). Moves its input to the module's device and dtype."""
+    function: Function
+    frozen: tuple[str, ...]
+    """fnmatch patterns of the state-dict names that are neither estimated nor trained unless they are asked for."""
+    modality: Literal["image", "text"]
+    prepare: Callable[[Sequence[Example], str], Batch]
+    """N examples and their task's name -> a batch."""
+    preprocessing: str
+    """What `prepare` does, in one line, for the manifest."""
+
+
+class Family(Protocol):
+    """One kind of model, one file."""
+
+    prefix: str
+    """What stands before the colon in `--model`; empty for the family whose names need none."""
+
+    def load(
+        self,
+        name: str,
+        *,
+        weights: Weights,
+        image_size: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> Model: ...
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The libraries initialise from torch's global generator: seeded here, and given back as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield

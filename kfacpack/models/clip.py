@@ -1,0 +1,172 @@
+"""open_clip's models: `ViT-B-32`, `ViT-B-16/laion2b_s34b_b88k`. f is the normalised embedding of an image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.bundle.container import Container
+from kfacpack.bundle.manifest import Function
+from kfacpack.errors import KfacpackError
+from kfacpack.models.base import Model, Weights, seeded
+from kfacpack.models.images import image_batches
+from kfacpack.models.names import unknown
+from kfacpack.models.quiet import quiet
+from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, first_line, misfit, refuse
+
+EMBEDDINGS = (
+    "visual.conv1.weight",
+    "visual.*positional_embedding",
+    "visual.trunk.patch_embed.*",
+    "visual.trunk.pos_embed",
+)
+"""Patch and position embeddings, of open_clip's own vision towers and of a timm trunk."""
+RESIZED = ("*positional_embedding", "*pos_embed")
+DEFAULT_TAG = "openai"
+
+
+class OpenClip:
+    prefix = ""
+
+    def load(
+        self,
+        name: str,
+        *,
+        weights: Weights,
+        image_size: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> Model:
+        """A tag says where weights are and what they were trained with; with a weights file, only the latter counts.
+
+        A file does not show which activation it was trained with, so `ViT-B-32` with a file is the architecture as
+        open_clip configures it, and `ViT-B-32/openai` with a file has QuickGELU, as those weights need.
+        """
+        make_torchvision_importable()
+        import open_clip
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        name, tag = _name_and_tag(name, needs_tag=weights is None)
+        trained = open_clip.get_pretrained_cfg(name, tag) if tag else {}
+
+        def build(file: Path | None) -> Any:
+            return open_clip.create_model(
+                name,
+                pretrained=None if file is None else str(file),
+                # Where a tag needs QuickGELU and the name's config says otherwise, open_clip only warns.
+                force_quick_gelu=trained.get("quick_gelu", False),
+                force_image_size=image_size,
+                force_preprocess_cfg={key: trained[key] for key in _PREPROCESSING if key in trained},
+                pretrained_text=False,
+            )
+
+        with quiet(), seeded(seed):
+            if weights == "random":
+                module = _built(build, name)
+            else:
+                module = _loaded(build, checked(weights) if weights else _published(trained, f"{name}/{tag}"), name)
+        module = module.to(device=device, dtype=dtype).eval()
+        setting = PreprocessCfg(**open_clip.get_model_preprocess_cfg(module))
+        height, width = setting.input_size[1:]
+        activation = "; QuickGELU" if _quick_gelu(module) else ""
+
+        def forward(images: Tensor) -> Tensor:
+            f: Tensor = module.encode_image(images.to(device, dtype), normalize=True)
+            return f
+
+        return Model(
+            family="open_clip",
+            name=name,
+            revision=f"random-{seed}" if weights == "random" else tag,
+            module=module,
+            forward=forward,
+            function=Function(
+                output="embedding",
+                normalized=True,
+                width=int(open_clip.get_model_config(name)["embed_dim"]),
+                detail=f"encode_image(x, normalize=True) of {height}x{width} pixels{activation}",
+            ),
+            frozen=(*EMBEDDINGS, *_outside_vision(module)),
+            modality="image",
+            prepare=image_batches(image_transform_v2(setting, is_train=False), name),
+            preprocessing=f"open_clip: RGB, resize ({setting.resize_mode}, {setting.interpolation}) "
+            f"to {height}x{width}, normalize mean {list(setting.mean)} std {list(setting.std)}",
+        )
+
+
+_PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
+
+
+def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
+    import open_clip
+
+    name, _, tag = spec.partition("/")
+    if name not in (known := open_clip.list_models()):
+        raise unknown("open_clip", spec, known)
+    tags = open_clip.list_pretrained_tags_by_model(name)
+    if tag and not open_clip.is_pretrained_cfg(name, tag):
+        raise KfacpackError(f"{name} has no tag {tag!r} in open_clip; its tags are {', '.join(tags) or 'none'}")
+    if tag or not needs_tag:
+        return name, tag or None
+    if DEFAULT_TAG in tags:
+        return name, DEFAULT_TAG
+    choice = f"choose one: {', '.join(f'{name}/{each}' for each in tags)}" if tags else "none is published"
+    raise KfacpackError(f"{name} stands for no weights by itself; {choice}. {LOCAL_WEIGHTS}")
+
+
+def _published(trained: dict[str, Any], model: str) -> Path:
+    """The file behind a tag. open_clip's own download falls back to a pickle, so only the safetensors is asked for."""
+    repository, _, filename = trained.get("hf_hub", "").rpartition("/")
+    if not repository:
+        raise KfacpackError(f"{model} is not published as safetensors on the Hub. {LOCAL_WEIGHTS}")
+    return fetched(repository, filename or "open_clip_pytorch_model.bin", model)
+
+
+def _built(build: Callable[[Path | None], Any], name: str) -> Any:
+    try:
+        return build(None)
+    except (RuntimeError, ValueError, AssertionError, OSError) as error:
+        raise KfacpackError(f"open_clip cannot build {name}: {first_line(error)}") from error
+
+
+def _loaded(build: Callable[[Path | None], Any], path: Path, name: str) -> Any:
+    """The model with a file's weights: all of them, or the vision tower's, the text tower then staying random."""
+    if all(key.startswith("visual.") for key in Container(path).tensors):
+        return _with_vision(_built(build, name), path, name)
+    try:
+        return build(path)
+    except (RuntimeError, KeyError, ValueError, AssertionError, OSError) as error:
+        raise refuse(path, name, error, lambda: _built(build, name).state_dict(), RESIZED) from error
+
+
+def _with_vision(module: Any, path: Path, name: str) -> Any:
+    from open_clip.model import resize_pos_embed
+    from safetensors.torch import load_file
+
+    own = module.state_dict()
+    vision = {key: tensor for key, tensor in own.items() if key.startswith("visual.")}
+    if problem := misfit(path, vision, RESIZED):
+        raise KfacpackError(f"{path}: these are not the weights of {name}'s vision tower: {problem}")
+    state = load_file(path)
+    resize_pos_embed(state, module)
+    try:
+        module.load_state_dict({**own, **state})
+    except RuntimeError as error:
+        raise refuse(path, name, error, lambda: vision) from error
+    return module
+
+
+def _outside_vision(module: nn.Module) -> tuple[str, ...]:
+    """Patterns for all that is no part of f."""
+    tops = dict.fromkeys(name.partition(".")[::2] for name in module.state_dict() if not name.startswith("visual."))
+    return tuple(dict.fromkeys(f"{top}.*" if rest else top for top, rest in tops))
+
+
+def _quick_gelu(module: nn.Module) -> bool:
+    return any(type(each).__name__ == "QuickGELU" for each in module.modules())

@@ -1,0 +1,82 @@
+"""T5: `t5:google-t5/t5-base`, `t5:DIR`. f is the decoder's hidden state where the label is predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kfacpack.bundle.manifest import Function
+from kfacpack.errors import KfacpackError
+from kfacpack.models.base import Model, Weights
+from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, texts
+from kfacpack.tasks.base import Example
+
+FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
+
+
+class T5:
+    prefix = "t5"
+
+    def load(
+        self,
+        name: str,
+        *,
+        weights: Weights,
+        image_size: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> Model:
+        if image_size is not None:
+            raise KfacpackError(f"t5:{name} reads text: it takes no image size")
+        config, tokenizer = config_and_tokenizer(name, self.prefix)
+        if config.model_type != "t5":
+            raise KfacpackError(f"t5:{name} is a {config.model_type!r} model, expected 't5'; hf: takes text encoders")
+        from transformers import T5ForConditionalGeneration
+
+        module = pretrained(T5ForConditionalGeneration, config, name, weights, dtype, seed).to(device).eval()
+        limit = longest(tokenizer, config)
+        first = getattr(config, "decoder_start_token_id", None)
+        first = config.pad_token_id if first is None else first  # as transformers does for configs that do not say it
+
+        def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            """Both (N, length) -> (N, d_model). A label is the first word out, so the decoder has only its start."""
+            ids, mask = input_ids.to(device), attention_mask.to(device)
+            start = torch.full((len(ids), 1), first, device=device)
+            read = module.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+            decoded = module.decoder(
+                input_ids=start, encoder_hidden_states=read, encoder_attention_mask=mask, use_cache=False
+            )
+            f: Tensor = decoded.last_hidden_state[:, 0]
+            return f
+
+        def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
+            """As T5 was trained: the task's name, then every column with its name before it."""
+            columns = texts(examples, f"t5:{name}", task)
+            rows = [
+                " ".join([task, *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))])
+                for values in zip(*columns.values(), strict=True)
+            ]
+            tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")
+            return {key: tokens[key] for key in ("input_ids", "attention_mask")}
+
+        return Model(
+            family="t5",
+            name=name,
+            revision=f"random-{seed}" if weights == "random" else getattr(config, "_commit_hash", None),
+            module=module,
+            forward=forward,
+            function=Function(
+                output="hidden-state",
+                normalized=False,
+                width=int(config.d_model),
+                detail="decoder's last hidden state, after its final norm and before lm_head, at the first position: "
+                "decoder input is the start token alone",
+            ),
+            frozen=FROZEN,
+            modality="text",
+            prepare=prepare,
+            preprocessing=f"'TASK column: text column: text', at most {limit} tokens",
+        )

@@ -1,0 +1,46 @@
+"""What a task is to us: named splits of examples, and the classes its labels stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Example = Mapping[str, Any]
+"""A column's name -> its value, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a split's examples come from, in the words of a manifest's source."""
+
+    dataset: str
+    split: str
+    license: str | None = None
+
+
+class Split(Protocol):
+    """Examples in a fixed order."""
+
+    source: Origin
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+    def label(self, index: int) -> int:
+        """The class of an example, an index into the task's `classes`."""
+
+
+class Task(Protocol):
+    name: str
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """The classes' names, if they are known."""
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The names of the splits there are."""
+
+    def split(self, name: str) -> Split: ...

@@ -1,0 +1,201 @@
+"""What an estimate costs: time and peak memory on two vision transformers of ViT-B/32 size, beside other libraries.
+
+    python tests/bench/estimate.py [--rounds 3] [--small] [--only plain kronfluence ...]
+
+64 random images in batches of 32, one probe an image, 2 threads, random weights; f is the L2-normalised embedding, and
+patch and position embeddings are frozen. Times are the best of the rounds, everybody in turns; peak memory is what a
+fresh process needs on top of model and data. Prints ratios to a plain forward and backward pass, and exits with 1 when
+a promise does not hold. `--small` only shows that everything runs.
+
+Everybody is in peers.py. In open_clip's tower no peer can do attention and the output projection, so that they do less
+there than kfacpack. Needs open_clip_torch, transformers, curvlinops-for-pytorch and kronfluence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import inspect
+import logging
+import subprocess
+import sys
+import time
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from curvlinops import KFACLinearOperator
+from peers import CONTENDERS, OUTPUT, PEERS, Found, plain
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+EXAMPLES, BATCH, PIXELS, PATCH, HEAD, THREADS = 64, 32, 224, 32, 64, 2
+FULL, SMALL = (12, 768), (2, 128)  # layers, width
+FROZEN = ("patch_embedding", "position_embedding", "conv1", "positional_embedding")
+
+
+# The models: x (N, 3, 224, 224) -> f (N, 512)
+
+
+class Embedding(nn.Module):
+    def __init__(self, tower: nn.Module) -> None:
+        super().__init__()
+        self.tower = tower
+        for name, parameter in tower.named_parameters():
+            parameter.requires_grad_(not any(part in FROZEN for part in name.split(".")))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.tower(x)
+        return nn.functional.normalize(getattr(found, "image_embeds", found), dim=-1)
+
+
+def declare_torchvision() -> None:
+    """Both libraries import torchvision, which wants two operators that its binary lacks beside another torch."""
+    for name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def transformers_tower(layers: int, width: int) -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": width // HEAD}
+    images: dict[str, Any] = {"image_size": PIXELS, "patch_size": PATCH, "projection_dim": OUTPUT}
+    return CLIPVisionModelWithProjection(CLIPVisionConfig(num_hidden_layers=layers, **sizes, **images))
+
+
+def open_clip_tower(layers: int, width: int) -> nn.Module:
+    import open_clip
+
+    vision = {"image_size": PIXELS, "patch_size": PATCH, "layers": layers, "width": width, "head_width": HEAD}
+    return open_clip.create_model("ViT-B-32", pretrained=None, vision_cfg=vision).visual
+
+
+MODELS: dict[str, Callable[[int, int], nn.Module]] = {"transformers": transformers_tower, "open_clip": open_clip_tower}
+
+
+def data() -> list[torch.Tensor]:
+    return list(torch.randn(EXAMPLES, 3, PIXELS, PIXELS, generator=torch.Generator().manual_seed(0)).split(BATCH))
+
+
+# Measuring
+
+
+def check(name: str, found: Found) -> int:
+    """Numbers covered, after a look at the factors."""
+    assert name == "plain" or found.matrices, f"{name} made no factors"
+    assert all(bool(matrix.isfinite().all()) for matrix in found.matrices), f"{name}'s factors are not finite"
+    return found.covered
+
+
+def times(models: dict[str, nn.Module], names: list[str], rounds: int) -> tuple[dict[Any, float], dict[Any, int]]:
+    """Best seconds, and numbers covered, by model and contender."""
+    batches = data()
+    best: dict[Any, float] = {}
+    covered: dict[Any, int] = {}
+    for model in models.values():
+        plain(model, batches[:1])
+    for _ in range(rounds):
+        for key, model in models.items():
+            for name in names:
+                gc.collect()
+                start = time.perf_counter()
+                found = CONTENDERS[name](model, batches)
+                taken = time.perf_counter() - start
+                best[key, name] = min(taken, best.get((key, name), taken))
+                covered[key, name] = check(name, found)
+                del found
+    return best, covered
+
+
+def memory(key: str) -> int:
+    return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split("kB")[0]) * 1024
+
+
+def peak(model: nn.Module, name: str) -> int:
+    """Bytes on top of model and data; what building the model left in the allocator goes back first."""
+    batches = data()
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    found = CONTENDERS[name](model, batches)
+    extra = memory("VmHWM") - before
+    check(name, found)
+    return extra
+
+
+def peak_elsewhere(key: str, name: str, layers: int, width: int) -> int:
+    sizes = ["--layers", str(layers), "--width", str(width)]
+    command = [sys.executable, __file__, "--memory-of", name, "--model", key, *sizes]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+
+
+def promises(key: str, seconds: dict[Any, float], peaks: dict[Any, int], peers: list[str]) -> int:
+    """How many do not hold."""
+    ours = seconds[key, "kfacpack"]
+    slower = ours / seconds[key, "plain"]
+    faster = min(seconds[key, peer] for peer in peers) / ours
+    smaller = peaks[key, "kfacpack"] / min(peaks[key, peer] for peer in peers)
+    made = [
+        ("time / plain", slower, "<=", 1.4, slower <= 1.4),
+        ("fastest peer's time / kfacpack's", faster, ">=", 1.5, faster >= 1.5),
+        ("peak memory / smallest peer's", smaller, "<", 1.0, smaller < 1),
+    ]
+    for promise, found, relation, bound, holds in made:
+        print(f"  {'holds' if holds else 'FAILS'}  {key}: {promise}: {found:.3g} (promised {relation} {bound:.3g})")
+    return sum(not holds for *_, holds in made)
+
+
+def main(names: list[str], rounds: int, layers: int, width: int) -> int:
+    peaks = {(key, name): peak_elsewhere(key, name, layers, width) for key in MODELS for name in names}
+    models: dict[str, nn.Module] = {key: Embedding(make(layers, width)) for key, make in MODELS.items()}
+    seconds, covered = times(models, names, rounds)
+    print(f"{layers} layers of width {width}, {EXAMPLES} images, {THREADS} threads, best of {rounds}; ratios to plain")
+    for key, model in models.items():
+        trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        print(f"  {key}: {trainable / 1e6:.2f} M trainable numbers")
+        for name in names:
+            time_ratio = seconds[key, name] / seconds[key, names[0]]
+            peak_ratio = peaks[key, name] / peaks[key, names[0]]
+            print(
+                f"    {name:17} time {time_ratio:5.2f} ({seconds[key, name]:6.2f} s)  peak {peak_ratio:5.2f}"
+                f" ({peaks[key, name] / 1e6:5.0f} MB)  factors for {covered[key, name] / 1e6:6.2f} M"
+            )
+    if "backend" not in inspect.signature(KFACLinearOperator).parameters:
+        print(f"  no graph backend of curvlinops: {version('curvlinops-for-pytorch')} has hooks alone")
+    peers = [name for name in PEERS if name in names]
+    if "kfacpack" not in names or not peers:
+        print("  no promise checked: that needs kfacpack and a peer")
+        return 0
+    return 1 if sum(promises(key, seconds, peaks, peers) for key in models) else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Time and peak memory of an estimate, beside its peers.")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=FULL[0])
+    parser.add_argument("--width", type=int, default=FULL[1], help=f"a multiple of {HEAD}")
+    parser.add_argument("--small", action="store_true", help="{} layers of width {}".format(*SMALL))
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="plain always runs")
+    parser.add_argument("--memory-of", choices=CONTENDERS, help="print one contender's peak bytes, and no more")
+    parser.add_argument("--model", choices=MODELS, default="transformers", help="for --memory-of")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(0)
+    declare_torchvision()
+    asked = arguments()
+    layers, width = SMALL if asked.small else (asked.layers, asked.width)
+    if asked.memory_of:
+        print(peak(Embedding(MODELS[asked.model](layers, width)), asked.memory_of))
+        sys.exit(0)
+    sys.exit(main([name for name in CONTENDERS if name == "plain" or name in asked.only], asked.rounds, layers, width))

@@ -1,0 +1,133 @@
+"""The contenders of estimate.py. Each takes a model and its batches, does the whole job, and gives back what it found.
+
+The model maps x to f (N, C). A peer is given the layers that it supports, with the rest frozen, and is spared its
+optional passes over the data: check_deterministic and the counting of examples in curvlinops, files in kronfluence.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from curvlinops import KFACLinearOperator
+from kronfluence.analyzer import prepare_model
+from kronfluence.arguments import FactorArguments
+from kronfluence.factor.covariance import fit_covariance_matrices_with_loader
+from kronfluence.task import Task
+from kronfluence.utils.state import State
+from torch import nn
+
+import kfacpack as kp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+OUTPUT = 512
+
+
+@dataclass
+class Found:
+    """The factors that a contender made, and how many of the model's numbers they are for."""
+
+    matrices: list[torch.Tensor]
+    covered: int
+
+
+def plain(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for x in batches:
+        f = model(x)
+        torch.autograd.grad((torch.randn_like(f) * f).sum(), trainable)
+    return Found([], 0)
+
+
+def kfacpack(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+    names = linear_parameters(model)
+    curvature = kp.estimate(model, batches, fisher="mc", samples=1, probe="orthogonal", params=names, seed=0)
+    assert set(curvature.parameters) == set(names), "kfacpack did not cover what it was asked to"
+    held = [matrix for block in curvature.blocks for _, matrix in block.structure.matrices()]
+    state = dict(model.named_parameters())
+    return Found([matrix.components["data"] for matrix in held], sum(state[name].numel() for name in names))
+
+
+def linear_parameters(model: nn.Module) -> list[str]:
+    """Every trainable matrix (they all multiply something), fused and bare ones too, and the bias beside it."""
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    weights = [name for name, parameter in trainable.items() if parameter.ndim == 2]
+    biases = {name.removesuffix("weight") + "bias" for name in weights if name.endswith("weight")}
+    return [name for name in trainable if name in weights or name in biases]
+
+
+def curvlinops_hooks(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+    layers = linear_layers(model)
+    model = only(model, layers)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    operator = KFACLinearOperator(
+        model,
+        nn.MSELoss(reduction="sum"),
+        parameters,
+        [(x, x.new_zeros(len(x), OUTPUT)) for x in batches],
+        check_deterministic=False,
+        fisher_type="mc",
+        mc_samples=1,
+        kfac_approx="expand",
+        num_per_example_loss_terms=1,
+        separate_weight_and_bias=False,
+        num_data=sum(map(len, batches)),
+    )
+    operator.compute_kronecker_factors()
+    matrices = [*operator._input_covariances.values(), *operator._gradient_covariances.values()]
+    assert len(matrices) == 2 * len(layers), "curvlinops left layers out"
+    return Found(matrices, sum(parameter.numel() for parameter in parameters))
+
+
+def kronfluence(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+    layers = linear_layers(model)
+    task = Sampled(layers)
+    covered = sum(p.numel() for layer in layers for p in model.get_submodule(layer).parameters())
+    model = prepare_model(only(model, layers), task)
+    fit: Any = fit_covariance_matrices_with_loader
+    _, factors = fit(model, State(cpu=True), task, batches, FactorArguments(strategy="kfac"), disable_tqdm=True)
+    matrices = [factor for found in factors.values() for factor in found.values() if factor.ndim == 2]
+    assert len(matrices) == 2 * len(layers), "kronfluence left layers out"
+    return Found(matrices, covered)
+
+
+class Sampled(Task):
+    """kronfluence's view of the work: the gradient of <s, f>, s random, at the layers that it can track."""
+
+    def __init__(self, layers: list[str]) -> None:
+        self.layers = layers
+
+    def compute_train_loss(self, batch: torch.Tensor, model: nn.Module, sample: bool = False) -> torch.Tensor:
+        f = model(batch)
+        return (torch.randn_like(f) * f).sum()
+
+    def compute_measurement(self, batch: torch.Tensor, model: nn.Module) -> torch.Tensor:
+        raise NotImplementedError
+
+    def get_influence_tracked_modules(self) -> list[str]:
+        return self.layers
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    """What both peers support. nn.MultiheadAttention's out_proj is a subclass of nn.Linear, and never called."""
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear and module.weight.requires_grad]
+
+
+def only(model: nn.Module, layers: list[str]) -> nn.Module:
+    """The same numbers in modules of one's own, trainable in these layers: peers wrap and freeze what they get."""
+    kept = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
+    shared = {id(p): nn.Parameter(p.data, requires_grad=id(p) in kept) for p in model.parameters()}
+    return copy.deepcopy(model, shared)
+
+
+CONTENDERS: dict[str, Callable[[nn.Module, list[torch.Tensor]], Found]] = {
+    "plain": plain,
+    "kfacpack": kfacpack,
+    "curvlinops-hooks": curvlinops_hooks,
+    "kronfluence": kronfluence,
+}
+PEERS = ("curvlinops-hooks", "kronfluence")

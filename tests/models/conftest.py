@@ -1,0 +1,96 @@
+"""Tiny models of every family, with the names and files that real ones have, and no network."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+
+from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+
+SENTENCES = "mnli premise hypothesis : a dog runs over the green field an animal moves nobody sleeps"
+
+
+@pytest.fixture(autouse=True)
+def _no_network(monkeypatch, tmp_path):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture(scope="session")
+def tiny_clip(tmp_path_factory):
+    """The name of an open_clip model of 16 dimensions, patches of 8 pixels and pictures of 32."""
+    make_torchvision_importable()
+    import open_clip
+
+    path = tmp_path_factory.mktemp("configs") / "ViT-tiny-test.json"
+    vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
+    path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(path)
+    return path.stem
+
+
+def write_tokenizer(folder, start, end):
+    """Whole words; a pair of texts is `start one end two end`, its second text of type 1."""
+    make_torchvision_importable()
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", start, end, *SENTENCES.split()])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start} $A {end}",
+        pair=f"{start} $A {end} $B:1 {end}:1",
+        special_tokens=[(start, 2), (end, 3)],
+    )
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "model_max_length": 32}
+    names["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+    return len(vocabulary)
+
+
+@pytest.fixture(scope="session")
+def t5_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    size = write_tokenizer(folder, "<s>", "</s>")
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=size, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def bert_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bert")
+    size = write_tokenizer(folder, "[CLS]", "[SEP]")
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    BertModel(BertConfig(vocab_size=size, max_position_embeddings=32, **shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def pictures():
+    """Three examples: colour, grey, palette; none of them square."""
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (3, 40, 52, 3), dtype=torch.uint8, generator=generator)
+    images = [Image.fromarray(each.numpy()) for each in noise]
+    return [{"image": image} for image in (images[0], images[1].convert("L"), images[2].quantize(16))]
+
+
+@pytest.fixture
+def pairs():
+    return [
+        {"premise": "a dog runs over the green field", "hypothesis": "an animal moves"},
+        {"premise": "nobody sleeps", "hypothesis": "a dog"},
+    ]

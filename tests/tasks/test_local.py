@@ -1,0 +1,199 @@
+"""Tasks in folders: what is found there is what was put there, and what is wrong there is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import datasets
+import pytest
+from PIL import Image
+
+from kfacpack.errors import KfacpackError
+from kfacpack.tasks import load_task
+from kfacpack.tasks.local import SHARD
+
+SHARED = Path(__file__).resolve().parents[3] / "shared"
+PICTURES = [Image.new("RGB", (6, 4), (red, 10, 20)) for red in range(5)]
+LABELS = [2, 0, 1, 1, 2]
+
+
+def image_data(**more):
+    features = {"img": datasets.Image(), "fine": datasets.ClassLabel(names=["a", "b", "c"])}
+    columns = {"img": PICTURES, "fine": LABELS, **{name: values for name, (values, _) in more.items()}}
+    features.update({name: feature for name, (_, feature) in more.items()})
+    return datasets.Dataset.from_dict(columns, datasets.Features(features))
+
+
+def text_data(labels=(0, 1, 0)):
+    features = datasets.Features(
+        premise=datasets.Value("string"),
+        hypothesis=datasets.Value("string"),
+        idx=datasets.Value("int32"),
+        label=datasets.ClassLabel(names=["yes", "no"]),
+    )
+    texts = {"premise": ["one", "two", "three"], "hypothesis": ["uno", "dos", "tres"], "idx": [7, 8, 9]}
+    return datasets.Dataset.from_dict({**texts, "label": labels}, features)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_writing():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def write(data, folder, name="train-00000-of-00001.parquet"):
+    folder.mkdir(parents=True, exist_ok=True)
+    data.to_parquet(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("place", [".", "data", "odd [name]*"])
+def test_pictures_in_the_hubs_layout(tmp_path, place):
+    folder = write(image_data(), tmp_path / place)
+    write(image_data().select([1]), folder, "test-00000-of-00001.parquet")
+    task = load_task("mine", tmp_path if place == "data" else folder)
+    assert task.splits == ("train", "test")
+    assert task.classes == ("a", "b", "c")
+    split = task.split("train")
+    assert [dict(split[k]).keys() for k in range(len(split))] == [{"image"}] * 5
+    assert [split[k]["image"].getpixel((0, 0))[0] for k in range(5)] == [0, 1, 2, 3, 4]
+    assert [split.label(k) for k in range(5)] == LABELS
+    assert (split.source.split, split.source.license) == ("train", None)
+    assert len(task.split("test")) == 1
+
+
+def test_texts_keep_their_columns_and_order(tmp_path):
+    split = load_task("rte", write(text_data(), tmp_path / "rte")).split("train")
+    assert list(split[1].items()) == [("premise", "two"), ("hypothesis", "dos")]
+    assert split.label(1) == 1
+    assert split.source.dataset == "rte"
+
+
+def test_shards_are_one_split(tmp_path):
+    for k in range(2):
+        write(image_data().shard(2, k, contiguous=True), tmp_path, f"train-0000{k}-of-00002.parquet")
+    split = load_task("mine", tmp_path).split("train")
+    assert [split.label(k) for k in range(len(split))] == LABELS
+    assert SHARD.fullmatch("validation_matched-00000-of-00001.parquet")[1] == "validation_matched"
+
+
+@pytest.mark.parametrize("splits", [("train", "test"), ()])
+def test_pictures_in_a_folder_per_class(tmp_path, splits):
+    for split in splits or (".",):
+        for name in ("cat", "ant", "bee")[: 3 if split != "test" else 1]:
+            (tmp_path / split / name).mkdir(parents=True)
+            for k in range(2):
+                PICTURES[k].save(tmp_path / split / name / f"{k}.png")
+            (tmp_path / split / name / "notes.txt").write_text("no picture")
+    task = load_task("mine", tmp_path)
+    assert task.splits == (splits or ("train",))
+    assert task.classes == ("ant", "bee", "cat")
+    train = task.split("train")
+    assert [train.label(k) for k in range(len(train))] == [0, 0, 1, 1, 2, 2]
+    assert train[1]["image"].getpixel((0, 0)) == (1, 10, 20)
+    if splits:
+        assert task.split("test").label(0) == 2  # a cat is a cat, though test has no other class
+
+
+def test_nothing_is_left_behind_and_nothing_printed(tmp_path, monkeypatch, capfd):
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    datasets.enable_progress_bars()
+    folder = write(image_data(), tmp_path / "data-set")
+    capfd.readouterr()
+    split = load_task("mine", folder).split("train")
+    assert split[4]["image"].size == (6, 4)
+    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not datasets.are_progress_bars_disabled()
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_folder_without_data_says_what_was_found_and_expected(tmp_path):
+    with pytest.raises(KfacpackError, match=r"nowhere: no such folder; expected train-\*\.parquet"):
+        load_task("mine", tmp_path / "nowhere")
+    with pytest.raises(KfacpackError, match="found nothing; expected"):
+        load_task("mine", tmp_path)
+    (tmp_path / "readme.md").write_text("hello")
+    with pytest.raises(KfacpackError, match=r"found readme\.md; expected"):
+        load_task("mine", tmp_path)
+    with pytest.raises(KfacpackError, match="is no folder"):
+        load_task("mine", tmp_path / "readme.md")
+
+
+def test_broken_files_are_named(tmp_path):
+    folder = write(image_data(), tmp_path)
+    file = folder / "train-00000-of-00001.parquet"
+    whole = file.read_bytes()
+    for content in (b"", b"nonsense", whole[:-20]):
+        file.write_bytes(content)
+        with pytest.raises(KfacpackError, match=r"train-00000-of-00001\.parquet: is no parquet file that can be read"):
+            load_task("mine", folder).split("train")
+    file.write_bytes(whole[:4] + bytes(600) + whole[604:])
+    with pytest.raises(KfacpackError, match=r"split 'train' cannot be read|its picture cannot be read"):
+        load_task("mine", folder).split("train")[0]
+
+
+def test_a_broken_picture_is_named_by_its_row(tmp_path):
+    (tmp_path / "cat").mkdir()
+    PICTURES[0].save(tmp_path / "cat" / "0.png")
+    (tmp_path / "cat" / "1.png").write_bytes(b"no picture")
+    split = load_task("mine", tmp_path).split("train")
+    assert split[0]["image"].size == (6, 4)
+    with pytest.raises(KfacpackError, match="split 'train', row 1: its picture cannot be read"):
+        split[1]
+
+
+def test_columns_that_do_not_fit_are_listed(tmp_path):
+    numbers = datasets.Dataset.from_dict({"x": [1.0], "y": [2]})
+    with pytest.raises(KfacpackError, match="no column of pictures or texts; there are x, y"):
+        load_task("mine", write(numbers, tmp_path / "numbers")).split("train")
+    two = image_data(mask=(PICTURES, datasets.Image()))
+    with pytest.raises(KfacpackError, match="2 columns of pictures, img, mask; expected one"):
+        load_task("mine", write(two, tmp_path / "two")).split("train")
+    unlabelled = load_task("mine", write(image_data().remove_columns("fine"), tmp_path / "bare"))
+    assert unlabelled.classes is None
+    with pytest.raises(KfacpackError, match="no column of class labels"):
+        unlabelled.split("train").label(0)
+
+
+def test_splits_must_exist_have_examples_and_agree_on_classes(tmp_path):
+    folder = write(text_data(), tmp_path)
+    with pytest.raises(KfacpackError, match="no split 'test'; there are train"):
+        load_task("mine", folder).split("test")
+    write(text_data().select([]), folder, "test.parquet")
+    with pytest.raises(KfacpackError, match="split 'test' has no examples"):
+        load_task("mine", folder).split("test")
+    renamed = text_data().cast_column("label", datasets.ClassLabel(names=["no", "yes"]))
+    write(renamed, folder, "validation.parquet")
+    with pytest.raises(KfacpackError, match="the classes of 'validation' are not those of 'train'"):
+        load_task("mine", folder).split("validation")
+
+
+def test_rows_without_label_or_text_are_named(tmp_path):
+    split = load_task("mine", write(text_data(labels=[0, -1, None]), tmp_path / "labels")).split("train")
+    assert split.label(0) == 0
+    for row, found in ((1, -1), (2, None)):
+        with pytest.raises(KfacpackError, match=f"row {row}: its label is {found}, which is no class"):
+            split.label(row)
+    holes = text_data().map(lambda row: {"premise": None if row["idx"] == 8 else row["premise"]})
+    with pytest.raises(KfacpackError, match="row 1: 'premise' is null"):
+        load_task("mine", write(holes, tmp_path / "holes")).split("train")[1]
+
+
+def test_an_unknown_task_is_told_how_to_bring_data():
+    with pytest.raises(KfacpackError, match=r"'dtd' is no registered task .*--data DIR"):
+        load_task("dtd")
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, which holds real data")
+@pytest.mark.parametrize(
+    ("name", "classes", "columns"),
+    [("mnist", 10, ["image"]), ("stanford_cars", 40, ["image"]), ("mnli", 3, ["premise", "hypothesis"])],
+)
+def test_real_data(name, classes, columns):
+    task = load_task(name, SHARED / "data" / name)
+    split = task.split("test")
+    assert len(task.classes) == classes
+    assert list(split[0]) == columns
+    assert {split.label(k) for k in range(len(split))} == set(range(classes))
