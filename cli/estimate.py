@@ -228,6 +228,5 @@ def _print_forecast(found: Forecast) -> None:
         f"{len(found.blocks)} blocks, {human_bytes(found.bytes)}; {found.examples} examples in {found.batches} batches"
     )
     out.print(
-        f"about {human_seconds(found.seconds)}, by one batch's time; "
-        f"peak memory about {human_bytes(found.peak_memory)}"
+        f"about {human_seconds(found.seconds)}, by one batch's time; peak memory about {human_bytes(found.peak_memory)}"
     )
