@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -24,7 +25,7 @@ from kfacpack.estimation.underway import Estimation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfacpack.bundle.manifest import Source
+    from kfacpack.bundle.manifest import Base, Source
     from kfacpack.estimation.batch import Batch, Forward
     from kfacpack.estimation.options import Sharing, Structure
     from kfacpack.estimation.probes import Fisher, Probe
@@ -72,13 +73,14 @@ def estimate(
     first = next(remaining, None)
     if first is None:
         raise KfacpackError("there are no batches to estimate from")
-    with borrowed(model, wanted):
+    with borrowed(model, wanted), ThreadPoolExecutor(max_workers=1) as background:
         estimation = begin(forward or model, to_device(first, device_of(wanted)), wanted, options)
+        called = name or type(model).__name__
+        base = background.submit(identify, model, estimation.covered, family="torch", name=called)
         for number, batch in _own_share(chain([first], remaining), estimation):
             estimation.take(to_device(batch, device_of(wanted)), number)
-    base_name = name or type(model).__name__
     function = function or Function(output="other", normalized=False, width=estimation.plan.width)
-    return conclude(estimation, model, options, family="torch", name=base_name, function=function, source=source)
+    return conclude(estimation, options, base.result(), function, source)
 
 
 def _own_share(batches: Iterable[Batch], estimation: Estimation) -> Iterator[tuple[int, Batch]]:
@@ -106,28 +108,18 @@ def begin(forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options:
 
 
 def conclude(
-    estimation: Estimation,
-    model: nn.Module,
-    options: Options,
-    *,
-    family: str,
-    name: str,
-    function: Function,
-    revision: str | None = None,
-    source: Source | None = None,
+    estimation: Estimation, options: Options, base: Base, function: Function, source: Source | None
 ) -> Curvature:
     """What all processes have summed, as a curvature."""
     processes.add_up(tensor for _, tensor in estimation.tensors())
-    blocks = estimation.finish()
-    covered = {parameter for block in blocks for parameter in block.parameters}
     about = About(
-        base=identify(model, covered, family=family, name=name, revision=revision),
+        base=base,
         function=function,
         scaling=options.scaling,
         estimate=options.manifest(estimation.dtype),
         source=source,
     )
-    return Curvature(blocks, about)
+    return Curvature(estimation.finish(), about)
 
 
 def device_of(wanted: Mapping[str, Tensor]) -> torch.device:

@@ -52,6 +52,12 @@ class Way:
 Steps = tuple[Step, ...]
 
 
+_TURNS = {
+    f"{name}Backward0"
+    for name in ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "ToCopy", "Alias")
+}
+
+
 class Graph:
     """The operations between f and the parameters it was computed from."""
 
@@ -82,12 +88,19 @@ class Graph:
         return id(parameter) in self._leaves
 
     def reach(self, parameters: Iterable[Tensor]) -> set[Node]:
-        """Everything computed from one of the parameters and nothing else that has a gradient, and what uses that."""
+        """Everything computed from one of the parameters and nothing else that has a gradient, and what uses that.
+
+        Without what only turns a parameter about, or casts it: that meets nobody, and to see its gradient would take
+        computing the parameter's.
+        """
         found: set[Node] = set()
         stack = [self._leaves[id(parameter)] for parameter in parameters]
+        for node in stack:
+            stack.extend(step.node for step in self._consumers[node] if step.node.name() in _TURNS)
+        turned = set(stack)
         while stack:
             for step in self._consumers[stack.pop()]:
-                if step.node not in found:
+                if step.node not in found and step.node not in turned:
                     found.add(step.node)
                     if _takes_one(step.node):
                         stack.append(step.node)

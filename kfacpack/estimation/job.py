@@ -31,6 +31,7 @@ from kfacpack.estimation.sampling import batched, drawn, how_many
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kfacpack.bundle.manifest import Base
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.batch import Batch
     from kfacpack.estimation.underway import Estimation
@@ -90,7 +91,14 @@ class Job:
         own = self.own_batches
         total = sum(map(len, own))
         with self._begun() as estimation:
-            partial = Partial(_partial_path(output), self._request(estimation), every)
+            base = identify(
+                self.model.module,
+                estimation.covered,
+                family=self.model.family,
+                name=self.model.name,
+                revision=self.model.revision,
+            )
+            partial = Partial(_partial_path(output), self._request(estimation, base), every)
             done = partial.restore(estimation) if resume else partial.require_absent()
             on_progress(estimation.examples, total)
             for number, examples in enumerate(own[done:], start=done + 1):
@@ -100,17 +108,7 @@ class Job:
                     partial.keep(estimation, number, now=True)
                     raise Interrupted
                 partial.keep(estimation, number)
-            model = self.model
-            curvature = conclude(
-                estimation,
-                model.module,
-                self.options,
-                family=model.family,
-                name=model.name,
-                revision=model.revision,
-                function=model.function,
-                source=self._source(),
-            )
+            curvature = conclude(estimation, self.options, base, self.model.function, self._source())
         if processes.rank() == 0:
             curvature.save(output)
         processes.wait_for_all()
@@ -151,11 +149,10 @@ class Job:
         moved: Batch = to_device(prepared, device_of(self.wanted))
         return moved
 
-    def _request(self, estimation: Estimation) -> dict[str, Any]:
+    def _request(self, estimation: Estimation, base: Base) -> dict[str, Any]:
         """What must be the same for sums to be added to each other."""
         model = self.model
         blocks = [(block.name, block.structure) for block in estimation.plan.blocks]
-        base = identify(model.module, estimation.covered, family=model.family, name=model.name)
         return {
             **asdict(self.options),
             "model": f"{model.family} {model.name}",

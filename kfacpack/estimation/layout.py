@@ -1,8 +1,10 @@
 """Which numbers of a tensor belong to which example, found out from gradients instead of guessed from shapes.
 
-The gradient of one example's output is zero wherever another example's numbers are. Two such gradients, of the first
-and of the last example, tell where the examples lie: along a dimension of their own, or merged with the positions into
-one, example by example ("outer": n = 0 0 0 1 1 1) or position by position ("inner": n = 0 1 0 1 0 1).
+Gradients are linear in what f is asked. Of one example given twice, and the second time asked twice as much, every
+number of the second is double the number of the first. So it shows where the two lie: along a dimension of their own,
+or merged with the positions into one, example by example ("outer": n = 0 0 0 1 1 1) or position by position ("inner":
+n = 0 1 0 1 0 1). Where inputs cannot be cut into examples, a whole batch is asked twice, for its first and for its last
+example: the gradient of one is zero where the other's numbers are.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 
@@ -43,19 +46,26 @@ class Layout:
         return place < 0 or shape[place] == 1
 
 
-def find_layout(first: Tensor, last: Tensor, examples: int) -> Layout | None:
-    """The layout that the gradients of the first and of the last example have; None if examples share numbers."""
-    here, there = first != 0, last != 0
-    found = None
-    for layout in _candidates(tuple(first.shape), examples):
-        own, others = layout.by_example(here, examples), layout.by_example(there, examples)
-        if own[1:].any() or others[:-1].any():
-            continue
-        # Where both look alike it is certain; two orders can both be possible when only few positions matter to f.
-        if bool((own[0] == others[-1]).all()):
+def layout_of_doubled(g: Tensor) -> Layout | None:
+    """The layout of the gradients of one example twice, the second doubled; None if the two share numbers."""
+    tolerance = torch.finfo(g.dtype).eps ** 0.5 * g.abs().amax()
+    for layout in _candidates(tuple(g.shape), 2):
+        one, two = layout.by_example(g, 2)
+        if bool((two - 2 * one).abs().amax() <= tolerance):
             return layout
-        found = found or layout
-    return found
+    return None
+
+
+def layout_of_two(first: Tensor, last: Tensor, examples: int) -> Layout | None:
+    """The layout of the gradients of a batch's first and of its last example; None if examples share numbers.
+
+    Where only few positions matter to f, several would be possible; then it is the first of them.
+    """
+    for layout in _candidates(tuple(first.shape), examples):
+        own, others = layout.by_example(first, examples), layout.by_example(last, examples)
+        if not (own[1:].any() or others[:-1].any()):
+            return layout
+    return None
 
 
 def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[Layout]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from kfacpack.bundle.manifest import Join, Piece
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.graph import Steps, Way, end_of, parts_of, pull_through
-from kfacpack.estimation.layout import Layout, find_layout
+from kfacpack.estimation.layout import Layout
 from kfacpack.estimation.operations import Other, RowOperation, VectorOperation, alike, operation_of
 from kfacpack.estimation.trace import Trace
 
@@ -145,9 +147,13 @@ class Entrance:
         Small whole numbers, which every float type holds exactly: so the two tell which number goes where.
         """
         shape = self.steps[-1].operand_shape
-        generator = torch.Generator().manual_seed(0)
-        operand = torch.randint(1, 128, shape, generator=generator).to(self.parameter)
+        operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
         return operand, pull_through(self.steps, operand).to(self.parameter.dtype)
+
+
+@lru_cache
+def _marks(count: int) -> Tensor:
+    return torch.randint(1, 128, (count,), generator=torch.Generator().manual_seed(0)).float()
 
 
 def _entrances(trace: Trace, name: str, parameter: Tensor) -> list[Entrance]:
@@ -192,7 +198,8 @@ def _row_blocks(
                 pieces.append(beside)
                 joined.add((bias.name, bias.steps))
             joined.add((name, entrance.steps))
-            gradients = [operation.gradients(entrance.node, g) for g in trace.gradients[entrance.node]]
+            gradients = tuple(operation.gradients(entrance.node, g) for g in trace.gradients[entrance.node])
+            as_made = gradients[0] is trace.gradients[entrance.node][0]
             key = (operation.identity(entrance.node), len(pieces) > 1)
             start, stop = piece.rows or (0, 0)
             blocks.append(
@@ -204,10 +211,10 @@ def _row_blocks(
                     join=Join(rows=rows, columns=columns + len(pieces) - 1, pieces=tuple(pieces)),
                     parameter=name,
                     way=_way(entrance, len(found)),
-                    layout=find_layout(gradients[0], gradients[1], trace.examples) or entrance.layout,
+                    layout=entrance.layout if as_made else trace.layout_of(gradients) or entrance.layout,
                     as_it_is=True,
                     inputs=groups.setdefault(key, len(groups)),
-                    few_rows=_mostly_zero(gradients[0], trace.examples),
+                    few_rows=_mostly_zero(gradients[0], trace.examples if len(gradients) > 1 else 1),
                 )
             )
     return blocks, joined
@@ -220,12 +227,16 @@ def _way(entrance: Entrance, ways: int) -> Way:
 
 
 def _mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Whether f does not depend on most of the positions of an example; `gradients` are those of one example."""
+    """Whether f does not depend on most of the positions; `gradients` are those of one in so many `examples`."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 
 def _piece(entrance: Entrance, operation: RowOperation) -> Piece | None:
     """The parameter's place in the matrix (out, in) of its operation; None if it does not appear there as it is."""
+    between = [step.node.name() for step in entrance.steps[:-1]]
+    if between in ([], ["TBackward0"]):
+        as_matrix = operation.operand_is_transposed == bool(between)
+        return Piece(parameter=entrance.name, view="matrix" if as_matrix else "transposed")
     operand, pulled = entrance.marked()
     matrix = operand.reshape(operand.shape[-2:]) if operation.operand_is_transposed else operand.flatten(1)
     matrix = matrix.T if operation.operand_is_transposed else matrix
@@ -271,7 +282,7 @@ def _is_bias_of(trace: Trace, bias: Entrance, weight: Entrance, rows: int) -> bo
 
 def _vector_block(trace: Trace, entrance: Entrance) -> PlannedBlock:
     operation, number = entrance.operation, entrance.parameter.numel()
-    g, _ = trace.gradients[entrance.node]
+    g = trace.gradients[entrance.node][0]
     shared = entrance.layout.fits(g, entrance.steps[-1].operand_shape)
     if isinstance(operation, RowOperation) or not shared:
         operation = Other(operation.kind)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil, prod
 
 import torch
 from torch import Tensor
@@ -15,12 +16,14 @@ from torch import Tensor
 from kfacpack.bundle.layout import triangle, widest_block
 from kfacpack.curvature.matrices import BlockDiagonal, Diagonal, Matrix, Packed
 from kfacpack.curvature.matrices.block_diagonal import spans
-from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.components import FILE_TYPES, Deferred
 from kfacpack.curvature.matrices.triangle import pack_rows
 from kfacpack.errors import KfacpackError
 
-PANEL = 192
-"""Rows of a triangle that are updated by one product: fewer waste less above the diagonal, more keep it efficient."""
+TILE, STRIP = 768, 192
+"""A triangle is summed in square tiles, those on the diagonal in strips of rows: that wastes a few percent above the
+diagonal, and keeps each product large enough to be fast. Columns that lie apart in memory make products slow, too, so
+that each tile's columns are copied together first."""
 
 
 class Sum(ABC):
@@ -34,6 +37,9 @@ class Sum(ABC):
         """Everything summed so far, to be changed in place."""
 
     @abstractmethod
+    def is_finite(self) -> bool: ...
+
+    @abstractmethod
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
         """The sum divided by `divisor`, as a matrix on the CPU. The sum is used up."""
 
@@ -43,18 +49,60 @@ class Sum(ABC):
         """What the finished matrix will take in a bundle."""
 
 
-@dataclass
-class Panel:
-    """Rows `start` to `stop` of one diagonal block's lower triangle, from the block's first column `left` on."""
+class Triangle:
+    """The lower triangle of Σ x xᵀ, x of n numbers."""
 
+    def __init__(self, side: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._tiles = spans(side, ceil(side / TILE)) if side else []
+        self._parts: list[Part] = []
+        for number, (start, stop) in enumerate(self._tiles):
+            for other, (left, right) in enumerate(self._tiles[:number]):
+                values = torch.zeros((stop - start, right - left), dtype=dtype, device=device)
+                self._parts.append(Part(start, left, values, number, other, 0))
+            for first, last in spans(stop - start, max(1, round((stop - start) / STRIP))):
+                values = torch.zeros((last - first, last), dtype=dtype, device=device)
+                self._parts.append(Part(start + first, start, values, number, number, first))
+
+    def add(self, rows: Tensor) -> None:
+        columns = [rows[:, start:stop].contiguous() for start, stop in self._tiles]
+        for part in self._parts:
+            height, width = part.values.shape
+            own, others = columns[part.tile][:, part.first : part.first + height], columns[part.other][:, :width]
+            if part.values.device == rows.device:
+                part.values.addmm_(own.T, others)
+            else:
+                part.values.add_((own.T @ others).to(part.values.device))
+
+    def tensors(self) -> Iterator[Tensor]:
+        return (part.values for part in self._parts)
+
+    def is_finite(self) -> bool:
+        # |m[i,j]| is at most the larger of m[i,i] and m[j,j], so what overflows does so on the diagonal.
+        diagonals = (part.values[:, part.first :].diagonal() for part in self._parts if part.tile == part.other)
+        return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
+
+    def pack_into(self, packed: Tensor, divisor: float) -> None:
+        """Divided, to its place in a packed triangle. Each part is given back as soon as it is there."""
+        while self._parts:
+            part = self._parts.pop()
+            pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a triangle, from the column `left` on: columns of one tile times those of another."""
+
+    row: int
     left: int
-    start: int
-    stop: int
     values: Tensor
+    tile: int
+    other: int
+    first: int
+    """Which column of its tile the first row belongs to."""
 
 
 class Gram(Sum):
-    """Σ x xᵀ over rows x, of which only diagonal blocks are kept, and of those one triangle, in panels of rows.
+    """Σ x xᵀ over rows x, of which only diagonal blocks are kept, and of those one triangle.
 
     With `ones`, a one is joined to every row. It never enters a product: what it adds to the matrix is the sum of the
     rows, and their number.
@@ -67,57 +115,55 @@ class Gram(Sum):
         self.blocks = blocks
         if not 1 <= blocks <= self.side:
             raise KfacpackError(f"a matrix of side {self.side} has 1 to {self.side} diagonal blocks, not {blocks}")
-        self._panels: list[Panel] = []
-        for left, right in spans(self.side, blocks):
-            right = min(right, width)
-            count = max(1, round((right - left) / PANEL))
-            for start, stop in spans(right - left, count) if right > left else []:
-                values = torch.zeros((stop - start, stop), dtype=dtype, device=device)
-                self._panels.append(Panel(left, left + start, left + stop, values))
-        self._last_left = spans(self.side, blocks)[-1][0]
-        self._sums = torch.zeros(width - self._last_left, dtype=dtype, device=device) if ones else None
-        self._count = torch.zeros((), dtype=torch.float64) if ones else None
+        self._dtype = dtype
+        self._spans = [(left, min(right, width)) for left, right in spans(self.side, blocks)]
+        self._triangles = [Triangle(right - left, dtype, device) for left, right in self._spans]
+        left, right = self._spans[-1]
+        self._sums = torch.zeros(right - left, dtype=dtype, device=device) if ones else None
+        self._count = torch.zeros((), dtype=torch.float64)
 
     def add(self, rows: Tensor) -> None:
-        values = self._panels[0].values if self._panels else self._sums
-        assert values is not None
-        rows = rows.to(values.dtype)
-        for panel in self._panels:
-            ours, all_before = rows[:, panel.start : panel.stop], rows[:, panel.left : panel.stop]
-            if panel.values.device == rows.device:
-                panel.values.addmm_(ours.T, all_before)
-            else:
-                panel.values.add_((ours.T @ all_before).to(panel.values.device))
-        if self._sums is not None and self._count is not None:
-            self._sums.add_(rows[:, self._last_left :].sum(0).to(self._sums.device))
+        rows = rows.to(self._dtype)
+        for (left, right), each in zip(self._spans, self._triangles, strict=True):
+            each.add(rows[:, left:right])
+        if self._sums is not None:
+            self._sums.add_(rows[:, self._spans[-1][0] :].sum(0).to(self._sums.device))
             self._count.add_(len(rows))
 
     def tensors(self) -> Iterator[Tensor]:
-        yield from (panel.values for panel in self._panels)
-        if self._sums is not None and self._count is not None:
+        for each in self._triangles:
+            yield from each.tensors()
+        if self._sums is not None:
             yield from (self._sums, self._count)
 
     @property
     def stored_bytes(self) -> int:
-        item = next(self.tensors()).itemsize
-        return self.blocks * triangle(widest_block(self.side, self.blocks)) * item
+        return prod(self._packed_shape) * self._dtype.itemsize
+
+    def is_finite(self) -> bool:
+        return all(each.is_finite() for each in self._triangles)
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        width = widest_block(self.side, self.blocks)
-        dtype = next(self.tensors()).dtype
-        packed = torch.zeros((self.blocks, triangle(width)), dtype=dtype)
-        lefts = {left: number for number, (left, _) in enumerate(spans(self.side, self.blocks))}
-        while self._panels:
-            panel = self._panels.pop(0)
-            pack_rows(panel.values.cpu(), panel.start - panel.left, packed[lefts[panel.left]])
-        if self._sums is not None and self._count is not None:
-            last = len(self._sums)
-            packed[-1, triangle(last) : triangle(last) + last] = self._sums.cpu()
-            packed[-1, triangle(last) + last] = self._count
-        packed /= divisor
-        if self.blocks == 1:
-            return Packed(self.side, InMemory(data=packed[0]), examples=examples, positions=positions)
-        return BlockDiagonal(self.side, InMemory(data=packed), examples=examples, positions=positions)
+        form: type[Packed | BlockDiagonal] = Packed if self.blocks == 1 else BlockDiagonal
+        shape = self._packed_shape if self.blocks > 1 else self._packed_shape[1:]
+        # Whoever saves the matrix has to read it once more anyway; who does not need it is spared the work.
+        components = Deferred((FILE_TYPES[self._dtype], shape), lambda: self._packed(divisor).reshape(shape))
+        return form(self.side, components, examples=examples, positions=positions)
+
+    @property
+    def _packed_shape(self) -> tuple[int, int]:
+        return self.blocks, triangle(widest_block(self.side, self.blocks))
+
+    def _packed(self, divisor: float) -> Tensor:
+        # Every number is put in its place, but those that fill up the shorter of several blocks.
+        packed = (torch.empty if self.blocks == 1 else torch.zeros)(self._packed_shape, dtype=self._dtype)
+        for each, target in zip(self._triangles, packed, strict=True):
+            each.pack_into(target, divisor)
+        if self._sums is not None:
+            start, width = triangle(len(self._sums)), len(self._sums)
+            packed[-1, start : start + width] = self._sums.cpu() / divisor
+            packed[-1, start + width] = self._count / divisor
+        return packed
 
 
 class OnDiagonal(Sum):
@@ -136,6 +182,9 @@ class OnDiagonal(Sum):
     @property
     def stored_bytes(self) -> int:
         return self._values.nbytes
+
+    def is_finite(self) -> bool:
+        return bool(self._values.isfinite().all())
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
         return Diagonal.of(self._values.cpu().div_(divisor), examples=examples, positions=positions)

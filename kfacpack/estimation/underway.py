@@ -173,11 +173,10 @@ class Estimation:
                 divisor = self._examples * self._probes.divisor
                 if role == "A" and not self._settings.reduce:
                     divisor = tally.positions
-                matrix = tally.total.finish(float(divisor), examples=self.examples, positions=positions)
-                if not bool(matrix.components["data"].isfinite().all()):
+                if not tally.total.is_finite():
                     problem = f"block {each.planned.name!r}: {role} has numbers that are not finite"
                     raise KfacpackError(f"{problem}; gradients overflowed. Use float32 or bfloat16 for the model")
-                matrices[id(tally)] = matrix
+                matrices[id(tally)] = tally.total.finish(float(divisor), examples=self.examples, positions=positions)
         return [
             each.block({role: matrices[id(tally)] for role, tally in each.tallies().items()})
             for each in self._collectors

@@ -31,7 +31,7 @@ OUTPUT = 512
 class Found:
     """The factors that a contender made, and how many of the model's numbers they are for."""
 
-    matrices: list[torch.Tensor]
+    matrices: list[Any]
     covered: int
 
 
@@ -44,12 +44,26 @@ def plain(model: nn.Module, batches: list[torch.Tensor]) -> Found:
 
 
 def kfacpack(model: nn.Module, batches: list[torch.Tensor]) -> Found:
-    names = linear_parameters(model)
+    """Every linear layer."""
+    return estimated(model, batches, linear_parameters(model))
+
+
+def kfacpack_same(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+    """The layers that the peers can do."""
+    layers = linear_layers(model)
+    return estimated(
+        model,
+        batches,
+        [f"{layer}.{name}" for layer in layers for name, _ in model.get_submodule(layer).named_parameters()],
+    )
+
+
+def estimated(model: nn.Module, batches: list[torch.Tensor], names: list[str]) -> Found:
     curvature = kp.estimate(model, batches, fisher="mc", samples=1, probe="orthogonal", params=names, seed=0)
     assert set(curvature.parameters) == set(names), "kfacpack did not cover what it was asked to"
     held = [matrix for block in curvature.blocks for _, matrix in block.structure.matrices()]
     state = dict(model.named_parameters())
-    return Found([matrix.components["data"] for matrix in held], sum(state[name].numel() for name in names))
+    return Found(held, sum(state[name].numel() for name in names))
 
 
 def linear_parameters(model: nn.Module) -> list[str]:
@@ -127,6 +141,7 @@ def only(model: nn.Module, layers: list[str]) -> nn.Module:
 CONTENDERS: dict[str, Callable[[nn.Module, list[torch.Tensor]], Found]] = {
     "plain": plain,
     "kfacpack": kfacpack,
+    "kfacpack-same": kfacpack_same,
     "curvlinops-hooks": curvlinops_hooks,
     "kronfluence": kronfluence,
 }

@@ -7,7 +7,7 @@ read or compute). So a curvature in memory and one on disk are the same object t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,22 @@ class InMemory(Components):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
+
+
+class Deferred(Components):
+    """The component `data`, made when it is first touched, and kept from then on."""
+
+    def __init__(self, spec: Spec, make: Callable[[], Tensor]):
+        self.specs = {"data": spec}
+        self._make: Callable[[], Tensor] | None = make
+        self._data: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._data is None and self._make is not None:
+            self._data, self._make = self._make(), None
+        assert name == "data"
+        assert self._data is not None
+        return self._data
 
 
 class InBundle(Components):

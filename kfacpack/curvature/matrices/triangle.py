@@ -26,12 +26,14 @@ def pack(full: Tensor) -> Tensor:
     return packed
 
 
-def pack_rows(rows: Tensor, first: int, packed: Tensor) -> None:
-    """Put rows of a full matrix, the first of them its row `first`, to their places in its triangle."""
-    source, target = _for_copying(rows), _for_copying(packed)
-    for number in range(len(rows)):
-        row = first + number
-        target[triangle(row) : triangle(row + 1)] = source[number, : row + 1]
+def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
+    """Put a part of a full matrix, from its row `row` and column `left` on, to its place in the triangle."""
+    source, target = _for_copying(part), _for_copying(packed)
+    width = part.shape[1]
+    for values in source:
+        start, count = triangle(row) + left, min(width, row + 1 - left)
+        target[start : start + count] = values[:count]
+        row += 1
 
 
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
