@@ -100,11 +100,14 @@ def _own_share(batches: Iterable[Batch], estimation: Estimation) -> Iterator[tup
         start += size
 
 
-def begin(forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options: Options) -> Estimation:
-    """Look at the model once, plan, and make room for the sums."""
-    planned = plan(trace(forward, batch, wanted), wanted, options)
+def begin(
+    forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options: Options, number: int = 0
+) -> Estimation:
+    """Look at the model once, plan, and make room for the sums; `number` is that of the batch's first example."""
+    traced = trace(forward, batch, wanted)
     settings = options.settings(next(iter(wanted.values())).dtype, device_of(wanted))
-    return Estimation(forward, planned, wanted, options.probes, settings)
+    known = (number, traced.f[0].detach()) if traced.twice else None
+    return Estimation(forward, plan(traced, wanted, options), wanted, options.probes, settings, known)
 
 
 def conclude(

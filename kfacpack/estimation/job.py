@@ -142,7 +142,7 @@ class Job:
     def _begun(self) -> Iterator[Estimation]:
         first = self._batch(self.numbers[: self.batch_size])
         with borrowed(self.model.module, self.wanted):
-            yield begin(self.model.forward, first, self.wanted, self.options)
+            yield begin(self.model.forward, first, self.wanted, self.options, self.numbers[0])
 
     def _batch(self, numbers: Iterable[int]) -> Batch:
         prepared = self.model.prepare([self.split[number] for number in numbers], self.task.name)

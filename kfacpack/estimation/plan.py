@@ -105,8 +105,9 @@ def plan(trace: Trace, wanted: Mapping[str, Tensor], options: Options) -> Plan:
     entrances = {name: _entrances(trace, name, parameter) for name, parameter in used.items()}
     blocks, joined = _row_blocks(trace, entrances)
     for name, found in entrances.items():
-        spans = sorted(p.rows or (0, 0) for b in blocks for p in b.join.pieces if p.parameter == name)
-        if len(found) > 1 and any(stop > start for (_, stop), (start, _) in pairwise(spans)):
+        whole = (0, len(used[name]) if used[name].dim() else 1)
+        covered = sorted(p.rows or whole for block in blocks for p in block.join.pieces if p.parameter == name)
+        if any(stop > start for (_, stop), (start, _) in pairwise(covered)):
             raise KfacpackError(_refusal(name, found))
     for name, found in entrances.items():
         left = [entrance for entrance in found if (name, entrance.steps) not in joined]

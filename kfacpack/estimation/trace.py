@@ -25,6 +25,8 @@ class Trace:
 
     graph: Graph
     f: Tensor
+    twice: bool
+    """Whether it is the batch's first example, twice, or the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
     """Of f at a single example twice, the second time doubled; or at the first and at the last of a batch."""
     _layouts: dict[Node, Layout | None] = field(default_factory=dict)
@@ -60,7 +62,7 @@ def trace(forward: Forward, batch: Batch, parameters: Mapping[str, Tensor]) -> T
     seeds[0][0] = direction
     seeds[-1][-1] = 2 * direction
     found = [_gradients_at(f, nodes, graph, seed) for seed in seeds]
-    return Trace(graph, f, {node: tuple(each[node] for each in found) for node in nodes if node in found[0]})
+    return Trace(graph, f, twice, {node: tuple(each[node] for each in found) for node in nodes if node in found[0]})
 
 
 def _two_examples(forward: Forward, batch: Batch) -> tuple[Tensor, bool]:

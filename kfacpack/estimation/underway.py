@@ -28,14 +28,22 @@ Places = dict["Node", list[tuple[Collector, Steps]]]
 
 class Estimation:
     def __init__(
-        self, forward: Forward, plan: Plan, wanted: Mapping[str, Tensor], probes: Probes, settings: Settings
+        self,
+        forward: Forward,
+        plan: Plan,
+        wanted: Mapping[str, Tensor],
+        probes: Probes,
+        settings: Settings,
+        known: tuple[int, Tensor] | None = None,
     ) -> None:
+        """`known` is the number of an example and its f, (C,): if it begins a batch, it must have the same f there."""
         probes.check(plan.width)
         self._forward = forward
         self.plan = plan
         self._wanted = wanted
         self._probes = probes
         self._settings = settings
+        self._known = known
         shared: dict[int, Tally] = {}
         self._collectors = [collector(planned, settings, shared) for planned in plan.blocks]
         self._examples = torch.zeros((), dtype=torch.int64)
@@ -63,6 +71,8 @@ class Estimation:
             numbers = range(numbers, numbers + examples)
         if len(numbers) != examples:
             raise KfacpackError(f"f has {examples} rows for a batch of {len(numbers)} examples")
+        if self._known is not None and numbers[0] == self._known[0]:
+            self._require_independence(f[0].detach(), self._known[1])
         graph = Graph(f)
         places = self._places(graph)
         mask = padding_mask(batch)
@@ -74,6 +84,12 @@ class Estimation:
             passing = Passing(examples, mask, first=number == 0)
             self._backward(f, probe, places, sinks, passing, retain=retain or number + 1 < passes)
         self._examples += examples
+
+    @staticmethod
+    def _require_independence(found: Tensor, expected: Tensor) -> None:
+        if (found - expected).norm() > torch.finfo(found.dtype).eps ** 0.5 * expected.norm():
+            problem = "an example's output changes with the batch it is in; examples must not influence each other"
+            raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch does that)")
 
     def _places(self, graph: Graph) -> Places:
         places: Places = defaultdict(list)

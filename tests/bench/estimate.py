@@ -8,7 +8,8 @@ fresh process needs on top of model and data. Prints ratios to a plain forward a
 a promise does not hold. `--small` only shows that everything runs.
 
 Everybody is in peers.py. In open_clip's tower no peer can do attention and the output projection; so "kfacpack-same" is
-kfacpack for only the layers that they can do, and that is what they are compared with. Needs open_clip_torch, transformers, curvlinops-for-pytorch and kronfluence.
+kfacpack for only the layers that they can do, and that is what they are compared with. Needs curvlinops-for-pytorch and
+kronfluence.
 """
 
 from __future__ import annotations

@@ -1,0 +1,194 @@
+"""Which operation uses which parameter: every style there is, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from estimation.nets import Transformer, ggn, images, mlp, seeded, vectors
+from torch import nn
+from torch.nn import functional as F
+
+import kfacpack as kp
+
+
+class Net(nn.Module):
+    """A function of x and parameters, under a linear head."""
+
+    def __init__(self, use, width=4, **parameters):
+        super().__init__()
+        for name, value in parameters.items():
+            setattr(self, name, nn.Parameter(value))
+        self.use = use
+        self.head = nn.Linear(width, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.use(self, x).tanh())
+
+
+def net(use, **parameters):
+    torch.manual_seed(0)
+    return Net(use, **{name: torch.randn(shape) for name, shape in parameters.items()})
+
+
+STYLES = {
+    "linear": (lambda m, x: F.linear(x, m.w), {"w": (4, 5)}, "linear"),
+    "x @ W": (lambda m, x: x @ m.w, {"w": (5, 4)}, "matmul"),
+    "W @ x": (lambda m, x: (m.w @ x.T).T, {"w": (4, 5)}, "linear"),
+    "W.T @ x": (lambda m, x: (m.w.T @ x.T).T, {"w": (5, 4)}, "matmul"),
+    "addmm": (lambda m, x: torch.addmm(m.b, x, m.w), {"w": (5, 4), "b": (4,)}, "matmul"),
+    "add afterwards": (lambda m, x: x @ m.w + m.b, {"w": (5, 4), "b": (4,)}, "matmul"),
+    "einsum": (lambda m, x: torch.einsum("ni,io->no", x, m.w), {"w": (5, 4)}, "matmul"),
+    "three dimensions": (lambda m, x: (x[:, None] @ m.w)[:, 0], {"w": (5, 4)}, "matmul"),
+    "matrix of more dimensions": (lambda m, x: x @ m.w.flatten(1).T, {"w": (4, 1, 5)}, "linear"),
+    "expanded": (lambda m, x: x @ m.w.expand(4, 5).T, {"w": (4, 5)}, "linear"),
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_products_in_every_style_give_the_same_factors(style):
+    use, parameters, operation = STYLES[style]
+    model, x = net(use, **parameters), vectors(5)
+    block = next(block for block in kp.estimate(model, [x], fisher="exact").blocks if block.name == "w")
+    assert block.operation == operation
+    assert block.parameters == tuple(parameters)
+    a = torch.cat([x, torch.ones(len(x), 1)], dim=1).double() if "b" in parameters else x
+    matrices = dict(block.structure.matrices())
+    torch.testing.assert_close(matrices["A"].dense(torch.float64), a.T @ a / len(x))
+    out = use(model, x).detach().requires_grad_()
+    g = torch.stack([torch.autograd.grad(model.head(out.tanh())[:, c].sum(), out)[0] for c in range(3)]).flatten(0, 1)
+    torch.testing.assert_close(matrices["B"].dense(torch.float64), g.T @ g / len(x))
+
+
+OTHERS = {
+    "scaled weight": (lambda m, x: x @ (0.5 * m.w), {"w": (5, 4)}),
+    "one plus scale": (lambda m, x: x[:, :4] * (1 + m.w), {"w": (4,)}),
+    "scale of a scale": (lambda m, x: x[:, :4] * (2 * m.w), {"w": (4,)}),
+    "difference": (lambda m, x: m.w - 2 * x[:, :4], {"w": (4,)}),
+    "quotient": (lambda m, x: x[:, :4] / m.w.exp(), {"w": (4,)}),
+    "prelu": (lambda m, x: F.prelu(x[:, :4], m.w), {"w": (4,)}),
+    "group norm": (lambda m, x: F.group_norm(x[:, :4, None], 2, m.w)[..., 0], {"w": (4,)}),
+    "batch norm": (
+        lambda m, x: F.batch_norm(x[:, :4], torch.ones(4).double(), torch.ones(4).double(), m.w),
+        {"w": (4,)},
+    ),
+    "grouped convolution": (lambda m, x: F.conv1d(x[:, :4, None], m.w, groups=2)[..., 0], {"w": (4, 2, 1)}),
+    "outer product": (lambda m, x: torch.outer(x[:, 0], m.w), {"w": (4,)}),
+    "matrix times vector": (lambda m, x: (x @ m.w)[:, None].expand(-1, 4), {"w": (5,)}),
+    "repeated token": (lambda m, x: m.w.repeat(len(x), 1) * x[:, :4], {"w": (1, 4)}),
+    "scalar": (lambda m, x: x[:, :4] * m.w.exp(), {"w": ()}),
+    "position table": (lambda m, x: F.embedding(torch.tensor([1, 0, 2, 2]), m.w).T[0] + x[:, :4], {"w": (3, 1)}),
+}
+
+
+@pytest.mark.parametrize("style", OTHERS)
+def test_any_other_use_has_its_whole_ggn(style):
+    use, parameters = OTHERS[style]
+    model, x = net(use, **parameters), vectors(5)
+    block = next(block for block in kp.estimate(model, x.split(3), fisher="exact").blocks if block.name == "w")
+    assert isinstance(block.structure, kp.Whole)
+    found = block.structure.matrix.dense(torch.float64)
+    torch.testing.assert_close(found, ggn(model, x, ["w"]), rtol=1e-9, atol=1e-12)
+
+
+def test_a_projection_that_is_cut_into_parts_has_a_block_for_each():
+    class Cross(nn.Module):
+        """Queries from one sequence, keys and values from another: rows of in_proj_weight meet different inputs."""
+
+        def __init__(self):
+            super().__init__()
+            self.attn, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+            self.double()
+
+        def forward(self, x, y):
+            return self.head(self.attn(x, y, y, need_weights=False)[0].mean(1))
+
+    model = seeded(Cross)
+    x, y = vectors(8, 20).reshape(5, 4, 8), vectors(8, 35).reshape(5, 7, 8)
+    blocks = {block.name: block for block in kp.estimate(model, [(x, y)], fisher="exact").blocks}
+    assert {"attn.in_proj_weight[0:8]", "attn.in_proj_weight[8:24]"} < set(blocks)
+    for name, inputs in (("attn.in_proj_weight[0:8]", x), ("attn.in_proj_weight[8:24]", y)):
+        assert set(blocks[name].parameters) == {"attn.in_proj_weight", "attn.in_proj_bias"}
+        a = inputs.flatten(0, 1)
+        A = dict(blocks[name].structure.matrices())["A"]
+        assert A.positions == len(a)
+        torch.testing.assert_close(A.dense(torch.float64)[:8, :8], a.T @ a / len(a))
+
+
+def test_layers_that_share_their_input_share_a():
+    curvature = kp.estimate(seeded(lambda: Transformer("split")), [images()])
+    A = {block.name: dict(block.structure.matrices()).get("A") for block in curvature.blocks}
+    assert A["q.weight"] is A["k.weight"] is A["v.weight"]
+    assert A["q.weight"] is not A["up.weight"]
+
+
+REFUSED = {
+    "used twice": (lambda m, x: x[:, :4] @ m.w @ m.w, {"w": (4, 4)}, "'w' is used 2 times"),
+    "scale used twice": (lambda m, x: (x[:, :4] * m.w).tanh() * m.w, {"w": (4,)}, "'w' is used 2 times"),
+    "mixed examples": (lambda m, x: (x @ m.w).softmax(0), {"w": (5, 4)}, "changes with the batch it is in"),
+    "computed from itself": (lambda m, x: x @ F.normalize(m.w, dim=0), {"w": (5, 4)}, "shared by all examples"),
+}
+
+
+@pytest.mark.parametrize("style", REFUSED)
+def test_what_cannot_be_factored_is_named_and_refused(style):
+    use, parameters, words = REFUSED[style]
+    model, x = net(use, **parameters), vectors(5)
+    with pytest.raises(kp.KfacpackError, match=words) as caught:
+        kp.estimate(model, [x])
+    assert "params" in str(caught.value) or "batch" in str(caught.value)
+
+
+def test_tied_weights_are_refused_and_can_be_left_out():
+    tied = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
+    tied[4].weight = tied[2].weight
+    with pytest.raises(kp.KfacpackError, match=r"'2\.weight' is used 2 times"):
+        kp.estimate(tied, [vectors(5)])
+    assert kp.estimate(tied, [vectors(5)], params=["0.*", "*.bias"]).parameters == (
+        "0.weight",
+        "0.bias",
+        "2.bias",
+        "4.bias",
+    )
+
+
+def test_parameters_are_chosen_by_name_or_pattern():
+    model, x = seeded(Transformer), images()
+    assert kp.estimate(model, [x], params="norm?.weight").parameters == ("norm1.weight", "norm2.weight")
+    assert kp.estimate(model, [x], params=["up.*", "token"]).parameters == ("token", "up.weight", "up.bias")
+    assert kp.estimate(model, [x], params=["up.bias"]).blocks[0].structure.matrix.side == 16
+    with pytest.raises(kp.KfacpackError, match="no parameter is called 'nothing'"):
+        kp.estimate(model, [x], params=["nothing"])
+
+
+def test_what_f_does_not_depend_on_is_left_out():
+    model = seeded(mlp)
+    model.unused = nn.Linear(3, 3).double()
+    model.forward = lambda x: nn.Sequential.forward(model[:5], x)
+    curvature = kp.estimate(model, [vectors(5)])
+    assert not any(name.startswith("unused") for name in curvature.parameters)
+    with pytest.raises(kp.KfacpackError, match="does not depend on any of the chosen"):
+        kp.estimate(model, [vectors(5)], params="unused.*")
+
+
+def test_wrong_inputs_are_refused():
+    model = seeded(mlp)
+    for batches, words in (
+        ([], "no batches"),
+        (["text"], "a batch must be a tensor"),
+        (
+            [vectors(5).reshape(1, 7, 5)],
+            r"found torch.float64 of shape \[2, 7, 3\]|found torch.float64 of shape \[1, 7, 3\]",
+        ),
+    ):
+        with pytest.raises(kp.KfacpackError, match=words):
+            kp.estimate(model, batches)
+    with pytest.raises(kp.KfacpackError, match="block:K"):
+        kp.estimate(model, [vectors(5)], compress="svd:3")
+
+
+def test_f_may_be_any_function_of_the_model():
+    model, x = seeded(mlp), vectors(5)
+    hidden = kp.estimate(model, [x], forward=lambda x: model[:2](x))
+    assert hidden.parameters == ("0.weight", "0.bias")
+    assert hidden.about.function.width == 6

@@ -1,0 +1,161 @@
+"""The same curvature, whatever the batches, the memory layout, the number of processes or the model's flags."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from estimation.nets import TextEncoder, Transformer, images, mlp, seeded, sentences, vectors
+from torch import nn
+
+import kfacpack as kp
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def assert_same(one, other, rtol=1e-9, atol=1e-12):
+    assert one.parameters == other.parameters
+    for ours, theirs in zip(one.blocks, other.blocks, strict=True):
+        assert (ours.name, ours.operation, ours.join) == (theirs.name, theirs.operation, theirs.join)
+        for (role, matrix), (_, expected) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            assert (matrix.form, matrix.examples, matrix.positions) == (
+                expected.form, expected.examples, expected.positions,
+            )  # fmt: skip
+            found = matrix.dense(torch.float64)
+            torch.testing.assert_close(found, expected.dense(torch.float64), rtol=rtol, atol=atol, msg=ours.name + role)
+
+
+@pytest.mark.parametrize("make", [mlp, Transformer, lambda: Transformer(batch_first=False)])
+@pytest.mark.parametrize(
+    "options", [{}, {"sharing": "reduce"}, {"structure": "diagonal"}, {"fisher": "exact"}], ids=str
+)
+def test_any_batch_size(make, options):
+    model = seeded(make)
+    x = images(33) if isinstance(model, Transformer) else vectors(5, 33)
+    whole = kp.estimate(model, [x], **options)
+    for size in (1, 7, 32):
+        assert_same(kp.estimate(model, x.split(size), **options), whole)
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_batch_first_or_sequence_first(sharing):
+    first, second = seeded(lambda: Transformer(batch_first=True)), seeded(lambda: Transformer(batch_first=False))
+    second.load_state_dict(first.state_dict())
+    x = images(9)
+    assert_same(kp.estimate(first, x.split(4), sharing=sharing), kp.estimate(second, x.split(4), sharing=sharing))
+
+
+def test_inputs_that_have_the_sequence_first():
+    class SequenceFirst(nn.Module):
+        def __init__(self, turn):
+            super().__init__()
+            self.turn = turn
+            self.attn, self.norm, self.head = nn.MultiheadAttention(8, 2), nn.LayerNorm(8), nn.Linear(8, 3)
+            self.position = nn.Parameter(torch.randn(5, 1, 8))
+            self.double()
+
+        def forward(self, x):
+            x = (x.transpose(0, 1) if self.turn else x) + self.position
+            x = self.norm(x + self.attn(x, x, x, need_weights=False)[0])
+            return self.head(x.mean(0))
+
+    x = vectors(8, 6 * 5).reshape(5, 6, 8)
+    theirs = seeded(lambda: SequenceFirst(True))
+    for sharing in ("expand", "reduce"):
+        ours = kp.estimate(seeded(lambda: SequenceFirst(False)), [x], sharing=sharing)
+        assert_same(ours, kp.estimate(theirs, [x.transpose(0, 1)], sharing=sharing))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_padding_changes_nothing(sharing):
+    """Padded together, or each sentence alone and without padding."""
+    model, batch = seeded(TextEncoder), sentences()
+    together = kp.estimate(model, [batch], fisher="exact", sharing=sharing)
+    lengths = batch["attention_mask"].sum(1).tolist()
+    assert len(set(lengths)) > 1
+    alone = [{key: value[n : n + 1, :length] for key, value in batch.items()} for n, length in enumerate(lengths)]
+    assert_same(together, kp.estimate(model, alone, fisher="exact", sharing=sharing))
+    words = next(block for block in together.blocks if block.name == "words.weight")
+    if sharing == "expand":
+        assert dict(words.structure.matrices())["A"].positions == sum(lengths)
+
+
+def test_the_model_is_as_it_was():
+    model = seeded(TextEncoder)
+    model.layer.eval()
+    model.words.requires_grad_(False)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    training = [module.training for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    required = [parameter.requires_grad for parameter in model.parameters()]
+    kp.estimate(model, [sentences()])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert [module.training for module in model.modules()] == training
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert [parameter.requires_grad for parameter in model.parameters()] == required
+    assert not any(
+        module._forward_hooks or module._backward_hooks or module._forward_pre_hooks for module in model.modules()
+    )
+    assert [p.grad is None for p in model.parameters()].count(False) == 1
+    assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
+
+
+def test_the_model_is_as_it_was_after_a_failure():
+    model = seeded(mlp)
+    model.train()
+    with pytest.raises(kp.KfacpackError, match="not finite"):
+        kp.estimate(model, [vectors(5), vectors(5) * float("nan")])
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_gradients_required_or_not_before_the_call():
+    model, x = seeded(Transformer), images()
+    required = kp.estimate(model, [x])
+    assert_same(kp.estimate(model.requires_grad_(False), [x]), required, rtol=0, atol=0)
+    with torch.no_grad():
+        assert_same(kp.estimate(model, [x]), required, rtol=0, atol=0)
+
+
+def test_the_same_call_gives_the_same_bytes(tmp_path):
+    model, x = seeded(Transformer), images()
+    for name in ("one", "two"):
+        kp.estimate(model, x.split(3), samples=2, seed=4).save(tmp_path / name)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_models_of_other_types_are_summed_in_float32(dtype):
+    model, x = seeded(lambda: Transformer("split")), images()
+    exact = kp.estimate(model, x.split(3))
+    found = kp.estimate(model.to(dtype), [part.to(dtype) for part in x.split(3)])
+    assert found.about.estimate.accumulation_dtype == "float32"
+    assert found.about.estimate.model_dtype == str(dtype).removeprefix("torch.")
+    for block, expected in zip(found.blocks, exact.blocks, strict=True):
+        for (_, matrix), (_, other) in zip(block.structure.matrices(), expected.structure.matrices(), strict=True):
+            assert matrix.dtype is torch.float32
+            difference = matrix.dense(torch.float64) - other.dense(torch.float64)
+            assert difference.norm() <= 12 * torch.finfo(dtype).eps * other.dense(torch.float64).norm() + 1e-7
+
+
+def test_several_processes_give_what_one_gives(tmp_path):
+    script = tmp_path / "shared.py"
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+        "from estimation.nets import Transformer, images, seeded\n"
+        "import kfacpack as kp\n"
+        "dist.init_process_group('gloo')\n"
+        "curvature = kp.estimate(seeded(Transformer), images(17).split(4), samples=2)\n"
+        "curvature.save(f'{sys.argv[1]}/{dist.get_rank()}.kfac')\n"
+        "dist.destroy_process_group()\n"
+    )
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
+    subprocess.run([sys.executable, *command, str(script), str(tmp_path)], check=True, capture_output=True)
+    assert (tmp_path / "0.kfac").read_bytes() == (tmp_path / "1.kfac").read_bytes()
+    alone = kp.estimate(seeded(Transformer), images(17).split(4), samples=2)
+    assert_same(kp.load(tmp_path / "0.kfac"), alone)
