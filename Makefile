@@ -15,6 +15,7 @@ help: ## what there is
 
 demo: $(READY) ## write a small real bundle and look at it
 	$(BIN)/python examples/small_network.py demo/small.kfac
+	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack inspect demo/small.kfac --blocks
 	$(BIN)/kfacpack verify demo/small.kfac --model demo/small.safetensors
 
@@ -28,6 +29,8 @@ check: $(READY) ## style and types
 
 bench: $(READY) ## the measured promises, as ratios; fails when one does not hold
 	$(BIN)/python tests/bench/bundle.py
+	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
+	$(BIN)/python tests/bench/estimate.py
 
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py

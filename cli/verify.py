@@ -11,12 +11,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
 from kfacpack.bundle.identity import weights_of_file
+from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.verification import verify as verify_bundle
 
 from .console import err, out, print_json, show_error
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from kfacpack.bundle.checks import Check
     from kfacpack.verification import Verification
 
@@ -29,8 +32,13 @@ def verify(
     model: str | None = typer.Option(
         None,
         "--model",
-        metavar="WEIGHTS.safetensors",
-        help="Also check that they were computed at these weights.",
+        help="Also check that they were computed at this model's weights: a safetensors file, or a model's name.",
+    ),
+    weights: str | None = typer.Option(
+        None, "--weights", metavar="FILE", help="With a model's name, where its weights are; see 'estimate'."
+    ),
+    image_size: int | None = typer.Option(
+        None, "--image-size", min=1, metavar="N", help="With a model's name, the pixels of a side; see 'estimate'."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print every check and failure as JSON."),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors; the exit code tells."),
@@ -39,16 +47,12 @@ def verify(
 
     Exit code 0: everything holds. 1: a check does not hold; the tensor is named. 2: a file is no bundle at all.
     """
-    if model is not None and not Path(model).is_file():
-        problem = "expected a safetensors file with the base model's weights, found no file"
-        raise KfacpackError(f"--model {model}: {problem}")
-    if model is not None:
-        weights_of_file(model)  # a damaged one is no fault of the bundles'
+    base = None if model is None else _base(model, weights, image_size, bundles)
     verified: list[Verification] = []
     unreadable: list[dict[str, str]] = []
     for path in bundles:
         try:
-            result = _verify_with_progress(path, model, show=not (quiet or as_json))
+            result = _verify_with_progress(path, base, show=not (quiet or as_json))
         except KfacpackError as error:
             show_error(str(error))
             unreadable.append({"path": str(path), "error": str(error)})
@@ -65,7 +69,22 @@ def verify(
         raise typer.Exit(1)
 
 
-def _verify_with_progress(path: Path, model: str | None, show: bool) -> Verification:
+def _base(model: str, weights: str | None, image_size: int | None, bundles: list[Path]) -> str | nn.Module:
+    """What the bundles are compared with: the path of a file of weights, or a loaded model."""
+    if Path(model).is_file() and weights is None:
+        weights_of_file(model)  # a damaged one is no fault of the bundles'
+        return model
+    import torch
+
+    from kfacpack.models import load_model
+
+    # The weights are compared as they were when the curvature was computed.
+    estimate = Bundle(bundles[0]).manifest.estimate
+    dtype = getattr(torch, (estimate and estimate.model_dtype) or "float32")
+    return load_model(model, weights=weights, image_size=image_size, dtype=dtype).module
+
+
+def _verify_with_progress(path: Path, model: str | nn.Module | None, show: bool) -> Verification:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
         task = bar.add_task(printable(path.name), total=None)

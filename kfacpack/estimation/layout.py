@@ -46,9 +46,12 @@ class Layout:
         return place < 0 or shape[place] == 1
 
 
-def layout_of_doubled(g: Tensor) -> Layout | None:
-    """The layout of the gradients of one example twice, the second doubled; None if the two share numbers."""
-    tolerance = torch.finfo(g.dtype).eps ** 0.5 * g.abs().amax()
+def layout_of_doubled(g: Tensor, noise: float = 0.0) -> Layout | None:
+    """The layout of the gradients of one example twice, the second doubled; None if the two share numbers.
+
+    Numbers no larger than `noise` stand for zero, and fit anything.
+    """
+    tolerance = torch.finfo(g.dtype).eps ** 0.5 * g.abs().amax() + noise
     for layout in _candidates(tuple(g.shape), 2):
         one, two = layout.by_example(g, 2)
         if bool((two - 2 * one).abs().amax() <= tolerance):

@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
 from itertools import pairwise
-from math import prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -20,23 +18,27 @@ from torch import Tensor, nn
 
 from kfacpack.bundle.manifest import Join, Piece
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.graph import Steps, Way, end_of, parts_of, pull_through
+from kfacpack.estimation.entrance import (
+    Entrance,
+    bias_piece_of,
+    entrances_of,
+    is_bias_of,
+    piece_of,
+    refusal,
+    way_of,
+)
+from kfacpack.estimation.graph import Steps, Way
 from kfacpack.estimation.layout import Layout
-from kfacpack.estimation.operations import Other, RowOperation, VectorOperation, alike, operation_of
+from kfacpack.estimation.operations import Other, RowOperation, VectorOperation
 from kfacpack.estimation.trace import Trace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-    from torch.autograd.graph import Node
-
     from kfacpack.estimation.options import Options
 
 DENSE_LIMIT = 4096
 """How many numbers a parameter may have to get its whole G, if it is not the matrix of a product."""
-
-_BETWEEN = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
-"""What may lie between a product and the bias that is added to it."""
 
 Structure = Literal["kronecker", "dense", "diagonal"]
 
@@ -102,17 +104,17 @@ def choose(model: nn.Module, params: Iterable[str] | str | None, frozen: Iterabl
 
 def plan(trace: Trace, wanted: Mapping[str, Tensor], options: Options) -> Plan:
     used = {name: parameter for name, parameter in wanted.items() if trace.graph.uses(parameter)}
-    entrances = {name: _entrances(trace, name, parameter) for name, parameter in used.items()}
+    entrances = {name: entrances_of(trace, name, parameter) for name, parameter in used.items()}
     blocks, joined = _row_blocks(trace, entrances)
     for name, found in entrances.items():
         whole = (0, len(used[name]) if used[name].dim() else 1)
         covered = sorted(p.rows or whole for block in blocks for p in block.join.pieces if p.parameter == name)
         if any(stop > start for (_, stop), (start, _) in pairwise(covered)):
-            raise KfacpackError(_refusal(name, found))
+            raise KfacpackError(refusal(name, found))
     for name, found in entrances.items():
         left = [entrance for entrance in found if (name, entrance.steps) not in joined]
         if len(left) > 1 or (left and len(found) > 1):
-            raise KfacpackError(_refusal(name, found))
+            raise KfacpackError(refusal(name, found))
         if left:
             blocks.append(_vector_block(trace, left[0]))
     order = {name: number for number, name in enumerate(wanted)}
@@ -128,57 +130,6 @@ def plan(trace: Trace, wanted: Mapping[str, Tensor], options: Options) -> Plan:
     return Plan(tuple(blocks), unused, trace.f.shape[1])
 
 
-@dataclass(frozen=True)
-class Entrance:
-    """One place where a parameter meets the examples."""
-
-    name: str
-    parameter: Tensor
-    steps: Steps
-    operation: RowOperation | VectorOperation
-    layout: Layout
-
-    @property
-    def node(self) -> Node:
-        return self.steps[-1].node
-
-    def marked(self) -> tuple[Tensor, Tensor]:
-        """Numbers for the operand, none of them zero, and what they become on the way back to the parameter.
-
-        Small whole numbers, which every float type holds exactly: so the two tell which number goes where.
-        """
-        shape = self.steps[-1].operand_shape
-        operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
-        return operand, pull_through(self.steps, operand).to(self.parameter.dtype)
-
-
-@lru_cache
-def _marks(count: int) -> Tensor:
-    return torch.randint(1, 128, (count,), generator=torch.Generator().manual_seed(0)).float()
-
-
-def _entrances(trace: Trace, name: str, parameter: Tensor) -> list[Entrance]:
-    found = []
-    for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
-        layout = trace.layout(steps[-1].node)
-        if layout is None:
-            operation = steps[-1].node.name().removesuffix("Backward0")
-            problem = (
-                f"parameter {name!r} cannot be estimated: what {operation!r} makes of it is shared by all examples"
-            )
-            raise KfacpackError(f"{problem}, before they are told apart. {_LEAVE_OUT}")
-        found.append(Entrance(name, parameter, steps, operation_of(steps[-1]), layout))
-    return found
-
-
-_LEAVE_OUT = "Leave it out: name the parameters you want with 'params'"
-
-
-def _refusal(name: str, entrances: list[Entrance]) -> str:
-    places = ", ".join(entrance.node.name().removesuffix("Backward0") for entrance in entrances[:8])
-    return f"parameter {name!r} is used {len(entrances)} times (by {places}) and cannot be factored. {_LEAVE_OUT}"
-
-
 def _row_blocks(
     trace: Trace, entrances: Mapping[str, list[Entrance]]
 ) -> tuple[list[PlannedBlock], set[tuple[str, Steps]]]:
@@ -190,12 +141,12 @@ def _row_blocks(
     for name, found in entrances.items():
         for entrance in found:
             operation = entrance.operation
-            if not isinstance(operation, RowOperation) or (piece := _piece(entrance, operation)) is None:
+            if not isinstance(operation, RowOperation) or (piece := piece_of(entrance, operation)) is None:
                 continue
             rows, columns = piece.matrix_shape(tuple(entrance.parameter.shape))
-            bias = next((each for each in biases if _is_bias_of(trace, each, entrance, rows)), None)
+            bias = next((each for each in biases if is_bias_of(trace, each, entrance, rows)), None)
             pieces = [piece]
-            if bias is not None and (beside := _bias_piece(bias, columns)) is not None:
+            if bias is not None and (beside := bias_piece_of(bias, columns)) is not None:
                 pieces.append(beside)
                 joined.add((bias.name, bias.steps))
             joined.add((name, entrance.steps))
@@ -211,7 +162,7 @@ def _row_blocks(
                     structure="kronecker",
                     join=Join(rows=rows, columns=columns + len(pieces) - 1, pieces=tuple(pieces)),
                     parameter=name,
-                    way=_way(entrance, len(found)),
+                    way=way_of(entrance, len(found)),
                     layout=entrance.layout if as_made else trace.layout_of(gradients) or entrance.layout,
                     as_it_is=True,
                     inputs=groups.setdefault(key, len(groups)),
@@ -221,64 +172,9 @@ def _row_blocks(
     return blocks, joined
 
 
-def _way(entrance: Entrance, ways: int) -> Way:
-    ends = alike(end_of(entrance.steps)) if isinstance(entrance.operation, RowOperation) else None
-    length = None if ends else len(entrance.steps)
-    return Way(ends or frozenset([end_of(entrance.steps)]), length, parts_of(entrance.steps), ways)
-
-
 def _mostly_zero(gradients: Tensor, examples: int) -> bool:
     """Whether f does not depend on most of the positions; `gradients` are those of one in so many `examples`."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
-
-
-def _piece(entrance: Entrance, operation: RowOperation) -> Piece | None:
-    """The parameter's place in the matrix (out, in) of its operation; None if it does not appear there as it is."""
-    between = [step.node.name() for step in entrance.steps[:-1]]
-    if between in ([], ["TBackward0"]):
-        as_matrix = operation.operand_is_transposed == bool(between)
-        return Piece(parameter=entrance.name, view="matrix" if as_matrix else "transposed")
-    operand, pulled = entrance.marked()
-    matrix = operand.reshape(operand.shape[-2:]) if operation.operand_is_transposed else operand.flatten(1)
-    matrix = matrix.T if operation.operand_is_transposed else matrix
-    found = pulled.reshape(len(pulled), -1) if pulled.dim() else pulled.reshape(1, 1)
-    if torch.equal(found, matrix):
-        return Piece(parameter=entrance.name)
-    if torch.equal(found.T, matrix):
-        return Piece(parameter=entrance.name, view="transposed")
-    rows = _rows(found)
-    if rows is not None and torch.equal(found[rows[0] : rows[1]], matrix):
-        return Piece(parameter=entrance.name, rows=rows)
-    return None
-
-
-def _bias_piece(bias: Entrance, column: int) -> Piece | None:
-    operand, pulled = bias.marked()
-    if torch.equal(pulled, operand):
-        return Piece(parameter=bias.name, at=(0, column))
-    rows = _rows(pulled[:, None])
-    if rows is not None and torch.equal(pulled[rows[0] : rows[1]], operand):
-        return Piece(parameter=bias.name, rows=rows, at=(0, column))
-    return None
-
-
-def _rows(pulled: Tensor) -> tuple[int, int] | None:
-    """The rows of a parameter that an operand was cut from, if they follow each other."""
-    live = (pulled != 0).any(1).nonzero().flatten().tolist()
-    return (live[0], live[-1] + 1) if live and live[-1] - live[0] + 1 == len(live) else None
-
-
-def _is_bias_of(trace: Trace, bias: Entrance, weight: Entrance, rows: int) -> bool:
-    """Whether one entrance is where a bias is added to the rows that the other one makes."""
-    step, operation = bias.steps[-1], weight.operation
-    if step.operand_shape != (rows,) or not isinstance(operation, RowOperation):
-        return False
-    if bias.node is weight.node:
-        return step.slot == operation.bias_slot
-    # A product of something that does not lie in order in memory has its bias added by an operation of its own.
-    if step.node.name() != "AddBackward0" or getattr(step.node, "_saved_alpha", 1) != 1:
-        return False
-    return operation.operand_is_transposed and trace.graph.source(step.node, 1 - step.slot, _BETWEEN) is weight.node
 
 
 def _vector_block(trace: Trace, entrance: Entrance) -> PlannedBlock:
@@ -295,7 +191,7 @@ def _vector_block(trace: Trace, entrance: Entrance) -> PlannedBlock:
         structure="dense" if number <= DENSE_LIMIT else "diagonal",
         join=Join(rows=number, columns=1, pieces=(Piece(parameter=entrance.name, view="column"),)),
         parameter=entrance.name,
-        way=_way(entrance, 1),
+        way=way_of(entrance, 1),
         layout=entrance.layout,
         as_it_is=torch.equal(pulled.reshape(-1), operand.reshape(-1)),
     )

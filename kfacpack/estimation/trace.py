@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,8 +44,14 @@ class Trace:
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> Layout | None:
         if len(gradients) == 1:
-            return layout_of_doubled(gradients[0])
+            return layout_of_doubled(gradients[0]) or layout_of_doubled(gradients[0], self._noise)
         return layout_of_two(gradients[0], gradients[1], self.examples)
+
+    @cached_property
+    def _noise(self) -> float:
+        """What rounding leaves where a gradient should be zero, as behind an attention that has a single choice."""
+        largest = max(float(each.abs().amax()) for found in self.gradients.values() for each in found if each.numel())
+        return 100 * torch.finfo(self.f.dtype).eps * largest
 
 
 def trace(forward: Forward, batch: Batch, parameters: Mapping[str, Tensor]) -> Trace:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.models.base import Batch, Family, Model
+from kfacpack.models.base import Batch, Family, Model, Request, Weights
 from kfacpack.models.clip import OpenClip
 from kfacpack.models.encoder import Encoder
 from kfacpack.models.names import FORMS
@@ -43,14 +43,8 @@ def load_model(
     if image_size is not None and image_size < 1:
         raise KfacpackError(f"an image size of {image_size} pixels; expected a positive number")
     try:
-        return FAMILIES[prefix].load(
-            name,
-            weights="random" if weights == "random" else None if weights is None else Path(weights),
-            image_size=image_size,
-            dtype=dtype,
-            device=_usable(device),
-            seed=seed,
-        )
+        source: Weights = None if weights is None else "random" if weights == "random" else Path(weights)
+        return FAMILIES[prefix].load(Request(name, source, image_size, dtype, _usable(device), seed))
     except ModuleNotFoundError as error:
         raise KfacpackError(f"{spec} needs the package {error.name!r}, which is not installed") from error
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class Model:
 
     family: str
     name: str
-    """As the user gave it, without the family's prefix."""
+    """As the user gave it, without the family's prefix; of a directory, its own name."""
     revision: str | None
     """The pretrained tag or commit, "random-SEED", or None when only the weights themselves tell."""
     module: nn.Module
@@ -43,22 +43,24 @@ class Model:
     """What `prepare` does, in one line, for the manifest."""
 
 
+class Request(NamedTuple):
+    """What a family is asked for."""
+
+    name: str
+    weights: Weights
+    image_size: int | None
+    dtype: torch.dtype
+    device: torch.device
+    seed: int
+
+
 class Family(Protocol):
     """One kind of model, one file."""
 
     prefix: str
     """What stands before the colon in `--model`; empty for the family whose names need none."""
 
-    def load(
-        self,
-        name: str,
-        *,
-        weights: Weights,
-        image_size: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-    ) -> Model: ...
+    def load(self, asked: Request) -> Model: ...
 
 
 @contextmanager

@@ -6,13 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
-from kfacpack.models.base import Model, Weights, seeded
+from kfacpack.models.base import Model, Request, seeded
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
@@ -33,21 +32,13 @@ DEFAULT_TAG = "openai"
 class OpenClip:
     prefix = ""
 
-    def load(
-        self,
-        name: str,
-        *,
-        weights: Weights,
-        image_size: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-    ) -> Model:
+    def load(self, asked: Request) -> Model:
         """A tag says where weights are and what they were trained with; with a weights file, only the latter counts.
 
         A file does not show which activation it was trained with, so `ViT-B-32` with a file is the architecture as
         open_clip configures it, and `ViT-B-32/openai` with a file has QuickGELU, as those weights need.
         """
+        name, weights, image_size, dtype, device, seed = asked
         make_torchvision_importable()
         import open_clip
         from open_clip.transform import PreprocessCfg, image_transform_v2

@@ -5,30 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
-from kfacpack.models.base import Model, Weights
-from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, texts
+from kfacpack.models.base import Model, Request
+from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
 
 class Encoder:
     prefix = "hf"
 
-    def load(
-        self,
-        name: str,
-        *,
-        weights: Weights,
-        image_size: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-    ) -> Model:
+    def load(self, asked: Request) -> Model:
+        name, weights, image_size, dtype, device, seed = asked
         if image_size is not None:
             raise KfacpackError(f"hf:{name} reads text: it takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)
@@ -55,7 +46,7 @@ class Encoder:
 
         return Model(
             family="hf",
-            name=name,
+            name=public_name(name),
             revision=f"random-{seed}" if weights == "random" else getattr(config, "_commit_hash", None),
             module=module,
             forward=forward,

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
-from kfacpack.models.base import Model, Weights
-from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, texts
+from kfacpack.models.base import Model, Request
+from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
@@ -19,16 +19,8 @@ FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_he
 class T5:
     prefix = "t5"
 
-    def load(
-        self,
-        name: str,
-        *,
-        weights: Weights,
-        image_size: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-    ) -> Model:
+    def load(self, asked: Request) -> Model:
+        name, weights, image_size, dtype, device, seed = asked
         if image_size is not None:
             raise KfacpackError(f"t5:{name} reads text: it takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)
@@ -64,7 +56,7 @@ class T5:
 
         return Model(
             family="t5",
-            name=name,
+            name=public_name(name),
             revision=f"random-{seed}" if weights == "random" else getattr(config, "_commit_hash", None),
             module=module,
             forward=forward,

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
 from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
-from kfacpack.models.base import Model, Weights, seeded
+from kfacpack.models.base import Model, Request, seeded
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
@@ -25,16 +24,8 @@ RESIZED = ("*pos_embed*",)
 class Timm:
     prefix = "timm"
 
-    def load(
-        self,
-        name: str,
-        *,
-        weights: Weights,
-        image_size: int | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        seed: int,
-    ) -> Model:
+    def load(self, asked: Request) -> Model:
+        name, weights, image_size, dtype, device, seed = asked
         make_torchvision_importable()
         from timm.data.config import resolve_model_data_config
         from timm.data.transforms_factory import create_transform

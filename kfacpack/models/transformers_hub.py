@@ -37,6 +37,11 @@ def transformers_quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def public_name(name: str) -> str:
+    """What a bundle calls the model: of a directory its own name alone, not where it lies on this machine."""
+    return Path(name).resolve().name if Path(name).is_dir() else name
+
+
 def config_and_tokenizer(name: str, prefix: str) -> tuple[Any, Any]:
     """Of a directory, if there is one of that name, or else of a Hub repository."""
     looks_local = name.startswith((".", "/", "~"))

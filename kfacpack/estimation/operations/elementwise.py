@@ -55,8 +55,8 @@ class LayerNormScale(VectorOperation):
     def vectors(self, step: Step, g: Tensor, layout: Layout, examples: int) -> Tensor:
         node: Any = step.node
         # Mean and 1 / sqrt(variance + eps), as the forward pass had them.
-        normalized = (node._saved_input - node._saved_result1) * node._saved_result2
-        return layout.per_example(g * normalized, step.operand_shape, examples)
+        normalized = (node._saved_input - node._saved_result1).mul_(node._saved_result2)
+        return layout.per_example(normalized.mul_(g), step.operand_shape, examples)
 
 
 class LayerNormShift(Shift):

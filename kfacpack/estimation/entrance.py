@@ -1,0 +1,129 @@
+"""Where a parameter meets the examples, and how it stands in the matrix of the operation that it meets them in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kfacpack.bundle.manifest import Piece
+from kfacpack.errors import KfacpackError
+from kfacpack.estimation.graph import Steps, Way, end_of, parts_of, pull_through
+from kfacpack.estimation.layout import Layout
+from kfacpack.estimation.operations import RowOperation, VectorOperation, alike, operation_of
+from kfacpack.estimation.trace import Trace
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_BETWEEN = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
+"""What may lie between a product and the bias that is added to it."""
+
+_LEAVE_OUT = "Leave it out: name the parameters you want with 'params'"
+
+
+@dataclass(frozen=True)
+class Entrance:
+    """One place where a parameter meets the examples."""
+
+    name: str
+    parameter: Tensor
+    steps: Steps
+    operation: RowOperation | VectorOperation
+    layout: Layout
+
+    @property
+    def node(self) -> Node:
+        return self.steps[-1].node
+
+    def marked(self) -> tuple[Tensor, Tensor]:
+        """Numbers for the operand, none of them zero, and what they become on the way back to the parameter.
+
+        Small whole numbers, which every float type holds exactly: so the two tell which number goes where.
+        """
+        shape = self.steps[-1].operand_shape
+        operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
+        return operand, pull_through(self.steps, operand).to(self.parameter.dtype)
+
+
+@lru_cache
+def _marks(count: int) -> Tensor:
+    return torch.randint(1, 128, (count,), generator=torch.Generator().manual_seed(0)).float()
+
+
+def entrances_of(trace: Trace, name: str, parameter: Tensor) -> list[Entrance]:
+    found = []
+    for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
+        layout = trace.layout(steps[-1].node)
+        if layout is None:
+            operation = steps[-1].node.name().removesuffix("Backward0")
+            problem = (
+                f"parameter {name!r} cannot be estimated: what {operation!r} makes of it is shared by all examples"
+            )
+            raise KfacpackError(f"{problem}, before they are told apart. {_LEAVE_OUT}")
+        found.append(Entrance(name, parameter, steps, operation_of(steps[-1]), layout))
+    return found
+
+
+def refusal(name: str, entrances: list[Entrance]) -> str:
+    places = ", ".join(entrance.node.name().removesuffix("Backward0") for entrance in entrances[:8])
+    return f"parameter {name!r} is used {len(entrances)} times (by {places}) and cannot be factored. {_LEAVE_OUT}"
+
+
+def way_of(entrance: Entrance, ways: int) -> Way:
+    ends = alike(end_of(entrance.steps)) if isinstance(entrance.operation, RowOperation) else None
+    length = None if ends else len(entrance.steps)
+    return Way(ends or frozenset([end_of(entrance.steps)]), length, parts_of(entrance.steps), ways)
+
+
+def piece_of(entrance: Entrance, operation: RowOperation) -> Piece | None:
+    """The parameter's place in the matrix (out, in) of its operation; None if it does not appear there as it is."""
+    between = [step.node.name() for step in entrance.steps[:-1]]
+    if between in ([], ["TBackward0"]):
+        as_matrix = operation.operand_is_transposed == bool(between)
+        return Piece(parameter=entrance.name, view="matrix" if as_matrix else "transposed")
+    operand, pulled = entrance.marked()
+    matrix = operand.reshape(operand.shape[-2:]) if operation.operand_is_transposed else operand.flatten(1)
+    matrix = matrix.T if operation.operand_is_transposed else matrix
+    found = pulled.reshape(len(pulled), -1) if pulled.dim() else pulled.reshape(1, 1)
+    if torch.equal(found, matrix):
+        return Piece(parameter=entrance.name)
+    if torch.equal(found.T, matrix):
+        return Piece(parameter=entrance.name, view="transposed")
+    rows = _rows(found)
+    if rows is not None and torch.equal(found[rows[0] : rows[1]], matrix):
+        return Piece(parameter=entrance.name, rows=rows)
+    return None
+
+
+def bias_piece_of(bias: Entrance, column: int) -> Piece | None:
+    operand, pulled = bias.marked()
+    if torch.equal(pulled, operand):
+        return Piece(parameter=bias.name, at=(0, column))
+    rows = _rows(pulled[:, None])
+    if rows is not None and torch.equal(pulled[rows[0] : rows[1]], operand):
+        return Piece(parameter=bias.name, rows=rows, at=(0, column))
+    return None
+
+
+def _rows(pulled: Tensor) -> tuple[int, int] | None:
+    """The rows of a parameter that an operand was cut from, if they follow each other."""
+    live = (pulled != 0).any(1).nonzero().flatten().tolist()
+    return (live[0], live[-1] + 1) if live and live[-1] - live[0] + 1 == len(live) else None
+
+
+def is_bias_of(trace: Trace, bias: Entrance, weight: Entrance, rows: int) -> bool:
+    """Whether one entrance is where a bias is added to the rows that the other one makes."""
+    step, operation = bias.steps[-1], weight.operation
+    if step.operand_shape != (rows,) or not isinstance(operation, RowOperation):
+        return False
+    if bias.node is weight.node:
+        return step.slot == operation.bias_slot
+    # A product of something that does not lie in order in memory has its bias added by an operation of its own.
+    if step.node.name() != "AddBackward0" or getattr(step.node, "_saved_alpha", 1) != 1:
+        return False
+    return operation.operand_is_transposed and trace.graph.source(step.node, 1 - step.slot, _BETWEEN) is weight.node

@@ -1,0 +1,203 @@
+"""`kfacpack estimate`, end to end, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import kfacpack as kp
+
+COMMAND = [sys.executable, "-m", "kfacpack_cli"]
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+TIMM = ["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--image-size", "32"]
+SMALL = [*TIMM, "--params", "blocks.11.*", "--params", "cls_token"]
+
+
+def kfacpack(*arguments, code=0, launcher=COMMAND):
+    done = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True, env=OFFLINE)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """A folder of 24 pictures in two classes."""
+    folder = tmp_path_factory.mktemp("pictures")
+    generator = np.random.default_rng(0)
+    for name in ("dark", "light"):
+        (folder / "train" / name).mkdir(parents=True)
+        for number in range(12):
+            pixels = generator.integers(0, 128, (32, 32, 3), dtype=np.uint8) + (128 if name == "light" else 0)
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / "train" / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    return tmp_path / "made.kfac"
+
+
+def test_a_bundle_from_a_folder_of_pictures(pictures, bundle):
+    done = kfacpack("estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--json")
+    said = json.loads(done.stdout)
+    assert said["path"] == str(bundle)
+    assert (said["examples"], said["dataset_size"], said["bytes"]) == (24, 24, bundle.stat().st_size)
+    assert not done.stderr
+    about = kp.load(bundle).about
+    assert (about.base.family, about.base.name, about.base.revision) == ("timm", "vit_tiny_patch16_224", "random-0")
+    assert (about.source.task, about.source.split, about.source.examples) == ("light", "train", 24)
+    assert about.estimate.probes == 1
+    assert kp.verify(bundle).holds
+    assert sorted(path.name for path in bundle.parent.iterdir()) == ["made.kfac"]
+
+
+def test_the_same_command_gives_the_same_bytes_and_another_seed_others(pictures, tmp_path):
+    common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--examples", "50%", "--batch-size", "5", "-q"]
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        done = kfacpack(*common, "--seed", seed, "--weights", "random", "-o", tmp_path / name)
+        assert not done.stdout + done.stderr
+    one, again, other = ((tmp_path / name).read_bytes() for name in ("one", "again", "other"))
+    assert one == again
+    assert one != other
+
+
+def test_a_dry_run_shows_the_plan_and_writes_nothing(pictures, bundle):
+    common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--dry-run"]
+    shown = kfacpack(*common).stdout
+    for words in (
+        "blocks.11.attn.qkv.weight",
+        "blocks.11.attn.qkv.bias",
+        "kronecker",
+        "frozen: ",
+        "pos_embed",
+        "peak memory",
+    ):
+        assert words in shown
+    said = json.loads(kfacpack(*common, "--json").stdout)
+    assert not bundle.exists()
+    kfacpack(*common[:-1])
+    manifest = kp.Bundle(bundle).manifest
+    assert [block["name"] for block in said["blocks"]] == [block.name for block in manifest.blocks]
+    tensors = kp.Bundle(bundle).tensors.values()
+    assert said["bytes"] == sum(tensor.nbytes for tensor in tensors)
+    assert {"pos_embed", "patch_embed.proj.weight", "blocks.0.norm1.weight"} <= set(said["frozen"])
+
+
+@pytest.fixture(scope="module")
+def whole(pictures, tmp_path_factory):
+    """A run that nobody interrupted."""
+    path = tmp_path_factory.mktemp("whole") / "whole.kfac"
+    kfacpack("estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "1", "-o", path)
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole, number):
+    common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "1", "-o"]
+    resumed = tmp_path / "resumed.kfac"
+    # Every batch takes a while and is stored, so that there is a middle to be stopped in.
+    slow = (
+        "import time, kfacpack.estimation.job as job, kfacpack.estimation.underway as underway\n"
+        "take = underway.Estimation.take\n"
+        "underway.Estimation.take = lambda *given: (time.sleep(0.2), take(*given))[1]\n"
+        "job.EVERY = 0.0; job.Job.run.__kwdefaults__['every'] = 0.0\n"
+        "import kfacpack_cli; kfacpack_cli.run()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", slow, *map(str, [*common, resumed])], env=OFFLINE, stderr=subprocess.PIPE, text=True
+    )
+    partial = tmp_path / "resumed.kfac.partial"
+    until = time.monotonic() + 60
+    while not partial.exists():
+        assert process.poll() is None
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, errors = process.communicate()
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 130
+        assert "--resume" in errors
+    assert not resumed.exists()
+    assert partial.exists()
+    if number == signal.SIGKILL:
+        assert "--resume" in kfacpack(*common, resumed, code=2).stderr
+        assert "begun with batch_size = 1" in kfacpack(*common, resumed, "--resume", "--batch-size", 2, code=2).stderr
+    kfacpack(*common, resumed, "--resume")
+    assert resumed.read_bytes() == whole.read_bytes()
+    assert not partial.exists()
+
+
+def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
+    bundle.with_name("made.kfac.partial").write_bytes(b"no such thing")
+    common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle]
+    assert "Remove it to start anew" in kfacpack(*common, "--resume", code=2).stderr
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_give_what_one_gives(pictures, tmp_path, launcher):
+    common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "5", "--samples", "2", "-o"]
+    kfacpack(*common, tmp_path / "one.kfac")
+    if launcher == "torchrun":
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
+    else:
+        pytest.importorskip("accelerate")
+        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "kfacpack_cli"]
+    done = kfacpack(*common, tmp_path / "two.kfac", "--json", launcher=[sys.executable, *launch])
+    assert json.loads(done.stdout)["examples"] == 24
+    one, two = kp.load(tmp_path / "one.kfac"), kp.load(tmp_path / "two.kfac")
+    assert one.about == two.about
+    generator = torch.Generator().manual_seed(0)
+    tau = {p.name: torch.randn(p.shape, generator=generator) for p in one.about.base.parameters}
+    for name, value in one.apply(tau).items():
+        torch.testing.assert_close(two.apply(tau)[name], value, rtol=1e-4, atol=1e-4 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--model", "ViT-B-33"], "ViT-B-32"),
+        (["--model", "timm:vit_tiny_patch16_224", "--weights", "/no/such/file"], "/no/such/file"),
+        (["--data", "/no/such/folder"], "/no/such/folder"),
+        (["--examples", "0"], "expected a number such as 256"),
+        (["--examples", "120%"], "120%"),
+        (["--split", "nowhere"], "nowhere"),
+        (["--compress", "svd:4"], "block:K"),
+        (["--compress", "block:4000"], "4000"),
+        (["--params", "nothing.*"], "'nothing.*'"),
+        (["-o", "/no/such/folder/t.kfac"], "/no/such/folder"),
+        (["--samples", "500"], "only 192 orthogonal"),
+        (["--device", "cuda:7"], "cuda:7"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_wrong_input_is_told_and_nothing_is_written(pictures, tmp_path, wrong, words):
+    common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", tmp_path / "t.kfac"]
+    done = kfacpack(*common, *wrong, code=2)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_task_says_what_to_do():
+    assert "--data DIR" in kfacpack("estimate", *SMALL, "--task", "unheard-of", code=2).stderr
+
+
+def test_the_script_of_the_readme_predicts_the_drift_it_measures(tmp_path):
+    example = Path(__file__).resolve().parents[2] / "examples" / "own_module.py"
+    done = kfacpack(example, tmp_path / "own.kfac", launcher=[sys.executable])
+    predicted, measured = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    assert predicted == pytest.approx(measured, rel=0.25)
+    assert kp.verify(tmp_path / "own.kfac").holds

@@ -1,0 +1,64 @@
+"""Where curvlinops supports a model, its type-2 factors are ours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from estimation.nets import Transformer, deep_linear, images, mlp, seeded, vectors
+from torch import nn
+
+import kfacpack as kp
+
+curvlinops = pytest.importorskip("curvlinops")
+
+
+class Conv(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, 2, 1), nn.Linear(4 * 16, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.head(self.conv(x).tanh().flatten(1))
+
+
+NETS = {
+    "deep-linear": (deep_linear, lambda: vectors(5)),
+    "mlp": (mlp, lambda: vectors(5)),
+    "mlp-no-bias": (lambda: mlp(False), lambda: vectors(5)),
+    "convolution": (Conv, images),
+    "attention": (lambda: Transformer("split"), images),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_exact_factors_are_those_of_curvlinops(net, sharing):
+    make, inputs = NETS[net]
+    model, x = seeded(make), inputs()
+    layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.rpartition(".")[0] in layers)
+    ours = kp.estimate(model, [x], fisher="exact", sharing=sharing)
+    operator = curvlinops.KFACLinearOperator(
+        model,
+        # Their loss is the squared error, whose second derivative is 2, or 1 if it is halved by its mean over 2.
+        nn.MSELoss(reduction="sum"),
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        [(x, torch.zeros(len(x), 3, dtype=x.dtype))],
+        fisher_type="type-2",
+        kfac_approx=sharing,
+        separate_weight_and_bias=False,
+        check_deterministic=False,
+    )
+    operator.compute_kronecker_factors()
+    compared = 0
+    for layer in layers:
+        block = next(block for block in ours.blocks if block.name == f"{layer}.weight")
+        found = dict(block.structure.matrices())
+        theirs = torch.kron(operator._gradient_covariances[layer], operator._input_covariances[layer]) / 2
+        expected = torch.kron(found["B"].dense(torch.float64), found["A"].dense(torch.float64)) * len(x)
+        torch.testing.assert_close(expected, theirs, rtol=1e-9, atol=1e-12)
+        compared += 1
+    assert compared == len(layers) > 0

@@ -1,0 +1,176 @@
+"""Every family's curvature: on stock models, through the library and through the command, against brute force."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from estimation.nets import ggn
+from models.conftest import SENTENCES
+from torch import nn
+
+import kfacpack as kp
+from kfacpack.estimation.job import Job
+from kfacpack.estimation.options import Options
+from kfacpack.models import load_model
+from kfacpack.tasks import load_task
+
+OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
+
+
+@pytest.fixture
+def text_data(tmp_path):
+    """Sixteen pairs of sentences of unequal length, as parquet in the Hub's layout."""
+    import datasets
+
+    words = SENTENCES.split()
+    pairs = {
+        "premise": [" ".join(words[n : n + 2 + n % 5]) for n in range(16)],
+        "hypothesis": [" ".join(words[-2 - n % 4 :]) for n in range(16)],
+        "label": [n % 3 for n in range(16)],
+    }
+    features = datasets.Features(
+        premise=datasets.Value("string"),
+        hypothesis=datasets.Value("string"),
+        label=datasets.ClassLabel(names=["entailment", "neutral", "contradiction"]),
+    )
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    datasets.Dataset.from_dict(pairs, features=features).to_parquet(folder / "train-00000-of-00001.parquet")
+    return folder
+
+
+def curvature_of(spec, folder, tmp_path, **options):
+    weights = options.pop("weights", None)
+    model = load_model(spec, weights=weights, dtype=torch.float64)
+    job = Job(model, load_task("mnli", folder), Options(fisher="exact", **options), batch_size=5)
+    return model, job, job.run(tmp_path / "made.kfac")
+
+
+def frozen_none(model, curvature):
+    """What is covered: all that f depends on and the family does not freeze."""
+    assert curvature.parameters
+    assert set(curvature.parameters) <= set(model.module.state_dict())
+
+
+@pytest.mark.parametrize("family", ["t5", "hf"])
+def test_text_models_on_padded_batches(family, request, text_data, tmp_path):
+    folder = request.getfixturevalue("t5_folder" if family == "t5" else "bert_folder")
+    model, job, curvature = curvature_of(f"{family}:{folder}", text_data, tmp_path)
+    frozen_none(model, curvature)
+    kinds = {block.operation for block in curvature.blocks}
+    assert kinds == ({"linear", "multiply"} if family == "t5" else {"linear", "layer_norm"})
+    names = " ".join(curvature.parameters)
+    if family == "t5":
+        assert "encoder.block.1.layer.0.SelfAttention.q.weight" in names
+        assert "decoder.block.0.layer.1.EncDecAttention.k.weight" in names
+        assert "relative_attention_bias" not in names
+    else:
+        assert "encoder.layer.1.attention.self.query.weight" in names
+        assert "word_embeddings" not in names
+
+    # Each example alone, without any padding: the same counts, the same numbers.
+    alone = Job(model, job.task, job.options, batch_size=1).run(tmp_path / "alone.kfac")
+    for ours, theirs in zip(curvature.blocks, alone.blocks, strict=True):
+        for (_, one), (_, other) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            assert one.positions == other.positions
+            torch.testing.assert_close(one.dense(torch.float64), other.dense(torch.float64), rtol=1e-7, atol=1e-12)
+    lengths = [int(model.prepare([job.split[n]], "mnli")["attention_mask"].sum()) for n in job.numbers]
+    name = (
+        "encoder.block.0.layer.0.SelfAttention.q.weight"
+        if family == "t5"
+        else "encoder.layer.0.attention.self.query.weight"
+    )
+    block = next(block for block in curvature.blocks if block.name == name)
+    assert dict(block.structure.matrices())["A"].positions == sum(lengths)
+
+
+class Whole(nn.Module):
+    """A stock model under its own parameter names, its forward replaced by f: for brute force only."""
+
+    def __new__(cls, module, forward):
+        module.forward = forward
+        return module
+
+
+@pytest.mark.parametrize("spec", ["clip", "timm:vit_tiny_patch16_224"])
+def test_norms_and_tokens_of_stock_vision_models(spec, tiny_clip, pictures):
+    size = None if spec == "clip" else 32
+    model = load_model(tiny_clip if spec == "clip" else spec, weights="random", image_size=size, dtype=torch.float64)
+    x = model.prepare(pictures, "any").double()
+    pick = {
+        "clip": ["visual.class_embedding", "visual.ln_post.weight", "visual.transformer.resblocks.1.ln_2.bias"],
+        "timm:vit_tiny_patch16_224": ["norm.weight", "blocks.11.norm1.bias"],
+    }[spec]
+    curvature = kp.estimate(model.module, [x], fisher="exact", forward=model.forward, params=pick)
+    assert set(curvature.parameters) == set(pick)
+    for block in curvature.blocks:
+        expected = ggn(Whole(model.module, model.forward), x, block.parameters)
+        torch.testing.assert_close(block.structure.matrix.dense(torch.float64), expected, rtol=1e-7, atol=1e-12)
+
+
+def test_open_clip_is_covered_whole_under_its_own_names(tiny_clip, pictures):
+    model = load_model(tiny_clip, weights="random")
+    x = model.prepare(pictures, "any")
+    before = model.forward(x)
+    wanted = [n for n, _ in model.module.named_parameters() if n.startswith("visual.")]
+    curvature = kp.estimate(model.module, [x], forward=model.forward, params=wanted)
+    assert set(curvature.parameters) == set(wanted)
+    blocks = {block.name: (block.operation, block.parameters) for block in curvature.blocks}
+    stem = "visual.transformer.resblocks.0."
+    assert blocks[f"{stem}attn.in_proj_weight"] == (
+        "linear",
+        (f"{stem}attn.in_proj_weight", f"{stem}attn.in_proj_bias"),
+    )
+    assert blocks["visual.proj"] == ("matmul", ("visual.proj",))
+    assert blocks["visual.class_embedding"][0] == "token"
+    assert blocks["visual.conv1.weight"][0] == "convolution"
+    assert blocks["visual.positional_embedding"][0] == "add"
+    assert torch.equal(model.forward(x), before)
+
+
+@pytest.mark.parametrize("family", ["t5", "hf"])
+def test_text_families_through_the_command(family, request, text_data, tmp_path):
+    folder = request.getfixturevalue("t5_folder" if family == "t5" else "bert_folder")
+    output = tmp_path / "pairs.kfac"
+    arguments = [
+        "estimate",
+        "--model",
+        f"{family}:{folder}",
+        "--task",
+        "mnli",
+        "--data",
+        text_data,
+        "-o",
+        output,
+        "--json",
+    ]
+    command = [sys.executable, "-m", "kfacpack_cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, env=OFFLINE, check=True)
+    assert json.loads(done.stdout)["examples"] == 16
+    assert not done.stderr
+    assert kp.verify(output).holds
+
+
+def test_a_full_vit_b_32_through_the_command(tmp_path):
+    """The stock model at its full size, on two cores; block:8, so that the file is small."""
+    import numpy as np
+    from PIL import Image
+
+    (tmp_path / "pictures" / "train" / "noise").mkdir(parents=True)
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (224, 224, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / "pictures" / "train" / "noise" / f"{number}.png")
+    output = tmp_path / "noise.kfac"
+    arguments = ["--model", "ViT-B-32", "--weights", "random", "--task", "noise", "--data", tmp_path / "pictures"]
+    command = [sys.executable, "-m", "kfacpack_cli", "estimate", *map(str, arguments), "-o", str(output), "--json"]
+    done = subprocess.run([*command, "--compress", "block:8"], capture_output=True, text=True, env=OFFLINE)
+    assert done.returncode == 0, done.stderr
+    manifest = kp.Bundle(output).manifest
+    assert len(manifest.base.parameters) == 150
+    assert sum(block.structure == "kronecker" for block in manifest.blocks) == 49
+    assert manifest.function.width == 512
