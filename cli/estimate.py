@@ -113,10 +113,10 @@ def estimate(
             )
         if dry_run:
             found = job.forecast()
-            if processes.rank() == 0 and not quiet:
+            if processes.rank() == 0 and (as_json or not quiet):
                 print_json(asdict(found)) if as_json else _print_forecast(found)
             return
-        _run(job, output or Path(f"{Path(task).name}.kfac"), resume, show=show, as_json=as_json)
+        _run(job, output or Path(f"{task.replace('/', '-')}.kfac"), resume, show=show, as_json=as_json)
 
 
 def _loaded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from kfacpack.bundle.checks import Check
+    from kfacpack.bundle.manifest import Manifest
     from kfacpack.verification import Verification
 
 SHOWN = 5
@@ -47,16 +49,19 @@ def verify(
 
     Exit code 0: everything holds. 1: a check does not hold; the tensor is named. 2: a file is no bundle at all.
     """
-    base = None if model is None else _base(model, weights, image_size, bundles)
+    if model is None and (weights or image_size):
+        raise KfacpackError("--weights and --image-size belong to a model: name it with --model")
+    bases = Bases(model, weights, image_size)
     verified: list[Verification] = []
     unreadable: list[dict[str, str]] = []
     for path in bundles:
         try:
-            result = _verify_with_progress(path, base, show=not (quiet or as_json))
+            manifest = Bundle(path).manifest
         except KfacpackError as error:
             show_error(str(error))
             unreadable.append({"path": str(path), "error": str(error)})
             continue
+        result = _verify_with_progress(path, bases.of(manifest), show=not (quiet or as_json))
         verified.append(result)
         if not as_json:
             _print(result, model, quiet)
@@ -69,19 +74,34 @@ def verify(
         raise typer.Exit(1)
 
 
-def _base(model: str, weights: str | None, image_size: int | None, bundles: list[Path]) -> str | nn.Module:
-    """What the bundles are compared with: the path of a file of weights, or a loaded model."""
-    if Path(model).is_file() and weights is None:
-        weights_of_file(model)  # a damaged one is no fault of the bundles'
-        return model
-    import torch
+class Bases:
+    """What bundles are compared with: a file of weights, or a model, in the type that each bundle was computed in."""
 
-    from kfacpack.models import load_model
+    def __init__(self, model: str | None, weights: str | None, image_size: int | None):
+        self._asked = (model, weights, image_size)
+        self._loaded: dict[tuple[str, int], nn.Module] = {}
+        if model is not None and self._is_file():
+            weights_of_file(model)  # a damaged one is no fault of the bundles'
 
-    # The weights are compared as they were when the curvature was computed.
-    estimate = Bundle(bundles[0]).manifest.estimate
-    dtype = getattr(torch, (estimate and estimate.model_dtype) or "float32")
-    return load_model(model, weights=weights, image_size=image_size, dtype=dtype).module
+    def _is_file(self) -> bool:
+        model, weights, image_size = self._asked
+        return model is not None and weights is None and image_size is None and Path(model).is_file()
+
+    def of(self, manifest: Manifest) -> str | nn.Module | None:
+        model, weights, image_size = self._asked
+        if model is None or self._is_file():
+            return model
+        import torch
+
+        from kfacpack.models import load_model
+
+        dtype = (manifest.estimate and manifest.estimate.model_dtype) or "float32"
+        random = re.fullmatch(r"random-([0-9]+)", manifest.base.revision or "")
+        seed = int(random[1]) if random else 0
+        if (dtype, seed) not in self._loaded:
+            loaded = load_model(model, weights=weights, image_size=image_size, dtype=getattr(torch, dtype), seed=seed)
+            self._loaded[dtype, seed] = loaded.module
+        return self._loaded[dtype, seed]
 
 
 def _verify_with_progress(path: Path, model: str | nn.Module | None, show: bool) -> Verification:

@@ -96,6 +96,7 @@ class KroneckerCollector(Collector):
     def __init__(self, planned: PlannedBlock, settings: Settings, shared: dict[int, Tally]):
         super().__init__(planned)
         self._reduce = settings.reduce
+        self._dtype = settings.dtype
         columns, common = planned.join.columns - planned.bias, (settings.dtype, settings.device)
         if planned.inputs not in shared:
             inputs: Sum = (
@@ -111,7 +112,7 @@ class KroneckerCollector(Collector):
         node, layout, examples = steps[-1].node, self.planned.layout, passing.examples
         operation = row_operation_of(steps[-1])
         gradients = operation.gradients(node, g)
-        kept = kept_rows(passing.mask, layout, len(gradients), examples)
+        kept = kept_rows(passing.mask, layout, gradients, examples)
         if passing.first:
             identity = operation.identity(node)
             if passing.taken.setdefault(self.planned.inputs, identity) is identity:
@@ -121,7 +122,7 @@ class KroneckerCollector(Collector):
                     f"block {self.planned.name!r}: its inputs were another block's too, but are no more"
                 )
         if self._reduce:
-            gradients = sums(gradients, layout, examples, kept)
+            gradients = sums(gradients.to(self._dtype), layout, examples, kept)
         elif kept is not None:
             gradients = gradients[kept]
         elif self.planned.few_rows:
@@ -131,7 +132,7 @@ class KroneckerCollector(Collector):
     def _take_inputs(self, rows: Tensor, kept: Tensor | None, examples: int) -> None:
         if self._reduce:
             count = len(rows) if kept is None else int(kept.sum())
-            self._A.add(means(rows, self.planned.layout, examples, kept), count)
+            self._A.add(means(rows.to(self._dtype), self.planned.layout, examples, kept), count)
             return
         rows = rows if kept is None else rows[kept]
         self._A.add(rows, int((rows >= 0).sum()) if self.planned.one_hot else len(rows))
@@ -163,10 +164,13 @@ class VectorCollector(WholeCollector):
         super().__init__(planned, settings)
         assert isinstance(planned.operation, VectorOperation)
         self._operation = planned.operation
+        self._dtype = settings.dtype
         # What lies between parameter and operation passes nothing back either, while autograd is at work.
         self.immediate = planned.operation.immediate and planned.as_it_is
 
     def collect(self, steps: Steps, g: Tensor, passing: Passing) -> None:
+        if self._operation.immediate:
+            g = g.to(self._dtype)  # positions are summed up in this
         vectors = self._operation.vectors(steps[-1], g, self.planned.layout, passing.examples)
         if not self.planned.as_it_is:
             shape = steps[-1].operand_shape

@@ -18,7 +18,7 @@ from kfacpack.estimation import processes
 from kfacpack.estimation.batch import length, to_device
 from kfacpack.estimation.borrowed import borrowed
 from kfacpack.estimation.options import Options
-from kfacpack.estimation.plan import choose, plan
+from kfacpack.estimation.plan import choose, plan, require_used
 from kfacpack.estimation.trace import trace
 from kfacpack.estimation.underway import Estimation
 
@@ -67,6 +67,7 @@ def estimate(
     With several processes (torch.distributed), all are given the same batches; each takes its share of them, and all
     get the whole result.
     """
+    params = list(params) if params is not None and not isinstance(params, str) else params
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
     wanted = choose(model, params)
     remaining = iter(batches)
@@ -74,7 +75,7 @@ def estimate(
     if first is None:
         raise KfacpackError("there are no batches to estimate from")
     with borrowed(model, wanted), ThreadPoolExecutor(max_workers=1) as background:
-        estimation = begin(forward or model, to_device(first, device_of(wanted)), wanted, options)
+        estimation = begin(forward or model, to_device(first, device_of(wanted)), wanted, options, params)
         called = name or type(model).__name__
         base = background.submit(identify, model, estimation.covered, family="torch", name=called)
         for number, batch in _own_share(chain([first], remaining), estimation):
@@ -101,13 +102,23 @@ def _own_share(batches: Iterable[Batch], estimation: Estimation) -> Iterator[tup
 
 
 def begin(
-    forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options: Options, number: int = 0
+    forward: Forward,
+    batch: Batch,
+    wanted: Mapping[str, Tensor],
+    options: Options,
+    params: Iterable[str] | str | None,
+    number: int = 0,
 ) -> Estimation:
-    """Look at the model once, plan, and make room for the sums; `number` is that of the batch's first example."""
+    """Look at the model once, plan, and make room for the sums.
+
+    `params` is how the wanted parameters were asked for, `number` that of the batch's first example.
+    """
     traced = trace(forward, batch, wanted)
     settings = options.settings(next(iter(wanted.values())).dtype, device_of(wanted))
     known = (number, traced.f[0].detach()) if traced.twice else None
-    return Estimation(forward, plan(traced, wanted, options), wanted, options.probes, settings, known)
+    planned = plan(traced, wanted, options)
+    require_used(planned, params)
+    return Estimation(forward, planned, wanted, options.probes, settings, known)
 
 
 def conclude(

@@ -81,9 +81,6 @@ class Graph:
                     seen.add(child)
                     stack.append(child)
 
-    def __len__(self) -> int:
-        return len(self._order)
-
     def uses(self, parameter: Tensor) -> bool:
         return id(parameter) in self._leaves
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
+from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import processes
-from kfacpack.estimation.batch import to_device
+from kfacpack.estimation.batch import tensors_of, to_device
 from kfacpack.estimation.borrowed import borrowed
 from kfacpack.estimation.estimate import begin, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
@@ -125,11 +126,9 @@ class Job:
             module = self.model.module
             kept = kept_for_backward(module, self.model.forward, self._batch(numbers[:1]), len(numbers))
         blocks = estimation.forecasts()
-        covered = {parameter for block in blocks for parameter in block.parameters}
-        left_out = [name for name, _ in module.named_parameters() if name not in covered]
         return Forecast(
             blocks=blocks,
-            frozen=tuple(name for name in left_out if name not in self.wanted),
+            frozen=tuple(name for name, _ in module.named_parameters() if name not in self.wanted),
             unused=estimation.plan.unused,
             examples=len(self.numbers),
             batches=len(self.own_batches),
@@ -142,7 +141,7 @@ class Job:
     def _begun(self) -> Iterator[Estimation]:
         first = self._batch(self.numbers[: self.batch_size])
         with borrowed(self.model.module, self.wanted):
-            yield begin(self.model.forward, first, self.wanted, self.options, self.numbers[0])
+            yield begin(self.model.forward, first, self.wanted, self.options, self.params, self.numbers[0])
 
     def _batch(self, numbers: Iterable[int]) -> Batch:
         prepared = self.model.prepare([self.split[number] for number in numbers], self.task.name)
@@ -159,7 +158,8 @@ class Job:
             "weights": base.sha256,
             "preprocessing": model.preprocessing,
             "task": self.task.name,
-            "split": f"{self.split_name} of {len(self.split)} examples",
+            "data": f"{self.split.source.dataset}, {self.split_name} of {len(self.split)} examples",
+            "first example": _digest(self._batch(self.numbers[:1])),
             "examples": len(self.numbers),
             "batch_size": self.batch_size,
             "process": f"{processes.rank()} of {processes.count()}",
@@ -177,6 +177,13 @@ class Job:
             examples=len(self.numbers),
             dataset_size=len(self.split),
         )
+
+
+def _digest(batch: Batch) -> str:
+    digest = sha256()
+    for tensor in tensors_of(batch):
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
 
 
 def _partial_path(output: Path) -> Path:

@@ -36,12 +36,12 @@ class Options:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.probes
+        blocks, _ = self.diagonal_blocks, self.probes
         if self.sharing not in ("expand", "reduce"):
             raise KfacpackError(f"sharing {self.sharing!r}: expected 'expand' or 'reduce'")
         if self.structure not in ("kronecker", "diagonal"):
             raise KfacpackError(f"structure {self.structure!r}: expected 'kronecker' or 'diagonal'")
-        if self.structure == "diagonal" and self.diagonal_blocks > 1:
+        if self.structure == "diagonal" and blocks > 1:
             raise KfacpackError(f"compress {self.compress!r}: a diagonal has no blocks to keep")
 
     @property

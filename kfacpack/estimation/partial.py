@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.underway import Estimation
 
 EVERY = 30.0
-"""Seconds of work after which it is stored, so that never more than a minute is lost."""
+"""Seconds of work after which it is stored, at the end of a batch."""
 
 _KEY = "kfacpack_partial"
 
@@ -37,12 +36,13 @@ class Partial:
         if not now and time.monotonic() - self._last < self.every:
             return
         said = json.dumps({"request": self.request, "batches": batches}, sort_keys=True)
-        beside = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        beside = self.path.with_name(f".{self.path.name}")
         try:
             save_file({name: tensor.cpu().contiguous() for name, tensor in estimation.tensors()}, beside, {_KEY: said})
             beside.replace(self.path)
-        finally:
+        except (OSError, SafetensorError) as error:
             beside.unlink(missing_ok=True)
+            raise KfacpackError(f"{self.path}: what is done so far cannot be stored: {error}") from error
         self._last = time.monotonic()
 
     def restore(self, estimation: Estimation) -> int:

@@ -84,22 +84,41 @@ class Plan:
 
 
 def choose(model: nn.Module, params: Iterable[str] | str | None, frozen: Iterable[str] = ()) -> dict[str, Tensor]:
-    """The parameters that are wanted, in state-dict order: all that are not frozen, or those that patterns name."""
-    named: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if p.is_floating_point() and p.numel()}
+    """The parameters that are wanted, in state-dict order: all that are not frozen, or those that patterns name.
+
+    One that has several names (tied weights) goes by the first of them, whichever was asked for.
+    """
+    named: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point() and p.numel()
+    }
     if not named:
         raise KfacpackError("the model has no parameters")
+    first: dict[int, str] = {}
+    for name, parameter in named.items():
+        first.setdefault(id(parameter), name)
     if params is None:
         left_out = tuple(frozen)
         wanted = {name: p for name, p in named.items() if not any(fnmatchcase(name, each) for each in left_out)}
         if not wanted:
             raise KfacpackError("every parameter of the model is frozen; name those you want")
-        return wanted
+        return {name: p for name, p in wanted.items() if first[id(p)] == name}
     patterns = [params] if isinstance(params, str) else list(params)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
             some = ", ".join(list(named)[:3])
             raise KfacpackError(f"no parameter is called {pattern!r}; the model has {len(named)}: {some}, …")
-    return {name: p for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    chosen = {first[id(p)] for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {name: p for name, p in named.items() if name in chosen}
+
+
+def require_used(planned: Plan, params: Iterable[str] | str | None) -> None:
+    """Who names a parameter expects it to be covered."""
+    covered = [name for block in planned.blocks for name in block.parameters]
+    for pattern in [params] if isinstance(params, str) else params or ():
+        missed = [name for name in planned.unused if fnmatchcase(name, pattern)]
+        if missed and not any(fnmatchcase(name, pattern) for name in covered):
+            problem = f"f does not depend on {missed[0]!r}, which 'params' asks for as {pattern!r}"
+            raise KfacpackError(f"{problem}. Leave it out, or choose another f")
 
 
 def plan(trace: Trace, wanted: Mapping[str, Tensor], options: Options) -> Plan:
@@ -124,6 +143,13 @@ def plan(trace: Trace, wanted: Mapping[str, Tensor], options: Options) -> Plan:
     if options.sharing == "reduce":
         # The mean of one-hot rows is not one-hot, and A of a whole vocabulary would not be diagonal any more.
         blocks = [replace(block, structure="diagonal") if block.one_hot else block for block in blocks]
+    for block in blocks:
+        side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
+        if block.structure == "kronecker" and options.diagonal_blocks > side:
+            problem = f"block {block.name!r} has a factor of side {side}, which has no {options.diagonal_blocks} blocks"
+            raise KfacpackError(
+                f"compress {options.compress!r}: {problem}. Use a smaller K, or leave it out of 'params'"
+            )
     if not blocks:
         raise KfacpackError("f does not depend on any of the chosen parameters")
     unused = tuple(name for name in wanted if name not in used)
@@ -152,7 +178,7 @@ def _row_blocks(
             joined.add((name, entrance.steps))
             gradients = tuple(operation.gradients(entrance.node, g) for g in trace.gradients[entrance.node])
             as_made = gradients[0] is trace.gradients[entrance.node][0]
-            key = (operation.identity(entrance.node), len(pieces) > 1)
+            key = (operation.identity(entrance.node), columns, len(pieces) > 1)
             start, stop = piece.rows or (0, 0)
             blocks.append(
                 PlannedBlock(
@@ -163,13 +189,20 @@ def _row_blocks(
                     join=Join(rows=rows, columns=columns + len(pieces) - 1, pieces=tuple(pieces)),
                     parameter=name,
                     way=way_of(entrance, len(found)),
-                    layout=entrance.layout if as_made else trace.layout_of(gradients) or entrance.layout,
+                    layout=entrance.layout if as_made else _layout_of_rows(trace, name, gradients),
                     as_it_is=True,
                     inputs=groups.setdefault(key, len(groups)),
                     few_rows=_mostly_zero(gradients[0], trace.examples if len(gradients) > 1 else 1),
                 )
             )
     return blocks, joined
+
+
+def _layout_of_rows(trace: Trace, name: str, gradients: tuple[Tensor, ...]) -> Layout:
+    layout = trace.layout_of(gradients)
+    if layout is None:
+        raise KfacpackError(f"parameter {name!r} cannot be estimated: its rows cannot be told apart by example")
+    return layout
 
 
 def _mostly_zero(gradients: Tensor, examples: int) -> bool:

@@ -66,11 +66,12 @@ class Estimation:
         f = run(self._forward, batch)
         examples, width = f.shape
         if width != self.plan.width:
-            raise KfacpackError(f"f has width {width}, in the first batch it was {self.plan.width}")
+            problem = f"f has width {width}, in the first batch it was {self.plan.width}"
+            raise KfacpackError(f"{problem}; every batch must give outputs of the same width")
         if isinstance(numbers, int):
             numbers = range(numbers, numbers + examples)
         if len(numbers) != examples:
-            raise KfacpackError(f"f has {examples} rows for a batch of {len(numbers)} examples")
+            raise KfacpackError(f"f has {examples} rows for a batch of {len(numbers)} examples; expected one for each")
         if self._known is not None and numbers[0] == self._known[0]:
             self._require_independence(f[0].detach(), self._known[1])
         graph = Graph(f)
@@ -186,9 +187,10 @@ class Estimation:
             for role, tally in tallies.items():
                 if id(tally) in matrices:
                     continue
+                # Inputs are taken once for each batch, whatever the number of probes.
                 divisor = self._examples * self._probes.divisor
-                if role == "A" and not self._settings.reduce:
-                    divisor = tally.positions
+                if role == "A":
+                    divisor = self._examples if self._settings.reduce else tally.positions.clamp(min=1)
                 if not tally.total.is_finite():
                     problem = f"block {each.planned.name!r}: {role} has numbers that are not finite"
                     raise KfacpackError(f"{problem}; gradients overflowed. Use float32 or bfloat16 for the model")

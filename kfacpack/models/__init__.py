@@ -43,6 +43,8 @@ def load_model(
     if image_size is not None and image_size < 1:
         raise KfacpackError(f"an image size of {image_size} pixels; expected a positive number")
     try:
+        if name.startswith("~"):
+            name = str(Path(name).expanduser())
         source: Weights = None if weights is None else "random" if weights == "random" else Path(weights)
         return FAMILIES[prefix].load(Request(name, source, image_size, dtype, _usable(device), seed))
     except ModuleNotFoundError as error:

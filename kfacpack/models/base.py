@@ -53,6 +53,12 @@ class Request(NamedTuple):
     device: torch.device
     seed: int
 
+    def revision(self, published: str | None) -> str | None:
+        """Which weights they are: those that were published under this tag or commit, unless others were asked for."""
+        if self.weights == "random":
+            return f"random-{self.seed}"
+        return published if self.weights is None else None
+
 
 class Family(Protocol):
     """One kind of model, one file."""

@@ -74,7 +74,7 @@ class OpenClip:
         return Model(
             family="open_clip",
             name=name,
-            revision=f"random-{seed}" if weights == "random" else tag,
+            revision=asked.revision(tag),
             module=module,
             forward=forward,
             function=Function(

@@ -47,7 +47,7 @@ class Encoder:
         return Model(
             family="hf",
             name=public_name(name),
-            revision=f"random-{seed}" if weights == "random" else getattr(config, "_commit_hash", None),
+            revision=asked.revision(getattr(config, "_commit_hash", None)),
             module=module,
             forward=forward,
             function=Function(

@@ -57,7 +57,7 @@ class T5:
         return Model(
             family="t5",
             name=public_name(name),
-            revision=f"random-{seed}" if weights == "random" else getattr(config, "_commit_hash", None),
+            revision=asked.revision(getattr(config, "_commit_hash", None)),
             module=module,
             forward=forward,
             function=Function(

@@ -50,7 +50,7 @@ class Timm:
         return Model(
             family="timm",
             name=name,
-            revision=f"random-{seed}" if weights == "random" else tag or None,
+            revision=asked.revision(tag or None),
             module=module,
             forward=forward,
             function=Function(

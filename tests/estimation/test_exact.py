@@ -121,7 +121,7 @@ def test_fused_attention_is_the_same_as_one_stacked_layer():
 
 
 def test_a_convolution_is_a_product_with_its_patches():
-    """A stem whose patches do not overlap is a linear layer on cut-up images; one with overlaps has exact B and A."""
+    """A stem whose patches do not overlap is a linear layer on cut-up images."""
     conv = Transformer("split")
     x = images()
 

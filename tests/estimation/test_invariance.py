@@ -83,6 +83,25 @@ def test_padding_changes_nothing(sharing):
         assert dict(words.structure.matrices())["A"].positions == sum(lengths)
 
 
+def test_a_decoder_of_the_same_length_keeps_all_of_its_positions():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.read, self.decoder = TextEncoder(), nn.Linear(8, 8), nn.Linear(8, 3)
+            self.double()
+
+        def forward(self, input_ids, attention_mask, other):
+            return self.decoder(self.read(other).tanh()).mean(1) + self.encoder(input_ids, attention_mask)
+
+    model, batch = seeded(Both), sentences()
+    batch["other"] = vectors(8, 7 * 6).reshape(7, 6, 8)
+    found = {block.name: dict(block.structure.matrices()) for block in kp.estimate(model, [batch]).blocks}
+    a = batch["other"].flatten(0, 1)
+    assert found["read.weight"]["A"].positions == len(a)
+    torch.testing.assert_close(found["read.weight"]["A"].dense(torch.float64)[:8, :8], a.T @ a / len(a))
+    assert found["encoder.layer.linear1.weight"]["A"].positions == int(batch["attention_mask"].sum())
+
+
 def test_the_model_is_as_it_was():
     model = seeded(TextEncoder)
     model.layer.eval()

@@ -43,7 +43,7 @@ def test_exact_factors_are_those_of_curvlinops(net, sharing):
     ours = kp.estimate(model, [x], fisher="exact", sharing=sharing)
     operator = curvlinops.KFACLinearOperator(
         model,
-        # Their loss is the squared error, whose second derivative is 2, or 1 if it is halved by its mean over 2.
+        # The squared error, whose second derivative is 2; and a sum over the examples, where ours is a mean.
         nn.MSELoss(reduction="sum"),
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         [(x, torch.zeros(len(x), 3, dtype=x.dtype))],
@@ -53,12 +53,10 @@ def test_exact_factors_are_those_of_curvlinops(net, sharing):
         check_deterministic=False,
     )
     operator.compute_kronecker_factors()
-    compared = 0
+    assert layers
     for layer in layers:
         block = next(block for block in ours.blocks if block.name == f"{layer}.weight")
         found = dict(block.structure.matrices())
-        theirs = torch.kron(operator._gradient_covariances[layer], operator._input_covariances[layer]) / 2
-        expected = torch.kron(found["B"].dense(torch.float64), found["A"].dense(torch.float64)) * len(x)
-        torch.testing.assert_close(expected, theirs, rtol=1e-9, atol=1e-12)
-        compared += 1
-    assert compared == len(layers) > 0
+        expected = torch.kron(operator._gradient_covariances[layer], operator._input_covariances[layer]) / 2 / len(x)
+        ours_whole = torch.kron(found["B"].dense(torch.float64), found["A"].dense(torch.float64))
+        torch.testing.assert_close(ours_whole, expected, rtol=1e-9, atol=1e-12)

@@ -38,10 +38,12 @@ def test_the_directions_of_an_example_follow_from_its_number_alone():
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: Transformer("fused")], ids=["mlp", "transformer"])
-def test_as_many_orthogonal_directions_as_outputs_are_exact(make):
+@pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"structure": "diagonal"}], ids=str)
+def test_as_many_orthogonal_directions_as_outputs_are_exact(make, options):
     model = seeded(make)
     x = images() if isinstance(model, Transformer) else vectors(5)
-    exact, all_three = kp.estimate(model, [x], fisher="exact"), kp.estimate(model, [x], samples=3)
+    exact = kp.estimate(model, [x], fisher="exact", **options)
+    all_three = kp.estimate(model, [x], samples=3, **options)
     tau = random_tau(model, 1)
     for name, value in exact.apply(tau).items():
         torch.testing.assert_close(all_three.apply(tau)[name], value, rtol=1e-9, atol=1e-12)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kfacpack.errors import KfacpackError
 from kfacpack.estimation.operations.base import RowOperation, VectorOperation
 from kfacpack.estimation.operations.convolution import Convolution
 from kfacpack.estimation.operations.elementwise import ConvolutionBias, LayerNormScale, LayerNormShift, Scale, Shift
@@ -29,10 +30,10 @@ ROW_OPERATIONS: dict[tuple[str, int], RowOperation] = {
 }
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("AddBackward0", 0): Shift(),
-    ("AddBackward0", 1): Shift(scaled=True),
+    ("AddBackward0", 1): Shift("_saved_alpha"),
     ("SubBackward0", 0): Shift(),
-    ("SubBackward0", 1): Shift(sign=-1.0, scaled=True),
-    ("AddmmBackward0", 0): Shift(),
+    ("SubBackward0", 1): Shift("_saved_alpha", sign=-1.0),
+    ("AddmmBackward0", 0): Shift("_saved_beta"),
     ("LinearBackward0", 2): Shift(),
     ("ConvolutionBackward0", 2): ConvolutionBias(),
     ("MulBackward0", 0): Scale("_saved_other"),
@@ -53,7 +54,10 @@ def alike(key: tuple[str, int]) -> frozenset[tuple[str, int]] | None:
 
 def row_operation_of(step: Step) -> RowOperation:
     """The operation of a step that is known to be one of these."""
-    return ROW_OPERATIONS[step.node.name(), step.slot]
+    operation = ROW_OPERATIONS[step.node.name(), step.slot]
+    if not operation.takes(step.node):
+        raise KfacpackError(f"{step.node.name()!r} is not the simple product any more that it was in the first batch")
+    return operation
 
 
 def operation_of(step: Step) -> RowOperation | VectorOperation:

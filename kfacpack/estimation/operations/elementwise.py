@@ -18,13 +18,13 @@ class Shift(VectorOperation):
 
     kind = "add"
 
-    def __init__(self, sign: float = 1.0, scaled: bool = False):
+    def __init__(self, factor: str | None = None, sign: float = 1.0):
+        """`factor` is what the operand was multiplied with first, under its name in autograd."""
+        self._factor = factor
         self._sign = sign
-        self._scaled = scaled
 
     def vectors(self, step: Step, g: Tensor, layout: Layout, examples: int) -> Tensor:
-        node: Any = step.node
-        factor = self._sign * (node._saved_alpha if self._scaled else 1)
+        factor = self._sign * (getattr(step.node, self._factor) if self._factor else 1)
         return factor * layout.per_example(g, step.operand_shape, examples)
 
 
@@ -34,7 +34,7 @@ class ConvolutionBias(VectorOperation):
     kind = "add"
 
     def vectors(self, step: Step, g: Tensor, layout: Layout, examples: int) -> Tensor:
-        return g.flatten(2).sum(2)
+        return layout.per_example(g, (*step.operand_shape, *[1] * (g.dim() - 2)), examples)
 
 
 class Scale(VectorOperation):
@@ -55,8 +55,8 @@ class LayerNormScale(VectorOperation):
     def vectors(self, step: Step, g: Tensor, layout: Layout, examples: int) -> Tensor:
         node: Any = step.node
         # Mean and 1 / sqrt(variance + eps), as the forward pass had them.
-        normalized = (node._saved_input - node._saved_result1).mul_(node._saved_result2)
-        return layout.per_example(normalized.mul_(g), step.operand_shape, examples)
+        normalized = (node._saved_input - node._saved_result1) * node._saved_result2
+        return layout.per_example(normalized * g, step.operand_shape, examples)
 
 
 class LayerNormShift(Shift):
