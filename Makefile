@@ -18,6 +18,8 @@ demo: $(READY) ## write a small real bundle and look at it
 	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack inspect demo/small.kfac --blocks
 	$(BIN)/kfacpack verify demo/small.kfac --model demo/small.safetensors
+	$(BIN)/kfacpack inspect demo/own.kfac
+	$(BIN)/kfacpack verify demo/own.kfac
 
 test: $(READY) ## every test that needs nothing but this clone
 	$(BIN)/python -m pytest

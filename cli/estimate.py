@@ -228,5 +228,6 @@ def _print_forecast(found: Forecast) -> None:
         f"{len(found.blocks)} blocks, {human_bytes(found.bytes)}; {found.examples} examples in {found.batches} batches"
     )
     out.print(
-        f"about {human_seconds(found.seconds)}, by one batch's time; peak memory about {human_bytes(found.peak_memory)}"
+        f"about {human_seconds(found.seconds)} for the batches, by the time of one; peak memory about "
+        f"{human_bytes(found.peak_memory)} on top of what Python and its libraries take"
     )

@@ -16,14 +16,16 @@ Forward: TypeAlias = Callable[..., Any]
 
 def run(forward: Forward, batch: Batch) -> Tensor:
     """f, (N, C)."""
-    if isinstance(batch, Tensor):
-        f = forward(batch)
-    elif isinstance(batch, Mapping):
-        f = forward(**batch)
-    elif isinstance(batch, Sequence) and not isinstance(batch, str):
-        f = forward(*batch)
-    else:
+    if not isinstance(batch, (Tensor, Mapping, list, tuple)):
         raise KfacpackError(f"a batch must be a tensor, a tuple or a dict of tensors, found {type(batch).__name__}")
+    try:
+        if isinstance(batch, Tensor):
+            f = forward(batch)
+        else:
+            f = forward(**batch) if isinstance(batch, Mapping) else forward(*batch)
+    except TypeError as error:
+        hint = "A batch holds the arguments of f, and no labels: ((x,) for x, y in loader) leaves them out"
+        raise KfacpackError(f"the model cannot be called with this batch: {error}. {hint}") from error
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         found = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         problem = f"expected the model to give f as floats of shape (examples, width), found {found}"

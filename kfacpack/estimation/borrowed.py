@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from kfacpack.errors import KfacpackError
 
@@ -18,6 +19,8 @@ def borrowed(model: nn.Module, wanted: Mapping[str, Tensor]) -> Iterator[None]:
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     chosen = {id(parameter) for parameter in wanted.values()}
     for name, parameter in wanted.items():
+        if is_lazy(parameter) or parameter.is_meta:
+            raise KfacpackError(f"parameter {name!r} has no numbers yet; load or initialise the model first")
         if parameter.is_inference():
             problem = "was made in torch.inference_mode and cannot be differentiated"
             raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of it")

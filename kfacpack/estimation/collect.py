@@ -175,6 +175,11 @@ class VectorCollector(WholeCollector):
         if not self.planned.as_it_is:
             shape = steps[-1].operand_shape
             vectors = torch.stack([pull_through(steps, vector.reshape(shape)).reshape(-1) for vector in vectors])
+        if vectors.shape[1] != self._G.total.side:
+            problem = (
+                f"block {self.planned.name!r} has {self._G.total.side} numbers, and {vectors.shape[1]} in this batch"
+            )
+            raise KfacpackError(f"{problem}; a model whose steps depend on its input cannot be estimated")
         self._G.add(vectors, 0)
 
 

@@ -58,7 +58,10 @@ def _marks(count: int) -> Tensor:
 def entrances_of(trace: Trace, name: str, parameter: Tensor) -> list[Entrance]:
     found = []
     for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
-        layout = trace.layout(steps[-1].node)
+        node = steps[-1].node
+        layout = trace.layout(node)
+        if layout is None and node in trace.gradients:
+            layout = trace.layout_of_zero(trace.gradients[node])
         if layout is None:
             operation = steps[-1].node.name().removesuffix("Backward0")
             problem = (
@@ -74,8 +77,9 @@ def refusal(name: str, entrances: list[Entrance]) -> str:
     return f"parameter {name!r} is used {len(entrances)} times (by {places}) and cannot be factored. {_LEAVE_OUT}"
 
 
-def way_of(entrance: Entrance, ways: int) -> Way:
-    ends = alike(end_of(entrance.steps)) if isinstance(entrance.operation, RowOperation) else None
+def way_of(entrance: Entrance, ways: int, *, as_matrix: bool) -> Way:
+    """`as_matrix`: whether the parameter is the matrix of a product as it is, which may take another form next time."""
+    ends = alike(end_of(entrance.steps)) if as_matrix else None
     length = None if ends else len(entrance.steps)
     return Way(ends or frozenset([end_of(entrance.steps)]), length, parts_of(entrance.steps), ways)
 

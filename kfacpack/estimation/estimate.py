@@ -19,7 +19,7 @@ from kfacpack.estimation.batch import length, to_device
 from kfacpack.estimation.borrowed import borrowed
 from kfacpack.estimation.options import Options
 from kfacpack.estimation.plan import choose, plan, require_used
-from kfacpack.estimation.trace import trace
+from kfacpack.estimation.trace import Trace, trace
 from kfacpack.estimation.underway import Estimation
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Base, Source
     from kfacpack.estimation.batch import Batch, Forward
     from kfacpack.estimation.options import Sharing, Structure
+    from kfacpack.estimation.plan import Plan
     from kfacpack.estimation.probes import Fisher, Probe
 
 
@@ -113,12 +114,25 @@ def begin(
 
     `params` is how the wanted parameters were asked for, `number` that of the batch's first example.
     """
-    traced = trace(forward, batch, wanted)
+    traced, planned = _planned(forward, batch, wanted, options)
     settings = options.settings(next(iter(wanted.values())).dtype, device_of(wanted))
-    known = (number, traced.f[0].detach()) if traced.twice else None
-    planned = plan(traced, wanted, options)
+    known = (number, traced.f[0].detach()) if traced.twice and traced.example == 0 else None
     require_used(planned, params)
     return Estimation(forward, planned, wanted, options.probes, settings, known)
+
+
+def _planned(forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options: Options) -> tuple[Trace, Plan]:
+    """The plan by the batch's first example; by a later one, if that has gradients where the first has none."""
+    best: tuple[Trace, Plan] | None = None
+    for example in sorted({0, (length(batch) or 1) // 2, (length(batch) or 1) - 1}):
+        traced = trace(forward, batch, wanted, example)
+        planned = plan(traced, wanted, options)
+        if best is None or traced.silent < best[0].silent:
+            best = traced, planned
+        if not (traced.silent and traced.twice):
+            break
+    assert best is not None
+    return best
 
 
 def conclude(

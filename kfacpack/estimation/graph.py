@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kfacpack.errors import KfacpackError
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
@@ -164,7 +166,13 @@ def end_of(steps: Steps) -> tuple[str, int]:
 
 def parts_of(steps: Steps) -> tuple[int, ...]:
     """Which part was taken, wherever an operation on the way makes several."""
-    return tuple(after.output for before, after in pairwise(steps) if len(before.node._input_metadata) > 1)
+    found: list[int] = []
+    for before, after in pairwise(steps):
+        if len(before.node._input_metadata) > 1:
+            found.append(after.output)
+        elif (start := getattr(before.node, "_saved_start", None)) is not None:
+            found.append(start)
+    return tuple(found)
 
 
 def _takes_one(node: Node) -> bool:
@@ -187,6 +195,9 @@ def _backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tensor:
     gradients: list[Tensor | None] = [None] * len(node._input_metadata)
     gradients[output] = gradient
     call: Any = node
+    if not callable(call):
+        problem = f"{node.name()!r} is no operation of torch's own, and cannot be looked through"
+        raise KfacpackError(f"{problem}; estimate the model without torch.compile and custom autograd functions")
     with torch.no_grad():
         found = call(*gradients)
     passed: Tensor = found[slot] if isinstance(found, tuple) else found

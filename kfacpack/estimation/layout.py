@@ -47,11 +47,13 @@ class Layout:
 
 
 def layout_of_doubled(g: Tensor, noise: float = 0.0) -> Layout | None:
-    """The layout of the gradients of one example twice, the second doubled; None if the two share numbers.
+    """The layout of the gradients of one example twice, the second doubled; None if the two share numbers, or are zero.
 
-    Numbers no larger than `noise` stand for zero, and fit anything.
+    With `noise`, numbers no larger than that stand for zero, and zero fits any layout.
     """
     tolerance = torch.finfo(g.dtype).eps ** 0.5 * g.abs().amax() + noise
+    if tolerance == 0:
+        return None
     for layout in _candidates(tuple(g.shape), 2):
         one, two = layout.by_example(g, 2)
         if bool((two - 2 * one).abs().amax() <= tolerance):
@@ -64,11 +66,18 @@ def layout_of_two(first: Tensor, last: Tensor, examples: int) -> Layout | None:
 
     Where only few positions matter to f, several would be possible; then it is the first of them.
     """
+    if not (first.any() and last.any()):
+        return None
     for layout in _candidates(tuple(first.shape), examples):
         own, others = layout.by_example(first, examples), layout.by_example(last, examples)
         if not (own[1:].any() or others[:-1].any()):
             return layout
     return None
+
+
+def any_layout(shape: tuple[int, ...], examples: int) -> Layout | None:
+    """A layout that is possible for this shape, where there is nothing to tell them apart by."""
+    return next(_candidates(shape, examples), None)
 
 
 def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[Layout]:

@@ -53,7 +53,7 @@ class Options:
         """K of 'block:K': how many diagonal blocks of each factor are kept, and never more computed."""
         if self.compress is None:
             return 1
-        match = re.fullmatch(r"block:([1-9][0-9]{0,5})", self.compress)
+        match = re.fullmatch(r"block:([1-9][0-9]{0,5})", str(self.compress))
         if match is None:
             raise KfacpackError(f"compress {self.compress!r}: while estimating, expected block:K, such as block:8")
         return int(match[1])

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kfacpack.estimation.underway import Estimation
 
 EVERY = 30.0
@@ -35,10 +39,12 @@ class Partial:
         """Store the sums after `batches` batches, if it is time to."""
         if not now and time.monotonic() - self._last < self.every:
             return
-        said = json.dumps({"request": self.request, "batches": batches}, sort_keys=True)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in estimation.tensors()}
+        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+        said = json.dumps({"request": self.request, "batches": batches, "sha256": digests}, sort_keys=True)
         beside = self.path.with_name(f".{self.path.name}")
         try:
-            save_file({name: tensor.cpu().contiguous() for name, tensor in estimation.tensors()}, beside, {_KEY: said})
+            save_file(tensors, beside, {_KEY: said})
             beside.replace(self.path)
         except (OSError, SafetensorError) as error:
             beside.unlink(missing_ok=True)
@@ -54,8 +60,11 @@ class Partial:
                 said = json.loads((stored.metadata() or {})[_KEY])
                 self._compare(said["request"])
                 for name, tensor in estimation.tensors():
-                    tensor.copy_(stored.get_tensor(name))
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
+                    found = stored.get_tensor(name)
+                    if _digest(found) != said["sha256"][name]:
+                        raise KeyError(f"{name!r} is not what was stored")
+                    tensor.copy_(found)
+        except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
             problem = f"{self.path}: is not an unfinished estimate, or it is damaged ({error})"
             raise KfacpackError(f"{problem}. Remove it to start anew") from error
         return int(said["batches"])
@@ -75,4 +84,8 @@ class Partial:
         for key in sorted(ours.keys() | stored.keys()):
             if ours.get(key) != stored.get(key):
                 problem = f"was begun with {key} = {stored.get(key)!r}, now it is {ours.get(key)!r}"
-                raise KfacpackError(f"{self.path}: {problem}. Use the same options, or start anew without --resume")
+                raise KfacpackError(f"{self.path}: {problem}. Use the same options, or remove it to start anew")
+
+
+def _digest(tensor: Tensor) -> str:
+    return sha256(raw_bytes(tensor)).hexdigest()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from kfacpack.bundle.manifest import Join, Piece
 from kfacpack.errors import KfacpackError
@@ -89,7 +90,9 @@ def choose(model: nn.Module, params: Iterable[str] | str | None, frozen: Iterabl
     One that has several names (tied weights) goes by the first of them, whichever was asked for.
     """
     named: dict[str, Tensor] = {
-        name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point() and p.numel()
+        name: p
+        for name, p in model.named_parameters(remove_duplicate=False)
+        if is_lazy(p) or (p.is_floating_point() and p.numel())
     }
     if not named:
         raise KfacpackError("the model has no parameters")
@@ -103,6 +106,8 @@ def choose(model: nn.Module, params: Iterable[str] | str | None, frozen: Iterabl
             raise KfacpackError("every parameter of the model is frozen; name those you want")
         return {name: p for name, p in wanted.items() if first[id(p)] == name}
     patterns = [params] if isinstance(params, str) else list(params)
+    if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
+        raise KfacpackError(f"params {patterns}: expected names or patterns of parameters, at least one")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
             some = ", ".join(list(named)[:3])
@@ -188,7 +193,7 @@ def _row_blocks(
                     structure="kronecker",
                     join=Join(rows=rows, columns=columns + len(pieces) - 1, pieces=tuple(pieces)),
                     parameter=name,
-                    way=way_of(entrance, len(found)),
+                    way=way_of(entrance, len(found), as_matrix=True),
                     layout=entrance.layout if as_made else _layout_of_rows(trace, name, gradients),
                     as_it_is=True,
                     inputs=groups.setdefault(key, len(groups)),
@@ -199,7 +204,7 @@ def _row_blocks(
 
 
 def _layout_of_rows(trace: Trace, name: str, gradients: tuple[Tensor, ...]) -> Layout:
-    layout = trace.layout_of(gradients)
+    layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
         raise KfacpackError(f"parameter {name!r} cannot be estimated: its rows cannot be told apart by example")
     return layout
@@ -224,7 +229,7 @@ def _vector_block(trace: Trace, entrance: Entrance) -> PlannedBlock:
         structure="dense" if number <= DENSE_LIMIT else "diagonal",
         join=Join(rows=number, columns=1, pieces=(Piece(parameter=entrance.name, view="column"),)),
         parameter=entrance.name,
-        way=way_of(entrance, 1),
+        way=way_of(entrance, 1, as_matrix=False),
         layout=entrance.layout,
         as_it_is=torch.equal(pulled.reshape(-1), operand.reshape(-1)),
     )

@@ -32,9 +32,9 @@ class Probes:
             raise KfacpackError(f"fisher {self.fisher!r}: expected 'mc' or 'exact'")
         if self.kind not in ("orthogonal", "rademacher", "gaussian"):
             raise KfacpackError(f"probe {self.kind!r}: expected 'orthogonal', 'rademacher' or 'gaussian'")
-        if self.samples < 1:
+        if not isinstance(self.samples, int) or self.samples < 1:
             raise KfacpackError(f"samples {self.samples}: expected at least one probe for each example")
-        if not 0 <= self.seed < 2**64:
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
             raise KfacpackError(f"seed {self.seed}: expected 0 to 2^64 - 1")
 
     def check(self, width: int) -> None:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kfacpack.errors import KfacpackError
+
 
 def rank() -> int:
     return dist.get_rank() if _several() else 0
@@ -42,7 +44,15 @@ def local_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise KfacpackError(
+            f"device {device!r}: expected cpu, cuda, cuda:1, mps or another that torch knows"
+        ) from error
+    if found.type == "meta":
+        raise KfacpackError("device 'meta' computes nothing; choose one that does")
+    return found
 
 
 def add_up(tensors: Iterable[Tensor]) -> None:

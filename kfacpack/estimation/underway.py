@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.batch import Batch, Forward, padding_mask, run
 from kfacpack.estimation.collect import Collector, Passing, Settings, Tally, collector
 from kfacpack.estimation.forecast import BlockForecast
 from kfacpack.estimation.graph import Graph, Steps
+from kfacpack.estimation.trace import same_output
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -88,7 +90,7 @@ class Estimation:
 
     @staticmethod
     def _require_independence(found: Tensor, expected: Tensor) -> None:
-        if (found - expected).norm() > torch.finfo(found.dtype).eps ** 0.5 * expected.norm():
+        if not same_output(found, expected):
             problem = "an example's output changes with the batch it is in; examples must not influence each other"
             raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch does that)")
 
@@ -126,7 +128,10 @@ class Estimation:
         between = [node for node in places if node not in sinks]
         handles = [node.register_prehook(hook(node)) for node in between]
         edges = [GradientEdge(node, 0) for node in sinks]
-        gradients = torch.autograd.grad(f, edges, probe.to(f), retain_graph=retain, allow_unused=True)
+        try:
+            gradients = torch.autograd.grad(f, edges, probe.to(f), retain_graph=retain, allow_unused=True)
+        except CheckpointError as error:
+            raise KfacpackError("activations are checkpointed; switch gradient checkpointing off") from error
         for handle in handles:
             handle.remove()
         with torch.no_grad():

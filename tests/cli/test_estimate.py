@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 
 import kfacpack as kp
+from kfacpack.estimation.partial import Partial
 
 COMMAND = [sys.executable, "-m", "kfacpack_cli"]
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -140,6 +142,18 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
     assert not partial.exists()
 
 
+def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
+    estimation = SimpleNamespace(tensors=lambda: iter([("sum", torch.arange(100.0))]))
+    partial = Partial(tmp_path / "t.kfac.partial", {"seed": 1})
+    partial.keep(estimation, 3, now=True)
+    assert partial.restore(estimation) == 3
+    raw = bytearray(partial.path.read_bytes())
+    raw[-7] ^= 1
+    partial.path.write_bytes(raw)
+    with pytest.raises(kp.KfacpackError, match="Remove it to start anew"):
+        partial.restore(estimation)
+
+
 def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
     bundle.with_name("made.kfac.partial").write_bytes(b"no such thing")
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle]
@@ -180,6 +194,7 @@ def test_two_processes_give_what_one_gives(pictures, tmp_path, launcher):
         (["-o", "/no/such/folder/t.kfac"], "/no/such/folder"),
         (["--samples", "500"], "only 192 orthogonal"),
         (["--device", "cuda:7"], "cuda:7"),
+        (["--device", "bogus"], "bogus"),
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )

@@ -86,6 +86,8 @@ OTHERS = {
     "outer product": (lambda m, x: torch.outer(x[:, 0], m.w), {"w": (4,)}),
     "matrix times vector": (lambda m, x: (x @ m.w)[:, None].expand(-1, 4), {"w": (5,)}),
     "repeated token": (lambda m, x: m.w.repeat(len(x), 1) * x[:, :4], {"w": (1, 4)}),
+    "in a composed matrix": (lambda m, x: x @ (m.w @ x.new_ones(2, 4)), {"w": (5, 2)}),
+    "behind a tiny gain": (lambda m, x: x[:, :4] + 1e-9 * x[:, 1:] * m.w.exp(), {"w": (4,)}),
     "scalar": (lambda m, x: x[:, :4] * m.w.exp(), {"w": ()}),
     "position table": (lambda m, x: F.embedding(torch.tensor([1, 0, 2, 2]), m.w).T[0] + x[:, :4], {"w": (3, 1)}),
 }
@@ -125,6 +127,24 @@ def test_a_projection_that_is_cut_into_parts_has_a_block_for_each():
         torch.testing.assert_close(A.dense(torch.float64)[:8, :8], a.T @ a / len(a))
 
 
+def test_rows_that_are_used_apart_have_a_block_for_each():
+    model = net(lambda m, x: torch.cat([x @ m.w[:1].T, x.tanh() @ m.w[1:].T], dim=1), w=(4, 5))
+    x = vectors(5)
+    blocks = {block.name: dict(block.structure.matrices()) for block in kp.estimate(model, x.split(4)).blocks}
+    torch.testing.assert_close(blocks["w[0:1]"]["A"].dense(torch.float64), x.T @ x / len(x))
+    torch.testing.assert_close(blocks["w[1:4]"]["A"].dense(torch.float64), x.tanh().T @ x.tanh() / len(x))
+
+
+def test_a_blank_first_example_does_not_hide_how_examples_lie():
+    """Its gradient is zero where the examples are merged with the positions, position by position."""
+    model = net(lambda m, x: F.relu(x.transpose(0, 1).reshape(-1, 4) + m.w).view(6, -1, 4).sum(0), w=(4,))
+    model.w.data = -model.w.data.abs()
+    x = vectors(4, 5 * 6).reshape(5, 6, 4)
+    x[0] = 0
+    block = next(block for block in kp.estimate(model, [x], fisher="exact").blocks if block.name == "w")
+    torch.testing.assert_close(block.structure.matrix.dense(torch.float64), ggn(model, x, ["w"]), rtol=1e-9, atol=1e-12)
+
+
 def test_layers_that_share_their_input_share_a():
     curvature = kp.estimate(seeded(lambda: Transformer("split")), [images()])
     A = {block.name: dict(block.structure.matrices()).get("A") for block in curvature.blocks}
@@ -132,7 +152,18 @@ def test_layers_that_share_their_input_share_a():
     assert A["q.weight"] is not A["up.weight"]
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, w):
+        return 2 * w
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+
+
 REFUSED = {
+    "custom function": (lambda m, x: Twice.apply(m.w) * x[:, :4], {"w": (4,)}, "custom autograd functions"),
     "used twice": (lambda m, x: x[:, :4] @ m.w @ m.w, {"w": (4, 4)}, "'w' is used 2 times"),
     "scale used twice": (lambda m, x: (x[:, :4] * m.w).tanh() * m.w, {"w": (4,)}, "'w' is used 2 times"),
     "mixed examples": (lambda m, x: (x @ m.w).softmax(0), {"w": (5, 4)}, "changes with the batch it is in"),
@@ -146,7 +177,7 @@ def test_what_cannot_be_factored_is_named_and_refused(style):
     model, x = net(use, **parameters), vectors(5)
     with pytest.raises(kp.KfacpackError, match=words) as caught:
         kp.estimate(model, [x])
-    assert style == "mixed examples" or "Leave it out" in str(caught.value)
+    assert style in ("mixed examples", "custom function") or "Leave it out" in str(caught.value)
 
 
 def test_tied_weights_are_refused_and_can_be_left_out():
@@ -205,6 +236,7 @@ def test_wrong_inputs_are_refused():
     for batches, words in (
         ([], "no batches"),
         (["text"], "a batch must be a tensor"),
+        ([(vectors(5), torch.zeros(7))], "no labels"),
         (
             [vectors(5).reshape(1, 7, 5)],
             r"found torch.float64 of shape \[2, 7, 3\]|found torch.float64 of shape \[1, 7, 3\]",
@@ -212,8 +244,22 @@ def test_wrong_inputs_are_refused():
     ):
         with pytest.raises(kp.KfacpackError, match=words):
             kp.estimate(model, batches)
+    for params in ([], [3]):
+        with pytest.raises(kp.KfacpackError, match="at least one"):
+            kp.estimate(model, [vectors(5)], params=params)
+    with pytest.raises(kp.KfacpackError, match="not the same when it is computed again"):
+        kp.estimate(model, [vectors(5)], forward=lambda x: F.dropout(model(x)))
+    with pytest.raises(kp.KfacpackError, match="no numbers yet"):
+        kp.estimate(nn.LazyLinear(3), [vectors(5)])
     with pytest.raises(kp.KfacpackError, match="block:K"):
         kp.estimate(model, [vectors(5)], compress="svd:3")
+
+
+def test_a_model_that_uses_a_parameter_otherwise_later_is_refused():
+    use = lambda m, x: torch.bmm(x.transpose(0, 1), m.w.expand(x.shape[1], 5, 4)).mean(0)  # noqa: E731
+    first, later = vectors(5, 4).reshape(4, 1, 5), vectors(5, 12).reshape(4, 3, 5)
+    with pytest.raises(kp.KfacpackError, match="depend on its input"):
+        kp.estimate(net(use, w=(1, 5, 4)), [first, later])
 
 
 def test_f_may_be_any_function_of_the_model():

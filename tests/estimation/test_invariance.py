@@ -48,7 +48,8 @@ def test_batch_first_or_sequence_first(sharing):
     assert_same(kp.estimate(first, x.split(4), sharing=sharing), kp.estimate(second, x.split(4), sharing=sharing))
 
 
-def test_inputs_that_have_the_sequence_first():
+@pytest.mark.parametrize("examples", [2, 5, 6])
+def test_inputs_that_have_the_sequence_first(examples):
     class SequenceFirst(nn.Module):
         def __init__(self, turn):
             super().__init__()
@@ -62,7 +63,7 @@ def test_inputs_that_have_the_sequence_first():
             x = self.norm(x + self.attn(x, x, x, need_weights=False)[0])
             return self.head(x.mean(0))
 
-    x = vectors(8, 6 * 5).reshape(5, 6, 8)
+    x = vectors(8, examples * 5).reshape(5, examples, 8)
     theirs = seeded(lambda: SequenceFirst(True))
     for sharing in ("expand", "reduce"):
         ours = kp.estimate(seeded(lambda: SequenceFirst(False)), [x], sharing=sharing)
