@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
+from kfacpack.bundle.manifest import Fisher, FloatType, Probe, Sharing
 from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import printable
 
@@ -27,11 +28,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.job import Job
 
 MODEL, DATA, HOW, RUN = "The model", "The data", "The estimate", "The run"
-Fisher = Literal["mc", "exact"]
-Probe = Literal["orthogonal", "rademacher", "gaussian"]
-Sharing = Literal["expand", "reduce"]
 Structure = Literal["kronecker", "diagonal"]
-Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 
 def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any:
@@ -58,7 +55,7 @@ def estimate(
         help="Cover parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
     ),
     device: str = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is."),
-    dtype: Dtype = option(MODEL, "float32", "--dtype", help="The model's. Sums are float32 at least."),
+    dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's. Sums are float32 at least."),
     data: Path | None = option(
         DATA,
         None,
@@ -123,7 +120,7 @@ def _loaded(
     model: str,
     weights: str | None,
     image_size: int | None,
-    dtype: Dtype,
+    dtype: FloatType,
     device: Any,
     seed: int,
     task: str,

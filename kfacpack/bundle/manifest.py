@@ -68,6 +68,9 @@ Side = Annotated[StrictInt, Field(ge=1, le=MAX_SIDE)]
 Dimension = Annotated[StrictInt, Field(ge=1, le=2**40)]
 Text = Annotated[StrictStr, AfterValidator(_safe_text), WithJsonSchema({"type": "string", "pattern": _TEXT})]
 FloatType = Literal["float64", "float32", "float16", "bfloat16"]
+Fisher = Literal["exact", "mc"]
+Probe = Literal["gaussian", "rademacher", "orthogonal"]
+Sharing = Literal["expand", "reduce"]
 
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
@@ -136,7 +139,7 @@ FORMULAS = {
 class Scaling(Entry):
     """How the factors are normalised: one of two formulas, written out so that no reader has to guess."""
 
-    sharing: Literal["expand", "reduce"]
+    sharing: Sharing
     formula: Text
 
     @model_validator(mode="after")
@@ -153,8 +156,8 @@ REDUCE = Scaling(sharing="reduce", formula=FORMULAS["reduce"])
 class Estimate(Entry):
     """How the expectation over f's outputs was taken."""
 
-    fisher: Literal["exact", "mc"]
-    probe: Literal["gaussian", "rademacher", "orthogonal"] | None = None
+    fisher: Fisher
+    probe: Probe | None = None
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     model_dtype: FloatType | None = None

@@ -25,11 +25,10 @@ from kfacpack.estimation.underway import Estimation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfacpack.bundle.manifest import Base, Source
+    from kfacpack.bundle.manifest import Base, Fisher, Probe, Sharing, Source
     from kfacpack.estimation.batch import Batch, Forward
-    from kfacpack.estimation.options import Sharing, Structure
+    from kfacpack.estimation.options import Structure
     from kfacpack.estimation.plan import Plan
-    from kfacpack.estimation.probes import Fisher, Probe
 
 
 def estimate(

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointError
 
 from kfacpack.errors import KfacpackError
 
@@ -52,6 +54,8 @@ class Way:
 
 
 Steps = tuple[Step, ...]
+At = Callable[["Node", Tensor, bool], None]
+"""Called with an operation, the gradient at its output, and whether autograd is still at work."""
 
 
 _TURNS = {
@@ -158,6 +162,34 @@ class Graph:
                 waiting[step.node] -= 1
                 if waiting[step.node] == 0:
                     ready.append(step.node)
+
+
+def pass_back(f: Tensor, seed: Tensor, nodes: Iterable[Node], sinks: set[Node], at: At, *, retain: bool) -> None:
+    """Let gradients flow from f down to `nodes`, and into no parameter, and call `at` with the one at each output.
+
+    `sinks`, from which no other of them is reached, are not run themselves: theirs come last, when autograd is done.
+    """
+
+    def hook(node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
+        def visit(gradients: tuple[Tensor | None, ...]) -> None:
+            if len(gradients) == 1 and gradients[0] is not None:
+                at(node, gradients[0], True)
+
+        return visit
+
+    handles = [node.register_prehook(hook(node)) for node in nodes if node not in sinks]
+    edges = [GradientEdge(node, 0) for node in sinks]
+    try:
+        gradients = torch.autograd.grad(f, edges, seed, retain_graph=retain, allow_unused=True)
+    except CheckpointError as error:
+        raise KfacpackError("activations are checkpointed; switch gradient checkpointing off") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    with torch.no_grad():
+        for node, gradient in zip(sinks, gradients, strict=True):
+            if gradient is not None:
+                at(node, gradient, False)
 
 
 def end_of(steps: Steps) -> tuple[str, int]:

@@ -8,12 +8,11 @@ from typing import Literal
 
 import torch
 
-from kfacpack.bundle.manifest import EXPAND, REDUCE, Estimate, FloatType, Scaling
+from kfacpack.bundle.manifest import EXPAND, REDUCE, Estimate, Fisher, FloatType, Probe, Scaling, Sharing
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.collect import Settings
-from kfacpack.estimation.probes import Fisher, Probe, Probes
+from kfacpack.estimation.probes import Probes
 
-Sharing = Literal["expand", "reduce"]
 Structure = Literal["kronecker", "diagonal"]
 
 _FLOAT_TYPES: dict[torch.dtype, FloatType] = {

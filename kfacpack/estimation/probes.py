@@ -8,16 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kfacpack.bundle.manifest import Fisher, Probe
 from kfacpack.errors import KfacpackError
-
-Fisher = Literal["mc", "exact"]
-Probe = Literal["orthogonal", "rademacher", "gaussian"]
 
 
 @dataclass(frozen=True)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.batch import Batch, Forward, length, map_tensors, run
-from kfacpack.estimation.graph import Graph
+from kfacpack.estimation.graph import Graph, pass_back
 from kfacpack.estimation.layout import Layout, any_layout, layout_of_doubled, layout_of_two
 
 if TYPE_CHECKING:
@@ -115,18 +114,8 @@ def same_output(one: Tensor, other: Tensor) -> bool:
 def _gradients_at(f: Tensor, nodes: set[Node], graph: Graph, seed: Tensor) -> dict[Node, Tensor]:
     found: dict[Node, Tensor] = {}
 
-    def keeping(node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
-        def keep(gradients: tuple[Tensor | None, ...]) -> None:
-            if len(gradients) == 1 and gradients[0] is not None:
-                found[node] = gradients[0]
+    def keep(node: Node, g: Tensor, at_work: bool) -> None:
+        found[node] = g
 
-        return keep
-
-    sinks = list(graph.sinks(nodes))
-    handles = [node.register_prehook(keeping(node)) for node in nodes]
-    edges = [GradientEdge(node, 0) for node in sinks]
-    gradients = torch.autograd.grad(f, edges, seed, retain_graph=True, allow_unused=True)
-    for handle in handles:
-        handle.remove()
-    found.update((node, gradient) for node, gradient in zip(sinks, gradients, strict=True) if gradient is not None)
+    pass_back(f, seed, nodes, graph.sinks(nodes), keep, retain=True)
     return found

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.utils.checkpoint import CheckpointError
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.batch import Batch, Forward, padding_mask, run
 from kfacpack.estimation.collect import Collector, Passing, Settings, Tally, collector
 from kfacpack.estimation.forecast import BlockForecast
-from kfacpack.estimation.graph import Graph, Steps
+from kfacpack.estimation.graph import Graph, Steps, pass_back
 from kfacpack.estimation.trace import same_output
 
 if TYPE_CHECKING:
@@ -107,40 +105,19 @@ class Estimation:
     def _backward(
         self, f: Tensor, probe: Tensor, places: Places, sinks: set[Node], passing: Passing, *, retain: bool
     ) -> None:
-        """Gradients flow down to the operations that use parameters, and into no parameter."""
-        later: list[tuple[Node, Tensor]] = []
+        later: list[tuple[Collector, Steps, Tensor]] = []
 
-        def collect(node: Node, g: Tensor, *, immediate: bool) -> None:
+        def at(node: Node, g: Tensor, at_work: bool) -> None:
             for each, steps in places[node]:
-                if each.immediate is immediate:
+                if each.immediate or not at_work:
                     each.collect(steps, g, passing)
+                else:
+                    later.append((each, steps, g))
 
-        def hook(node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
-            def at(gradients: tuple[Tensor | None, ...]) -> None:
-                (g,) = gradients
-                if g is not None:
-                    collect(node, g, immediate=True)
-                    if not all(each.immediate for each, _ in places[node]):
-                        later.append((node, g))
-
-            return at
-
-        between = [node for node in places if node not in sinks]
-        handles = [node.register_prehook(hook(node)) for node in between]
-        edges = [GradientEdge(node, 0) for node in sinks]
-        try:
-            gradients = torch.autograd.grad(f, edges, probe.to(f), retain_graph=retain, allow_unused=True)
-        except CheckpointError as error:
-            raise KfacpackError("activations are checkpointed; switch gradient checkpointing off") from error
-        for handle in handles:
-            handle.remove()
+        pass_back(f, probe.to(f), places, sinks, at, retain=retain)
         with torch.no_grad():
-            for node, g in zip(sinks, gradients, strict=True):
-                if g is not None:
-                    collect(node, g, immediate=True)
-                    collect(node, g, immediate=False)
-            for node, g in later:
-                collect(node, g, immediate=False)
+            for each, steps, g in later:
+                each.collect(steps, g, passing)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that has been summed, by name, to be changed in place."""
