@@ -27,7 +27,7 @@ from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_byt
 from kfacpack.estimation.options import Options
 from kfacpack.estimation.partial import EVERY, Partial
 from kfacpack.estimation.plan import choose
-from kfacpack.estimation.sampling import batched, drawn, how_many
+from kfacpack.tasks.sampling import batched, drawn, how_many
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,12 +8,22 @@ from pathlib import Path
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.tasks.base import Example, Origin, Split, Task
+from kfacpack.tasks.embedded import digits, emblems, faces, hebrew, materials, mnist, syllabics, weaves
 from kfacpack.tasks.local import LocalTask
 
 __all__ = ["TASKS", "Example", "Origin", "Split", "Task", "load_task"]
 
-TASKS: dict[str, Callable[[], Task]] = {}
-"""The tasks whose data we know where to find."""
+TASKS: dict[str, Callable[[], Task]] = {
+    "digits": digits.load,
+    "mnist": mnist.load,
+    "materials": materials.load,
+    "faces": faces.load,
+    "hebrew": hebrew.load,
+    "syllabics": syllabics.load,
+    "emblems": emblems.load,
+    "weaves": weaves.load,
+}
+"""The tasks whose data we know where to find. Loading one makes or reads no data yet."""
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None) -> Task:
@@ -22,6 +32,5 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None) -> Task:
         return LocalTask(name, Path(data))
     if name in TASKS:
         return TASKS[name]()
-    known = f"those are {', '.join(sorted(TASKS))}" if TASKS else "there is none yet"
     remedy = "With --data DIR any name will do: DIR holds train-*.parquet and test-*.parquet, or pictures by class"
-    raise KfacpackError(f"{printable(name)!r} is no registered task ({known}). {remedy}")
+    raise KfacpackError(f"{printable(name)!r} is no registered task (those are {', '.join(sorted(TASKS))}). {remedy}")

@@ -33,7 +33,8 @@ class Split(Protocol):
 
 
 class Task(Protocol):
-    name: str
+    @property
+    def name(self) -> str: ...
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -42,5 +43,21 @@ class Task(Protocol):
     @property
     def splits(self) -> tuple[str, ...]:
         """The names of the splits there are."""
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """How many examples each split has."""
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """Prompts with {} where a class's name goes, as CLIP's text tower takes them; none for a task of texts."""
+
+    @property
+    def source(self) -> str:
+        """Where the data comes from, in words."""
+
+    @property
+    def license(self) -> str | None:
+        """Under which terms the data may be used, if they are known."""
 
     def split(self, name: str) -> Split: ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from glob import escape
@@ -20,6 +20,7 @@ EXPECTED = (
     "test/CLASS/"
 )
 PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+TEMPLATES = ("a photo of a {}.",)
 SHARD = re.compile(r"(.+?)(-\d+-of-\d+)?\.parquet")
 
 
@@ -48,8 +49,33 @@ class LocalTask:
     def classes(self) -> tuple[str, ...] | None:
         if self._pictures:
             return tuple(sorted({file.parent.name for files in self._pictures.values() for file in files}))
+        return self._columns.classes
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        if self._pictures:
+            return {split: len(files) for split, files in self._pictures.items()}
+        return {split: self._rows(split) for split in self._shards}
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        return TEMPLATES if self._pictures or "image" in self._columns.inputs else ()
+
+    @property
+    def source(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def license(self) -> str | None:
+        return None
+
+    @cached_property
+    def _columns(self) -> Columns:
         first = next(iter(self._shards.values()))[0]
-        return find_columns(_looked_into(first)[0], first).classes
+        return find_columns(_looked_into(first)[0], first)
+
+    def _rows(self, split: str) -> int:
+        return sum(_looked_into(file)[1] for file in self._shards[split])
 
     def split(self, name: str) -> LocalSplit:
         if name not in self.splits:
@@ -58,12 +84,12 @@ class LocalTask:
         columns = find_columns(data.features, self.folder)
         if columns.classes != self.classes:
             raise KfacpackError(f"{self.folder}: the classes of {name!r} are not those of {self.splits[0]!r}")
-        return LocalSplit(data, columns, Origin(dataset=self.folder.resolve().name, split=name))
+        return LocalSplit(data, columns, Origin(dataset=self.source, split=name))
 
     def _read_shards(self, name: str) -> Any:
         import datasets
 
-        if not sum(_looked_into(file)[1] for file in self._shards[name]):
+        if not self._rows(name):
             raise KfacpackError(f"{self.folder}: split {name!r} has no examples")
         files = [escape(str(file)) for file in self._shards[name]]
         # datasets reads an Arrow copy that it maps into memory. The mapping outlives the file's name, so the copy's

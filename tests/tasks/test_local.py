@@ -61,10 +61,15 @@ def test_pictures_in_the_hubs_layout(tmp_path, place):
     assert [split.label(k) for k in range(5)] == LABELS
     assert (split.source.split, split.source.license) == ("train", None)
     assert len(task.split("test")) == 1
+    assert task.sizes == {"train": 5, "test": 1}
+    assert task.templates == ("a photo of a {}.",)
+    assert (task.source, task.license) == (task.folder.resolve().name, None)
 
 
 def test_texts_keep_their_columns_and_order(tmp_path):
-    split = load_task("rte", write(text_data(), tmp_path / "rte")).split("train")
+    task = load_task("rte", write(text_data(), tmp_path / "rte"))
+    assert (task.sizes, task.templates) == ({"train": 3}, ())
+    split = task.split("train")
     assert list(split[1].items()) == [("premise", "two"), ("hypothesis", "dos")]
     assert split.label(1) == 1
     assert split.source.dataset == "rte"
@@ -89,6 +94,8 @@ def test_pictures_in_a_folder_per_class(tmp_path, splits):
     task = load_task("mine", tmp_path)
     assert task.splits == (splits or ("train",))
     assert task.classes == ("ant", "bee", "cat")
+    assert task.sizes == ({"train": 6, "test": 2} if splits else {"train": 6})
+    assert task.templates == ("a photo of a {}.",)
     train = task.split("train")
     assert [train.label(k) for k in range(len(train))] == [0, 0, 1, 1, 2, 2]
     assert train[1]["image"].getpixel((0, 0)) == (1, 10, 20)
@@ -182,7 +189,7 @@ def test_rows_without_label_or_text_are_named(tmp_path):
 
 
 def test_an_unknown_task_is_told_how_to_bring_data():
-    with pytest.raises(KfacpackError, match=r"'dtd' is no registered task .*--data DIR"):
+    with pytest.raises(KfacpackError, match=r"'dtd' is no registered task \(those are .*digits.*--data DIR"):
         load_task("dtd")
 
 

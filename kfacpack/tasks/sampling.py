@@ -1,4 +1,4 @@
-"""Which examples an estimate takes: as many as asked for, drawn by the seed, none twice."""
+"""Which examples are taken: as many as asked for, drawn by the seed, none twice."""
 
 from __future__ import annotations
 

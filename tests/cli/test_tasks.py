@@ -1,0 +1,108 @@
+"""`kfacpack tasks`, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from kfacpack_cli.main import app
+from PIL import Image
+from typer.testing import CliRunner
+
+from kfacpack.tasks import TASKS, load_task
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, ["tasks", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == code, done.stderr
+    return done
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """A folder of pictures in two classes."""
+    for name in ("dark", "light [x]"):
+        (tmp_path / "pictures" / "train" / name).mkdir(parents=True)
+        Image.new("L", (40, 30), 99).save(tmp_path / "pictures" / "train" / name / "0.png")
+    return tmp_path / "pictures"
+
+
+def test_every_task_is_listed_with_its_numbers():
+    shown = run().stdout
+    for name in TASKS:
+        task = load_task(name)
+        row = next(line for line in shown.splitlines() if line.startswith(f"{name} "))
+        for number in (len(task.classes), *task.sizes.values()):
+            assert f" {number:,} " in row
+    assert "CC BY-SA 3.0" in shown
+
+
+def test_listing_makes_no_data(tmp_path):
+    program = "import sys; from kfacpack_cli.main import app; app(['tasks', '--json'], standalone_mode=False)\n"
+    program += "assert not {'datasets', 'torch'} & set(sys.modules)"
+    environment = {**os.environ, "KFACPACK_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {task["name"] for task in json.loads(done.stdout)["tasks"]} == set(TASKS)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_one_task_in_words_and_in_json():
+    shown = run("digits").stdout
+    for fact in ("10 classes", "zero, one", "a photo of the digit {}.", "train 1,000", "scikit-learn", "CC BY 4.0"):
+        assert fact in shown
+    said = json.loads(run("digits", "--json").stdout)
+    task = load_task("digits")
+    assert said == {
+        "name": "digits",
+        "classes": list(task.classes),
+        "templates": list(task.templates),
+        "splits": {"train": 1000, "validation": 200, "test": 597},
+        "source": task.source,
+        "license": "CC BY 4.0",
+    }
+    assert said in json.loads(run("--json").stdout)["tasks"]
+
+
+def test_a_task_in_a_folder(pictures):
+    said = json.loads(run("mine", "--data", pictures, "--json").stdout)
+    assert (said["name"], said["classes"], said["splits"]) == ("mine", ["dark", "light [x]"], {"train": 2})
+    assert (said["source"], said["license"]) == ("pictures", None)
+    assert "dark, light [x]" in run("mine", "--data", pictures).stdout
+
+
+def test_a_sheet_is_a_png(tmp_path, pictures):
+    file = tmp_path / "sheet.png"
+    done = run("faces", "--sheet", file, "--split", "test")
+    assert f"wrote {file}: 2 classes" in done.stdout
+    with Image.open(file) as image:
+        assert (image.format, image.mode, image.size) == ("PNG", "RGB", (990, 184))
+    before = file.read_bytes()
+    said = json.loads(run("mine", "--data", pictures, "--sheet", file, "--json").stdout)
+    assert said["sheet"] == {"path": str(file), "split": "train", "classes": 2, "left_out": 0}
+    assert file.read_bytes() != before
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["sheet.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["nothing"], "'nothing' is no registered task (those are"),
+        (["--sheet", "out.png"], "--sheet is about one task"),
+        (["--data", "."], "--data is about one task"),
+        (["faces", "--split", "test"], "--split chooses what --sheet draws"),
+        (["faces", "--sheet", "out.png", "--split", "dev"], "no split 'dev'; there are train, validation, test"),
+        (["faces", "--sheet", "nowhere/out.png"], "nowhere/out.png: could not be written: No such file"),
+        (["faces", "--sheet", "."], "could not be written: it is a directory"),
+        (["mine", "--data", "nowhere"], "nowhere: no such folder"),
+    ],
+)
+def test_bad_usage_is_told_apart_from_failure(tmp_path, monkeypatch, arguments, problem):
+    monkeypatch.chdir(tmp_path)
+    done = run(*arguments, code=2)
+    assert problem in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []

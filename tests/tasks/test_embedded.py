@@ -1,0 +1,229 @@
+"""Tasks that the package brings along: the same bytes everywhere, no picture twice, a cache that only helps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.metadata import version
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.numpy import load, save
+
+from kfacpack.errors import KfacpackError
+from kfacpack.tasks import TASKS, load_task
+from kfacpack.tasks.embedded import cache, digits, materials
+from kfacpack.tasks.embedded.package import Package
+from kfacpack.tasks.embedded.pictures import digest
+from kfacpack.tasks.embedded.pixels import enlarged, grey, halved
+
+NAMES = sorted(TASKS)
+MAKING = """
+import sys
+from kfacpack.tasks import load_task
+task = load_task("digits")
+assert len(task.split("train")) == 1000
+heavy = {"datasets", "mlxtend", "pandas", "skimage", "sklearn", "torch"} & set(sys.modules)
+assert not heavy, heavy
+"""
+DAMAGES = {
+    "cut": lambda whole: whole[:-50],
+    "one bit": lambda whole: whole[:-100] + bytes([whole[-100] ^ 1]) + whole[-99:],
+    "empty": lambda whole: b"",
+    "nonsense": lambda whole: b"nonsense" * 100,
+    "others": lambda whole: save({name: array[::-1].copy() for name, array in load(whole).items()}),
+    "no labels": lambda whole: save({name: array for name, array in load(whole).items() if name != "test.labels"}),
+    "floats": lambda whole: save({name: array / np.float32(3) for name, array in load(whole).items()}),
+}
+
+
+@pytest.fixture(scope="module")
+def made():
+    return {name: load_task(name).make() for name in NAMES}
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("KFACPACK_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def must_not_be_made():
+    raise AssertionError("made again")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_pictures_are_the_recorded_bytes(made, name):
+    assert digest(made[name]) == load_task(name).sha256
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_splits_are_what_the_task_says(made, name):
+    task = load_task(name)
+    assert task.name == name
+    assert task.splits == ("train", "validation", "test")
+    assert {split: len(each.labels) for split, each in made[name].items()} == dict(task.sizes)
+    for images, labels in made[name].values():
+        assert images.shape in [(len(labels), 28, 28), (len(labels), 28, 28, 3)]
+        assert set(labels.tolist()) == set(range(len(task.classes)))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_picture_is_there_twice(made, name):
+    pictures = [picture.tobytes() for images, _ in made[name].values() for picture in images]
+    assert len(set(pictures)) == len(pictures)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_have_a_place_for_the_class(name):
+    task = load_task(name)
+    assert len(set(task.classes)) == len(task.classes)
+    assert task.templates
+    for template in task.templates:
+        assert template.format("CLASS").count("CLASS") == 1
+    assert task.source
+    assert task.license
+
+
+def test_materials_of_different_splits_share_no_pixel():
+    for surface in materials.SURFACES.values():
+        size = materials.SCIKIT_IMAGE.read(f"data/{surface.file}.png", materials._read).shape
+        for boxes in surface.regions.values():
+            for left, top, right, bottom in boxes:
+                assert 0 <= left < right <= size[1]
+                assert 0 <= top < bottom <= size[0]
+        for one, other in combinations(surface.regions.values(), 2):
+            for (left, top, right, bottom), (x0, y0, x1, y1) in product(one, other):
+                assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top
+
+
+def test_an_example_is_a_picture_and_its_class(made):
+    task = load_task("digits")
+    split = task.split("validation")
+    example = split[7]
+    assert list(example) == ["image"]
+    assert (example["image"].mode, example["image"].size) == ("L", (28, 28))
+    np.testing.assert_array_equal(np.asarray(example["image"]), made["digits"]["validation"].images[7])
+    assert split.label(7) == made["digits"]["validation"].labels[7]
+    assert (split.source.dataset, split.source.split, split.source.license) == (task.source, "validation", "CC BY 4.0")
+    with pytest.raises(KfacpackError, match="digits: no split 'dev'; there are train, validation, test"):
+        task.split("dev")
+
+
+def test_colour_stays_colour(own_cache):
+    base = load_task("faces")
+    coloured = {split: each._replace(images=np.stack([each.images] * 3, -1)) for split, each in base.make().items()}
+    task = replace(base, make=lambda: coloured, sha256=digest(coloured))
+    for _ in range(2):
+        assert replace(task).split("train")[0]["image"].mode == "RGB"
+
+
+def test_enlarging_is_bilinear():
+    pictures = np.random.default_rng(0).integers(0, 17, (5, 9, 9))
+    expected = torch.nn.functional.interpolate(
+        torch.from_numpy(pictures).double()[None], size=(28, 28), mode="bilinear", align_corners=False
+    )[0]
+    assert np.abs(enlarged(pictures, 28, 16) - expected.numpy() * 255 / 16).max() <= 0.5 + 1e-9
+
+
+def test_halving_and_grey_are_rounded_means():
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 6))
+    assert np.abs(halved(pictures) - pictures.reshape(3, 4, 2, 3, 2).mean((2, 4))).max() <= 0.5
+    assert grey(np.array([[255, 255, 255], [0, 0, 0], [255, 0, 0]])).tolist() == [255, 0, 76]
+
+
+def test_a_table_is_read_as_numpy_reads_it():
+    text = b"0,255,3\n16,0,9\n"
+    expected = np.loadtxt(text.decode().splitlines(), delimiter=",", dtype=np.uint8)
+    np.testing.assert_array_equal(digits.table(text, 3), expected)
+
+
+def test_no_package_is_imported_for_its_data(own_cache):
+    subprocess.run([sys.executable, "-c", MAKING], check=True)
+
+
+def test_what_was_made_once_is_read_from_the_cache(own_cache):
+    first = load_task("faces").split("train")
+    assert [file.name for file in own_cache.iterdir()] == [f"faces-{load_task('faces').sha256[:16]}.safetensors"]
+    again = replace(load_task("faces"), make=must_not_be_made).split("train")
+    assert [again[k]["image"].tobytes() for k in range(9)] == [first[k]["image"].tobytes() for k in range(9)]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_made_anew(own_cache, damage):
+    task = load_task("faces")
+    task.split("train")
+    file = cache.place("faces", task.sha256)
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGES[damage](whole))
+    load_task("faces").split("train")
+    assert file.read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("KFACPACK_CACHE", str(tmp_path / "file" / "cache"))
+    times = []
+    task = replace(load_task("faces"), make=lambda: times.append(1) or load_task("faces").make())
+    assert [len(task.split(split)) for split in task.splits] == [100, 20, 80]
+    assert len(times) == 1
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("KFACPACK_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    assert cache.place("faces", "0" * 64) is None
+    assert len(load_task("faces").split("train")) == 100
+
+
+def test_where_the_cache_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("KFACPACK_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for shared, folder in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / ".cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", shared)
+        assert cache.place("faces", "ab" * 32) == folder / "kfacpack" / f"faces-{'ab' * 8}.safetensors"
+
+
+def test_processes_may_make_the_same_task_at_once(own_cache):
+    running = [subprocess.Popen([sys.executable, "-c", MAKING], env=os.environ.copy()) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert [file.suffix for file in own_cache.iterdir()] == [".safetensors"]
+    replace(load_task("digits"), make=must_not_be_made).split("train")
+
+
+def test_other_data_than_recorded_is_refused(own_cache):
+    expected = load_task("digits").sha256
+    other = replace(load_task("digits"), sha256="0" * 64)
+    problem = f"digits: its pictures have sha256 {expected}, expected {'0' * 64}"
+    remedy = r"They come with scikit-learn .*: pip install --force-reinstall --no-deps scikit-learn=="
+    with pytest.raises(KfacpackError, match=f"{problem}. {remedy}") as raised:
+        other.split("train")
+    assert version("scikit-learn") in str(raised.value)
+    assert not own_cache.exists()
+    with pytest.raises(KfacpackError, match="drawn by kfacpack with numpy"):
+        replace(other, package=None).split("train")
+
+
+def test_a_package_that_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
+    absent = Package("no-such-thing", "no_such_thing", tested="1.0")
+    with pytest.raises(KfacpackError, match="comes with no-such-thing, which is not installed: pip install no-such-"):
+        absent.read("data.csv.gz", bytes)
+    (tmp_path / "hollow_package").mkdir()
+    (tmp_path / "hollow_package" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (tmp_path / "hollow_package" / "bad").write_bytes(b"no picture, no archive")
+    monkeypatch.syspath_prepend(tmp_path)
+    hollow = Package("hollow", "hollow_package", tested="1.0")
+    with pytest.raises(KfacpackError, match=r"absent: cannot be read: No such file .* hollow of unknown version"):
+        hollow.read("absent", bytes)
+    for decode in (materials._read, lambda data: digits.table(data, 3), lambda data: Image.open(tmp_path / "none")):
+        with pytest.raises(KfacpackError, match="cannot be read"):
+            hollow.read("bad", decode)
