@@ -1,0 +1,205 @@
+"""Batches of pictures with captions, each a function of its number alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kfacpack.drawing import canvas
+from kfacpack.drawing.canvas import Field, each
+from kfacpack.drawing.dice import Dice
+from kfacpack.drawing.glyphs import stamps
+from tiny.captions import FACTS, GROUND, INK, MANY, PLACE, SECOND, SECOND_INK, SUBJECT, UNTOLD, caption
+from tiny.subjects import COLOURS, DIGITS, GLYPHS, PATTERNS, PLACES, SCRIPTS, STREAM, SYMBOLS
+
+PALETTE = np.array(list(COLOURS.values()), dtype=np.float32)
+BLACK, WHITE = list(COLOURS).index("black"), list(COLOURS).index("white")
+CENTRES = np.array(list(PLACES.values()), dtype=np.float32)
+
+SHARES = {"plain": 0.34, "coloured": 0.30, "pattern": 0.16, "pair": 0.12, "crowd": 0.08}
+"""What a batch consists of."""
+GROUPS = {
+    "digits": (DIGITS, 0.34),
+    **{name: (script, 0.09) for name, script in SCRIPTS.items()},
+    "symbols": (SYMBOLS, 0.21),
+}
+"""How often a glyph is of which kind."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    pictures: NDArray[np.uint8]
+    """(N, 28, 28, 3)"""
+    captions: list[str]
+    shown: NDArray[np.int64]
+    """(N, FACTS): what is in each picture."""
+    told: NDArray[np.int64]
+    """(N, FACTS): what each caption says."""
+
+    @property
+    def true(self) -> NDArray[np.bool_]:
+        """(pictures, captions): a caption is right for every picture that it is true of, not only for its own."""
+        told, shown = self.told[None], self.shown[:, None]
+        return np.all((told == UNTOLD) | (told == shown), axis=-1)
+
+
+def batch(seed: int, number: int, size: int) -> Batch:
+    dice = Dice(f"{STREAM}-{seed}", number)
+    ends = [round(size * share) for share in accumulate(SHARES.values())]
+    counts = np.diff([0, *ends[:-1], size])
+    makers = (_plain, _coloured, _pattern, _pair, _crowd)
+    parts = [make(dice, int(count)) for make, count in zip(makers, counts, strict=True)]
+    pictures = np.concatenate([_weathered(picture, dice) for picture, _ in parts])
+    shown = np.concatenate([facts for _, facts in parts])
+    said = [caption(facts, dice) for facts in shown.tolist()]
+    return Batch(pictures, [text for text, _ in said], shown, np.array([told for _, told in said], dtype=np.int64))
+
+
+def _plain(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+    """Bright on black or dark on white, large, as scanners see writing."""
+    facts, chosen = _facts(dice, count)
+    coverage = _drawn(chosen, dice, np.zeros((count, 2), np.float32), dice.uniform(count, 1.2, 1.9), bend=0.3)
+    coarse = dice.chance(0.25, count)
+    coverage = np.where(each(coarse), _coarsened(coverage, 9), coverage)
+    inverse = dice.chance(0.25, count)
+    facts[:, INK] = np.where(inverse, BLACK, WHITE)
+    facts[:, GROUND] = np.where(inverse, WHITE, BLACK)
+    shade = np.where(each(inverse), 1 - coverage, coverage)
+    return np.repeat(shade[..., None], 3, axis=-1).astype(np.float32), facts
+
+
+def _coloured(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+    """Somewhere on a ground of one colour, or of a pattern in two others."""
+    facts, chosen = _facts(dice, count)
+    place = np.where(dice.chance(0.5, count), 0, dice.below(len(CENTRES), count))
+    extent = np.where(place == 0, dice.uniform(count, 0.9, 1.8), dice.uniform(count, 0.7, 1.0)).astype(np.float32)
+    coverage = _drawn(chosen, dice, CENTRES[place], extent, bend=0.15)
+    ink, ground, other = _colours(dice, count)
+    patterned = dice.chance(0.35, count)
+    back = canvas.mixed(
+        canvas.flat(_shade(ground, dice)),
+        canvas.flat(_shade(other, dice)),
+        _patterns(dice, dice.below(len(PATTERNS), count)),
+    )
+    back = np.where(patterned[:, None, None, None], back, canvas.flat(_shade(ground, dice)))
+    facts[:, INK], facts[:, PLACE] = ink, place
+    facts[:, GROUND] = np.where(patterned, UNTOLD, ground)
+    return canvas.mixed(back, canvas.flat(_shade(ink, dice)), coverage), facts
+
+
+def _pattern(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+    facts = np.full((count, FACTS), UNTOLD, dtype=np.int64)
+    kind = dice.below(len(PATTERNS), count)
+    ink, ground, _ = _colours(dice, count)
+    facts[:, SUBJECT] = len(GLYPHS) + kind
+    # Of two colours in a pattern neither is the ground: the first in the palette counts as the ink.
+    facts[:, INK], facts[:, GROUND] = np.minimum(ink, ground), np.maximum(ink, ground)
+    return canvas.mixed(canvas.flat(_shade(ground, dice)), canvas.flat(_shade(ink, dice)), _patterns(dice, kind)), facts
+
+
+def _pair(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+    facts, left = _facts(dice, count)
+    others, right = _facts(dice, count)
+    ink, ground, second = _colours(dice, count)
+    facts[:, SECOND], facts[:, INK], facts[:, SECOND_INK] = others[:, SUBJECT], ink, second
+    picture = canvas.flat(_shade(ground, dice))
+    for chosen, side, colour in ((left, -0.48, ink), (right, 0.48, second)):
+        centre = np.stack([dice.uniform(count, side - 0.05, side + 0.05), dice.uniform(count, -0.3, 0.3)], axis=1)
+        coverage = _drawn(chosen, dice, centre, dice.uniform(count, 0.7, 0.95), bend=0.1)
+        picture = canvas.mixed(picture, canvas.flat(_shade(colour, dice)), coverage)
+    return picture, facts
+
+
+def _crowd(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+    facts, chosen = _facts(dice, count)
+    ink, ground, _ = _colours(dice, count)
+    facts[:, INK], facts[:, GROUND], facts[:, MANY] = ink, ground, 1
+    picture, shade = canvas.flat(_shade(ground, dice)), canvas.flat(_shade(ink, dice))
+    for x, y in ((-0.5, -0.5), (0.5, -0.5), (-0.5, 0.5), (0.5, 0.5), (0.0, 0.0)):
+        centre = np.stack([dice.uniform(count, x - 0.12, x + 0.12), dice.uniform(count, y - 0.12, y + 0.12)], axis=1)
+        picture = canvas.mixed(picture, shade, _drawn(chosen, dice, centre, dice.uniform(count, 0.5, 0.65), bend=0.05))
+    return picture, facts
+
+
+def _facts(dice: Dice, count: int) -> tuple[NDArray[np.int64], list[int]]:
+    """A glyph for each picture, and the facts with nothing but it in them."""
+    chosen = []
+    for where, which in zip(dice.uniform(count).tolist(), dice.uniform(count).tolist(), strict=True):
+        start = 0
+        for members, share in GROUPS.values():
+            if where < share or members is SYMBOLS:
+                chosen.append(start + min(int(which * len(members)), len(members) - 1))
+                break
+            where -= share
+            start += len(members)
+    facts = np.full((count, FACTS), UNTOLD, dtype=np.int64)
+    facts[:, SUBJECT] = chosen
+    return facts, chosen
+
+
+def _drawn(chosen: list[int], dice: Dice, centre: Field, extent: Field, bend: float) -> Field:
+    count = len(chosen)
+    pictures = stamps((GLYPHS[index].character, dice.choice(GLYPHS[index].fonts)) for index in chosen)
+    x, y = canvas.points(count)
+    x, y = canvas.moved(x, y, (centre[:, 0], centre[:, 1]), extent)
+    x, y = canvas.turned(x, y, dice.uniform(count, -0.13, 0.13))
+    x = x + each(dice.uniform(count, -0.3, 0.3)) * y
+    x, y = x * each(dice.uniform(count, 0.85, 1.2)), y * each(dice.uniform(count, 0.9, 1.1))
+    x, y = canvas.bent(x, y, dice, dice.uniform(count, 0, bend))
+    coverage = canvas.stamped(pictures, x, y)
+    return np.where(
+        each(dice.chance(0.6, count)), canvas.thickened(coverage, dice.uniform(count, -0.25, 0.9)), coverage
+    )
+
+
+def _patterns(dice: Dice, kind: NDArray[np.int64]) -> Field:
+    """Each picture's pattern, all of one kind at a time."""
+    coverage = np.zeros((len(kind), canvas.SIZE, canvas.SIZE), np.float32)
+    for index, pattern in enumerate(PATTERNS):
+        members = np.nonzero(kind == index)[0]
+        if len(members):
+            x, y = canvas.points(len(members))
+            x, y = canvas.turned(x, y, dice.uniform(len(members), -0.08, 0.08))
+            shift = dice.uniform((2, len(members)), -0.15, 0.15)
+            coverage[members] = pattern.draw(
+                x + each(shift[0]), y + each(shift[1]), dice.uniform(len(members), 1.2, 3.5), dice
+            )
+    return np.clip(coverage, 0, 1)
+
+
+def _colours(dice: Dice, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Three different ones for each picture."""
+    first = dice.below(len(PALETTE), count)
+    second = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
+    third = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
+    return (
+        first,
+        second,
+        np.where(third == second, (first + 1 + (second - first) % (len(PALETTE) - 1)) % len(PALETTE), third),
+    )
+
+
+def _shade(colour: NDArray[np.int64], dice: Dice) -> Field:
+    return np.clip(PALETTE[colour] + dice.uniform((len(colour), 3), -0.08, 0.08), 0, 1)
+
+
+def _coarsened(coverage: Field, size: int) -> Field:
+    """As seen by a scanner with few pixels."""
+    ones = np.ones(len(coverage), np.float32)
+    smooth = canvas.blurred(canvas.blurred(coverage, ones), ones)
+    x, y = canvas.points(len(coverage), size)
+    return canvas.spread(np.clip(canvas.sampled(smooth, x, y) * np.float32(1.3), 0, 1))
+
+
+def _weathered(picture: Field, dice: Dice) -> NDArray[np.uint8]:
+    """Blur, contrast and noise."""
+    count = len(picture)
+    amount = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.9), np.float32(0)).astype(np.float32)
+    channels = [canvas.blurred(picture[..., channel], amount) for channel in range(3)]
+    gain = dice.uniform(count, 0.7, 1.1)
+    noise = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.08), np.float32(0)).astype(np.float32)
+    done = [channel * each(gain) + each(noise) * dice.grain(channel.shape) for channel in channels]
+    return canvas.pixels(np.stack(done, axis=-1))

@@ -1,0 +1,81 @@
+"""What `tiny` knows of the eight tasks before anything is trained: the README's table.
+
+    python examples/tiny_scores.py [FOLDER]
+
+FOLDER: where pretrain_tiny.py wrote; without it, the weights in the package. The columns are test accuracies: by the
+classes' names, by their names in a sentence that pre-training never used, by the nearest class mean of f, and of raw
+pixels.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+import kfacpack as kp
+from kfacpack.models import Model
+from kfacpack.models.outputs import outputs
+from kfacpack.tasks import TASKS, Split, Task
+
+UNSEEN = ("could you find me the one with {} in it, please?",)
+
+
+@dataclass(frozen=True)
+class InOtherWords:
+    """A task with another template."""
+
+    task: Task
+    templates = UNSEEN
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.task, name)
+
+
+def labels(split: Split) -> Tensor:
+    return torch.tensor([split.label(number) for number in range(len(split))])
+
+
+def pixels(split: Split) -> Tensor:
+    pictures = [np.asarray(split[number]["image"], dtype=np.float32).ravel() for number in range(len(split))]
+    return torch.from_numpy(np.stack(pictures))
+
+
+def features(model: Model, split: Split, task: Task) -> Tensor:
+    return torch.cat([f for _, f in outputs(model, split, task.name, range(len(split)), 256)])
+
+
+def nearest_mean(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
+    means = torch.stack([train[train_labels == k].mean(0) for k in range(int(train_labels.max()) + 1)])
+    return (torch.cdist(test, means).argmin(1) == test_labels).float().mean().item()
+
+
+def scores(model: Model, task: Task) -> list[float]:
+    train, test = task.split("train"), task.split("test")
+    known = (labels(train), labels(test))
+    return [
+        kp.evaluate(model, task, kp.head_for(model, task), batch_size=256).accuracy,
+        kp.evaluate(model, task, kp.head_for(model, InOtherWords(task)), batch_size=256).accuracy,
+        nearest_mean(features(model, train, task), known[0], features(model, test, task), known[1]),
+        nearest_mean(pixels(train), known[0], pixels(test), known[1]),
+    ]
+
+
+def main() -> None:
+    model = kp.load_model("tiny", weights=Path(sys.argv[1]) / "tiny.safetensors" if len(sys.argv) > 1 else None)
+    table = Table("task", "classes", "zero-shot", "in other words", "class means of f", "of raw pixels")
+    for name in track(TASKS, description="measuring", transient=True, console=Console(stderr=True)):
+        task = kp.load_task(name)
+        table.add_row(name, str(len(task.classes or ())), *(f"{value:.3f}" for value in scores(model, task)))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
