@@ -5,48 +5,48 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe, Sharing
 from kfacpack.bundle.reader import Bundle
-from kfacpack.errors import printable
 
-from .console import err, human_bytes, human_seconds, out, print_json, show_note
+from .console import human_bytes, human_seconds, out, print_json, show_note
+from .options import (
+    DATA,
+    DATA_FOLDER,
+    DEVICE,
+    IMAGE_SIZE,
+    MODEL,
+    MODEL_NAME,
+    QUIET,
+    RUN,
+    WEIGHTS,
+    load_named,
+    option,
+)
+from .progress import examples_bar, loading
 
 if TYPE_CHECKING:
-    from rich.progress import Task
-
     from kfacpack.estimation.forecast import Forecast
     from kfacpack.estimation.job import Job
 
-MODEL, DATA, HOW, RUN = "The model", "The data", "The estimate", "The run"
+HOW = "The estimate"
 Structure = Literal["kronecker", "diagonal"]
 
 
-def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any:
-    return typer.Option(default, *names, help=help, rich_help_panel=panel, **more)
-
-
 def estimate(
-    model: str = option(
-        MODEL, ..., "--model", help="ViT-B-32, ViT-B-16/TAG (open_clip), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR."
-    ),
+    model: str = MODEL_NAME,
     task: str = option(DATA, ..., "--task", help="The task's name."),
     output: Path | None = option(RUN, None, "--output", "-o", metavar="FILE.kfac", help="Where to; else TASK.kfac."),
-    weights: str | None = option(
-        MODEL, None, "--weights", metavar="FILE", help="A safetensors file of the model's weights, or the word random."
-    ),
-    image_size: int | None = option(
-        MODEL, None, "--image-size", min=1, metavar="N", help="Pixels of a side, instead of the model's own."
-    ),
+    weights: str | None = WEIGHTS,
+    image_size: int | None = IMAGE_SIZE,
     params: list[str] | None = option(
         MODEL,
         None,
@@ -54,15 +54,9 @@ def estimate(
         metavar="PATTERN",
         help="Cover parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
     ),
-    device: str = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is."),
+    device: str = DEVICE,
     dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's. Sums are float32 at least."),
-    data: Path | None = option(
-        DATA,
-        None,
-        "--data",
-        metavar="DIR",
-        help="The task's data: train-*.parquet as on the Hub, or pictures in a folder for each class.",
-    ),
+    data: Path | None = DATA_FOLDER,
     split: str = option(DATA, "train", "--split", help="The split to draw examples from."),
     examples: str = option(
         DATA, "256", "--examples", metavar="N|P%|all", help="How many; drawn by the seed, none twice."
@@ -83,7 +77,7 @@ def estimate(
         RUN, False, "--dry-run", help="Show blocks, bytes, time, memory, what is frozen; write nothing."
     ),
     as_json: bool = option(RUN, False, "--json", help="Print what was made, or the plan, as JSON."),
-    quiet: bool = option(RUN, False, "--quiet", "-q", help="Print nothing but errors."),
+    quiet: bool = QUIET,
 ) -> None:
     """Estimate the curvature of a model on a task's data, and write it to one file.
 
@@ -94,20 +88,18 @@ def estimate(
     from kfacpack.estimation import processes
     from kfacpack.estimation.job import Job
     from kfacpack.estimation.options import Options
+    from kfacpack.tasks import load_task
 
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
     place = processes.local_device(device)
     with processes.launched(place):
         show = processes.rank() == 0 and not (quiet or as_json)
-        with err.status(Text(f"loading {printable(model)}")) if show and err.is_terminal else nullcontext():
-            job = Job(
-                *_loaded(model, weights, image_size, dtype, place, seed, task, data),
-                options,
-                examples,
-                batch_size,
-                split,
-                tuple(params) if params else None,
-            )
+        with loading(model, show=show):
+            # The task first: a slip of the pen should not wait for a model.
+            found_task = load_task(task, data)
+            found_model = load_named(model, weights, image_size, dtype, place, seed)
+        chosen = tuple(params) if params else None
+        job = Job(found_model, found_task, options, examples, batch_size, split, chosen)
         if dry_run:
             found = job.forecast()
             if processes.rank() == 0 and (as_json or not quiet):
@@ -116,37 +108,12 @@ def estimate(
         _run(job, output or Path(f"{task.replace('/', '-')}.kfac"), resume, show=show, as_json=as_json)
 
 
-def _loaded(
-    model: str,
-    weights: str | None,
-    image_size: int | None,
-    dtype: FloatType,
-    device: Any,
-    seed: int,
-    task: str,
-    data: Path | None,
-) -> tuple[Any, Any]:
-    import torch
-
-    from kfacpack.models import load_model
-    from kfacpack.tasks import load_task
-
-    # The task first: a slip of the pen should not wait for a model.
-    loaded_task = load_task(task, data)
-    return (
-        load_model(
-            model, weights=weights, image_size=image_size, dtype=getattr(torch, dtype), device=device, seed=seed
-        ),
-        loaded_task,
-    )
-
-
 def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
     from kfacpack.estimation import processes
     from kfacpack.estimation.job import Interrupted
 
     start = time.perf_counter()
-    with _stopping() as stopped, _progress(job, show=show) as advance:
+    with _stopping() as stopped, examples_bar(job.task.name, show=show) as advance:
         try:
             curvature = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
         except Interrupted as interruption:
@@ -190,25 +157,6 @@ def _stopping() -> Iterator[Callable[[], bool]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Speed(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:.1f} examples/s" if task.speed else "")
-
-
-@contextmanager
-def _progress(job: Job, *, show: bool) -> Iterator[Callable[[int, int], None]]:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        Speed(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        task = bar.add_task(printable(job.task.name), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _print_forecast(found: Forecast) -> None:

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import estimate, inspect, verify
+from . import estimate, eval, inspect, models, tasks, verify
 from .console import show_error
 
 
@@ -60,7 +60,10 @@ def main(
 
 
 app.command("estimate")(estimate.estimate)
+app.command("eval")(eval.evaluate)
 app.command("inspect")(inspect.inspect)
+app.command("models")(models.models)
+app.command("tasks")(tasks.tasks)
 app.command("verify")(verify.verify)
 
 

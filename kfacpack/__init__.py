@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
     from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, MatrixError, TaskVectorError
     from kfacpack.estimation.estimate import estimate
+    from kfacpack.evaluation.accuracy import evaluate
+    from kfacpack.heads import Head, head_for
+    from kfacpack.models import load_model
+    from kfacpack.tasks import load_task
     from kfacpack.verification import verify
 
 _HOMES = {
@@ -33,6 +37,7 @@ _HOMES = {
     "EXPAND": "bundle.manifest",
     "Estimate": "bundle.manifest",
     "Function": "bundle.manifest",
+    "Head": "heads",
     "Join": "bundle.manifest",
     "KfacpackError": "errors",
     "Kronecker": "curvature.block",
@@ -46,8 +51,12 @@ _HOMES = {
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
     "estimate": "estimation.estimate",
+    "evaluate": "evaluation.accuracy",
+    "head_for": "heads",
     "identify": "curvature.identify",
     "load": "curvature.loading",
+    "load_model": "models",
+    "load_task": "tasks",
     "verify": "verification",
 }
 
@@ -67,6 +76,7 @@ __all__ = [
     "Diagonal",
     "Estimate",
     "Function",
+    "Head",
     "Join",
     "KfacpackError",
     "Kronecker",
@@ -79,8 +89,12 @@ __all__ = [
     "TaskVectorError",
     "Whole",
     "estimate",
+    "evaluate",
+    "head_for",
     "identify",
     "load",
+    "load_model",
+    "load_task",
     "verify",
 ]  # fmt: skip
 

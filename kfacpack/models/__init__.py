@@ -10,15 +10,18 @@ import torch
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.base import Batch, Family, Model, Request, Weights
 from kfacpack.models.clip import OpenClip
+from kfacpack.models.embedded import EMBEDDED
 from kfacpack.models.encoder import Encoder
-from kfacpack.models.names import FORMS
+from kfacpack.models.names import UnknownModel
 from kfacpack.models.t5 import T5
 from kfacpack.models.timm_family import Timm
 
-__all__ = ["FAMILIES", "FORMS", "Batch", "Family", "Model", "load_model"]
+__all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "load_model"]
 
 FAMILIES: dict[str, Family] = {family.prefix: family for family in (OpenClip(), Timm(), T5(), Encoder())}
 """By what stands before the colon; a name without one is open_clip's."""
+FORMS = ", ".join([*EMBEDDED, *(family.form for family in FAMILIES.values())])
+"""What `--model` may say."""
 
 
 def load_model(
@@ -47,6 +50,8 @@ def load_model(
             name = str(Path(name).expanduser())
         source: Weights = None if weights is None else "random" if weights == "random" else Path(weights)
         return FAMILIES[prefix].load(Request(name, source, image_size, dtype, _usable(device), seed))
+    except UnknownModel as error:
+        raise UnknownModel(f"{error}. A model is {FORMS}") from error
     except ModuleNotFoundError as error:
         raise KfacpackError(f"{spec} needs the package {error.name!r}, which is not installed") from error
 

@@ -36,11 +36,14 @@ class Model:
     function: Function
     frozen: tuple[str, ...]
     """fnmatch patterns of the state-dict names that are neither estimated nor trained unless they are asked for."""
-    modality: Literal["image", "text"]
     prepare: Callable[[Sequence[Example], str], Batch]
     """N examples and their task's name -> a batch."""
     preprocessing: str
     """What `prepare` does, in one line, for the manifest."""
+    encode_text: Callable[[Sequence[str]], Tensor] | None = None
+    """N texts -> their normalised embeddings beside f, (N, C), without gradient; None without a trained text tower."""
+    logit_scale: float = 100.0
+    """What cosines are multiplied by to become logits: the model's own, or else what CLIP's training arrives at."""
 
 
 class Request(NamedTuple):
@@ -65,6 +68,14 @@ class Family(Protocol):
 
     prefix: str
     """What stands before the colon in `--model`; empty for the family whose names need none."""
+    name: str
+    """What a `Model` and a manifest call it."""
+    form: str
+    """What `--model` may say."""
+    f: str
+    """What f is, in words."""
+    has_text: bool
+    """Whether a text tower comes with it, to make heads from."""
 
     def load(self, asked: Request) -> Model: ...
 

@@ -1,17 +1,21 @@
-"""open_clip's models: `ViT-B-32`, `ViT-B-16/laion2b_s34b_b88k`. f is the normalised embedding of an image."""
+"""open_clip's models, `ViT-B-32`, `ViT-B-16/laion2b_s34b_b88k`, and ours. f is the normalised embedding of an image."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request, seeded
+from kfacpack.models.compiler_deferred import compiler_deferred
+from kfacpack.models.embedded import EMBEDDED, register
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
@@ -27,10 +31,15 @@ EMBEDDINGS = (
 """Patch and position embeddings, of open_clip's own vision towers and of a timm trunk."""
 RESIZED = ("*positional_embedding", "*pos_embed")
 DEFAULT_TAG = "openai"
+TEXTS_AT_ONCE = 256
 
 
 class OpenClip:
     prefix = ""
+    name = "open_clip"
+    form = "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
+    f = "the image embedding, normalised"
+    has_text = True
 
     def load(self, asked: Request) -> Model:
         """A tag says where weights are and what they were trained with; with a weights file, only the latter counts.
@@ -38,13 +47,17 @@ class OpenClip:
         A file does not show which activation it was trained with, so `ViT-B-32` with a file is the architecture as
         open_clip configures it, and `ViT-B-32/openai` with a file has QuickGELU, as those weights need.
         """
-        name, weights, image_size, dtype, device, seed = asked
-        make_torchvision_importable()
-        import open_clip
-        from open_clip.transform import PreprocessCfg, image_transform_v2
+        spec, weights, image_size, dtype, device, seed = asked
+        with compiler_deferred():
+            make_torchvision_importable()
+            import open_clip
+            from open_clip.transform import PreprocessCfg, image_transform_v2
 
-        name, tag = _name_and_tag(name, needs_tag=weights is None)
-        trained = open_clip.get_pretrained_cfg(name, tag) if tag else {}
+        register()
+        name, trained, tokenizer, published = _entry(spec, needs_tag=weights is None)
+        file, revision = published() if weights is None else (None, None)
+        if isinstance(weights, Path):
+            file = checked(weights)
 
         def build(file: Path | None) -> Any:
             return open_clip.create_model(
@@ -58,10 +71,7 @@ class OpenClip:
             )
 
         with quiet(), seeded(seed):
-            if weights == "random":
-                module = _built(build, name)
-            else:
-                module = _loaded(build, checked(weights) if weights else _published(trained, f"{name}/{tag}"), name)
+            module = _built(build, name) if file is None else _loaded(build, file, name)
         module = module.to(device=device, dtype=dtype).eval()
         setting = PreprocessCfg(**open_clip.get_model_preprocess_cfg(module))
         height, width = setting.input_size[1:]
@@ -72,9 +82,9 @@ class OpenClip:
             return f
 
         return Model(
-            family="open_clip",
+            family=self.name,
             name=name,
-            revision=asked.revision(tag),
+            revision=asked.revision(revision),
             module=module,
             forward=forward,
             function=Function(
@@ -84,11 +94,35 @@ class OpenClip:
                 detail=f"encode_image(x, normalize=True) of {height}x{width} pixels{activation}",
             ),
             frozen=(*EMBEDDINGS, *_outside_vision(module)),
-            modality="image",
             prepare=image_batches(image_transform_v2(setting, is_train=False), name),
             preprocessing=f"open_clip: RGB, resize ({setting.resize_mode}, {setting.interpolation}) "
             f"to {height}x{width}, normalize mean {list(setting.mean)} std {list(setting.std)}",
+            # Beside a vision tower's weights alone, the text tower is random: it has nothing to say.
+            encode_text=None if file and _vision_alone(file) else _text_encoder(module, name, device, tokenizer),
+            logit_scale=float(module.logit_scale.detach().exp()),
         )
+
+
+class Entry(NamedTuple):
+    """What a name stands for."""
+
+    name: str
+    trained: Mapping[str, Any]
+    """What open_clip's registry says of its weights: their activation, their pictures, their place."""
+    tokenizer: Mapping[str, Any]
+    published: Callable[[], tuple[Path, str | None]]
+    """The file of its weights, and which they are."""
+
+
+def _entry(spec: str, needs_tag: bool) -> Entry:
+    import open_clip
+
+    if spec in EMBEDDED:
+        own = EMBEDDED[spec]
+        return Entry(spec, own.trained, {"bpe_path": str(own.merges)}, lambda: (checked(own.weights), own.revision))
+    name, tag = _name_and_tag(spec, needs_tag)
+    trained = open_clip.get_pretrained_cfg(name, tag) if tag else {}
+    return Entry(name, trained, {}, lambda: (_published(trained, f"{name}/{tag}"), tag))
 
 
 _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
@@ -111,7 +145,7 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
     raise KfacpackError(f"{name} stands for no weights by itself; {choice}. {LOCAL_WEIGHTS}")
 
 
-def _published(trained: dict[str, Any], model: str) -> Path:
+def _published(trained: Mapping[str, Any], model: str) -> Path:
     """The file behind a tag. open_clip's own download falls back to a pickle, so only the safetensors is asked for."""
     repository, _, filename = trained.get("hf_hub", "").rpartition("/")
     if not repository:
@@ -128,12 +162,16 @@ def _built(build: Callable[[Path | None], Any], name: str) -> Any:
 
 def _loaded(build: Callable[[Path | None], Any], path: Path, name: str) -> Any:
     """The model with a file's weights: all of them, or the vision tower's, the text tower then staying random."""
-    if all(key.startswith("visual.") for key in Container(path).tensors):
+    if _vision_alone(path):
         return _with_vision(_built(build, name), path, name)
     try:
         return build(path)
     except (RuntimeError, KeyError, ValueError, AssertionError, OSError) as error:
         raise refuse(path, name, error, lambda: _built(build, name).state_dict(), RESIZED) from error
+
+
+def _vision_alone(path: Path) -> bool:
+    return all(key.startswith("visual.") for key in Container(path).tensors)
 
 
 def _with_vision(module: Any, path: Path, name: str) -> Any:
@@ -151,6 +189,29 @@ def _with_vision(module: Any, path: Path, name: str) -> Any:
     except RuntimeError as error:
         raise refuse(path, name, error, lambda: vision) from error
     return module
+
+
+def _text_encoder(
+    module: Any, name: str, device: torch.device, options: Mapping[str, Any]
+) -> Callable[[Sequence[str]], Tensor]:
+    @cache
+    def tokenizer() -> Any:
+        """Not before it is needed: some models' tokenizers are on the Hub."""
+        import open_clip
+
+        with quiet():
+            try:
+                return open_clip.get_tokenizer(name, **options)
+            except Exception as error:  # the Hub's, transformers' and tokenizers' errors have no common base
+                problem = f"{name}: its tokenizer cannot be loaded: {first_line(error)}"
+                raise KfacpackError(f"{problem}. Without texts, classes have prototypes: --head prototypes") from error
+
+    @torch.no_grad()
+    def encode_text(texts: Sequence[str]) -> Tensor:
+        tokens = tokenizer()(list(texts)).split(TEXTS_AT_ONCE)
+        return torch.cat([module.encode_text(each.to(device), normalize=True) for each in tokens])
+
+    return encode_text
 
 
 def _outside_vision(module: nn.Module) -> tuple[str, ...]:

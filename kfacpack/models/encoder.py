@@ -16,7 +16,10 @@ from kfacpack.tasks.base import Example
 
 
 class Encoder:
-    prefix = "hf"
+    prefix = name = "hf"
+    form = "hf:NAME_OR_DIR"
+    f = "the mean over the tokens of a text encoder of transformers, normalised"
+    has_text = False
 
     def load(self, asked: Request) -> Model:
         name, weights, image_size, dtype, device, seed = asked
@@ -45,7 +48,7 @@ class Encoder:
             return dict(tokens)
 
         return Model(
-            family="hf",
+            family=self.name,
             name=public_name(name),
             revision=asked.revision(getattr(config, "_commit_hash", None)),
             module=module,
@@ -57,7 +60,6 @@ class Encoder:
                 detail="mean of the last hidden state over the attention mask, normalised",
             ),
             frozen=(*_embeddings(module), "pooler.*"),
-            modality="text",
             prepare=prepare,
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )

@@ -7,15 +7,14 @@ from difflib import get_close_matches
 
 from kfacpack.errors import KfacpackError, printable
 
-FORMS = (
-    "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k), timm:NAME, t5:NAME_OR_DIR, hf:NAME_OR_DIR"
-)
-"""What `--model` may say."""
+
+class UnknownModel(KfacpackError):  # noqa: N818 - named for what it is, as in "raise UnknownModel"
+    """A name that is none of a library's."""
 
 
-def unknown(library: str, name: str, known: Iterable[str]) -> KfacpackError:
+def unknown(library: str, name: str, known: Iterable[str]) -> UnknownModel:
     by_lower = {each.lower(): each for each in known}
     # OpenAI writes ViT-B/32, open_clip ViT-B-32.
     close = get_close_matches(name.lower().replace("/", "-"), by_lower, n=5, cutoff=0.5)
     meant = f"; close to it are {', '.join(by_lower[each] for each in close)}" if close else ""
-    return KfacpackError(f"{printable(name)!r} is no model that {library} knows{meant}. A model is {FORMS}")
+    return UnknownModel(f"{printable(name)!r} is no model that {library} knows{meant}")

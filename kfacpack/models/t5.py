@@ -17,7 +17,10 @@ FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_he
 
 
 class T5:
-    prefix = "t5"
+    prefix = name = "t5"
+    form = "t5:NAME_OR_DIR"
+    f = "the decoder's last hidden state where it predicts the label"
+    has_text = False
 
     def load(self, asked: Request) -> Model:
         name, weights, image_size, dtype, device, seed = asked
@@ -55,7 +58,7 @@ class T5:
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
         return Model(
-            family="t5",
+            family=self.name,
             name=public_name(name),
             revision=asked.revision(getattr(config, "_commit_hash", None)),
             module=module,
@@ -68,7 +71,6 @@ class T5:
                 "decoder input is the start token alone",
             ),
             frozen=FROZEN,
-            modality="text",
             prepare=prepare,
             preprocessing=f"'TASK column: text column: text', at most {limit} tokens",
         )

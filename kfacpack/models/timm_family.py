@@ -12,6 +12,7 @@ from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request, seeded
+from kfacpack.models.compiler_deferred import compiler_deferred
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
@@ -22,13 +23,17 @@ RESIZED = ("*pos_embed*",)
 
 
 class Timm:
-    prefix = "timm"
+    prefix = name = "timm"
+    form = "timm:NAME"
+    f = "the pooled features before the classifier, normalised"
+    has_text = False
 
     def load(self, asked: Request) -> Model:
         name, weights, image_size, dtype, device, seed = asked
-        make_torchvision_importable()
-        from timm.data.config import resolve_model_data_config
-        from timm.data.transforms_factory import create_transform
+        with compiler_deferred():
+            make_torchvision_importable()
+            from timm.data.config import resolve_model_data_config
+            from timm.data.transforms_factory import create_transform
 
         trained = _trained(name)
         # Models that fix their input size take it as an argument; the others take pictures of any size.
@@ -48,7 +53,7 @@ class Timm:
 
         tag = name.partition(".")[2] or (trained.tag if weights is None else "")
         return Model(
-            family="timm",
+            family=self.name,
             name=name,
             revision=asked.revision(tag or None),
             module=module,
@@ -60,7 +65,6 @@ class Timm:
                 detail=f"normalize(forward_head(forward_features(x), pre_logits=True)) of {height}x{width} pixels",
             ),
             frozen=("patch_embed.*", "pos_embed", *(f"{head}.*" for head in _classifiers(trained))),
-            modality="image",
             prepare=image_batches(create_transform(**setting, is_training=False), name),
             preprocessing=f"timm: RGB, resize ({setting['interpolation']}) and crop ({setting['crop_mode']}, "
             f"{setting['crop_pct']}) to {height}x{width}, "

@@ -29,7 +29,7 @@ def tiny_clip(tmp_path_factory):
 
     path = tmp_path_factory.mktemp("configs") / "ViT-tiny-test.json"
     vision = {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8}
-    text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
+    text = {"context_length": 8, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1}
     path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
     open_clip.add_model_config(path)
     return path.stem

@@ -24,7 +24,7 @@ from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
         ("ViT-B-32-256", "stands for no weights by itself; choose one: ViT-B-32-256/datacomp_s34b_b86k"),
         ("timm:vit_tiny_patch16_225", "no model that timm knows; close to it are vit_tiny_patch16_224"),
         ("timm:vit_tiny_patch16_224.best", "has no tag 'best' in timm; its tags are augreg_in21k, augreg"),
-        ("keras:resnet", "'keras:resnet' names no model. A model is NAME or NAME/TAG of open_clip"),
+        ("keras:resnet", "'keras:resnet' names no model. A model is tiny, NAME or NAME/TAG of open_clip"),
         ("timm:", "names no model"),
         ("", "is no model that open_clip knows|names no model"),
         ("t5:./no/such/folder", "no such directory"),

@@ -1,0 +1,59 @@
+"""Options that several commands have, declared once: they mean the same everywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from kfacpack.bundle.manifest import FloatType
+    from kfacpack.models import Model
+
+MODEL, DATA, RUN = "The model", "The data", "The run"
+
+
+def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any:
+    return typer.Option(default, *names, help=help, rich_help_panel=panel, **more)
+
+
+MODEL_NAME = option(
+    MODEL,
+    "tiny",
+    "--model",
+    help="tiny, ViT-B-32, ViT-B-16/TAG (open_clip), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR.",
+)
+WEIGHTS = option(
+    MODEL, None, "--weights", metavar="FILE", help="A safetensors file of the model's weights, or the word random."
+)
+IMAGE_SIZE = option(
+    MODEL, None, "--image-size", min=1, metavar="N", help="Pixels of a side, instead of the model's own."
+)
+DEVICE = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is.")
+DATA_FOLDER = option(
+    DATA,
+    None,
+    "--data",
+    metavar="DIR",
+    help="The task's data: train-*.parquet as on the Hub, or pictures in a folder for each class.",
+)
+QUIET = option(RUN, False, "--quiet", "-q", help="Print nothing but errors.")
+
+
+def load_named(
+    model: str,
+    weights: str | None,
+    image_size: int | None,
+    dtype: FloatType = "float32",
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+) -> Model:
+    """The model that the options name."""
+    import torch
+
+    from kfacpack.models import load_model
+
+    number_type = getattr(torch, dtype)
+    return load_model(model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed)

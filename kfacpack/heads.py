@@ -1,0 +1,128 @@
+"""Heads: frozen affine maps from f to logits. K classes, C the width of f, N examples.
+
+    from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
+    from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
+
+where m_k is the mean of f over the class's training examples, and c the mean of all m_k. Both are made at the weights a
+model comes with, and stay as they are when its weights move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.models.base import Model
+from kfacpack.models.outputs import outputs
+from kfacpack.tasks.base import Split, Task
+
+Kind = Literal["auto", "text", "prototypes"]
+PER_CLASS = 256
+"""How many training examples of a class its prototype is the mean of, at most."""
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    weight: Tensor
+    """(K, C), at least float32, on the model's device."""
+    bias: Tensor
+    """(K,)"""
+    classes: tuple[str, ...]
+    origin: Literal["text", "prototypes"]
+
+    def logits(self, f: Tensor) -> Tensor:
+        """(N, C) -> (N, K)."""
+        return f.to(self.weight.dtype) @ self.weight.T + self.bias
+
+
+def head_for(
+    model: Model,
+    task: Task,
+    kind: Kind = "auto",
+    *,
+    batch_size: int = 64,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Head:
+    """`auto` takes texts where the model has a text tower and the task has templates, and prototypes elsewhere.
+
+    For prototypes, `on_progress` hears how many training examples are done, and how many there are.
+    """
+    if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
+        return text_head(model, task)
+    if kind in ("auto", "prototypes"):
+        return prototype_head(model, task, batch_size=batch_size, on_progress=on_progress)
+    raise KfacpackError(f"head {kind!r}: expected auto, text or prototypes")
+
+
+def text_head(model: Model, task: Task) -> Head:
+    """CLIP's zero-shot classifier. An underscore in a class's name, as folders have them, is read as a space."""
+    classes = known_classes(task)
+    if model.encode_text is None:
+        problem = f"{model.name} has no text tower, or the weights file has none of its weights"
+        raise KfacpackError(f"{problem}; classes can have prototypes instead: --head prototypes")
+    if not task.templates:
+        raise KfacpackError(f"{printable(task.name)} has no templates to make texts from; choose --head prototypes")
+    texts = [template.replace("{}", name.replace("_", " ")) for name in classes for template in task.templates]
+    embeddings = _exact_enough(model.encode_text(texts)).unflatten(0, (len(classes), -1))
+    weight = model.logit_scale * normalize(embeddings.mean(1), dim=-1)
+    return Head(weight, weight.new_zeros(len(classes)), classes, "text")
+
+
+def prototype_head(
+    model: Model,
+    task: Task,
+    *,
+    batch_size: int = 64,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Head:
+    """From the training split: of each class all examples, or `PER_CLASS` evenly spaced ones, in the split's order."""
+    classes = known_classes(task)
+    split = task.split("train")
+    members = _members(split, task, classes)
+    class_of = {number: k for k, numbers in enumerate(members) for number in numbers}
+    # Summed in float64 on the CPU, so that the order of the examples leaves no trace.
+    sums = torch.zeros(len(classes), model.function.width, dtype=torch.float64)
+    done, f = 0, sums
+    on_progress(done, len(class_of))
+    for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
+        sums.index_add_(0, torch.tensor([class_of[number] for number in chosen]), f.cpu().double())
+        done += len(chosen)
+        on_progress(done, len(class_of))
+    means = sums / torch.tensor([[len(numbers)] for numbers in members])
+    centre = means.mean(0)
+    weight = model.logit_scale * normalize(means - centre, dim=-1)
+    return Head(weight.to(f), -(weight @ centre).to(f), classes, "prototypes")
+
+
+def known_classes(task: Task) -> tuple[str, ...]:
+    if not task.classes:
+        remedy = "Expected a column of type ClassLabel, or pictures in a folder for each class"
+        raise KfacpackError(f"{printable(task.name)}: the names of its classes are not known. {remedy}")
+    return task.classes
+
+
+def _members(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
+    """Of each class, the examples that its prototype is the mean of."""
+    members: list[list[int]] = [[] for _ in classes]
+    for number in range(len(split)):
+        members[split.label(number)].append(number)
+    if missing := [name for name, numbers in zip(classes, members, strict=True) if not numbers]:
+        problem = f"class {printable(missing[0])!r} has no example in split {split.source.split!r}"
+        raise KfacpackError(f"{printable(task.name)}: {problem}; a prototype needs at least one")
+    return [_evenly(numbers, PER_CLASS) for numbers in members]
+
+
+def _evenly(numbers: Sequence[int], most: int) -> Sequence[int]:
+    if len(numbers) <= most:
+        return numbers
+    return [numbers[k * len(numbers) // most] for k in range(most)]
+
+
+def _exact_enough(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,0 +1,108 @@
+"""Accuracy: the share of examples whose own class has the largest logit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pictures import paint
+
+from kfacpack.errors import KfacpackError
+from kfacpack.evaluation.accuracy import Exam, Score, evaluate
+from kfacpack.heads import Head, head_for
+from kfacpack.models import load_model
+from kfacpack.tasks import load_task
+
+CLASSES = ("blue_sky", "green", "red")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colours")
+    counts = {"train": dict.fromkeys(CLASSES, 6), "test": {"red": 4, "green": 3, "blue_sky": 5}}
+    paint(folder, counts)
+    # Two red pictures that somebody put among the green ones.
+    for number in (0, 1):
+        (folder / "test" / "red" / f"{number:03}.png").rename(folder / "test" / "green" / f"wrong{number}.png")
+    return load_task("colours", folder)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny", weights="random", seed=2)
+
+
+@pytest.fixture
+def eye(tiny):
+    """A model whose f is the mean colour: red, green, blue."""
+    return replace(tiny, forward=lambda images: images.mean((2, 3)), function=replace_width(tiny.function, 3))
+
+
+def replace_width(function, width):
+    return function.model_copy(update={"width": width})
+
+
+@pytest.fixture
+def by_colour():
+    return Head(torch.eye(3).flip(0), torch.zeros(3), CLASSES, "prototypes")
+
+
+def test_wrong_answers_are_counted_by_hand(eye, task, by_colour):
+    found = evaluate(eye, task, by_colour)
+    assert found == Score(correct=10, examples=12)
+    assert found.accuracy == 10 / 12
+    assert evaluate(eye, task, by_colour, "train").accuracy == 1
+    always_blue = Head(torch.zeros(3, 3), torch.tensor([1.0, 0.0, 0.0]), CLASSES, "prototypes")
+    assert evaluate(eye, task, always_blue).correct == 5
+
+
+def test_the_score_does_not_depend_on_the_batch_size(tiny, task):
+    head = head_for(tiny, task, "text")
+    assert len({evaluate(tiny, task, head, batch_size=size) for size in (1, 5, 12, 100)}) == 1
+
+
+def test_prototypes_tell_colours_apart_even_through_random_weights(tiny, task):
+    assert evaluate(tiny, task, head_for(tiny, task, "prototypes")).correct == 10
+
+
+def test_a_part_of_the_split_is_always_the_same(eye, task, by_colour):
+    exams = [Exam.of(task, examples="50%") for _ in range(2)]
+    assert exams[0].numbers == exams[1].numbers
+    assert len(set(exams[0].numbers)) == 6
+    assert evaluate(eye, task, by_colour, examples="5").examples == 5
+
+
+def test_progress_counts_the_examples(eye, task, by_colour):
+    heard = []
+    evaluate(eye, task, by_colour, batch_size=8, on_progress=lambda done, total: heard.append((done, total)))
+    assert heard == [(0, 12), (8, 12), (12, 12)]
+
+
+def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):
+    with pytest.raises(KfacpackError, match="no split 'dev'; there are train, test"):
+        evaluate(eye, task, by_colour, "dev")
+    with pytest.raises(KfacpackError, match="the head's classes are not those of colours"):
+        evaluate(eye, task, replace(by_colour, classes=("a", "b", "c")))
+    with pytest.raises(KfacpackError, match="examples 'some'"):
+        evaluate(eye, task, by_colour, examples="some")
+    blind = replace(eye, forward=lambda images: images.mean((2, 3)) / 0 * 0)
+    with pytest.raises(KfacpackError, match="colours, split 'test', examples 0 to 11: f is not finite"):
+        evaluate(blind, task, by_colour)
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_texts_without_labels_are_refused(eye, by_colour, tmp_path, labelled):
+    import datasets
+
+    features = {"text": datasets.Value("string")}
+    rows = {"text": ["one", "two"]}
+    if labelled:
+        features["label"] = datasets.ClassLabel(names=["good", "bad"])
+        rows["label"] = [0, -1]
+    data = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
+    for split in ("train", "test"):
+        data.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
+    words = "row 1: its label is -1" if labelled else "words: the names of its classes are not known"
+    with pytest.raises(KfacpackError, match=words):
+        evaluate(eye, load_task("words", tmp_path), by_colour)

@@ -1,0 +1,66 @@
+"""The text side of a model: open_clip's own tokens and embeddings, or none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from kfacpack.errors import KfacpackError
+from kfacpack.models import clip, load_model
+
+TEXTS = ["a photo of a dog.", "a cat", "stripes"]
+
+
+@pytest.fixture
+def model(tiny_clip):
+    return load_model(tiny_clip, weights="random", seed=3)
+
+
+def test_texts_are_embedded_as_open_clip_does_it(model, tiny_clip):
+    import open_clip
+
+    tokens = open_clip.get_tokenizer(tiny_clip)(TEXTS)
+    found = model.encode_text(TEXTS)
+    assert torch.equal(found, model.module.encode_text(tokens, normalize=True))
+    assert not found.requires_grad
+    assert found.shape == (3, model.function.width)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(3))
+    assert model.logit_scale == pytest.approx(float(model.module.logit_scale.detach().exp()))
+
+
+def test_many_texts_are_embedded_as_one_by_one(model, monkeypatch):
+    monkeypatch.setattr(clip, "TEXTS_AT_ONCE", 2)
+    torch.testing.assert_close(model.encode_text(TEXTS), torch.cat([model.encode_text([text]) for text in TEXTS]))
+
+
+def test_a_vision_tower_alone_has_nothing_to_say(model, tiny_clip, tmp_path):
+    state = model.module.state_dict()
+    save_file(state, tmp_path / "whole.safetensors")
+    save_file({name: each for name, each in state.items() if name.startswith("visual.")}, tmp_path / "part.safetensors")
+    assert load_model(tiny_clip, weights=tmp_path / "part.safetensors").encode_text is None
+    whole = load_model(tiny_clip, weights=tmp_path / "whole.safetensors")
+    assert torch.equal(whole.encode_text(TEXTS), model.encode_text(TEXTS))
+
+
+def test_a_tokenizer_that_is_not_at_hand_is_named(tmp_path):
+    import open_clip
+
+    vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}
+    text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
+    text["hf_tokenizer_name"] = "nobody/nothing"
+    path = tmp_path / "ViT-foreign-test.json"
+    path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(path)
+    model = load_model(path.stem, weights="random")
+    with pytest.raises(KfacpackError, match=r"ViT-foreign-test: its tokenizer cannot be loaded: .*--head prototypes"):
+        model.encode_text(TEXTS)
+
+
+def test_other_families_have_no_text_tower(bert_folder):
+    for spec, weights in ((f"hf:{bert_folder}", None), ("timm:test_vit", "random")):
+        model = load_model(spec, weights=weights)
+        assert model.encode_text is None
+        assert model.logit_scale == 100

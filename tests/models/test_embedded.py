@@ -1,0 +1,87 @@
+"""`tiny`, the model in the package: open_clip's in every respect, from files that belong together."""
+
+from __future__ import annotations
+
+import gzip
+from hashlib import sha256
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kfacpack.errors import KfacpackError
+from kfacpack.models import EMBEDDED, load_model
+
+TINY = EMBEDDED["tiny"]
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+def test_tiny_is_open_clips_own_model_with_the_packaged_weights(tiny, pictures):
+    import open_clip
+
+    stock = open_clip.create_model("tiny", pretrained=str(TINY.weights)).eval()
+    batch = tiny.prepare(pictures, "any")
+    assert torch.equal(tiny.forward(batch), stock.encode_image(batch, normalize=True))
+    stored = load_file(TINY.weights)
+    assert stored.keys() == tiny.module.state_dict().keys()
+    assert all(torch.equal(each, stored[name].float()) for name, each in tiny.module.state_dict().items())
+    assert (tiny.family, tiny.name) == ("open_clip", "tiny")
+    assert sha256(TINY.weights.read_bytes()).hexdigest().startswith(tiny.revision)
+
+
+def test_tiny_is_small():
+    assert TINY.weights.stat().st_size < 6e6
+    assert 1e6 < TINY.parameters < 3e6
+
+
+def test_what_is_said_of_tiny_is_true(tiny):
+    assert TINY.parameters == sum(parameter.numel() for parameter in tiny.module.parameters())
+    assert TINY.architecture["embed_dim"] == tiny.function.width
+
+
+def test_pictures_are_scaled_to_minus_one_to_one(tiny):
+    from PIL import Image
+
+    size = TINY.architecture["vision_cfg"]["image_size"]
+    for level, value in ((0, -1.0), (255, 1.0)):
+        batch = tiny.prepare([{"image": Image.new("L", (50, 40), level)}], "any")
+        torch.testing.assert_close(batch, torch.full((1, 3, size, size), value))
+
+
+def test_every_token_has_an_embedding():
+    """An empty line among the merges would be a token of no letters, and shift all that follow."""
+    merges = gzip.decompress(TINY.merges.read_bytes()).decode("utf-8").split("\n")[1:]
+    assert all(len(merge.split()) == 2 for merge in merges)
+    assert TINY.architecture["text_cfg"]["vocab_size"] >= 2 * 256 + len(merges) + 2
+
+
+def test_texts_go_through_the_packaged_merges(tiny):
+    from open_clip.tokenizer import SimpleTokenizer
+
+    texts = ["a photo of the digit three.", "red stripes"]
+    length = TINY.architecture["text_cfg"]["context_length"]
+    tokens = SimpleTokenizer(bpe_path=str(TINY.merges), context_length=length)(texts)
+    assert torch.equal(tiny.encode_text(texts), tiny.module.encode_text(tokens, normalize=True))
+
+
+def test_other_weights_are_taken_as_for_any_model(tmp_path, pictures):
+    random = load_model("tiny", weights="random", seed=4)
+    assert random.revision == "random-4"
+    save_file(random.module.state_dict(), tmp_path / "own.safetensors")
+    own = load_model("tiny", weights=tmp_path / "own.safetensors")
+    assert own.revision is None
+    batch = random.prepare(pictures, "any")
+    assert torch.equal(own.forward(batch), random.forward(batch))
+    larger = load_model("tiny", weights=tmp_path / "own.safetensors", image_size=56)
+    assert larger.forward(larger.prepare(pictures, "any")).shape == (3, own.function.width)
+
+
+def test_tiny_has_no_tags():
+    with pytest.raises(KfacpackError, match="tiny has no tag 'openai' in open_clip; its tags are none"):
+        load_model("tiny/openai")
+    with pytest.raises(KfacpackError, match="'tinny' is no model that open_clip knows; close to it are tiny"):
+        load_model("tinny")

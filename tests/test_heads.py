@@ -1,0 +1,144 @@
+"""Heads: CLIP's own zero-shot classifier, centred class means, and nothing where there is nothing to make one of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from pictures import paint
+
+from kfacpack import heads
+from kfacpack.errors import KfacpackError
+from kfacpack.heads import Head, head_for
+from kfacpack.models import load_model
+from kfacpack.tasks import load_task
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model("tiny", weights="random", seed=2)
+
+
+@pytest.fixture
+def mute(model):
+    """The same model without its text tower."""
+    return replace(model, encode_text=None)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    counts = {"train": {"red": 3, "green": 5, "blue": 4}, "test": {"red": 2, "green": 2, "blue": 2}}
+    return load_task("colours", paint(tmp_path_factory.mktemp("colours"), counts))
+
+
+class Asked:
+    """A task with prompts of its own."""
+
+    def __init__(self, task, **changed):
+        self._task, self._changed = task, changed
+
+    def __getattr__(self, name):
+        return self._changed[name] if name in self._changed else getattr(self._task, name)
+
+
+def features(model, task, split="train"):
+    """f (N, C) and labels (N,) of a whole split, one example at a time."""
+    found = task.split(split)
+    f = torch.cat([model.forward(model.prepare([found[n]], task.name)) for n in range(len(found))]).detach()
+    return f, torch.tensor([found.label(n) for n in range(len(found))])
+
+
+def test_a_head_is_an_affine_map():
+    head = Head(torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([0.5, 0.0]), ("one", "two"), "text")
+    f = torch.tensor([[1.0, 1.0], [-1.0, 3.0]], dtype=torch.float16, requires_grad=True)
+    logits = head.logits(f)
+    assert logits.tolist() == [[1.5, 2.0], [-0.5, 6.0]]
+    assert logits.dtype == torch.float32
+    assert torch.autograd.grad(logits.sum(), f)[0].tolist() == [[1.0, 2.0], [1.0, 2.0]]
+
+
+def test_texts_give_open_clips_own_zero_shot_classifier(model, task):
+    import open_clip
+
+    from kfacpack.models import EMBEDDED
+
+    templates = ("a photo of a {}.", "a {}", "something {} on the table")
+    tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(EMBEDDED["tiny"].merges))
+    stock = open_clip.build_zero_shot_classifier(model.module, tokenizer, task.classes, templates)
+    head = head_for(model, Asked(task, templates=templates))
+    torch.testing.assert_close(head.weight, model.logit_scale * stock.T)
+    assert head.bias.tolist() == [0, 0, 0]
+    assert (head.origin, head.classes) == ("text", ("blue", "green", "red"))
+    assert not head.weight.requires_grad
+
+
+def test_prompts_hold_the_class_names_as_words(model, task):
+    said = []
+
+    def listen(texts):
+        said.extend(texts)
+        return model.encode_text(texts)
+
+    named = Asked(task, classes=("sea_blue", "{green}", "red"), templates=("a {}.", "the {} one"))
+    head_for(replace(model, encode_text=listen), named)
+    assert said == ["a sea blue.", "the sea blue one", "a {green}.", "the {green} one", "a red.", "the red one"]
+
+
+def test_prototypes_are_centred_class_means(mute, task):
+    f, labels = features(mute, task)
+    means = torch.stack([f[labels == k].mean(0) for k in range(3)])
+    centre = means.mean(0)
+    directions = (means - centre) / (means - centre).norm(dim=1, keepdim=True)
+    head = head_for(mute, task, batch_size=5)
+    assert head.origin == "prototypes"
+    asked, _ = features(mute, task, "test")
+    expected = mute.logit_scale * (asked - centre) @ directions.T
+    torch.testing.assert_close(head.logits(asked), expected, rtol=1e-4, atol=1e-4)
+    assert head.weight.dtype == head.bias.dtype == torch.float32
+
+
+def test_prototypes_do_not_depend_on_the_batch_size(mute, task):
+    one, many = (head_for(mute, task, batch_size=size) for size in (1, 64))
+    torch.testing.assert_close(one.weight, many.weight, rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_class_is_represented_by_evenly_spaced_examples(mute, task, monkeypatch):
+    monkeypatch.setattr(heads, "PER_CLASS", 2)
+    f, labels = features(mute, task)
+    places = [(labels == k).nonzero().flatten() for k in range(3)]
+    means = torch.stack([f[place[[0, len(place) // 2]]].mean(0) for place in places])
+    directions = torch.nn.functional.normalize(means - means.mean(0), dim=1)
+    torch.testing.assert_close(head_for(mute, task).weight, mute.logit_scale * directions, rtol=1e-4, atol=1e-4)
+
+
+def test_progress_counts_the_training_examples(mute, task):
+    heard = []
+    head_for(mute, task, batch_size=5, on_progress=lambda done, total: heard.append((done, total)))
+    assert heard == [(0, 12), (5, 12), (10, 12), (12, 12)]
+
+
+def test_auto_takes_what_there_is(model, mute, task):
+    assert head_for(model, task).origin == "text"
+    assert head_for(model, Asked(task, templates=())).origin == "prototypes"
+    assert head_for(mute, task).origin == "prototypes"
+    assert head_for(model, task, "prototypes").origin == "prototypes"
+
+
+def test_a_class_without_examples_is_named(mute, tmp_path):
+    counts = {"train": {"red": 2, "green": 2}, "test": {"red": 1, "green": 1, "blue": 1}}
+    task = load_task("colours", paint(tmp_path, counts))
+    with pytest.raises(KfacpackError, match="colours: class 'blue' has no example in split 'train'"):
+        head_for(mute, task)
+
+
+def test_what_cannot_be_made_is_refused(model, mute, task):
+    with pytest.raises(KfacpackError, match=r"tiny has no text tower.*--head prototypes"):
+        head_for(mute, task, "text")
+    with pytest.raises(KfacpackError, match="colours has no templates"):
+        head_for(model, Asked(task, templates=()), "text")
+    for kind in ("text", "prototypes"):
+        with pytest.raises(KfacpackError, match="colours: the names of its classes are not known"):
+            head_for(model, Asked(task, classes=None), kind)
+    with pytest.raises(KfacpackError, match="head 'guess': expected auto, text or prototypes"):
+        head_for(model, task, "guess")
