@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/ready
 
 export TMPDIR := $(VENV)/tmp
+export KFACPACK_CACHE := $(VENV)/cache
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -13,7 +14,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
 
-demo: $(READY) ## write a small real bundle and look at it
+demo: $(READY) ## the curvature of a small CLIP and of small networks; look at it and check it
+	mkdir -p demo
+	$(BIN)/kfacpack estimate --model tiny --task digits -o demo/digits.kfac
+	$(BIN)/kfacpack inspect demo/digits.kfac
+	$(BIN)/kfacpack verify demo/digits.kfac --model tiny
+	$(BIN)/kfacpack eval --model tiny --task digits mnist
 	$(BIN)/python examples/small_network.py demo/small.kfac
 	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack inspect demo/small.kfac --blocks

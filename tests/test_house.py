@@ -12,7 +12,19 @@ import pytest
 import kfacpack as kp
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYERS = ["errors", "bundle", "curvature.matrices", "curvature", "verification", "tasks", "models", "estimation"]
+LAYERS = [
+    "errors",
+    "bundle",
+    "curvature.matrices",
+    "curvature",
+    "verification",
+    "drawing",
+    "tasks",
+    "models",
+    "heads",
+    "estimation",
+    "evaluation",
+]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 
 
