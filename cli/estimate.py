@@ -17,6 +17,7 @@ from rich.text import Text
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe, Sharing
 from kfacpack.bundle.reader import Bundle
 
+from .compress import print_report, report_json
 from .console import human_bytes, human_seconds, out, print_json, show_note
 from .options import (
     DATA,
@@ -67,7 +68,11 @@ def estimate(
     sharing: Sharing = option(HOW, "expand", "--sharing", help="Which KFAC, where positions share a weight."),
     structure: Structure = option(HOW, "kronecker", "--structure", help="diagonal: G's diagonal for every block."),
     compress: str | None = option(
-        HOW, None, "--compress", metavar="block:K", help="Keep, and compute, only K diagonal blocks of each factor."
+        HOW,
+        None,
+        "--compress",
+        metavar="CODEC",
+        help="As 'compress' does: block:8, svd:32+int8, …; of block:K, no more is computed.",
     ),
     seed: int = option(HOW, 0, "--seed", min=0, help="Decides the examples and the directions."),
     batch_size: int = option(RUN, 32, "--batch-size", min=1, help="Examples at a time."),
@@ -133,11 +138,16 @@ def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> 
                 "examples": len(job.numbers),
                 "dataset_size": len(job.split),
                 "seconds": seconds,
+                **({"compression": report_json(job.report, bundle.nbytes)} if job.report else {}),
             }
         )
     elif show:
         size = f"{len(curvature.blocks)} blocks, {human_bytes(bundle.nbytes)}"
         out.print(Text(f"wrote {output}: {size}, from {len(job.numbers)} examples in {human_seconds(seconds)}"))
+        if job.report:
+            print_report(job.report, f"compressed by {job.options.compress}", bundle.nbytes)
+            if job.options.diagonal_blocks > 1:
+                out.print(Text("what lies between the diagonal blocks of factors was not computed, nor measured"))
 
 
 @contextmanager

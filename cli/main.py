@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import estimate, eval, inspect, models, tasks, verify
+from . import compress, estimate, eval, inspect, merge, models, tasks, verify
 from .console import show_error
 
 
@@ -59,9 +59,11 @@ def main(
     """Curvature as an artifact: estimate, look into and check bundles of Kronecker factors (.kfac files)."""
 
 
+app.command("compress")(compress.compress)
 app.command("estimate")(estimate.estimate)
 app.command("eval")(eval.evaluate)
 app.command("inspect")(inspect.inspect)
+app.command("merge")(merge.merge)
 app.command("models")(models.models)
 app.command("tasks")(tasks.tasks)
 app.command("verify")(verify.verify)

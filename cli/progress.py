@@ -37,5 +37,14 @@ def examples_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+@contextmanager
+def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
+    """To be told how many steps are done, and how many there are."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
+        task = bar.add_task(printable(name), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
 def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
     return err.status(Text(f"loading {printable(name)}")) if show and err.is_terminal else nullcontext()

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import EXPAND, REDUCE, About, Base, Estimate, Function, Join, Piece, Source
     from kfacpack.bundle.reader import Bundle
+    from kfacpack.compression.compress import compress
     from kfacpack.curvature.block import CurvatureBlock, Kronecker, Whole
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.identify import identify
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.estimate import estimate
     from kfacpack.evaluation.accuracy import evaluate
     from kfacpack.heads import Head, head_for
+    from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
     from kfacpack.tasks import load_task
     from kfacpack.verification import verify
@@ -50,6 +52,7 @@ _HOMES = {
     "Sparse": "curvature.matrices",
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
+    "compress": "compression.compress",
     "estimate": "estimation.estimate",
     "evaluate": "evaluation.accuracy",
     "head_for": "heads",
@@ -57,6 +60,7 @@ _HOMES = {
     "load": "curvature.loading",
     "load_model": "models",
     "load_task": "tasks",
+    "merge": "merging.merge",
     "verify": "verification",
 }
 
@@ -88,6 +92,7 @@ __all__ = [
     "Sparse",
     "TaskVectorError",
     "Whole",
+    "compress",
     "estimate",
     "evaluate",
     "head_for",
@@ -95,6 +100,7 @@ __all__ = [
     "load",
     "load_model",
     "load_task",
+    "merge",
     "verify",
 ]  # fmt: skip
 

@@ -159,6 +159,21 @@ def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: in
     return kp.Curvature(blocks, about(state))
 
 
+def of_task(task: str, size: int | None = 100, seed: int = 0, hold: str = "packed") -> kp.Curvature:
+    """One model's curvature on different tasks: the factors differ by the seed, the model does not."""
+    model, factors = small_curvature(hold), small_curvature(hold, seed)
+    source = kp.Source(task=task, examples=12, dataset_size=size)
+    return kp.Curvature(factors.blocks, model.about.model_copy(update={"source": source}))
+
+
+def dense_block(block: kp.CurvatureBlock) -> Tensor:
+    """G of one block over its joined matrix, flattened row by row, by building every Kronecker product."""
+    if isinstance(block.structure, kp.Whole):
+        return block.structure.matrix.dense(torch.float64)
+    terms = block.structure.terms
+    return sum(weight * torch.kron(B.dense(torch.float64), A.dense(torch.float64)) for B, A, weight in terms)
+
+
 def random_tau(curvature: kp.Curvature, seed: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {p.name: p.shape for p in curvature.about.base.parameters}

@@ -18,6 +18,8 @@ LAYERS = [
     "curvature.matrices",
     "curvature",
     "verification",
+    "compression",
+    "merging",
     "drawing",
     "tasks",
     "models",

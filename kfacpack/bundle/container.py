@@ -101,14 +101,14 @@ class Container:
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """Looked at only when asked for, so that a bundle of a version to come is refused for its version."""
-        return _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
+        found = _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
+        self._entries = {}
+        return found
 
     def bytes_of(self, name: str) -> memoryview:
         """The bytes of one tensor, mapped from the file. Changing them changes no file."""
         spec = self.tensors[name]
-        if self._look() != self._state:
-            problem = "the file was changed in place since it was opened"
-            raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
+        self._require_unchanged(name)
         if not spec.nbytes:
             return memoryview(b"")
         start = spec.start - spec.start % mmap.ALLOCATIONGRANULARITY
@@ -118,6 +118,26 @@ class Container:
             problem = f"cannot be read: {error}"
             raise BundleError(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN) from error
         return memoryview(mapped)[spec.start - start :]
+
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Bytes `start` to `stop` of one tensor, copied: for a few, that costs less than to map them."""
+        self._require_unchanged(name)
+        data = bytearray(stop - start)
+        place, done = self.tensors[name].start + start, 0
+        try:
+            while more := done < len(data) and os.preadv(self._descriptor, [memoryview(data)[done:]], place + done):
+                done += more
+        except OSError as error:
+            raise BundleError(self.path, f"cannot be read: {error}", f"tensor {name!r}", DOWNLOAD_AGAIN) from error
+        if done < len(data):
+            problem = f"cannot be read: {done} of {len(data)} bytes are there"
+            raise BundleError(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN)
+        return data
+
+    def _require_unchanged(self, name: str) -> None:
+        if self._look() != self._state:
+            problem = "the file was changed in place since it was opened"
+            raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
 
 
 def json_values(text: bytes) -> int:

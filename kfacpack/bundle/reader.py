@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from kfacpack.bundle.consistency import check_consistency
-from kfacpack.bundle.container import DOWNLOAD_AGAIN, Container, TensorSpec, parse_json
+from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES, Container, TensorSpec, parse_json
 from kfacpack.bundle.manifest import VERSION, Manifest, first_problem
 from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, seal
 from kfacpack.errors import BundleError, CorruptTensor
@@ -29,8 +29,7 @@ _CHUNK = 2**20
 class Bundle:
     """An open `.kfac` file: its manifest now, its tensors when asked for.
 
-    `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor. `said` is the
-    manifest as it stands in the file, with what this version does not know.
+    `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -38,15 +37,22 @@ class Bundle:
         self.path: Path = self._container.path
         self.nbytes = self._container.nbytes
         self.digest = _check_seal(self._container)
-        self.said = _read_said(self._container)
         self.manifest = _read_manifest(self.path, self.said)
         check_consistency(self.path, self.manifest, self.tensors)
         self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
         self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
-        self._problems: dict[tuple[str, str], str | None] = {}
+        self._problems: dict[str, tuple[str | None, str | None]] = {}
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
         return Bundle, (str(self.path),)
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The manifest as it stands in the file, with what this version does not know.
+
+        Many open bundles should be small, so it is read from its text each time.
+        """
+        return _read_said(self._container)
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -54,24 +60,41 @@ class Bundle:
 
     def bytes_of(self, name: str) -> memoryview:
         """One tensor's bytes, mapped from the file. The first touch checks its SHA-256 and that it is finite."""
-        if problem := self.hash_problem(name) or self.finite_problem(name):
-            raise CorruptTensor(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN)
+        self._require_intact(name)
         return self._container.bytes_of(name)
 
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Bytes `start` to `stop` of one tensor, copied. The first touch checks all of it."""
+        self._require_intact(name)
+        return self._container.read(name, start, stop)
+
+    def _require_intact(self, name: str) -> None:
+        if problem := self.hash_problem(name) or self.finite_problem(name):
+            raise CorruptTensor(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN)
+
     def hash_problem(self, name: str) -> str | None:
-        """How one tensor's bytes differ from the sealed ones, in words, or None. Looked at once."""
-        if ("sha256", name) not in self._problems:
-            found, expected = sha256(self._container.bytes_of(name)).hexdigest(), self._digests[name]
-            problem = None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}"
-            self._problems["sha256", name] = problem
-        return self._problems["sha256", name]
+        """How one tensor's bytes differ from the sealed ones, in words, or None."""
+        return self._problems_of(name)[0]
 
     def finite_problem(self, name: str) -> str | None:
-        """Which of one tensor's numbers is none, in words, or None. Looked at once."""
-        if ("finite", name) not in self._problems:
-            first = _first_non_finite(self._container.bytes_of(name), self.tensors[name].dtype)
-            self._problems["finite", name] = None if first is None else f"element {first} is not a finite number"
-        return self._problems["finite", name]
+        """Which of one tensor's numbers is none, in words, or None."""
+        return self._problems_of(name)[1]
+
+    def _problems_of(self, name: str) -> tuple[str | None, str | None]:
+        """Both are looked for once, in one pass, a chunk at a time so that memory stays flat."""
+        if name not in self._problems:
+            content, first, spec = sha256(), None, self.tensors[name]
+            for start in range(0, spec.nbytes, _CHUNK):
+                chunk = self._container.read(name, start, min(start + _CHUNK, spec.nbytes))
+                content.update(chunk)
+                if first is None and (place := _first_non_finite(chunk, spec.dtype)) is not None:
+                    first = start // ITEM_BYTES[spec.dtype] + place
+            found, expected = content.hexdigest(), self._digests[name]
+            self._problems[name] = (
+                None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}",
+                None if first is None else f"element {first} is not a finite number",
+            )
+        return self._problems[name]
 
 
 def _check_seal(container: Container) -> str:
@@ -122,15 +145,11 @@ def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:
     return ".".join(words)
 
 
-def _first_non_finite(view: memoryview, dtype: str) -> int | None:
-    """Where the first NaN or infinity is, looking at a chunk at a time so that memory stays flat."""
+def _first_non_finite(data: bytearray, dtype: str) -> int | None:
+    """Where the first NaN or infinity is."""
     if dtype.startswith("I"):
         return None
-    numbers = np.frombuffer(view, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
-    for start in range(0, len(numbers), _CHUNK):
-        chunk = numbers[start : start + _CHUNK]
-        # numpy has no bfloat16: its exponent is the eight bits under the sign, all ones for NaN and infinity.
-        bad = (chunk & 0x7F80) == 0x7F80 if dtype == "BF16" else ~np.isfinite(chunk)
-        if bad.any():
-            return start + int(bad.argmax())
-    return None
+    numbers = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
+    # numpy has no bfloat16: its exponent is the eight bits under the sign, all ones for NaN and infinity.
+    finite = (numbers & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(numbers)
+    return None if finite.all() else int(finite.argmin())

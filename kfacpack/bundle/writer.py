@@ -84,6 +84,17 @@ def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapp
         _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
 
 
+def bundle_digest(manifest: Manifest, tensors: Mapping[str, Spec], digests: Mapping[str, str]) -> str:
+    """The digest that the file of these will have, from each tensor's SHA-256."""
+    return seal(_header("bundle", manifest, tensors, digests))
+
+
+def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
+    """How many bytes their file will have. Digests are all of one length, so that it does not take the numbers."""
+    header = _header("bundle", manifest, tensors, dict.fromkeys(tensors, UNSEALED))
+    return max((place.stop for place in _places(tensors, start=len(header)).values()), default=len(header))
+
+
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
     """A descriptor to write to, which becomes `path` whole, or, when anything goes wrong, not at all."""

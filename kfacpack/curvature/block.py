@@ -7,7 +7,7 @@ columns) to (rows, columns); for the flattened view, rows come first (row-major)
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -36,6 +36,25 @@ class Structure(ABC):
     @abstractmethod
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         """(role, matrix) of every matrix, in the order they are written."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> tuple[float, ...]:
+        """w of each term: G = Σ w · (the Kronecker product of one matrix from each side)."""
+
+    @property
+    @abstractmethod
+    def sides(self) -> tuple[tuple[Matrix, ...], ...]:
+        """For each side of the product, its matrix in every term."""
+
+    @classmethod
+    @abstractmethod
+    def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Structure:
+        """From what `weights` and `sides` say."""
+
+    @abstractmethod
+    def replaced(self, change: Callable[[Matrix], Matrix]) -> Structure:
+        """The same structure, of other matrices."""
 
     @abstractmethod
     def misfit(self, rows: int, columns: int) -> str | None:
@@ -71,6 +90,22 @@ class Kronecker(Structure):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
 
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return tuple(weight for _, _, weight in self.terms)
+
+    @property
+    def sides(self) -> tuple[tuple[Matrix, ...], ...]:
+        return tuple(B for B, _, _ in self.terms), tuple(A for _, A, _ in self.terms)
+
+    @classmethod
+    def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
+        B, A = sides
+        return cls(tuple(zip(B, A, weights, strict=True)))
+
+    def replaced(self, change: Callable[[Matrix], Matrix]) -> Kronecker:
+        return Kronecker(tuple((change(B), change(A), weight) for B, A, weight in self.terms))
+
     def misfit(self, rows: int, columns: int) -> str | None:
         if not self.terms:
             return "has no terms"
@@ -105,6 +140,24 @@ class Whole(Structure):
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         yield "G", self.matrix
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        return (1.0,)
+
+    @property
+    def sides(self) -> tuple[tuple[Matrix, ...], ...]:
+        return ((self.matrix,),)
+
+    @classmethod
+    def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Whole:
+        ((matrix,),) = sides
+        if tuple(weights) != (1,):
+            raise ValueError(f"a whole matrix has no weight, found {weights}")
+        return cls(matrix)
+
+    def replaced(self, change: Callable[[Matrix], Matrix]) -> Whole:
+        return Whole(change(self.matrix))
 
     def misfit(self, rows: int, columns: int) -> str | None:
         if self.matrix.side != rows * columns:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kfacpack.bundle.consistency import coverage_problem
-from kfacpack.curvature.saving import save
+from kfacpack.curvature.saving import digest_of, save
 from kfacpack.errors import KfacpackError, TaskVectorError
 
 if TYPE_CHECKING:
     import os
 
     from kfacpack.bundle.manifest import About
+    from kfacpack.bundle.reader import Bundle
     from kfacpack.curvature.block import CurvatureBlock
+    from kfacpack.curvature.saving import Progress
 
 
 class Curvature:
@@ -27,9 +30,11 @@ class Curvature:
     file, it reads a tensor when that is touched.
     """
 
-    def __init__(self, blocks: Iterable[CurvatureBlock], about: About):
+    def __init__(self, blocks: Iterable[CurvatureBlock], about: About, *, bundle: Bundle | None = None):
         self.blocks = tuple(blocks)
         self.about = about
+        self.bundle = bundle
+        """The file it was loaded from."""
         self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
         if problem := coverage_problem(self.blocks, self._shapes):
             raise KfacpackError(": ".join(problem))
@@ -53,6 +58,11 @@ class Curvature:
         matrices = {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
         return sum(matrix.nbytes for matrix in matrices.values())
 
+    @cached_property
+    def digest(self) -> str:
+        """That of its bundle: the file it was loaded from, or the one that it would be saved to."""
+        return self.bundle.digest if self.bundle else digest_of(self)
+
     def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:
         """Σ over blocks of <τ, G τ>, a 0-d tensor, differentiable in τ. Parameters that τ leaves out count as zero."""
         return torch.stack([block.quadratic(tau, self._shapes) for block in self._touched_by(tau)]).sum()
@@ -70,9 +80,14 @@ class Curvature:
         order = (name for name in self._shapes if name in found)
         return {name: found[name].to(tau[name].dtype) if name in tau else found[name] for name in order}
 
-    def save(self, path: str | os.PathLike[str], *, pack: bool = True) -> None:
-        """Write the bundle, whole or not at all; symmetric matrices as triangles unless `pack` is false."""
-        save(self, path, pack=pack)
+    def save(
+        self, path: str | os.PathLike[str], *, pack: bool = True, progress: Progress = lambda done, total: None
+    ) -> None:
+        """Write the bundle, whole or not at all; symmetric matrices as triangles unless `pack` is false.
+
+        `progress` hears how many matrices are written, and how many there are.
+        """
+        save(self, path, pack=pack, progress=progress)
 
     def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         """The blocks that act on τ, once τ is known to fit."""

@@ -33,7 +33,7 @@ def from_bundle(bundle: Bundle) -> Curvature:
         )
         for entry in bundle.manifest.blocks
     )
-    return Curvature(blocks, bundle.manifest.about())
+    return Curvature(blocks, bundle.manifest.about(), bundle=bundle)
 
 
 def matrix_of(bundle: Bundle, name: str) -> Matrix:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,13 @@ from pydantic import ValidationError
 from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.manifest import VERSION, About, Manifest, MatrixEntry, TensorEntry, first_problem
 from kfacpack.bundle.seal import UNSEALED
-from kfacpack.bundle.writer import write_bundle
+from kfacpack.bundle.writer import bundle_digest, bundle_size, write_bundle
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -25,29 +26,63 @@ if TYPE_CHECKING:
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.matrices import Matrix
 
+    Progress = Callable[[int, int], None]
 
-def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool) -> None:
+
+def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, progress: Progress) -> None:
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
-    specs: dict[str, Spec] = {
-        _tensor_name(name, component): spec
-        for name, matrix in stored.items()
-        for component, spec in matrix.components.specs.items()
-    }
-    try:
-        manifest = _manifest(curvature, stored, identifiers)
-    except ValidationError as error:
-        keys, problem = first_problem(error)
-        raise BundleError(path, problem, ".".join(map(str, keys))) from error
-
+    manifest, specs = _described(curvature, path, stored, identifiers)
     with write_bundle(path, manifest, specs) as put:
-        for name, matrix in matrices.items():
+        for number, (name, matrix) in enumerate(matrices.items()):
+            progress(number, len(matrices))
             matrix.require_sound()
             for component in stored[name].components.specs:
                 tensor_name = _tensor_name(name, component)
                 for part in stored[name].components.parts(component):
                     _require_finite(path, tensor_name, part)
                     put(tensor_name, raw_bytes(part))
+
+
+def file_size(curvature: Curvature) -> int:
+    """How many bytes its bundle will have, packed. No number is looked at."""
+    matrices, identifiers = _named_matrices(curvature)
+    stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
+    return bundle_size(*_described(curvature, "bundle", stored, identifiers))
+
+
+def digest_of(curvature: Curvature) -> str:
+    """The digest that its bundle will have, packed."""
+    matrices, identifiers = _named_matrices(curvature)
+    stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
+    manifest, specs = _described(curvature, "bundle", stored, identifiers)
+    digests = {}
+    for name, matrix in stored.items():
+        for component in matrix.components.specs:
+            content = sha256()
+            for part in matrix.components.parts(component):
+                content.update(raw_bytes(part))
+            digests[_tensor_name(name, component)] = content.hexdigest()
+    return bundle_digest(manifest, specs, digests)
+
+
+def _described(
+    curvature: Curvature,
+    path: str | os.PathLike[str],
+    stored: Mapping[str, Matrix],
+    identifiers: Mapping[int, str],
+) -> tuple[Manifest, dict[str, Spec]]:
+    """The manifest, and every tensor's dtype and shape."""
+    specs = {
+        _tensor_name(name, component): spec
+        for name, matrix in stored.items()
+        for component, spec in matrix.components.specs.items()
+    }
+    try:
+        return _manifest(curvature, stored, identifiers), specs
+    except ValidationError as error:
+        keys, problem = first_problem(error)
+        raise BundleError(path, problem, ".".join(map(str, keys))) from error
 
 
 def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from kfacpack.bundle.manifest import About, Function
+from kfacpack.bundle.manifest import About, Function, Loss
+from kfacpack.compression.compress import compress_by
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kfacpack.bundle.manifest import Base, Fisher, Probe, Sharing, Source
+    from kfacpack.compression.report import Report
+    from kfacpack.curvature.block import CurvatureBlock
     from kfacpack.estimation.batch import Batch, Forward
     from kfacpack.estimation.options import Structure
     from kfacpack.estimation.plan import Plan
@@ -60,7 +64,7 @@ def estimate(
     - params: names or patterns (`*.mlp.*`) of the parameters to cover; None covers all that f depends on.
     - sharing: "expand" or "reduce", how KFAC treats positions that share a weight.
     - structure: "diagonal" gives the diagonal of G for every block instead of Kronecker factors.
-    - compress: "block:K" keeps, and computes, only K diagonal blocks of each factor.
+    - compress: a codec, as for `kp.compress`; of "block:K" only the K diagonal blocks of each factor are computed.
     - offload: the sums are kept on the CPU, whatever the model's device.
     - name, function, source: what the bundle says of the model, of f and of the data.
 
@@ -81,7 +85,8 @@ def estimate(
         for number, batch in _own_share(chain([first], remaining), estimation):
             estimation.take(to_device(batch, device_of(wanted)), number)
     function = function or Function(output="other", normalized=False, width=estimation.plan.width)
-    return conclude(estimation, options, base.result(), function, source)
+    curvature = conclude(estimation, options, base.result(), function, source)
+    return compressed(curvature, options)[0] if options.compress else curvature
 
 
 def _own_share(batches: Iterable[Batch], estimation: Estimation) -> Iterator[tuple[int, Batch]]:
@@ -146,7 +151,19 @@ def conclude(
         estimate=options.manifest(estimation.dtype),
         source=source,
     )
-    return Curvature(estimation.finish(), about)
+    return Curvature([_with_loss(block, options) for block in estimation.finish()], about)
+
+
+def _with_loss(block: CurvatureBlock, options: Options) -> CurvatureBlock:
+    """What lies outside the blocks of 'block:K' was never computed, so nobody knows how much was lost."""
+    if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
+        return replace(block, losses=(Loss(step=str(options.chain.structure)),))
+    return block
+
+
+def compressed(curvature: Curvature, options: Options) -> tuple[Curvature, Report]:
+    """By the steps of `compress` that the sums have not taken already, and what those lose."""
+    return compress_by(curvature, lambda matrix: options.chain)
 
 
 def device_of(wanted: Mapping[str, Tensor]) -> torch.device:

@@ -22,7 +22,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.estimation import processes
 from kfacpack.estimation.batch import tensors_of, to_device
 from kfacpack.estimation.borrowed import borrowed
-from kfacpack.estimation.estimate import begin, conclude, device_of
+from kfacpack.estimation.estimate import begin, compressed, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
 from kfacpack.estimation.options import Options
 from kfacpack.estimation.partial import EVERY, Partial
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kfacpack.bundle.manifest import Base
+    from kfacpack.compression.report import Report
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.batch import Batch
     from kfacpack.estimation.underway import Estimation
@@ -54,6 +55,8 @@ class Job:
     split_name: str = "train"
     params: tuple[str, ...] | None = None
     """Names or patterns; None takes all that the model's family does not freeze."""
+    report: Report | None = field(default=None, init=False)
+    """What compression lost, once it has run, if that was asked for."""
 
     @cached_property
     def split(self) -> Split:
@@ -110,6 +113,8 @@ class Job:
                     raise Interrupted
                 partial.keep(estimation, number)
             curvature = conclude(estimation, self.options, base, self.model.function, self._source())
+        if self.options.compress:
+            curvature, self.report = compressed(curvature, self.options)
         if processes.rank() == 0:
             curvature.save(output)
         processes.wait_for_all()

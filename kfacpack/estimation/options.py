@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 
 from kfacpack.bundle.manifest import EXPAND, REDUCE, Estimate, Fisher, FloatType, Probe, Scaling, Sharing
+from kfacpack.compression.chain import Chain
+from kfacpack.compression.codecs.block import Block
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.collect import Settings
 from kfacpack.estimation.probes import Probes
@@ -35,27 +37,28 @@ class Options:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        blocks, _ = self.diagonal_blocks, self.probes
+        chain, _ = self.chain, self.probes
         if self.sharing not in ("expand", "reduce"):
             raise KfacpackError(f"sharing {self.sharing!r}: expected 'expand' or 'reduce'")
         if self.structure not in ("kronecker", "diagonal"):
             raise KfacpackError(f"structure {self.structure!r}: expected 'kronecker' or 'diagonal'")
-        if self.structure == "diagonal" and blocks > 1:
-            raise KfacpackError(f"compress {self.compress!r}: a diagonal has no blocks to keep")
+        if self.structure == "diagonal" and chain.structure:
+            problem = "of a diagonal there is nothing to leave out; use fp16 or bf16"
+            raise KfacpackError(f"compress {self.compress!r}: {problem}")
 
     @property
     def probes(self) -> Probes:
         return Probes(self.fisher, self.probe, self.samples, self.seed)
 
     @property
+    def chain(self) -> Chain:
+        """How the result is compressed."""
+        return Chain() if self.compress is None else Chain.parse(self.compress)
+
+    @property
     def diagonal_blocks(self) -> int:
         """K of 'block:K': how many diagonal blocks of each factor are kept, and never more computed."""
-        if self.compress is None:
-            return 1
-        match = re.fullmatch(r"block:([1-9][0-9]{0,5})", str(self.compress))
-        if match is None:
-            raise KfacpackError(f"compress {self.compress!r}: while estimating, expected block:K, such as block:8")
-        return int(match[1])
+        return self.chain.structure.count if isinstance(self.chain.structure, Block) else 1
 
     @property
     def scaling(self) -> Scaling:

@@ -188,7 +188,7 @@ def test_two_processes_give_what_one_gives(pictures, tmp_path, launcher):
         (["--examples", "0"], "expected a number such as 256"),
         (["--examples", "120%"], "120%"),
         (["--split", "nowhere"], "nowhere"),
-        (["--compress", "svd:4"], "block:K"),
+        (["--compress", "wavelet:4"], "block:K"),
         (["--compress", "block:4000"], "4000"),
         (["--params", "nothing.*"], "'nothing.*'"),
         (["-o", "/no/such/folder/t.kfac"], "/no/such/folder"),

@@ -11,20 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, forge, linear_join, random_psd, random_tau, small_curvature
+from kit import HOLDS, dense_block, forge, linear_join, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
 from kfacpack.curvature.matrices import Dense
 
 seeds = st.integers(0, 2**16)
-
-
-def dense_block(block: kp.CurvatureBlock) -> torch.Tensor:
-    """G of one block over its joined matrix, flattened row by row, by building every Kronecker product."""
-    if isinstance(block.structure, kp.Whole):
-        return block.structure.matrix.dense(torch.float64)
-    terms = block.structure.terms
-    return sum(weight * torch.kron(B.dense(torch.float64), A.dense(torch.float64)) for B, A, weight in terms)
 
 
 def joined(block: kp.CurvatureBlock, tau: dict[str, torch.Tensor]) -> torch.Tensor:

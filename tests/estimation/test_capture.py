@@ -252,7 +252,7 @@ def test_wrong_inputs_are_refused():
     with pytest.raises(kp.KfacpackError, match="no numbers yet"):
         kp.estimate(nn.LazyLinear(3), [vectors(5)])
     with pytest.raises(kp.KfacpackError, match="block:K"):
-        kp.estimate(model, [vectors(5)], compress="svd:3")
+        kp.estimate(model, [vectors(5)], compress="wavelet:3")
 
 
 def test_a_model_that_uses_a_parameter_otherwise_later_is_refused():

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.curvature.matrices.components import TORCH_TYPES, InMemory, nbytes_of
+from kfacpack.curvature.matrices.spectrum import leading
 from kfacpack.errors import MatrixError
 
 if TYPE_CHECKING:
@@ -59,6 +60,10 @@ class Matrix(ABC):
     def psd_witnesses(self) -> Iterator[Tensor]:
         """Symmetric float64 matrices, (n, n) or a batch (k, n, n), all positive semi-definite exactly when M is."""
 
+    def leading(self, width: int) -> tuple[Tensor, Tensor]:
+        """Its eigenvalues of largest magnitude, and their vectors, (w,) and (n, w)."""
+        return leading(self.dense(torch.float64), width)
+
     def row_index(self) -> Tensor:
         """For each number of `data`, the stored row it belongs to, in a shape that broadcasts to data's."""
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
@@ -98,6 +103,23 @@ class Matrix(ABC):
         scale = self.components["scale"].to(device=device, dtype=dtype).reshape(-1)
         return data * scale[self.row_index().to(data.device)]
 
+    def stored_numbers(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
+        """`data` in floating point and None, or `data` in int8 and the factors of its rows in floating point."""
+        self.require_sound()
+        if "scale" not in self.components.specs:
+            return self.components["data"].to(device=device, dtype=dtype), None
+        return self.components["data"].to(device), self.components["scale"].to(device=device, dtype=dtype)
+
+    def rounded(self, dtype: torch.dtype) -> Self:
+        """Its numbers in another floating-point type. That keeps the promise of `psd`, which allows for rounding."""
+        others = {name: self.components[name] for name in self.components.specs if name not in ("data", "scale")}
+        numbers = self.numbers(torch.promote_types(torch.float32, dtype)).to(dtype)
+        return self._held_as(InMemory(data=numbers, **others), self.psd)
+
+    @property
+    def may_be_int8(self) -> bool:
+        return "scale" in LAYOUTS[self.form].shapes(self.side, self.components.specs["data"][1])
+
     def quantized(self) -> Self:
         """Held in int8, each stored row scaled by its largest magnitude."""
         data = self.numbers(torch.float64)
@@ -110,8 +132,10 @@ class Matrix(ABC):
         steps = torch.where(scale[index] > 0, data / scale.double()[index], 0)
         others = {name: self.components[name] for name in self.components.specs if name not in ("data", "scale")}
         rounded = InMemory(data=steps.round_().clamp_(-127, 127).to(torch.int8), scale=scale.reshape(shape), **others)
-        psd = self.psd and self.rounding_keeps_psd
-        return type(self)(self.side, rounded, psd=psd, examples=self.examples, positions=self.positions)
+        return self._held_as(rounded, self.psd and self.rounding_keeps_psd)
+
+    def _held_as(self, components: Components, psd: bool) -> Self:
+        return type(self)(self.side, components, psd=psd, examples=self.examples, positions=self.positions)
 
 
 def require_square(matrix: Tensor) -> int:

@@ -40,7 +40,8 @@ class BlockDiagonal(Matrix):
 
     def blocks(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """(K, s, s), s the widest block's side."""
-        return unpack(self.numbers(dtype, device), widest_block(self.side, self.count))
+        data, scale = self.stored_numbers(dtype, device)
+        return unpack(data, widest_block(self.side, self.count), scale)
 
     def matmul(self, x: Tensor) -> Tensor:
         blocks = self.blocks(x.dtype, x.device)

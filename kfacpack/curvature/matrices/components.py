@@ -51,6 +51,10 @@ class Components(ABC):
         """Say that a tensor is not what it should be, in words that lead to it."""
         raise MatrixError(f"{name!r} {problem}")
 
+    def span(self, name: str, start: int, stop: int) -> Tensor:
+        """Some of the tensor's numbers, in row-major order."""
+        return self[name].reshape(-1)[start:stop]
+
     def parts(self, name: str) -> Iterator[Tensor]:
         """The tensor's numbers in row-major order, a part at a time."""
         yield from self[name].reshape(-1).split(PART)
@@ -97,6 +101,13 @@ class InBundle(Components):
         if self._bundle.tensors[self._names[name]].start % ITEM_BYTES[dtype]:
             data = memoryview(bytearray(data))  # other writers may lay tensors at odd places
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
+
+    def span(self, name: str, start: int, stop: int) -> Tensor:
+        dtype, _ = self.specs[name]
+        if start == stop:
+            return torch.empty(0, dtype=TORCH_TYPES[dtype])
+        data = self._bundle.read(self._names[name], start * ITEM_BYTES[dtype], stop * ITEM_BYTES[dtype])
+        return torch.frombuffer(data, dtype=TORCH_TYPES[dtype])
 
     def refuse(self, name: str, problem: str) -> None:
         raise CorruptTensor(self._bundle.path, problem, f"tensor {self._names[name]!r}")

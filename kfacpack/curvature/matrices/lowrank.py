@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kfacpack.curvature.matrices.base import Matrix, require_square
 from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.spectrum import leading, width_for
 from kfacpack.errors import MatrixError
 
 
@@ -22,11 +23,17 @@ class LowRank(Matrix):
         side = require_square(matrix)
         if not 0 <= rank <= side:
             raise MatrixError(f"a matrix of side {side} has a rank from 0 to {side}, not {rank}")
-        values, vectors = torch.linalg.eigh(matrix.double())
-        values = values.clamp(min=0) if psd else values
-        kept = values.abs().argsort(descending=True, stable=True)[:rank]
-        data = vectors[:, kept].to(matrix.dtype).contiguous()
-        return cls(side, InMemory(data=data, weights=values[kept].to(matrix.dtype)), psd=psd)
+        values, vectors = leading(matrix.double(), width_for(side, rank))
+        return cls.from_spectrum(values, vectors, rank, matrix.dtype, psd=psd)
+
+    @classmethod
+    def from_spectrum(
+        cls, values: Tensor, vectors: Tensor, rank: int, dtype: torch.dtype, *, psd: bool = True
+    ) -> LowRank:
+        """From eigenvalues, the largest magnitudes first, and their vectors, (w,) and (n, w)."""
+        kept = values[:rank].clamp(min=0) if psd else values[:rank]
+        data = vectors[:, :rank].to(dtype).contiguous()
+        return cls(len(vectors), InMemory(data=data, weights=kept.to(dtype)), psd=psd)
 
     def matmul(self, x: Tensor) -> Tensor:
         u, w = self._factors(x.dtype, x.device)

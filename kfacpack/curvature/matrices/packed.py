@@ -21,13 +21,17 @@ class Packed(Matrix):
         return cls(require_square(matrix), InMemory(data=pack(matrix)), psd=psd)
 
     def matmul(self, x: Tensor) -> Tensor:
-        return unpack(self.numbers(x.dtype, x.device), self.side) @ x
+        return self._full(x.dtype, x.device) @ x
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        return unpack(self.numbers(dtype), self.side)
+        return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
         yield self.dense(torch.float64)
 
     def row_index(self) -> Tensor:
         return row_of_each(self.side)
+
+    def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        data, scale = self.stored_numbers(dtype, device)
+        return unpack(data, self.side, scale)

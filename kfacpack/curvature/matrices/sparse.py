@@ -9,7 +9,13 @@ from torch import Tensor
 
 from kfacpack.curvature.matrices.base import Matrix, require_square
 from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.triangle import pack
 from kfacpack.errors import MatrixError
+
+_SPARSE_COST = 16
+"""What a multiplication by a sparse entry costs, in those of a dense product, and about what it costs to fill in one
+number of a dense matrix. Measured 8 to 14 on 2 cores; more cores serve the dense product better. So a wide product is
+dense from one entry in sixteen on, and a product with one vector hardly ever."""
 
 
 class Sparse(Matrix):
@@ -21,14 +27,17 @@ class Sparse(Matrix):
         side = require_square(matrix)
         if not 0 <= fraction <= 1:
             raise MatrixError(f"the fraction of entries to keep is from 0 to 1, not {fraction}")
-        rows, columns = torch.tril_indices(side, side, device=matrix.device)
-        values = matrix[rows, columns]
+        values = pack(matrix)
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
-        kept = values.abs().argsort(descending=True, stable=True)[:count].sort().values
-        parts = InMemory(data=values[kept], rows=rows[kept].int(), columns=columns[kept].int())
+        kept = _largest(values.abs().to(torch.promote_types(values.dtype, torch.float32)), count)
+        rows, columns = _places(kept)
+        parts = InMemory(data=values[kept], rows=rows.int(), columns=columns.int())
         return cls(side, parts, psd=False)
 
     def matmul(self, x: Tensor) -> Tensor:
+        width = x.shape[1]
+        if 2 * self.entries * _SPARSE_COST * width > self.side**2 * (width + _SPARSE_COST):
+            return self._full(x.dtype, x.device) @ x
         rows, columns = self._coordinates(x.device)
         values = self.numbers(x.dtype, x.device)
         off = rows != columns
@@ -36,14 +45,12 @@ class Sparse(Matrix):
         both = torch.sparse_coo_tensor(
             indices, torch.cat([values, values[off]]), (self.side, self.side), check_invariants=False
         )
-        product: Tensor = torch.sparse.mm(both, x)
+        # Rows of x are what the kernel goes through: they must not lie apart in memory.
+        product: Tensor = torch.sparse.mm(both, x.contiguous())
         return product
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        rows, columns = self._coordinates()
-        full = torch.zeros((self.side, self.side), dtype=dtype, device=rows.device)
-        full[rows, columns] = full[columns, rows] = self.numbers(dtype)
-        return full
+        return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
         """None: dropping entries does not keep a matrix positive semi-definite, and the format forbids the promise."""
@@ -60,8 +67,39 @@ class Sparse(Matrix):
             return "rows", "and its columns are not ordered by row and then column, each pair once"
         return super().violation()
 
+    @property
+    def entries(self) -> int:
+        """How many are stored."""
+        return self.components.specs["data"][1][0]
+
+    def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        rows, columns = self._coordinates(device)
+        values = self.numbers(dtype, device)
+        full = torch.zeros(self.side**2, dtype=dtype, device=values.device)
+        full[rows * self.side + columns] = values
+        full[columns * self.side + rows] = values
+        return full.view(self.side, self.side)
+
     def _coordinates(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         # An index out of range may crash a kernel: look before it gets there.
         self.require_sound()
         rows, columns = (self.components[name].to(device).long() for name in ("rows", "columns"))
         return rows, columns
+
+
+def _largest(magnitudes: Tensor, count: int) -> Tensor:
+    """The places of the `count` largest, in order; among equals the first."""
+    if not count:
+        return torch.zeros(0, dtype=torch.int64, device=magnitudes.device)
+    bar = magnitudes.kthvalue(len(magnitudes) - count + 1).values
+    above = magnitudes > bar
+    equal = (magnitudes == bar).nonzero().squeeze(1)[: count - int(above.sum())]
+    above[equal] = True
+    return above.nonzero().squeeze(1)
+
+
+def _places(numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of the triangle's numbers, counted row by row: number = row (row + 1) / 2 + column."""
+    # Exact: the root of 8 number + 1 is a whole number where a row begins, and numbers are far below 2^53 / 8.
+    rows = ((8 * numbers.double() + 1).sqrt() - 1).div(2).floor().long()
+    return rows, numbers - rows * (rows + 1) // 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,17 +59,24 @@ def _copy_rows(source: Any, target: Any, rows: range) -> None:
         target[..., start:end] = source[..., row, : row + 1]
 
 
-def unpack(packed: Tensor, side: int) -> Tensor:
-    """(..., n(n+1)/2) -> (..., n, n), symmetric."""
+def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
+    """(..., n(n+1)/2) -> (..., n, n), symmetric; with `scale`, (..., n), row i of the triangle times scale[i]."""
     if packed.device.type != "cpu" or not _has_memory(packed):
+        if scale is not None:
+            packed = packed * scale[..., row_of_each(side).to(scale.device)]
         # One gather; n small copies would be n kernels.
         i, j = torch.meshgrid(*(torch.arange(side, device=packed.device),) * 2, indexing="ij")
         high, low = torch.maximum(i, j), torch.minimum(i, j)
         return packed[..., high * (high + 1) // 2 + low]
-    full = packed.new_empty((*packed.shape[:-1], side, side))
+    full = packed.new_empty((*packed.shape[:-1], side, side), dtype=packed.dtype if scale is None else scale.dtype)
     source, target = _for_copying(packed), _for_copying(full)
+    factors = None if scale is None else _for_copying(scale)
     for row in range(side):
-        target[..., row, : row + 1] = source[..., triangle(row) : triangle(row + 1)]
+        values, place = source[..., triangle(row) : triangle(row + 1)], target[..., row, : row + 1]
+        if factors is None:
+            place[...] = values
+        else:
+            np.multiply(values, factors[..., row, None], out=place)
     for rows in _tiles(side):
         for columns in _tiles(rows.start):
             full[..., columns, rows] = full[..., rows, columns].mT

@@ -1,0 +1,216 @@
+"""Which option each family of matrices gets, so that all fit into so many bytes and lose least.
+
+What counts is the error of `quadratic`, and that is not the same on all task vectors.
+
+- Random ones, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low rank does badly: it drops eigenvalues
+  of one sign, so that the lost trace adds up over the blocks.
+- Those along the curvature, as training makes them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Diagonal blocks do
+  badly: seen from there, what is between them is most of the curvature.
+
+So: on random τ, better than any single codec for all matrices, by some margin; within that, the least loss along the
+curvature. To get there, for an exchange rate κ,
+
+    2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|
+
+is minimised, each in units of what G has. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. Near a lost
+trace μ its square grows by 2μ for each unit, so that, for a price λ of a byte, the share of a block is
+
+    2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
+
+That is minimised for falling λ, until the bytes are used up, with μ from the time before; for B and A of a block at
+once, since the one is worth nothing without the other. Then changes of single blocks fill up what is left. κ grows as
+far as random τ allow; among all results, the rule above decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    from kfacpack.compression.menu import Menu
+
+    Numbers = NDArray[np.float64]
+
+Picks = tuple[int, ...]
+"""For each family, which of its options."""
+
+MARGIN = 0.8
+"""The error on random τ is at most this share of the best single codec's, if that can be had."""
+_RATES, _ROUNDS, _PRICES, _SWEEPS = 12, 4, 24, 6
+"""How many κ, μ and λ are tried, and how often one goes over all blocks at most."""
+
+
+@dataclass(frozen=True)
+class Total:
+    """In units of what G has."""
+
+    nbytes: int
+    lost: float
+    trace: float
+    along: float
+
+    @property
+    def random(self) -> float:
+        """The squared error on random τ."""
+        return 2 * self.lost + self.trace**2
+
+
+class Search:
+    def __init__(self, menu: Menu):
+        self._bytes = [np.array([option.nbytes for option in family.options]) for family in menu.families]
+        self._answers = [family.answers for family in menu.families]
+        size, trace = (sum(float(table.moments[k].flatten()[0]) for table in menu.tables) for k in (0, 1))
+        squared = 2 * size + trace**2
+        units = [squared or 1.0, squared**0.5 or 1.0, size or 1.0]
+        self._tables: list[tuple[tuple[int, ...], Numbers]] = [
+            (table.families, np.stack([m.numpy() / unit for m, unit in zip(table.moments[2:], units, strict=True)]))
+            for table in menu.tables
+        ]
+        self._moves = [self._move(families) for families in dict.fromkeys(families for families, _ in self._tables)]
+
+    def best(self, limit: int, single: Sequence[Picks]) -> Picks | None:
+        """The best of what was found within `limit` bytes of matrices, and of the single codecs that fit anyway."""
+        if self.total(self.smallest()).nbytes > limit:
+            return None
+        bar = MARGIN**2 * min((self.total(picks).random for picks in single), default=inf)
+        within = [picks for picks in single if self.total(picks).nbytes <= limit]
+        found = set(single)
+        low, high = 1e-12, 1e3
+        for _ in range(_RATES):
+            rate = (low * high) ** 0.5
+            start = min((*self._priced(limit, rate), *within), key=lambda picks: self._error(picks, rate))
+            filled = self._filled(start, limit, rate)
+            found.add(filled)
+            low, high = (rate, high) if self.total(filled).random <= bar else (low, rate)
+        totals = {picks: self.total(picks) for picks in sorted(found)}
+        allowed = max(bar, min(total.random for total in totals.values()))
+        return min((picks for picks in totals if totals[picks].random <= allowed), key=lambda p: totals[p].along)
+
+    def single(self) -> Iterator[Picks]:
+        """One codec for all."""
+        for chain in self._answers[0]:
+            yield tuple(answers[chain] for answers in self._answers)
+
+    def smallest(self) -> Picks:
+        return tuple(int(sizes.argmin()) for sizes in self._bytes)
+
+    def untouched(self) -> Picks:
+        return (0,) * len(self._bytes)
+
+    def total(self, picks: Picks) -> Total:
+        size = sum(int(sizes[pick]) for sizes, pick in zip(self._bytes, picks, strict=True))
+        found = [losses[_at(tuple(picks[family] for family in families))] for families, losses in self._tables]
+        return Total(size, *np.sum(found, axis=0).tolist())
+
+    def _error(self, picks: Picks, rate: float) -> float:
+        total = self.total(picks)
+        return total.random + rate * total.along
+
+    def _priced(self, limit: int, rate: float) -> Iterator[Picks]:
+        mu = 0.0
+        for _ in range(_ROUNDS):
+            picks = self._affordable(limit, mu, rate)
+            yield picks
+            # Half-way, because what was avoided this time would be taken again the next time.
+            mu = (mu + self.total(picks).trace) / 2
+
+    def _affordable(self, limit: int, mu: float, rate: float) -> Picks:
+        """The least sum of all shares, at the smallest price of a byte at which it is within the limit."""
+        picks = self.smallest()
+        low, high = 1e-24, 1.0
+        for _ in range(_PRICES):
+            price = (low * high) ** 0.5
+            found = self._at_price(picks, price, mu, rate)
+            if self.total(found).nbytes <= limit:
+                picks, high = found, price
+            else:
+                low = price
+        return picks
+
+    def _at_price(self, start: Picks, price: float, mu: float, rate: float) -> Picks:
+        """One block after the other, until none has better options."""
+        picks = list(start)
+        for _ in range(_SWEEPS):
+            before = tuple(picks)
+            for move in self._moves:
+                lost, trace, along = self._losses(move, picks)
+                cost = 2 * lost + 2 * mu * trace + rate * along + price * move.nbytes
+                move.take(int(cost.argmin()), picks)
+            if tuple(picks) == before:
+                break
+        return tuple(picks)
+
+    def _filled(self, start: Picks, limit: int, rate: float) -> Picks:
+        """Changes of one block that lessen the error, the most for its bytes first, as long as they fit."""
+        picks = list(start)
+        while True:
+            total = self.total(tuple(picks))
+            now = total.random + rate * total.along
+            best, change = 0.0, None
+            for move in self._moves:
+                losses, place = self._losses(move, picks), move.place(picks)
+                others = np.array([total.lost, total.trace, total.along]) - losses[_at(place)]
+                lost, trace, along = losses + others[:, None, None]
+                error = 2 * lost + trace**2 + rate * along
+                more = move.nbytes - move.nbytes[place]
+                gain = np.where(total.nbytes + more <= limit, (now - error) / np.maximum(more, 1), -inf)
+                option = int(gain.argmax())
+                # Rounding must not make it go round in circles.
+                if gain.flat[option] > best and error.flat[option] < now * (1 - 1e-9):
+                    best, change = float(gain.flat[option]), (move, option)
+            if change is None:
+                return tuple(picks)
+            move, option = change
+            move.take(option, picks)
+
+    def _move(self, families: tuple[int, ...]) -> Move:
+        first, second = families[0], families[-1]
+        tables = [table for table in self._tables if {first, second} & set(table[0])]
+        if first == second:
+            return Move(first, None, self._bytes[first][:, None], tables)
+        return Move(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
+
+    def _losses(self, move: Move, picks: list[int]) -> Numbers:
+        """What the blocks lose that a move touches, (3, first, second), for each of its options, the others as picked."""
+        rows, columns = move.nbytes.shape
+        free = {move.first: np.arange(rows)[:, None], move.second: np.arange(columns)}
+        found = np.zeros((3, rows, columns))
+        for families, losses in move.tables:
+            shape = (3, rows if move.first in families else 1, columns if move.second in families else 1)
+            found += losses[_at(tuple(free.get(each, picks[each]) for each in families))].reshape(shape)
+        return found
+
+
+@dataclass(frozen=True)
+class Move:
+    """A change of the families on both sides of a block, or of the one that is on both, or of the only one."""
+
+    first: int
+    second: int | None
+    nbytes: Numbers
+    """(options of the first, options of the second or 1)"""
+    tables: Sequence[tuple[tuple[int, ...], Numbers]]
+    """Of all blocks that it touches."""
+
+    def place(self, picks: Sequence[int]) -> tuple[int, int]:
+        return picks[self.first], 0 if self.second is None else picks[self.second]
+
+    def take(self, option: int, picks: list[int]) -> None:
+        """Put an option, counted row by row, into `picks`."""
+        row, column = divmod(option, self.nbytes.shape[1])
+        picks[self.first] = row
+        if self.second is not None:
+            picks[self.second] = column
+
+
+def _at(place: tuple[Any, ...]) -> tuple[Any, ...]:
+    """All three losses, by the options on each side."""
+    return (slice(None), *place)

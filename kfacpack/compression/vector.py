@@ -1,0 +1,44 @@
+"""A task vector in a safetensors file, to measure on: tensors by the parameters' names, read when asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.bundle.container import Container
+from kfacpack.curvature.matrices.components import TORCH_TYPES
+from kfacpack.errors import BundleError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from kfacpack.curvature.curvature import Curvature
+
+
+def vector_of_file(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
+    """The change of each parameter that the curvature covers; all must be there, others are not looked at."""
+    container = Container(path)
+    found = container.tensors
+    shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
+    if missing := [name for name in shapes if name not in found]:
+        problem = f"has no tensor {missing[0]!r}; {len(missing)} of the {len(shapes)} covered parameters are missing"
+        raise BundleError(path, problem, None, "Expected a task vector under the model's own names")
+    for name, shape in shapes.items():
+        dtype = TORCH_TYPES.get(found[name].dtype)
+        if found[name].shape != shape or dtype is None or not dtype.is_floating_point:
+            problem = f"is {found[name].dtype} of shape {list(found[name].shape)}, expected floats of {list(shape)}"
+            raise BundleError(path, problem, f"tensor {name!r}")
+
+    def read(name: str) -> Tensor:
+        # Copied, because other writers may lay tensors at odd places.
+        data = bytearray(container.bytes_of(name))
+        tensor = torch.frombuffer(data, dtype=TORCH_TYPES[found[name].dtype]).view(shapes[name])
+        if not bool(tensor.isfinite().all()):
+            raise BundleError(path, "has a number that is not finite", f"tensor {name!r}")
+        return tensor
+
+    return read

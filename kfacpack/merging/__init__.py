@@ -1,0 +1,1 @@
+"""Many curvatures into one: rules, what they lose, and what may not be merged."""

@@ -1,0 +1,94 @@
+"""Σ coefficient · matrix, made when it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kfacpack.curvature.matrices.components import Components
+from kfacpack.merging.strips import Layout, Strip, layout_of, put, side_by_side
+
+if TYPE_CHECKING:
+    from kfacpack.curvature.matrices import Matrix
+    from kfacpack.merging.strips import Numbers
+
+
+class Combined(Components):
+    """The numbers of Σ coefficient · matrix, added up in float64.
+
+    Who asks for a part at a time, as a writer does, gets it from the inputs' files; nothing is kept. Who computes with
+    the tensor has it made once.
+    """
+
+    def __init__(self, layout: Layout, matrices: Sequence[Matrix], coefficients: Sequence[float]):
+        self._layout = layout
+        self._matrices = matrices
+        self._coefficients = np.array(coefficients)
+        self._wide = any(matrix.dtype is torch.float64 for matrix in matrices)
+        self.specs = {"data": ("F64" if self._wide else "F32", layout.shape)}
+        self._made: Tensor | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._made is None:
+            self._made = torch.cat(list(self.parts(name))).reshape(self.specs[name][1])
+        return self._made
+
+    def parts(self, name: str) -> Iterator[Tensor]:
+        if self._made is not None:
+            yield from super().parts(name)
+            return
+        for _, rows in side_by_side(self._layout, self._matrices):
+            yield self._sum(rows)
+
+    def span(self, name: str, start: int, stop: int) -> Tensor:
+        """Whole rows of one block, as strips are."""
+        if self._made is not None:
+            return super().span(name, start, stop)
+        block, first = divmod(start, self._layout.shape[-1])
+        room = np.empty(len(self._matrices) * (stop - start))
+        return self._sum(put(self._layout, self._matrices, Strip(block, first, first + stop - start), room))
+
+    def _sum(self, rows: Numbers) -> Tensor:
+        total = np.einsum("t,tn->n", self._coefficients, rows)
+        return torch.from_numpy(total if self._wide else total.astype(np.float32))
+
+
+class Combiner:
+    """Makes each combination of the same matrices once, so that blocks that shared a matrix still do."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, float], ...], tuple[Matrix, list[Matrix]]] = {}
+
+    def __call__(self, matrices: Sequence[Matrix], coefficients: Sequence[float], *, psd: bool | None = None) -> Matrix:
+        """Σ coefficient · matrix. It promises to be positive semi-definite if `psd` says so, or else if it must be."""
+        coefficient_of: dict[int, float] = {}
+        for matrix, coefficient in zip(matrices, coefficients, strict=True):
+            coefficient_of[id(matrix)] = coefficient_of.get(id(matrix), 0.0) + coefficient
+        key = tuple((which, value) for which, value in coefficient_of.items() if value) or ((id(matrices[0]), 0.0),)
+        by_id = {id(matrix): matrix for matrix in matrices}
+        used = [by_id[which] for which, _ in key]
+        if len(used) == 1 and key[0][1] == 1:
+            return used[0]
+        if key not in self._made:
+            values = [value for _, value in key]
+            layout = layout_of(used)
+            must = all(each.psd and value >= 0 for each, value in zip(used, values, strict=True))
+            matrix = layout.hold(
+                Combined(layout, used, values),
+                psd=must if psd is None else psd,
+                examples=_total([each.examples for each in used]),
+                positions=_total([each.positions for each in used]),
+            )
+            # The addends are looked at when they are read; to look at their sum would be to make and keep it.
+            matrix._sound = True
+            self._made[key] = matrix, used
+        return self._made[key][0]
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    known = [count for count in counts if count is not None]
+    return sum(known) if len(known) == len(counts) else None

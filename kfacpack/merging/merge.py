@@ -1,0 +1,224 @@
+"""`kp.merge`: curvatures of many tasks into one that stands for Σ w_t G_t."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.bundle.manifest import About, Base, Loss, Merge, base_digest
+from kfacpack.curvature.curvature import Curvature
+from kfacpack.errors import KfacpackError
+from kfacpack.merging.alike import check_alike, in_order
+from kfacpack.merging.combine import Combiner
+from kfacpack.merging.gram import coordinates, gram
+from kfacpack.merging.inputs import Input
+from kfacpack.merging.report import BlockReport, Report, measured
+from kfacpack.merging.rules import RULES, Rule, Terms
+from kfacpack.merging.subtract import PARTIAL, leave_out
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kfacpack.curvature.block import CurvatureBlock
+    from kfacpack.curvature.matrices import Matrix
+    from kfacpack.merging.inputs import Mergeable
+
+WORKERS = 2
+"""Some matrices are hashed while others are multiplied. Each worker holds its own strips."""
+
+
+def merge(
+    curvatures: Iterable[Mergeable],
+    rule: str = "tak",
+    rank: int = 1,
+    weights: Sequence[float] | None = None,
+    *,
+    without: Iterable[str] | str = (),
+    allow_partial: bool = False,
+) -> Curvature:
+    """One curvature for all: Σ w_t G_t over the tasks, with weights w_t that average one.
+
+    `curvatures` are such or paths of bundles; merged and compressed ones may be among them. Dense blocks and diagonals
+    are added up exactly. What is lost of the others is measured, and written into the blocks' `losses`.
+
+    - rule: "tak" is the paper's (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" the nearest sum of `rank` Kronecker products; "stack"
+      keeps every term; "shards" joins estimates of one task from different examples into the estimate from all.
+    - weights: one number for each input, in the place of its data set's size. Only their ratios matter.
+    - without: tasks to leave out. From an input that "tak" has merged, the task's own bundle, which must be among the
+      inputs, is subtracted.
+    - allow_partial: add up a block that only some inputs have over those that have it.
+
+    Its matrices are made when they are used or saved.
+    """
+    return merge_and_report(curvatures, rule, rank, weights, without=without, allow_partial=allow_partial).curvature
+
+
+@dataclass(frozen=True)
+class Merged:
+    curvature: Curvature
+    report: Report
+
+
+def merge_and_report(
+    curvatures: Iterable[Mergeable],
+    rule: str = "tak",
+    rank: int = 1,
+    weights: Sequence[float] | None = None,
+    *,
+    without: Iterable[str] | str = (),
+    allow_partial: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Merged:
+    """`merge`, and what it lost; `progress` hears how many blocks are measured, and how many there are."""
+    if rule not in RULES:
+        raise KfacpackError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
+    by = RULES[rule](rank)
+    inputs = [Input.of(each, place) for place, each in enumerate(curvatures, start=1)]
+    if not inputs:
+        raise KfacpackError("there is nothing to merge")
+    subtracted: tuple[str, ...] = ()
+    if tasks := [without] if isinstance(without, str) else list(without):
+        remaining = leave_out(inputs, tasks)
+        if weights is not None and len(weights) == len(inputs):
+            weights = [weights[place] for place, _ in remaining]
+        subtracted = tuple(each.name for (place, each) in remaining if each is not inputs[place])
+        inputs = [each for _, each in remaining]
+    check_alike(inputs, allow_partial=allow_partial)
+    factors = by.weights(inputs, weights)
+    blocks, report = _merged_blocks(by, inputs, factors, progress)
+    return Merged(Curvature(blocks, _about(by, inputs, factors)), replace(report, subtracted=subtracted))
+
+
+def _merged_blocks(
+    rule: Rule, inputs: Sequence[Input], factors: Sequence[float], progress: Callable[[int, int], None]
+) -> tuple[list[CurvatureBlock], Report]:
+    names = in_order([list(each.blocks) for each in inputs])
+    found = [_terms(name, inputs, factors) for name in names]
+    most = max(len(terms.weights) for terms in found)
+    if rule.rank > most:
+        raise KfacpackError(f"the rank is {rule.rank}, and the inputs have {most} terms together: at most that")
+    combine = Combiner()
+    blocks, reports = [], []
+    measure = not rule.exact and most > 1
+    with _Measuring(found if measure else ()) as measuring:
+        for number, (name, terms) in enumerate(zip(names, found, strict=True)):
+            progress(number, len(names))
+            terms = measuring.complete(terms)
+            made = rule.kronecker(terms) if len(terms.sides) == 2 else rule.whole(terms)
+            sides = [
+                [combine(matrices, row.tolist()) for row in rows]
+                for matrices, rows in zip(terms.sides, made.sides, strict=True)
+            ]
+            missing = [each.name for each in inputs if name not in each.blocks]
+            report = BlockReport(name, len(terms.weights), tuple(missing))
+            if measure:
+                report = measured(name, terms, made, missing)
+            first = next(each.blocks[name] for each in inputs if name in each.blocks)
+            structure = first.structure.of_sides(made.weights.tolist(), sides)
+            blocks.append(replace(first, structure=structure, losses=_losses(rule, inputs, report)))
+            reports.append(report)
+    progress(len(names), len(names))
+    return blocks, Report(tuple(reports), measure)
+
+
+def _terms(name: str, inputs: Sequence[Input], factors: Sequence[float]) -> Terms:
+    """A block's terms from all inputs that have it."""
+    weights: list[float] = []
+    tasks: list[float] = []
+    sides: list[list[Matrix]] = []
+    for each, factor in zip(inputs, factors, strict=True):
+        if name in each.blocks:
+            structure = each.blocks[name].structure
+            weights += [factor * weight for weight in structure.weights]
+            tasks += [each.tasks / len(structure.weights)] * len(structure.weights)
+            sides = sides or [[] for _ in structure.sides]
+            for all_of_them, own in zip(sides, structure.sides, strict=True):
+                all_of_them += own
+    return Terms(
+        torch.tensor(weights, dtype=torch.float64),
+        torch.tensor(tasks, dtype=torch.float64),
+        tuple(map(tuple, sides)),
+        inputs[0].curvature.about.scaling.sharing,
+    )
+
+
+class _Measuring:
+    """Gram matrices of all blocks, some at work while others are waited for; of matrices that blocks share, once."""
+
+    def __init__(self, found: Sequence[Terms]):
+        self._pool = ThreadPoolExecutor(max_workers=WORKERS)
+        self._sides: dict[tuple[int, ...], Future[Tensor]] = {}
+        for terms in found:
+            for side in terms.sides:
+                key = tuple(map(id, side))
+                if key not in self._sides:
+                    self._sides[key] = self._pool.submit(_coordinates_of, side)
+
+    def __enter__(self) -> _Measuring:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def complete(self, terms: Terms) -> Terms:
+        keys = [tuple(map(id, side)) for side in terms.sides]
+        return replace(terms, coordinates=tuple(self._sides[key].result() for key in keys if key in self._sides))
+
+
+def _coordinates_of(side: Sequence[Matrix]) -> Tensor:
+    return coordinates(gram(side))
+
+
+def _losses(rule: Rule, inputs: Sequence[Input], report: BlockReport) -> tuple[Loss, ...]:
+    """What the inputs have lost already, each step once with its largest errors, and what is lost now."""
+    before: dict[tuple[str, int], Loss] = {}
+    for each in inputs:
+        if report.name not in each.blocks:
+            continue
+        seen: dict[str, int] = {}
+        for loss in each.blocks[report.name].losses:
+            seen[loss.step] = seen.get(loss.step, 0) + 1
+            key = loss.step, seen[loss.step]
+            before[key] = _larger(before[key], loss) if key in before else loss
+    now = [Loss(step=PARTIAL)] if report.missing else []
+    if report.error:
+        now.append(Loss(step=rule.step, frobenius=report.frobenius))
+    return (*before.values(), *now)
+
+
+def _larger(one: Loss, other: Loss) -> Loss:
+    def larger(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else max(a, b)
+
+    return Loss(
+        step=one.step,
+        frobenius=larger(one.frobenius, other.frobenius),
+        quadratic=larger(one.quadratic, other.quadratic),
+    )
+
+
+def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float]) -> About:
+    first = inputs[0].curvature.about
+    described = {p.name: p for each in inputs for p in each.curvature.about.base.parameters}
+    names = in_order([each.curvature.parameters for each in inputs])
+    parameters = tuple(described[name] for name in names)
+    base = Base(
+        family=first.base.family,
+        name=first.base.name,
+        revision=first.base.revision,
+        sha256=base_digest(parameters),
+        parameters=parameters,
+    )
+    merged = Merge(rule=rule.name, rank=rule.rank if rule.ranked else None, parents=rule.parents(inputs, factors))
+    return About(
+        base=base,
+        function=first.function,
+        scaling=first.scaling,
+        estimate=rule.estimate(inputs),
+        source=rule.source(inputs),
+        merge=merged,
+    )

@@ -1,0 +1,122 @@
+"""A task taken out of a merged curvature again.
+
+`tak` keeps sums: of T tasks B = Σ B_t and T A = Σ w_t A_t. Of these, T_D are to go, whose weights were multiplied by f
+on the way in. The other weights are scaled to average one again, and what remains is, to rounding, what merging the
+others alone gives:
+
+    B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import isclose
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.bundle.manifest import Loss, Merge
+from kfacpack.curvature.curvature import Curvature
+from kfacpack.errors import KfacpackError
+from kfacpack.merging.combine import Combiner
+from kfacpack.merging.gram import gram
+from kfacpack.merging.inputs import Input
+from kfacpack.merging.rules import RULES
+from kfacpack.merging.rules.tak import Tak
+
+if TYPE_CHECKING:
+    from kfacpack.curvature.matrices import Matrix
+
+PARTIAL = "partial"
+"""The step in a block's losses when some inputs did not have the block."""
+_SMALL = 1e-2
+"""What remains of a matrix, relative to it, below which its rounding errors may show as negative eigenvalues."""
+
+
+def leave_out(inputs: Sequence[Input], tasks: Sequence[str]) -> list[tuple[int, Input]]:
+    """The inputs without those of some tasks, which are also subtracted from merged ones; each with its old place."""
+    own = [each for each in inputs if all(parent.task in tasks for parent in each.parents)]
+    rest = [(place, each) for place, each in enumerate(inputs) if each not in own]
+    there = {parent.task for each in inputs for parent in each.parents}
+    for task in tasks:
+        if task not in there:
+            known = ", ".join(sorted(filter(None, there))) or "none that is named"
+            raise KfacpackError(f"no input is of the task {task!r}; there are {known}")
+    if not rest:
+        raise KfacpackError(f"nothing remains without {', '.join(tasks)}")
+    found = []
+    for place, merged in rest:
+        for each in own:
+            if {parent.sha256 for parent in each.parents} <= {parent.sha256 for parent in merged.parents}:
+                merged = subtracted(merged, each)
+        if left := [parent.task for parent in merged.parents if parent.task in tasks]:
+            problem = f"contains {left[0]!r}, and no input is that very bundle, which could be subtracted"
+            raise KfacpackError(f"{merged.name}: {problem}. Give it, too, or merge the other tasks' bundles anew")
+        found.append((place, merged))
+    return found
+
+
+def subtracted(merged: Input, own: Input) -> Input:
+    """What was merged, without one of its parents, or without what several of them were merged to."""
+    _require_sums(merged, [Tak.name])
+    if own.curvature.about.merge:
+        _require_sums(own, [name for name, rule in RULES.items() if rule.keeps_sums])
+    factor = _factor(merged, own)
+    others, remaining = merged.tasks - own.tasks, merged.tasks - factor * own.tasks
+    combine = Combiner()
+    blocks = []
+    for block in merged.curvature.blocks:
+        mine = own.blocks.get(block.name, block)
+        whole, part = block.structure, mine.structure
+        if mine is block or mine.join != block.join or len(part.sides) != len(whole.sides) or len(whole.weights) > 1:
+            raise KfacpackError(f"{own.name}: has no such block {block.name!r} as {merged.name} has")
+        sides = [(*ours, *theirs) for ours, theirs in zip(whole.sides, part.sides, strict=True)]
+        G = [others / remaining, -factor * others / remaining]
+        B = [1.0, *(-1.0 for _ in part.weights)]
+        A = [merged.tasks * whole.weights[0], *(-factor * own.tasks / len(part.weights) * w for w in part.weights)]
+        coefficients = [G] if len(sides) == 1 else [B, [each / remaining for each in A]]
+        made = [
+            [combine(side, each, psd=_stays_psd(side, each))] for side, each in zip(sides, coefficients, strict=True)
+        ]
+        # The error of the remaining tasks' sum depends on each of them, and they are not there.
+        losses = (Loss(step=Tak.name),) if block.losses else ()
+        blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=losses))
+    gone = {parent.sha256 for parent in own.parents}
+    parents = tuple(
+        parent.model_copy(update={"weight": parent.weight * others / remaining})
+        for parent in merged.parents
+        if parent.sha256 not in gone
+    )
+    about = merged.curvature.about.model_copy(update={"merge": Merge(rule=Tak.name, parents=parents)})
+    return Input(Curvature(blocks, about), f"{merged.name} without {own.name}")
+
+
+def _require_sums(each: Input, rules: Sequence[str]) -> None:
+    """Refuse what does not consist of its parents' sums alone."""
+    merge = each.curvature.about.merge
+    remedy = "Merge the other tasks' bundles anew"
+    if merge is None or merge.rule not in rules:
+        how = f"was merged by {merge.rule!r}" if merge else "was not merged"
+        raise KfacpackError(f"{each.name}: {how}; to subtract exactly takes {' or '.join(rules)}. {remedy}")
+    for block in each.curvature.blocks:
+        if other := [loss.step for loss in block.losses if loss.step != Tak.name]:
+            problem = f"its block {block.name!r} went through {other[0]!r}, so it may be no sum of parents any more"
+            raise KfacpackError(f"{each.name}: {problem}. {remedy}")
+
+
+def _factor(merged: Input, own: Input) -> float:
+    """By what `own` was multiplied when it was merged."""
+    weights = {parent.sha256: parent.weight for parent in merged.parents}
+    factors = [weights[parent.sha256] / parent.weight for parent in own.parents]
+    if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
+        raise KfacpackError(f"{own.name}: {merged.name} has its parents with other weights, so it cannot be subtracted")
+    return factors[0]
+
+
+def _stays_psd(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> bool:
+    """Whether what remains is large enough for the rounding of what was subtracted from not to matter."""
+    values = torch.tensor(coefficients, dtype=torch.float64)
+    products = gram(matrices)
+    whole, left = float(products[0, 0]) * coefficients[0] ** 2, float(values @ products @ values)
+    return all(matrix.psd for matrix in matrices) and left > _SMALL**2 * whole

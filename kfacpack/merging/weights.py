@@ -1,0 +1,49 @@
+"""How much each input counts in Σ w_t G_t.
+
+λ_t is a task's share of all examples, or of the weights that were given, and w_t = T λ_t: the weights of T tasks
+average one. An input that was merged from several tasks has such weights inside already, and is multiplied as a whole.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from kfacpack.errors import KfacpackError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kfacpack.merging.inputs import Input
+
+
+def relative(inputs: Sequence[Input], given: Sequence[float] | None) -> list[float]:
+    """By what each input's G is multiplied: w_t for one task."""
+    shares = _data_set_sizes(inputs) if given is None else _given(inputs, given)
+    for each in inputs:
+        if not each.tasks > 0:
+            problem = f"its parents' weights add up to {each.tasks:g}, expected the number of its tasks"
+            raise KfacpackError(f"{each.name}: {problem}")
+    tasks = sum(each.tasks for each in inputs)
+    return [tasks * share / sum(shares) / each.tasks for each, share in zip(inputs, shares, strict=True)]
+
+
+def _data_set_sizes(inputs: Sequence[Input]) -> list[float]:
+    if len(inputs) == 1:
+        return [1.0]
+    for each in inputs:
+        if not each.dataset_size:
+            raise KfacpackError(
+                f"{each.name}: does not say how large its data set is, by which tasks are weighted. "
+                "Give weights, one number for each input, such as --weights 1,1,1"
+            )
+    return [float(each.dataset_size or 0) for each in inputs]
+
+
+def _given(inputs: Sequence[Input], given: Sequence[float]) -> list[float]:
+    if len(given) != len(inputs):
+        raise KfacpackError(f"expected {len(inputs)} weights, one for each input, found {len(given)}")
+    for each, weight in zip(inputs, given, strict=True):
+        if not (isfinite(weight) and weight > 0):
+            raise KfacpackError(f"{each.name}: its weight is {weight}, expected a positive number")
+    return [float(weight) for weight in given]

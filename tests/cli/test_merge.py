@@ -1,0 +1,148 @@
+"""`kfacpack merge`, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from kfacpack_cli.main import app
+from kit import of_task
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.bundle.manifest import base_digest
+from kfacpack.merging.merge import merge_and_report
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    paths = [tmp_path / f"{task}.kfac" for task in ("dtd", "cars", "svhn")]
+    for number, path in enumerate(paths):
+        of_task(path.stem, 100 * (number + 1), 31 * number).save(path)
+    return paths
+
+
+def test_it_writes_the_bundle_and_says_what_was_lost(paths, tmp_path):
+    done = run("merge", *paths, "-o", tmp_path / "all.kfac")
+    assert (done.exit_code, done.stderr) == (0, "")
+    report = merge_and_report(paths).report.total
+    assert "tak of dtd × 0.5, cars × 1, svhn × 1.5" in done.stdout
+    assert f"relative error {report.frobenius:.2g} of G" in done.stdout
+    assert f"the paper's bound is {report.relative_bound:.2g}" in done.stdout
+    kp.merge(paths).save(tmp_path / "python.kfac")
+    assert (tmp_path / "python.kfac").read_bytes() == (tmp_path / "all.kfac").read_bytes()
+    assert "tak: dtd × 0.5, cars × 1, svhn × 1.5" in run("inspect", tmp_path / "all.kfac").stdout
+    assert run("verify", tmp_path / "all.kfac").exit_code == 0
+
+
+def test_json_has_parents_weights_and_errors(paths, tmp_path):
+    output = tmp_path / "all.kfac"
+    done = run("merge", *paths, "-o", output, "--rule", "optimal", "--rank", "2", "--json")
+    said = json.loads(done.stdout)
+    bundle = kp.Bundle(output)
+    assert (said["path"], said["sha256"], said["bytes"]) == (str(output), bundle.digest, output.stat().st_size)
+    assert (said["rule"], said["rank"]) == ("optimal", 2)
+    assert said["parents"] == [parent.model_dump() for parent in bundle.manifest.merge.parents]
+    losses = {block.name: [loss.frobenius for loss in block.losses] for block in bundle.manifest.blocks}
+    for block in said["blocks"]:
+        assert set(block) == {"name", "terms", "missing", "frobenius", "bound"}
+        assert losses[block["name"]] == ([block["frobenius"]] if block["frobenius"] else [])
+        assert block["frobenius"] <= block["bound"] + 1e-9
+    assert 0 < said["frobenius"] <= said["bound"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rule", "stack"], ["stack of", "nothing is lost"]),
+        (["--rule", "optimal", "--rank", "2"], ["optimal of rank 2 of dtd"]),
+        (["--weights", "1,1,2"], ["dtd × 0.75, cars × 0.75, svhn × 1.5"]),
+        (["--without", "cars"], ["tak of dtd × 0.5, svhn × 1.5"]),
+        (["--without", "cars", "--without", "dtd"], ["tak of svhn × 1:"]),
+        (["--blocks"], ["the paper's bound", "attn.in_proj_weight[0:2]"]),
+    ],
+)
+def test_options(paths, tmp_path, arguments, words):
+    done = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
+    assert done.exit_code == 0
+    for word in words:
+        assert word in done.stdout
+
+
+def test_one_bundle_of_all_tasks_serves_each_of_them(paths, tmp_path):
+    run("merge", *paths, "-o", tmp_path / "all.kfac")
+    for path in paths:
+        done = run("merge", tmp_path / "all.kfac", path, "--without", path.stem, "-o", tmp_path / "others.kfac")
+        assert done.exit_code == 0
+        assert "its error is not known after a subtraction" in done.stdout
+        others = [parent.task for parent in kp.Bundle(tmp_path / "others.kfac").manifest.merge.parents]
+        assert others == [other.stem for other in paths if other != path]
+    said = run("merge", tmp_path / "all.kfac", paths[0], "--without", "dtd", "-o", tmp_path / "o.kfac", "--json").stdout
+    assert json.loads(said)["frobenius"] is None
+    assert json.loads(said)["blocks"][0]["bound"] is None
+
+
+def test_quiet_prints_nothing(paths, tmp_path):
+    done = run("merge", *paths, "-o", tmp_path / "m.kfac", "--quiet")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_input_is_never_overwritten(paths, tmp_path):
+    (tmp_path / "link.kfac").symlink_to(paths[1])
+    before = paths[1].read_bytes()
+    for output in (paths[1], tmp_path / "link.kfac"):
+        done = run("merge", *paths, "-o", output)
+        assert done.exit_code == 2
+        assert "is one of the bundles to merge" in done.stderr
+    assert paths[1].read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--weights", "1,x,2"], "expected numbers with commas between"),
+        (["--weights", "1,2"], "expected 3 weights"),
+        (["--rank", "2"], "has no rank"),
+        (["--rule", "best"], "there is no rule 'best'"),
+        (["--without", "sun"], "no input is of the task 'sun'; there are cars, dtd, svhn"),
+    ],
+)
+def test_bad_input_is_2_and_leaves_nothing(paths, tmp_path, arguments, complaint):
+    done = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
+    assert done.exit_code == 2
+    assert complaint in done.stderr
+    assert not done.stdout
+    assert sorted(tmp_path.iterdir()) == sorted(paths)
+
+
+def test_a_damaged_input_leaves_the_old_output(paths, tmp_path):
+    raw = bytearray(paths[2].read_bytes())
+    raw[-3] ^= 1
+    paths[2].write_bytes(raw)
+    (tmp_path / "m.kfac").write_text("the old file")
+    for rule in ("tak", "stack"):
+        done = run("merge", *paths, "-o", tmp_path / "m.kfac", "--rule", rule)
+        assert done.exit_code == 2
+        assert "svhn.kfac: tensor" in done.stderr
+    assert (tmp_path / "m.kfac").read_text() == "the old file"
+    assert run("merge", *paths, "-o", tmp_path / "no" / "m.kfac").exit_code == 2
+
+
+def test_partial_blocks_are_named(paths, tmp_path):
+    curvature = kp.load(paths[0])
+    base = curvature.about.base
+    kept = [block for block in curvature.blocks if block.name != "token"]
+    parameters = tuple(p for p in base.parameters if p.name != "token")
+    base = base.model_copy(update={"parameters": parameters, "sha256": base_digest(parameters)})
+    kp.Curvature(kept, curvature.about.model_copy(update={"base": base})).save(tmp_path / "less.kfac")
+    inputs = [tmp_path / "less.kfac", *paths[1:]]
+    refused = run("merge", *inputs, "-o", tmp_path / "m.kfac")
+    assert refused.exit_code == 2
+    assert "less.kfac has no block 'token'" in refused.stderr
+    done = run("merge", *inputs, "-o", tmp_path / "m.kfac", "--allow-partial")
+    assert done.exit_code == 0
+    assert f"partial: token is not in {tmp_path / 'less.kfac'}, and is added up without" in done.stdout

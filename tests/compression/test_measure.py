@@ -1,0 +1,120 @@
+"""The errors that are reported equal those of the matrices that the blocks stand for, written out in full."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import random_psd, random_tau, small_curvature
+
+import kfacpack as kp
+from kfacpack.compression.chain import Chain
+from kfacpack.compression.compress import compress_by
+from kfacpack.compression.measure import Moments
+from kfacpack.curvature.matrices import Packed
+
+SPECS = ["block:2", "block:2+int8", "svd:2", "svd:40%+fp16", "prune:15%", "prune:25%+int8", "int8", "fp16", "bf16"]
+seeds = st.integers(0, 2**16)
+
+
+def dense_block(block: kp.CurvatureBlock) -> torch.Tensor:
+    if isinstance(block.structure, kp.Whole):
+        return block.structure.matrix.dense(torch.float64)
+    terms = block.structure.terms
+    return sum(weight * torch.kron(B.dense(torch.float64), A.dense(torch.float64)) for B, A, weight in terms)
+
+
+def compressed(curvature, spec, **more):
+    chain = Chain.parse(spec)
+    return compress_by(curvature, lambda matrix: chain, **more)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@given(seed=seeds)
+def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
+    before = small_curvature("packed", seed, out=9, inputs=10)
+    after, report = compressed(before, spec)
+    losses, sizes, traces, lost_traces = [], [], [], []
+    for old, new, said in zip(before.blocks, after.blocks, report.blocks, strict=True):
+        G, found = dense_block(old), dense_block(new)
+        lost, size = (G - found).square().sum(), G.square().sum()
+        trace, lost_trace = G.trace(), (G - found).trace()
+        assert said.moments.frobenius == pytest.approx(float((lost / size).sqrt()), rel=1e-4, abs=1e-9)
+        expected = float(((2 * lost + lost_trace**2) / (2 * size + trace**2)).sqrt())
+        assert said.moments.quadratic == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        if said.step:
+            assert new.losses[-1].step == said.step
+            assert new.losses[-1].frobenius == pytest.approx(said.moments.frobenius, rel=1e-5)
+            assert new.losses[-1].quadratic == pytest.approx(said.moments.quadratic, rel=1e-5)
+        else:
+            assert new.losses == old.losses
+            assert torch.equal(G, found)
+        losses, sizes = [*losses, lost], [*sizes, size]
+        traces, lost_traces = [*traces, trace], [*lost_traces, lost_trace]
+    assert report.moments.frobenius == pytest.approx(float((sum(losses) / sum(sizes)) ** 0.5), rel=1e-4)
+    expected = float(((2 * sum(losses) + sum(lost_traces) ** 2) / (2 * sum(sizes) + sum(traces) ** 2)) ** 0.5)
+    assert report.moments.quadratic == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("spec", ["block:2", "svd:2", "int8"])
+def test_the_error_of_quadratic_is_what_many_random_task_vectors_show(spec):
+    before = small_curvature("packed", out=9, inputs=10)
+    after, report = compressed(before, spec)
+    tau = {name: value.double() for name, value in random_tau(before).items()}
+    apart, size = 0.0, 0.0
+    for seed in range(3000):
+        tau = random_tau(before, seed)
+        q = float(before.quadratic(tau))
+        apart, size = apart + (q - float(after.quadratic(tau))) ** 2, size + q**2
+    assert report.moments.quadratic == pytest.approx((apart / size) ** 0.5, rel=0.1)
+
+
+def test_the_error_on_a_real_task_vector_is_measured_on_it():
+    before = small_curvature("packed", out=9, inputs=10)
+    tau = random_tau(before, 5)
+    after, report = compressed(before, "block:2+int8", vector=tau.__getitem__)
+    q, found = float(before.quadratic(tau)), float(after.quadratic(tau))
+    assert report.real == pytest.approx((q, found), rel=1e-5)
+
+
+def test_a_very_small_loss_is_not_lost_in_rounding():
+    """float16 of numbers that it all but holds: the relative error is 1e-7, its square 1e-14."""
+    before = small_curvature("packed-f64")
+    block = before.blocks[0]
+    B = random_psd(5, 0).half().double()
+    exact = block.structure.terms[0][1].dense(torch.float64).half().double()
+    B[0, 0] *= 1 + 1e-7
+    changed = kp.CurvatureBlock(
+        block.name, block.operation, block.join, kp.Kronecker.of(Packed.from_dense(B), Packed.from_dense(exact))
+    )
+    curvature = kp.Curvature([changed, *before.blocks[1:]], before.about)
+    _, report = compressed(curvature, "fp16")
+    expected = 1e-7 * float(B[0, 0]) / float(B.norm())
+    assert report.blocks[0].moments.frobenius == pytest.approx(expected, rel=1e-3)
+
+
+def test_bytes_are_those_of_the_file(tmp_path):
+    after, report = compressed(small_curvature("dense", out=20, inputs=24), "block:2+int8")
+    after.save(tmp_path / "t.kfac")
+    bundle = kp.Bundle(tmp_path / "t.kfac")
+    assert report.bytes == after.nbytes == sum(tensor.nbytes for tensor in bundle.tensors.values())
+    sides = {matrix.name: matrix.side for matrix in bundle.manifest.matrices if matrix.form != "diagonal"}
+    assert report.dense_bytes == 4 * sum(side**2 for side in sides.values()) + 4
+
+
+def test_losses_add_up_in_the_order_of_the_steps():
+    twice = kp.compress(kp.compress(small_curvature("packed", out=20, inputs=24), "block:2"), "int8")
+    assert [loss.step for loss in twice.blocks[0].losses] == ["block:2", "int8"]
+
+
+def test_nothing_lost_of_nothing_is_nothing():
+    assert Moments().frobenius == Moments().quadratic == 0
+    before = small_curvature("packed")
+    zeros = before.blocks[0].structure.replaced(lambda m: Packed.from_dense(torch.zeros(m.side, m.side)))
+    block = kp.CurvatureBlock("one.weight", "linear", before.blocks[0].join, zeros)
+    small = kp.compress(kp.Curvature([block, *before.blocks[1:]], before.about), "int8")
+    assert small.blocks[0].losses[-1].frobenius == 0
+    json.dumps([loss.model_dump() for loss in small.blocks[0].losses], allow_nan=False)

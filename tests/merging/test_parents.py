@@ -1,0 +1,165 @@
+"""Who went in, and with what weight; merging what is merged already; taking a task out again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from kit import dense_block, of_task, random_tau
+
+import kfacpack as kp
+
+seeds = st.integers(0, 2**16)
+
+
+def tasks(seed=0):
+    """The tasks a, b, c, d."""
+    return [of_task(task, 100 + 70 * number, seed + 31 * number) for number, task in enumerate("abcd")]
+
+
+def assert_same(one, other, rtol=2e-5):
+    assert [block.name for block in one.blocks] == [block.name for block in other.blocks]
+    for ours, theirs in zip(one.blocks, other.blocks, strict=True):
+        G = dense_block(theirs)
+        torch.testing.assert_close(dense_block(ours), G, rtol=rtol, atol=rtol * float(G.abs().max()))
+
+
+def assert_same_parents(one, other):
+    ours, theirs = ({p.sha256: p for p in each.about.merge.parents} for each in (one, other))
+    assert ours.keys() == theirs.keys()
+    for digest, parent in ours.items():
+        assert parent.weight == pytest.approx(theirs[digest].weight)
+        assert (parent.task, parent.dataset_size) == (theirs[digest].task, theirs[digest].dataset_size)
+
+
+@pytest.fixture
+def paths(tmp_path):
+    for each in tasks():
+        each.save(tmp_path / f"{each.about.source.task}.kfac")
+    return [tmp_path / f"{task}.kfac" for task in "abcd"]
+
+
+def test_parents_are_listed_with_weights_that_average_one(paths):
+    merge = kp.merge(paths).about.merge
+    assert merge.rule == "tak"
+    assert merge.rank is None
+    assert [parent.sha256 for parent in merge.parents] == [kp.Bundle(path).digest for path in paths]
+    assert [parent.task for parent in merge.parents] == ["a", "b", "c", "d"]
+    assert [parent.dataset_size for parent in merge.parents] == [100, 170, 240, 310]
+    weights = [parent.weight for parent in merge.parents]
+    assert sum(weights) == pytest.approx(4)
+    assert weights == pytest.approx([4 * size / 820 for size in (100, 170, 240, 310)])
+    assert kp.merge(paths, "optimal", 2).about.merge.rank == 2
+
+
+def test_given_weights_take_the_place_of_sizes_and_only_their_ratios_matter(paths):
+    weights = [p.weight for p in kp.merge(paths, weights=[100, 170, 240, 310]).about.merge.parents]
+    assert weights == [p.weight for p in kp.merge(paths).about.merge.parents]
+    assert [p.weight for p in kp.merge(paths[:2], weights=[1, 3]).about.merge.parents] == [0.5, 1.5]
+
+
+def test_a_curvature_in_memory_has_the_digest_of_its_file(tmp_path):
+    curvature = of_task("a", hold="block-int8")
+    digest = curvature.digest
+    curvature.save(tmp_path / "a.kfac")
+    assert kp.Bundle(tmp_path / "a.kfac").digest == digest == kp.load(tmp_path / "a.kfac").digest
+
+
+@pytest.mark.parametrize("rule", ["tak", "stack"])
+@given(seed=seeds)
+def test_merging_in_steps_is_merging_at_once(rule, seed):
+    a, b, c, d = tasks(seed)
+    at_once = kp.merge([a, b, c, d], rule)
+    in_steps = kp.merge([kp.merge([kp.merge([a, b], rule), c], rule), d], rule)
+    assert_same(in_steps, at_once)
+    assert_same_parents(in_steps, at_once)
+    in_pairs = kp.merge([kp.merge([a, b], "stack"), kp.merge([c, d], rule)], rule)
+    assert_same(in_pairs, at_once)
+    assert_same_parents(in_pairs, at_once)
+
+
+def test_a_merged_bundle_loads_as_it_was_and_verifies(paths, tmp_path):
+    for rule, rank in (("tak", 1), ("stack", 1), ("optimal", 3)):
+        merged = kp.merge(paths, rule, rank)
+        merged.save(tmp_path / "m.kfac")
+        loaded = kp.load(tmp_path / "m.kfac")
+        assert loaded.about == merged.about
+        assert [block.losses for block in loaded.blocks] == [block.losses for block in merged.blocks]
+        assert_same(loaded, merged)
+        assert kp.verify(tmp_path / "m.kfac").holds
+
+
+def test_saving_makes_nothing_that_stays(paths, tmp_path):
+    merged = kp.merge(paths)
+    merged.save(tmp_path / "m.kfac")
+    components = [matrix.components for block in merged.blocks for _, matrix in block.structure.matrices()]
+    assert all(each._made is None for each in components)
+    merged.quadratic(random_tau(merged))
+    assert all(each._made is not None for each in components)
+
+
+@given(seed=seeds)
+def test_merged_minus_own_is_merged_without_own(seed):
+    everyone = tasks(seed)
+    everything = kp.merge(everyone)
+    for own in everyone:
+        task = own.about.source.task
+        others = kp.merge([other for other in everyone if other is not own])
+        for found in (kp.merge([everything, own], without=task), kp.merge(everyone, without=task)):
+            assert_same(found, others)
+            assert_same_parents(found, others)
+
+
+def test_several_tasks_are_subtracted_and_others_added(paths, tmp_path):
+    a, b, c, d = paths
+    everything = kp.merge([a, b, c])
+    everything.save(tmp_path / "all.kfac")
+    expected = kp.merge([c, d])
+    assert_same(kp.merge([everything, a, b, d], without=["a", "b"]), expected)
+    # What several tasks were merged to is subtracted in one go, whether as a sum or as terms.
+    for rule in ("tak", "stack"):
+        found = kp.merge([tmp_path / "all.kfac", kp.merge([a, b], rule), d], without=["a", "b"])
+        assert_same(found, expected)
+        assert_same_parents(found, expected)
+
+
+def test_a_difference_verifies_and_says_that_its_error_is_not_known(paths, tmp_path):
+    kp.merge([kp.merge(paths), paths[1]], without="b").save(tmp_path / "others.kfac")
+    assert kp.verify(tmp_path / "others.kfac").holds
+    bundle = kp.Bundle(tmp_path / "others.kfac")
+    assert all(matrix.psd for matrix in bundle.manifest.matrices)
+    assert [(loss.step, loss.frobenius) for loss in bundle.manifest.blocks[0].losses] == [("tak", None)]
+
+
+def test_what_remains_of_almost_nothing_promises_nothing():
+    """When nearly all of a sum is subtracted, what is left is rounding."""
+    own, other = of_task("own", 100, 1), of_task("other", 100, 1)
+    small = [
+        replace(block, structure=block.structure.replaced(lambda m: kp.Packed.from_dense(m.dense() * 1e-5)))
+        for block in other.blocks
+    ]
+    merged = kp.merge([kp.merge([own, kp.Curvature(small, other.about)]), own], without="own")
+    assert not any(matrix.psd for _, matrix in merged.blocks[0].structure.matrices())
+
+
+def test_what_the_inputs_lost_before_is_still_said(paths):
+    first, second = (kp.compress(kp.load(path), "int8") for path in paths[:2])
+    steps = [[loss.step for loss in block.losses] for block in kp.merge([first, second]).blocks]
+    assert steps[0] == [first.blocks[0].losses[0].step, "tak"]
+    merged = kp.merge([first, second])
+    errors = [each.blocks[0].losses[0].frobenius for each in (first, second)]
+    assert merged.blocks[0].losses[0].frobenius == max(errors)
+
+
+def test_a_common_estimate_stays(paths):
+    assert kp.merge(paths).about.estimate == kp.load(paths[0]).about.estimate
+    other = kp.load(paths[1])
+    seeded = other.about.estimate.model_copy(update={"seed": 8})
+    changed = kp.Curvature(other.blocks, other.about.model_copy(update={"estimate": seeded}))
+    found = kp.merge([paths[0], changed]).about.estimate
+    assert (found.seed, found.fisher, found.probes) == (None, "mc", 2)
+    exact = kp.Curvature(other.blocks, other.about.model_copy(update={"estimate": kp.Estimate(fisher="exact")}))
+    assert kp.merge([paths[0], exact]).about.estimate is None

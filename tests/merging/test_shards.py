@@ -1,0 +1,146 @@
+"""Estimates from parts of the data, merged, are the estimate from all of it."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+import kfacpack as kp
+
+EXAMPLES = 24
+
+
+class Positions(nn.Module):
+    """Layers that are used at several positions, a norm, a scale and an embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(9, 6)
+        self.scale = nn.Parameter(torch.randn(6))
+        self.norm = nn.LayerNorm(6)
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 3)
+
+    def forward(self, input_ids, attention_mask):
+        h = self.norm(self.words(input_ids)) * self.scale
+        h = self.down(torch.tanh(self.up(h)))
+        mask = attention_mask[..., None].float()
+        return (h * mask).sum(1) / mask.sum(1)
+
+
+@pytest.fixture(scope="module")
+def net():
+    torch.manual_seed(0)
+    return Positions()
+
+
+@pytest.fixture(scope="module")
+def sentences():
+    """Of different lengths, so that shards differ in their number of positions."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(9, (EXAMPLES, 7), generator=generator)
+    lengths = torch.randint(1, 8, (EXAMPLES,), generator=generator)
+    return {"input_ids": ids, "attention_mask": (torch.arange(7) < lengths[:, None]).long()}
+
+
+def part(batch, start, stop):
+    return {key: value[start:stop] for key, value in batch.items()}
+
+
+def source(examples, task="toy", size=1000):
+    return kp.Source(task=task, examples=examples, dataset_size=size)
+
+
+def of_part(net, batch, start, stop, **more):
+    about = {"fisher": "exact", "source": source(stop - start), **more}
+    return kp.estimate(net, [part(batch, start, stop)], **about)
+
+
+def assert_same(merged, whole, rtol):
+    assert [block.name for block in merged.blocks] == [block.name for block in whole.blocks]
+    for ours, theirs in zip(merged.blocks, whole.blocks, strict=True):
+        pairs = zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True)
+        for (role, found), (_, expected) in pairs:
+            size = float(expected.dense().abs().max())
+            torch.testing.assert_close(found.dense(), expected.dense(), rtol=rtol, atol=rtol * size, msg=role)
+            assert (found.examples, found.positions) == (expected.examples, expected.positions)
+            assert found.form == expected.form
+
+
+@pytest.mark.parametrize("more", [{}, {"sharing": "reduce"}, {"structure": "diagonal"}, {"compress": "block:2"}])
+def test_eight_shards_are_one_run(net, sentences, more):
+    edges = [0, 1, 2, 6, 9, 13, 14, 20, EXAMPLES]
+    shards = [of_part(net, sentences, *edge, **more) for edge in pairwise(edges)]
+    whole = of_part(net, sentences, 0, EXAMPLES, **more)
+    merged = kp.merge(shards, "shards")
+    assert_same(merged, whole, 1e-6)
+    assert merged.about.source == whole.about.source
+    assert merged.about.estimate == whole.about.estimate
+    assert not any(block.losses for block in merged.blocks) or more.get("compress")
+    weights = [parent.weight for parent in merged.about.merge.parents]
+    assert weights == pytest.approx([(b - a) / EXAMPLES for a, b in pairwise(edges)])
+    assert sum(parent.dataset_size for parent in merged.about.merge.parents) == 1000
+
+
+def test_where_the_arithmetic_is_exact_not_a_bit_differs(tmp_path):
+    """Whole numbers, and shards of two examples each: nothing is ever rounded."""
+    generator = torch.Generator().manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(torch.randint(-2, 3, parameter.shape, generator=generator).float())
+    x = torch.randint(-3, 4, (16, 4), generator=generator).float()
+    shards = [kp.estimate(net, [x[k : k + 2]], fisher="exact") for k in range(0, 16, 2)]
+    merged, whole = kp.merge(shards, "shards"), kp.estimate(net, [x], fisher="exact")
+    for ours, theirs in zip(merged.blocks, whole.blocks, strict=True):
+        for (_, found), (_, expected) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            assert torch.equal(found.dense(), expected.dense())
+
+
+def test_shards_of_shards_are_shards(net, sentences):
+    a, b, c = (of_part(net, sentences, *edge) for edge in ((0, 5), (5, 9), (9, EXAMPLES)))
+    merged = kp.merge([kp.merge([a, b], "shards"), c], "shards")
+    assert_same(merged, of_part(net, sentences, 0, EXAMPLES), 1e-6)
+    assert len(merged.about.merge.parents) == 3
+    assert sum(parent.dataset_size for parent in merged.about.merge.parents) == 1000
+    assert sum(parent.weight for parent in merged.about.merge.parents) == pytest.approx(1)
+
+
+def test_a_task_from_shards_counts_as_one_task(net, sentences):
+    halves = [of_part(net, sentences, *edge) for edge in ((0, 12), (12, EXAMPLES))]
+    whole = of_part(net, sentences, 0, EXAMPLES)
+    other = of_part(net, sentences, 3, 9, source=source(6, "other", 500))
+    merged, expected = (kp.merge([each, other]) for each in (kp.merge(halves, "shards"), whole))
+    assert_same(merged, expected, 1e-6)
+    weights = [parent.weight for parent in merged.about.merge.parents]
+    assert weights == pytest.approx([2 / 3, 2 / 3, 2 / 3])
+    assert [parent.dataset_size for parent in merged.about.merge.parents] == [500, 500, 500]
+    # And it can be taken out again as one.
+    left = kp.merge([merged, kp.merge(halves, "shards")], without="toy")
+    for ours, theirs in zip(left.blocks, other.blocks, strict=True):
+        for (_, found), (_, kept) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            torch.testing.assert_close(found.dense(), kept.dense(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_cannot_be_shards_is_refused(net, sentences):
+    one, two = (of_part(net, sentences, *edge) for edge in ((0, 12), (12, EXAMPLES)))
+
+    def refused(match, *inputs, **more):
+        with pytest.raises(kp.KfacpackError, match=match):
+            kp.merge(inputs, "shards", **more)
+
+    refused("both contain the bundle", one, one)
+    refused("weighted by their examples", one, two, weights=[1, 2])
+    refused("of different tasks, 'toy' and 'other'", one, of_part(net, sentences, 3, 9, source=source(6, "other")))
+    refused("of different data", one, of_part(net, sentences, 3, 9, source=source(6, size=7)))
+    refused("estimated in different ways", one, of_part(net, sentences, 3, 9, fisher="mc"))
+    small = [of_part(net, sentences, *edge, source=source(12, size=20)) for edge in ((0, 12), (8, 20))]
+    refused("have 24 examples and their data set 20: some count twice", *small)
+    refused("merged by 'tak'", kp.merge([one, two], weights=[1, 1]), of_part(net, sentences, 3, 9))
+    forgetful = [
+        kp.CurvatureBlock(b.name, b.operation, b.join, b.structure.replaced(lambda m: kp.Packed.from_dense(m.dense())))
+        for b in one.blocks
+    ]
+    refused("does not say from how many examples", kp.Curvature(forgetful, one.about), two)
