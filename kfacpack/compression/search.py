@@ -179,7 +179,7 @@ class Search:
         return Move(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
 
     def _losses(self, move: Move, picks: list[int]) -> Numbers:
-        """What the blocks lose that a move touches, (3, first, second), for each of its options, the others as picked."""
+        """What the blocks lose that a move touches, (3, first, second), by its options, the others as picked."""
         rows, columns = move.nbytes.shape
         free = {move.first: np.arange(rows)[:, None], move.second: np.arange(columns)}
         found = np.zeros((3, rows, columns))

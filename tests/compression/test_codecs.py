@@ -1,4 +1,4 @@
-"""Every codec and chain: what it makes acts as the matrix it stands for, is smaller, and promises only what it keeps."""
+"""Every codec and chain: what it makes acts as the matrix it stands for, is smaller, and keeps its promises."""
 
 from __future__ import annotations
 

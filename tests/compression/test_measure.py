@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import random_psd, random_tau, small_curvature
+from kit import dense_block, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
 from kfacpack.compression.chain import Chain
@@ -18,13 +18,6 @@ from kfacpack.curvature.matrices import Packed
 
 SPECS = ["block:2", "block:2+int8", "svd:2", "svd:40%+fp16", "prune:15%", "prune:25%+int8", "int8", "fp16", "bf16"]
 seeds = st.integers(0, 2**16)
-
-
-def dense_block(block: kp.CurvatureBlock) -> torch.Tensor:
-    if isinstance(block.structure, kp.Whole):
-        return block.structure.matrix.dense(torch.float64)
-    terms = block.structure.terms
-    return sum(weight * torch.kron(B.dense(torch.float64), A.dense(torch.float64)) for B, A, weight in terms)
 
 
 def compressed(curvature, spec, **more):
@@ -45,6 +38,8 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
         assert said.moments.frobenius == pytest.approx(float((lost / size).sqrt()), rel=1e-4, abs=1e-9)
         expected = float(((2 * lost + lost_trace**2) / (2 * size + trace**2)).sqrt())
         assert said.moments.quadratic == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        along = float(((G - found) * G).sum().abs() / size)
+        assert said.moments.along == pytest.approx(along, rel=1e-3, abs=1e-7)
         if said.step:
             assert new.losses[-1].step == said.step
             assert new.losses[-1].frobenius == pytest.approx(said.moments.frobenius, rel=1e-5)
@@ -63,7 +58,6 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
 def test_the_error_of_quadratic_is_what_many_random_task_vectors_show(spec):
     before = small_curvature("packed", out=9, inputs=10)
     after, report = compressed(before, spec)
-    tau = {name: value.double() for name, value in random_tau(before).items()}
     apart, size = 0.0, 0.0
     for seed in range(3000):
         tau = random_tau(before, seed)

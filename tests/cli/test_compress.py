@@ -1,0 +1,148 @@
+"""`kfacpack compress` and `estimate --compress`, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from kfacpack_cli.main import app
+from kit import random_tau, small_curvature
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import kfacpack as kp
+
+
+@pytest.fixture
+def bundle(tmp_path):
+    small_curvature("packed", out=40, inputs=50).save(tmp_path / "toy.kfac")
+    return tmp_path / "toy.kfac"
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def test_a_smaller_bundle_and_what_it_lost(bundle, tmp_path):
+    done = run("compress", bundle, "block:4+int8", "-o", tmp_path / "small.kfac")
+    assert done.exit_code == 0
+    for words in (
+        "small.kfac",
+        "of dense float32",
+        "(Frobenius norm)",
+        "on random task vectors",
+        "stay as they are: scale",
+    ):
+        assert words in done.stdout.replace("\n", " ")
+    assert (tmp_path / "small.kfac").stat().st_size < bundle.stat().st_size
+    assert kp.load(tmp_path / "small.kfac").blocks[0].losses[0].step == "block:4+int8"
+    assert "block:4+int8" in run("inspect", tmp_path / "small.kfac", "--blocks").stdout
+
+
+def test_json_has_every_block(bundle, tmp_path):
+    curvature, target = kp.load(bundle), tmp_path / "small.kfac"
+    tau = random_tau(curvature)
+    save_file({**tau, "of.no.interest": torch.zeros(2)}, tmp_path / "tau.safetensors")
+    done = run("compress", bundle, "svd:25%", "-o", target, "--vector", tmp_path / "tau.safetensors", "--json")
+    said = json.loads(done.stdout)
+    assert not done.stderr
+    assert (said["path"], said["bytes"], said["sha256"]) == (
+        str(target),
+        target.stat().st_size,
+        kp.Bundle(target).digest,
+    )
+    assert [block["name"] for block in said["blocks"]] == [block.name for block in curvature.blocks]
+    q, found = (float(each.quadratic(tau)) for each in (curvature, kp.load(target)))
+    assert said["quadratic"]["vector"] == pytest.approx(abs(found - q) / q, rel=1e-4)
+    recorded = [block.losses[-1] for block in kp.load(target).blocks if block.losses]
+    measured = [block for block in said["blocks"] if block["step"]]
+    assert [loss.frobenius for loss in recorded] == pytest.approx([block["frobenius"] for block in measured], rel=1e-5)
+    assert said["ratio"] == pytest.approx(said["bytes"] / said["dense_bytes"])
+
+
+def test_a_budget_and_a_list_of_blocks(bundle, tmp_path):
+    limit = int(0.7 * bundle.stat().st_size)
+    done = run("compress", bundle, "--budget", limit, "-o", tmp_path / "small.kfac", "--blocks")
+    assert done.exit_code == 0
+    assert (tmp_path / "small.kfac").stat().st_size <= limit
+    for block in kp.load(bundle).blocks:
+        assert block.name in done.stdout
+
+
+def test_a_dry_run_writes_nothing(bundle, tmp_path):
+    said = json.loads(run("compress", bundle, "int8", "--dry-run", "--json").stdout)
+    assert list(tmp_path.iterdir()) == [bundle]
+    run("compress", bundle, "int8", "-o", tmp_path / "small.kfac", "--quiet")
+    assert said["path"] is None
+    assert said["bytes"] == (tmp_path / "small.kfac").stat().st_size
+
+
+def test_quiet_is_quiet(bundle, tmp_path):
+    done = run("compress", bundle, "int8", "-o", tmp_path / "small.kfac", "-q")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_same_command_gives_the_same_bytes(bundle, tmp_path):
+    for name in ("a.kfac", "b.kfac"):
+        run("compress", bundle, "svd:4+int8", "-o", tmp_path / name, "-q")
+    assert (tmp_path / "a.kfac").read_bytes() == (tmp_path / "b.kfac").read_bytes()
+
+
+def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
+    tau = random_tau(kp.load(bundle))
+    first = next(iter(tau))
+    vectors = {
+        "missing": {name: value for name, value in tau.items() if name != first},
+        "shape": {**tau, first: torch.zeros(3)},
+        "whole": {**tau, first: torch.zeros(tau[first].shape, dtype=torch.int32)},
+        "nan": {**tau, first: torch.full(tau[first].shape, torch.nan)},
+    }
+    for name, tensors in vectors.items():
+        save_file(tensors, tmp_path / name)
+    before, content = sorted(tmp_path.iterdir()), bundle.read_bytes()
+    (link := tmp_path / "link.kfac").symlink_to(bundle)
+    to = ["-o", tmp_path / "small.kfac"]
+    for arguments, words in (
+        (["int8"], "-o SMALL.kfac"),
+        (to, "either a codec"),
+        (["int8", "--budget", "10%", *to], "either a codec"),
+        (["wavelet:3", *to], "expected one of block:K"),
+        (["--budget", "lots", *to], "expected a size such as 70MB"),
+        (["--budget", "10B", *to], "the smallest file that was found has"),
+        (["int8", "-o", bundle], "is the bundle to compress itself"),
+        (["int8", "-o", link], "is the bundle to compress itself"),
+        (["int8", "-o", "/no/such/folder/s.kfac"], "/no/such/folder"),
+        (["int8", *to, "--vector", tmp_path / "missing"], f"has no tensor {first!r}; 1 of the 10 covered parameters"),
+        (["int8", *to, "--vector", tmp_path / "shape"], "expected floats of"),
+        (["int8", *to, "--vector", tmp_path / "whole"], "is I32"),
+        (["int8", *to, "--vector", tmp_path / "nan"], "not finite"),
+        (["int8", *to, "--vector", "/no/such/vector"], "/no/such/vector"),
+    ):
+        done = run("compress", bundle, *arguments)
+        assert done.exit_code == 2
+        assert words in done.stderr.replace("\n", " ")
+    link.unlink()
+    assert sorted(tmp_path.iterdir()) == before
+    assert bundle.read_bytes() == content
+    assert run("compress", tmp_path / "missing", "int8", *to).exit_code == 2
+
+
+def test_an_estimate_can_be_compressed_at_once():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 48), torch.nn.LayerNorm(48), torch.nn.Linear(48, 8))
+    x = torch.randn(30, 40)
+    full = kp.estimate(model, [x])
+    for spec in ("svd:4+int8", "prune:10%", "fp16"):
+        at_once, later = kp.estimate(model, [x], compress=spec), kp.compress(full, spec)
+        tau = random_tau(full)
+        torch.testing.assert_close(at_once.quadratic(tau), later.quadratic(tau))
+        assert [block.losses for block in at_once.blocks] == [block.losses for block in later.blocks]
+    direct = kp.estimate(model, [x], compress="block:4+int8")
+    assert [(loss.step, loss.frobenius is None) for loss in direct.blocks[0].losses] == [
+        ("block:4", True),
+        ("int8", False),
+    ]
+    torch.testing.assert_close(direct.quadratic(tau), kp.compress(full, "block:4+int8").quadratic(tau))
+    with pytest.raises(kp.KfacpackError, match="of a diagonal there is nothing to leave out"):
+        kp.estimate(model, [x], structure="diagonal", compress="svd:4")

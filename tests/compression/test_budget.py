@@ -1,0 +1,88 @@
+"""A budget is kept to the byte, and used better than by any single codec."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import small_curvature
+from sklearn.datasets import load_digits
+from torch import nn
+
+import kfacpack as kp
+from kfacpack.compression.compress import choice_of, compress_by
+from kfacpack.compression.size import parse_size
+from kfacpack.curvature.saving import file_size
+
+SINGLE = ["int8", "fp16", "bf16", "block:2", "block:8", "block:8+int8", "block:5+fp16", "svd:16", "svd:25%+int8"]
+
+
+@pytest.fixture(scope="module")
+def digits() -> kp.Curvature:
+    """The curvature of a small network on real pictures."""
+    torch.manual_seed(0)
+    x = torch.from_numpy(load_digits().data[:200]).float() / 16
+    model = nn.Sequential(
+        nn.Linear(64, 96), nn.LayerNorm(96), nn.GELU(), nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 10)
+    )
+    return kp.estimate(model, x.split(50), fisher="exact")
+
+
+@pytest.mark.parametrize("spec", SINGLE)
+def test_a_budget_is_used_better_than_by_one_codec_for_all(digits, spec):
+    uniform, loss = compress_by(digits, choice_of(digits, spec, None))
+    chosen, found = compress_by(digits, choice_of(digits, None, file_size(uniform)))
+    assert file_size(chosen) <= file_size(uniform)
+    assert found.moments.quadratic <= loss.moments.quadratic
+
+
+@pytest.mark.parametrize("budget", ["40%", "20%", "10%", "60kB"])
+def test_the_file_is_within_its_budget(digits, tmp_path, budget):
+    small, report = compress_by(digits, choice_of(digits, None, budget))
+    small.save(tmp_path / "t.kfac")
+    assert (tmp_path / "t.kfac").stat().st_size == file_size(small) <= parse_size(budget, report.dense_bytes)
+    assert kp.verify(tmp_path / "t.kfac").holds
+
+
+def test_more_room_loses_no_more(digits):
+    errors = [
+        compress_by(digits, choice_of(digits, None, f"{share}%"))[1].moments.quadratic for share in (10, 20, 30, 45, 60)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] == 0
+
+
+@settings(max_examples=4)
+@given(seed=st.integers(0, 2**16), share=st.floats(0.3, 1.0))
+def test_shared_matrices_and_several_terms_are_within_their_budget_too(seed, share):
+    curvature = small_curvature("packed", seed, out=60, inputs=70)
+    limit = int(file_size(curvature) * share)
+    small = kp.compress(curvature, budget=limit)
+    assert file_size(small) <= limit
+    one, two = small.blocks[:2]
+    assert one.structure.terms[0][1] is two.structure.terms[0][1] is two.structure.terms[1][1]
+
+
+def test_what_cannot_be_done_is_said(digits):
+    with pytest.raises(
+        kp.KfacpackError, match="budget '2kB': that is 2,000 bytes; the smallest file that was found has"
+    ):
+        kp.compress(digits, budget="2kB")
+    for both in ({}, {"spec": "int8", "budget": "10%"}):
+        with pytest.raises(kp.KfacpackError, match="either a codec.*or a budget"):
+            kp.compress(digits, **both)
+
+
+@pytest.mark.parametrize(
+    ("said", "bytes_"),
+    [("70MB", 70_000_000), ("1.5 GB", 1_500_000_000), ("10%", 100), ("12.5%", 125), (4096, 4096), ("300", 300)],
+)
+def test_sizes_are_read_as_people_write_them(said, bytes_):
+    assert parse_size(said, 1000) == bytes_
+
+
+@pytest.mark.parametrize("said", ["", "MB", "-3MB", "0", "10 %%", "1e3", "70 TiB", True, None])
+def test_other_sizes_are_refused(said):
+    with pytest.raises(kp.KfacpackError, match="expected a size such as 70MB"):
+        parse_size(said, 1000)
