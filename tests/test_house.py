@@ -18,6 +18,7 @@ LAYERS = [
     "curvature.matrices",
     "curvature",
     "verification",
+    "packages",
     "drawing",
     "tasks",
     "models",
