@@ -14,7 +14,7 @@ from rich.text import Text
 from kfacpack.bundle.writer import replacing
 from kfacpack.errors import KfacpackError, printable
 
-from .console import out, print_json
+from .console import facts_table, out, print_json
 
 if TYPE_CHECKING:
     from kfacpack.tasks import Task
@@ -89,12 +89,7 @@ def _print_list(known: list[Task]) -> None:
 
 
 def _print_details(task: Task) -> None:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold cyan")
-    facts.add_column(overflow="fold")
-    for label, value in _facts(task):
-        facts.add_row(label, Text(printable(value, longest=8000)))
-    out.print(facts)
+    out.print(facts_table(_facts(task)))
 
 
 def _facts(task: Task) -> Iterator[tuple[str, str]]:

@@ -3,8 +3,8 @@
     python tests/bench/tiny.py
 
 Builds the wheel, unpacks it into an empty folder and loads `tiny` and each task from there, in a fresh process with an
-empty cache and no way to a network, beside a process that imports torch alone. Times are the best of the rounds, in turns.
-Exits with 1 when a promise does not hold.
+empty cache and no way to a network, beside a process that imports torch alone. Times are the best of the rounds, in
+turns. Exits with 1 when a promise does not hold.
 """
 
 from __future__ import annotations
