@@ -110,7 +110,7 @@ def _print_families(listed: list[dict[str, str]]) -> None:
 def _print_facts(about: dict[str, Any]) -> None:
     shown = {
         "model": f"{about['name']} ({about['family']})",
-        "weights": about["revision"] or "of a file",
+        "revision": about["revision"] or "weights of a file",
         "parameters": f"{about['parameters']:,}",
         "f": f"{about['f']}, of width {about['width']}",
         "input": about["preprocessing"],

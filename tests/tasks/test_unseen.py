@@ -76,7 +76,14 @@ def test_no_pattern_of_a_task_looks_like_one_of_pretraining():
         np.concatenate([canvas.soft(inside((x + 3) * 2, (y + 3) * 2), 0.3) for inside in weaves.WEAVES.values()])
     )
     ways = np.array(
-        list(product(np.linspace(1, 4, 13), np.linspace(-0.5, 0.5, 9), np.linspace(0, 0.5, 4), np.linspace(0, 0.5, 4)))
+        list(
+            product(
+                np.linspace(1, 4, 13),
+                (-0.41421, *np.linspace(-0.5, 0.5, 9), 0.41421),
+                np.linspace(0, 0.5, 4),
+                np.linspace(0, 0.5, 4),
+            )
+        )
     ).astype(np.float32)
     often, turn, right, down = ways.T
     x, y = canvas.turned(*canvas.points(len(ways)), turn)
