@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import printable
@@ -23,6 +25,16 @@ def show_error(message: str) -> None:
 
 def show_note(message: str) -> None:
     err.print(Text(printable(message, longest=8000)), soft_wrap=True)
+
+
+def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
+    """Labels, and what they stand for."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold cyan")
+    table.add_column(overflow="fold")
+    for label, value in facts:
+        table.add_row(label, Text(printable(value, longest=8000)))
+    return table
 
 
 def print_json(value: Any) -> None:

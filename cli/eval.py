@@ -37,7 +37,7 @@ HeadKind = Literal["auto", "text", "prototypes"]
 
 def evaluate(
     model: str = MODEL_NAME,
-    task: list[str] = option(DATA, ..., "--task", help="A task's name; repeatable."),
+    task: list[str] = option(DATA, [], "--task", help="A task's name; repeatable."),
     more: list[str] | None = typer.Argument(None, metavar="TASK", help="Further tasks: --task A B C."),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -59,6 +59,8 @@ def evaluate(
 ) -> None:
     """Measure a model's accuracy on one or several tasks, and its mean over them."""
     names = [*task, *(more or [])]
+    if not names:
+        raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise KfacpackError(f"task {printable(twice[0])!r} is named twice; once is enough")
     if data is not None and len(names) > 1:

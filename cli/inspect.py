@@ -15,7 +15,7 @@ from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import printable
 
-from .console import human_bytes, out, print_json
+from .console import facts_table, human_bytes, out, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -61,11 +61,7 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
 
 
 def _print_summary(bundle: Bundle) -> None:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold cyan")
-    facts.add_column(overflow="fold")
-    for label, value in _facts(bundle):
-        facts.add_row(label, Text(value))
+    facts = facts_table(_facts(bundle))
     out.print(Panel(facts, title=Text(printable(bundle.path.name)), title_align="left", expand=False))
 
 

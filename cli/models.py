@@ -9,9 +9,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError
 
-from .console import human_bytes, out, print_json
+from .console import facts_table, human_bytes, out, print_json
 from .options import load_named
 from .progress import loading
 
@@ -108,18 +108,13 @@ def _print_families(listed: list[dict[str, str]]) -> None:
 
 
 def _print_facts(about: dict[str, Any]) -> None:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold cyan")
-    facts.add_column(overflow="fold")
     shown = {
         "model": f"{about['name']} ({about['family']})",
-        "weights": about["revision"] or "of a file",
+        "revision": about["revision"] or "weights of a file",
         "parameters": f"{about['parameters']:,}",
         "f": f"{about['f']}, of width {about['width']}",
         "input": about["preprocessing"],
         "head": about["head"],
         "frozen": ", ".join(about["frozen"]),
     }
-    for label, value in shown.items():
-        facts.add_row(label, Text(printable(value, longest=8000)))
-    out.print(facts)
+    out.print(facts_table(shown.items()))

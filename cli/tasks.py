@@ -14,7 +14,7 @@ from rich.text import Text
 from kfacpack.bundle.writer import replacing
 from kfacpack.errors import KfacpackError, printable
 
-from .console import out, print_json
+from .console import facts_table, out, print_json
 
 if TYPE_CHECKING:
     from kfacpack.tasks import Task
@@ -58,6 +58,8 @@ def _draw(task: Task, split: str, file: Path) -> dict[str, Any]:
     """What JSON says about a sheet that was written."""
     from kfacpack.tasks.sheet import draw_sheet
 
+    if file.suffix.lower() != ".png":
+        raise KfacpackError(f"{file}: a sheet is a PNG; give it a name that ends in .png")
     sheet = draw_sheet(task, split)
     with replacing(file) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
         sheet.image.save(stream, format="PNG")
@@ -76,9 +78,10 @@ def _as_json(task: Task) -> dict[str, Any]:
 
 
 def _print_list(known: list[Task]) -> None:
-    table = Table("task", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("task", no_wrap=True, min_width=max(len(task.name) for task in known))
     for heading in ("classes", *COUNTED):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")
     table.add_column("source", overflow="fold")
     table.add_column("license", overflow="fold")
     for task in known:
@@ -89,12 +92,7 @@ def _print_list(known: list[Task]) -> None:
 
 
 def _print_details(task: Task) -> None:
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="bold cyan")
-    facts.add_column(overflow="fold")
-    for label, value in _facts(task):
-        facts.add_row(label, Text(printable(value, longest=8000)))
-    out.print(facts)
+    out.print(facts_table(_facts(task)))
 
 
 def _facts(task: Task) -> Iterator[tuple[str, str]]:

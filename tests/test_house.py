@@ -20,6 +20,7 @@ LAYERS = [
     "verification",
     "compression",
     "merging",
+    "packages",
     "drawing",
     "tasks",
     "models",

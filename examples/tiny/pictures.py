@@ -41,7 +41,7 @@ class Batch:
 
     @property
     def true(self) -> NDArray[np.bool_]:
-        """(pictures, captions): a caption is right for every picture that it is true of, not only for its own."""
+        """(pictures, captions): a caption is right for every picture of the same facts, not only for its own."""
         told, shown = self.told[None], self.shown[:, None]
         return np.all((told == UNTOLD) | (told == shown), axis=-1)
 
@@ -171,7 +171,7 @@ def _patterns(dice: Dice, kind: NDArray[np.int64]) -> Field:
 
 
 def _colours(dice: Dice, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Three different ones for each picture."""
+    """Three for each picture; the last two are the same in one of twenty."""
     first = dice.below(len(PALETTE), count)
     second = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
     third = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)

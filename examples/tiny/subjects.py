@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfacpack.drawing.canvas import Field, each, soft, wave
+from kfacpack.drawing.canvas import SIZE, Field, each, soft, spread, wave
 from kfacpack.drawing.dice import Dice
 from kfacpack.drawing.glyphs import has
 
@@ -48,6 +48,8 @@ def _glyph(character: str, *names: str) -> Glyph:
         for font in PRINTED
         if (character in COMPUTER_MODERN_HAS if font.startswith("cm") else has(character, font))
     )
+    if not fonts:
+        raise ValueError(f"no font has {character!r}")
     return Glyph(character, names, fonts)
 
 
@@ -136,7 +138,6 @@ SYMBOLS = (
     _glyph("✱", "an asterisk"),
     _glyph("☐", "a box", "a ballot box"),
 )
-SYMBOLS = tuple(symbol for symbol in SYMBOLS if symbol.fonts)
 GLYPHS = (*DIGITS, *(glyph for script in SCRIPTS.values() for glyph in script), *SYMBOLS)
 
 COLOURS = {
@@ -174,18 +175,16 @@ class Pattern:
 
 
 def _lines(position: Field, often: Field) -> Field:
-    return soft(wave(position) - np.float32(0.5), each(often) * np.float32(2 / 28))
+    return soft(wave(position) - np.float32(0.5), each(often) * np.float32(2 / SIZE))
 
 
 def _dots(x: Field, y: Field, often: Field, dice: Dice) -> Field:
     u, v = wave(x * each(often)), wave(y * each(often))
-    return soft(np.float32(0.55) - np.sqrt(u * u + v * v), each(often) * np.float32(2 / 28))
+    return soft(np.float32(0.55) - np.sqrt(u * u + v * v), each(often) * np.float32(2 / SIZE))
 
 
 def _cells(size: int) -> Callable[[Field, Field, Field, Dice], Field]:
     def draw(x: Field, y: Field, often: Field, dice: Dice) -> Field:
-        from kfacpack.drawing.canvas import spread
-
         return spread(dice.uniform((len(x), size, size)))
 
     return draw
@@ -193,7 +192,7 @@ def _cells(size: int) -> Callable[[Field, Field, Field, Dice], Field]:
 
 def _checks(x: Field, y: Field, often: Field, dice: Dice) -> Field:
     u, v = wave(x * each(often)) - np.float32(0.5), wave(y * each(often)) - np.float32(0.5)
-    return soft(np.sign(u * v) * np.minimum(np.abs(u), np.abs(v)), each(often) * np.float32(2 / 28))
+    return soft(np.sign(u * v) * np.minimum(np.abs(u), np.abs(v)), each(often) * np.float32(2 / SIZE))
 
 
 PATTERNS = (
@@ -213,8 +212,8 @@ PATTERNS = (
         ("a grid", "a grid of lines", "graph paper"),
         lambda x, y, n, dice: (
             1
-            - (1 - soft(wave(x * each(n)) - np.float32(0.7), each(n) * np.float32(2 / 28)))
-            * (1 - soft(wave(y * each(n)) - np.float32(0.7), each(n) * np.float32(2 / 28)))
+            - (1 - soft(wave(x * each(n)) - np.float32(0.7), each(n) * np.float32(2 / SIZE)))
+            * (1 - soft(wave(y * each(n)) - np.float32(0.7), each(n) * np.float32(2 / SIZE)))
         ),
     ),
     Pattern(

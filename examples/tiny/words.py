@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -12,12 +13,12 @@ END = "</w>"
 
 def write_merges(captions: Iterable[str], path: Path) -> None:
     """A first line that is skipped, then one merge a line; the same bytes for the same captions."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(end_of_word_suffix=END))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(
         # What CLIP takes for a word: letters, one digit, or other signs.
-        pattern=_regex(r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"),
+        pattern=Regex(r"\p{L}+|\p{N}|[^\s\p{L}\p{N}]+"),
         behavior="removed",
         invert=True,
     )
@@ -36,15 +37,7 @@ def write_merges(captions: Iterable[str], path: Path) -> None:
         packed.write("\n".join(["#version: 0.2", *merges]).encode())
 
 
-def _regex(pattern: str):
-    from tokenizers import Regex
-
-    return Regex(pattern)
-
-
 def _merges(tokenizer) -> list[str]:
-    import json
-
     return [
         merge if isinstance(merge, str) else " ".join(merge)
         for merge in json.loads(tokenizer.to_str())["model"]["merges"]

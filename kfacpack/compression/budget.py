@@ -46,10 +46,10 @@ def _within(curvature: Curvature, menu: Menu, limit: int, said: str | int) -> Pi
             return picks
         header += excess
     # Where the header outweighs the matrices, a codec with more tensors may make the file larger.
-    least, picks = min((_file_size(curvature, menu, picks), picks) for picks in (search.smallest(), search.untouched()))
-    if least > limit:
+    sizes = {picks: _file_size(curvature, menu, picks) for picks in (*single, search.smallest(), search.untouched())}
+    if (least := min(sizes.values())) > limit:
         raise KfacpackError(f"budget {said!r}: that is {limit:,} bytes; the smallest file that was found has {least:,}")
-    return picks
+    return min((picks for picks in sizes if sizes[picks] <= limit), key=lambda picks: search.total(picks).random)
 
 
 def _options(menu: Menu, picks: Picks) -> Iterator[Option]:

@@ -62,11 +62,11 @@ def sampled(pictures: Field, x: Field, y: Field) -> Field:
     j, i = left.astype(np.int32), top.astype(np.int32)
     along, down = (j < side - 1).astype(np.int32), (i < side - 1).astype(np.int32) * side
     first = i * side + j + np.arange(len(pictures), dtype=np.int32)[:, None, None] * (side * side)
-    flat = pictures.reshape(-1)
+    numbers = pictures.reshape(-1)
 
     def mean(place: NDArray[np.int32]) -> Field:
-        before = flat.take(place)
-        return np.asarray(before + (flat.take(place + along) - before) * right_share, dtype=np.float32)
+        before = numbers.take(place)
+        return np.asarray(before + (numbers.take(place + along) - before) * right_share, dtype=np.float32)
 
     upper = mean(first)
     return upper + (mean(first + down) - upper) * bottom_share

@@ -9,15 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kfacpack.errors import KfacpackError
+from kfacpack.packages import Package
 
+MATPLOTLIB = Package("matplotlib", "matplotlib", tested="3.10.0")
 SIDE = 40
 """Pixels of a stamp."""
 MARGIN = 2
@@ -115,16 +116,15 @@ def _font(name: str) -> tuple[dict[int, str], Any]:
     """Code point -> the name of its glyph; and the glyphs by name."""
     from fontTools.ttLib import TTFont
 
-    found = find_spec("matplotlib")
-    if found is None or not found.submodule_search_locations:
-        raise KfacpackError("glyphs are drawn from matplotlib's fonts, and it is not installed: pip install matplotlib")
-    folder = Path(found.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
+    def opened(data: bytes) -> tuple[dict[int, str], Any]:
+        font = TTFont(BytesIO(data), lazy=True)
+        return font.getBestCmap(), font.getGlyphSet()
+
     # Computer Modern says it is from 1904, and fontTools warns of that each time.
     logger = logging.getLogger("fontTools")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        font = TTFont(folder / f"{name}.ttf", lazy=True)
-        return font.getBestCmap(), font.getGlyphSet()
+        return MATPLOTLIB.read(f"mpl-data/fonts/ttf/{name}.ttf", opened)
     finally:
         logger.setLevel(level)

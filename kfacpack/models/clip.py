@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kfacpack.bundle.container import Container
@@ -71,7 +74,7 @@ class OpenClip:
             )
 
         with quiet(), seeded(seed):
-            module = _built(build, name) if file is None else _loaded(build, file, name)
+            module = _built(build, name) if file is None else _loaded(build, file, name, resized=image_size is not None)
         module = module.to(device=device, dtype=dtype).eval()
         setting = PreprocessCfg(**open_clip.get_model_preprocess_cfg(module))
         height, width = setting.input_size[1:]
@@ -160,14 +163,31 @@ def _built(build: Callable[[Path | None], Any], name: str) -> Any:
         raise KfacpackError(f"open_clip cannot build {name}: {first_line(error)}") from error
 
 
-def _loaded(build: Callable[[Path | None], Any], path: Path, name: str) -> Any:
+def _loaded(build: Callable[[Path | None], Any], path: Path, name: str, resized: bool) -> Any:
     """The model with a file's weights: all of them, or the vision tower's, the text tower then staying random."""
     if _vision_alone(path):
         return _with_vision(_built(build, name), path, name)
     try:
-        return build(path)
+        with _resizable(path) if resized else nullcontext(path) as file:
+            return build(file)
     except (RuntimeError, KeyError, ValueError, AssertionError, OSError) as error:
         raise refuse(path, name, error, lambda: _built(build, name).state_dict(), RESIZED) from error
+
+
+@contextmanager
+def _resizable(path: Path) -> Iterator[Path]:
+    """The file, or a copy of it in float32: on a CPU, torch resamples nothing in half precision."""
+    if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
+        yield path
+        return
+    with TemporaryDirectory(prefix="kfacpack-") as folder:
+        copy = Path(folder) / path.name
+        save_file(_in_float32(path), copy)
+        yield copy
+
+
+def _in_float32(path: Path) -> dict[str, Tensor]:
+    return {name: value.float() if value.is_floating_point() else value for name, value in load_file(path).items()}
 
 
 def _vision_alone(path: Path) -> bool:
@@ -176,13 +196,12 @@ def _vision_alone(path: Path) -> bool:
 
 def _with_vision(module: Any, path: Path, name: str) -> Any:
     from open_clip.model import resize_pos_embed
-    from safetensors.torch import load_file
 
     own = module.state_dict()
     vision = {key: tensor for key, tensor in own.items() if key.startswith("visual.")}
     if problem := misfit(path, vision, RESIZED):
         raise KfacpackError(f"{path}: these are not the weights of {name}'s vision tower: {problem}")
-    state = load_file(path)
+    state = _in_float32(path)
     resize_pos_embed(state, module)
     try:
         module.load_state_dict({**own, **state})

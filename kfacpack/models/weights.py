@@ -68,8 +68,9 @@ def refuse(
     resized: tuple[str, ...] = (),
 ) -> KfacpackError:
     """The error to raise when a library could not load a file. `expected`: the state dict of such a model."""
-    problem = misfit(path, expected(), resized) or first_line(error)
-    return KfacpackError(f"{path}: these are not the weights of {model}: {problem}")
+    if problem := misfit(path, expected(), resized):
+        return KfacpackError(f"{path}: these are not the weights of {model}: {problem}")
+    return KfacpackError(f"{path}: could not be loaded into {model}: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:

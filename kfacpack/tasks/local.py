@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from glob import escape
@@ -79,12 +79,14 @@ class LocalTask:
 
     def split(self, name: str) -> LocalSplit:
         if name not in self.splits:
-            raise KfacpackError(f"{self.folder}: no split {printable(name)!r}; there are {', '.join(self.splits)}")
+            raise KfacpackError(
+                f"{self.folder}: no split {printable(name)!r}; there are {', '.join(self.splits)}. {EXPECTED}"
+            )
         data = self._read_pictures(name) if self._pictures else self._read_shards(name)
         columns = find_columns(data.features, self.folder)
         if columns.classes != self.classes:
             raise KfacpackError(f"{self.folder}: the classes of {name!r} are not those of {self.splits[0]!r}")
-        return LocalSplit(data, columns, Origin(dataset=self.source, split=name))
+        return LocalSplit(data, columns, Origin(dataset=self.source, split=name), self._pictures.get(name))
 
     def _read_shards(self, name: str) -> Any:
         import datasets
@@ -111,8 +113,10 @@ class LocalTask:
 
 
 class LocalSplit:
-    def __init__(self, data: Any, columns: Columns, source: Origin):
+    def __init__(self, data: Any, columns: Columns, source: Origin, files: Sequence[Path] | None):
+        """`files`: the picture of each example, where each has one."""
         self.source = source
+        self._files = files
         self._columns = columns
         self._data = data
         self._examples = data.select_columns(list(columns.inputs.values()))
@@ -144,6 +148,8 @@ class LocalSplit:
         return list(self._data[self._columns.label])
 
     def _place(self, index: int) -> str:
+        if self._files:
+            return str(self._files[index])
         return f"{self.source.dataset}, split {self.source.split!r}, row {index}"
 
 

@@ -96,7 +96,7 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
         (["faces", "--split", "test"], "--split chooses what --sheet draws"),
         (["faces", "--sheet", "out.png", "--split", "dev"], "no split 'dev'; there are train, validation, test"),
         (["faces", "--sheet", "nowhere/out.png"], "nowhere/out.png: could not be written: No such file"),
-        (["faces", "--sheet", "."], "could not be written: it is a directory"),
+        (["faces", "--sheet", "out.jpg"], "out.jpg: a sheet is a PNG"),
         (["mine", "--data", "nowhere"], "nowhere: no such folder"),
     ],
 )

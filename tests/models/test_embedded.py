@@ -80,6 +80,20 @@ def test_other_weights_are_taken_as_for_any_model(tmp_path, pictures):
     assert larger.forward(larger.prepare(pictures, "any")).shape == (3, own.function.width)
 
 
+@pytest.mark.parametrize("vision_alone", [False, True])
+def test_half_precision_weights_can_be_resized(tiny, tmp_path, pictures, vision_alone):
+    """torch has no such resampling on a CPU, so it is done in float32."""
+    stored = {name: value for name, value in load_file(TINY.weights).items() if not vision_alone or "visual." in name}
+    whole = {name: value.float() for name, value in stored.items()}
+    found = []
+    for name, state in (("half", stored), ("whole", whole)):
+        save_file(state, tmp_path / f"{name}.safetensors")
+        model = load_model("tiny", weights=tmp_path / f"{name}.safetensors", image_size=56)
+        found.append(model.forward(model.prepare(pictures, "any")))
+    assert torch.equal(*found)
+    assert load_model("tiny", image_size=56).function.detail.startswith("encode_image(x, normalize=True) of 56x56")
+
+
 def test_tiny_has_no_tags():
     with pytest.raises(KfacpackError, match="tiny has no tag 'openai' in open_clip; its tags are none"):
         load_model("tiny/openai")

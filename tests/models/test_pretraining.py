@@ -21,13 +21,9 @@ def short(monkeypatch):
 
 def test_an_interrupted_run_ends_in_the_same_bytes(short, tmp_path, monkeypatch):
     pretrain_tiny.main(tmp_path / "whole", seed=3, steps=4)
-    steps = iter(range(3))
-    monkeypatch.setattr(pretrain_tiny, "_step", interrupted(pretrain_tiny._step, steps))
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(pretrain_tiny, "_step", interrupted(pretrain_tiny._step, iter(range(3))))
         pretrain_tiny.main(tmp_path / "cut", seed=3, steps=4)
-    monkeypatch.undo()
-    monkeypatch.setattr(pretrain_tiny, "BATCH", 16)
-    monkeypatch.setattr(pretrain_tiny, "CAPTION_BATCHES", 2)
     pretrain_tiny.main(tmp_path / "cut", seed=3, steps=4)
     for name in ("tiny.safetensors", "merges.txt.gz"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

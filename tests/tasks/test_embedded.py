@@ -16,9 +16,9 @@ from PIL import Image
 from safetensors.numpy import load, save
 
 from kfacpack.errors import KfacpackError
+from kfacpack.packages import Package
 from kfacpack.tasks import TASKS, load_task
 from kfacpack.tasks.embedded import cache, digits, materials
-from kfacpack.tasks.embedded.package import Package
 from kfacpack.tasks.embedded.pictures import digest
 from kfacpack.tasks.embedded.pixels import enlarged, grey, halved
 
@@ -204,7 +204,7 @@ def test_other_data_than_recorded_is_refused(own_cache):
     expected = load_task("digits").sha256
     other = replace(load_task("digits"), sha256="0" * 64)
     problem = f"digits: its pictures have sha256 {expected}, expected {'0' * 64}"
-    remedy = r"They come with scikit-learn .*: pip install --force-reinstall --no-deps scikit-learn=="
+    remedy = r"They are made from scikit-learn .*: pip install --force-reinstall --no-deps scikit-learn=="
     with pytest.raises(KfacpackError, match=f"{problem}. {remedy}") as raised:
         other.split("train")
     assert version("scikit-learn") in str(raised.value)

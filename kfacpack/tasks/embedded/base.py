@@ -10,9 +10,9 @@ import numpy as np
 from PIL import Image
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.packages import Package
 from kfacpack.tasks.base import Example, Origin
 from kfacpack.tasks.embedded import cache
-from kfacpack.tasks.embedded.package import Package
 from kfacpack.tasks.embedded.pictures import Labelled, Pictures, digest
 
 
@@ -28,7 +28,7 @@ class Embedded:
     sha256: str
     """Of what `make` makes, by `pictures.digest`. To record it for a new task, ask for a split: the error has it."""
     package: Package | None = None
-    """What carries the data; None for pictures that are drawn."""
+    """What carries the data, or the fonts that it is drawn from."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class Embedded:
         if self.package is None:
             made = f"drawn by kfacpack with numpy {np.__version__}"
             raise KfacpackError(f"{self.name}: {problem}. They were {made}; install kfacpack anew, or report this")
-        remedy = f"They come with {self.package}; take a version that is known to carry them: {self.package.remedy}"
+        remedy = f"They are made from {self.package}; take a version that is known to fit: {self.package.remedy}"
         raise KfacpackError(f"{self.name}: {problem}. {remedy}")
 
 

@@ -7,8 +7,8 @@ from gzip import decompress
 import numpy as np
 from numpy.typing import NDArray
 
+from kfacpack.packages import Package
 from kfacpack.tasks.embedded.base import Embedded
-from kfacpack.tasks.embedded.package import Package
 from kfacpack.tasks.embedded.pictures import Pictures, divided, labelled
 from kfacpack.tasks.embedded.pixels import enlarged
 
@@ -22,7 +22,7 @@ TEMPLATES = (
     "a handwritten {}.",
     "{}",
 )
-SCIKIT_LEARN = Package("scikit-learn", "sklearn", tested="1.9.1")
+SCIKIT_LEARN = Package("scikit-learn", "sklearn", tested="1.7.2")
 SIZES = {"train": 1000, "validation": 200, "test": 597}
 INK = 16
 """The largest value in the file."""

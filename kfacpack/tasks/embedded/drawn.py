@@ -11,14 +11,11 @@ from kfacpack.drawing import canvas
 from kfacpack.drawing.canvas import Field, each
 from kfacpack.drawing.dice import Dice
 from kfacpack.drawing.glyphs import stamps
-from kfacpack.tasks.embedded.package import Package
 from kfacpack.tasks.embedded.pictures import Bytes, Pictures, labelled
 
-MATPLOTLIB = Package("matplotlib", "matplotlib", tested="3.11.2")
-"""Its fonts are where glyphs come from."""
-
 AT_ONCE = 128
-"""Pictures drawn together: their fields fit into a processor's cache."""
+"""Pictures drawn together, so few that their fields fit into a processor's cache. Each lot has a stream of its own, so
+another number would be other pictures."""
 
 Labels = NDArray[np.int64]
 

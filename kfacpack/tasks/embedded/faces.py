@@ -7,12 +7,12 @@ from io import BytesIO
 import numpy as np
 from numpy.typing import NDArray
 
+from kfacpack.packages import Package
 from kfacpack.tasks.embedded.base import Embedded
-from kfacpack.tasks.embedded.package import Package
 from kfacpack.tasks.embedded.pictures import Pictures, divided, labelled
 from kfacpack.tasks.embedded.pixels import enlarged
 
-SCIKIT_IMAGE = Package("scikit-image", "skimage", tested="0.26.0")
+SCIKIT_IMAGE = Package("scikit-image", "skimage", tested="0.25.2")
 SIZES = {"train": 100, "validation": 20, "test": 80}
 
 

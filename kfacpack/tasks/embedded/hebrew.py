@@ -6,8 +6,9 @@ import numpy as np
 
 from kfacpack.drawing import canvas
 from kfacpack.drawing.dice import Dice
+from kfacpack.drawing.glyphs import MATPLOTLIB
 from kfacpack.tasks.embedded.base import Embedded
-from kfacpack.tasks.embedded.drawn import MATPLOTLIB, Labels, drawn, finished, lettered, put
+from kfacpack.tasks.embedded.drawn import Labels, drawn, finished, lettered, put
 from kfacpack.tasks.embedded.pictures import Bytes, Pictures
 
 LETTERS = {

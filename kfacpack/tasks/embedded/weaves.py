@@ -40,8 +40,14 @@ def basket(x: Field, y: Field) -> Field:
     return np.where(standing, wave(x * 2), wave(y * 2)) - HALF
 
 
-def lozenges(x: Field, y: Field) -> Field:
-    return wave(x) + wave(y) - np.float32(1)
+def honeycomb(x: Field, y: Field) -> Field:
+    """Two grids of cells, each point in that whose centre is nearer, and how far it is from the walls there."""
+    high = np.float32(1.7320508)
+    first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
+    second = (HALF - first[0], high * HALF - first[1])
+    nearer = first[0] * first[0] + first[1] * first[1] < second[0] * second[0] + second[1] * second[1]
+    u, v = np.where(nearer, first[0], second[0]), np.where(nearer, first[1], second[1])
+    return np.float32(0.4) - np.maximum(u, u * HALF + v * high * HALF)
 
 
 def crosses(x: Field, y: Field) -> Field:
@@ -79,7 +85,7 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
     "brickwork": bricks,
     "fish scales": scales,
     "basket weave": basket,
-    "lozenges": lozenges,
+    "honeycomb": honeycomb,
     "little crosses": crosses,
     "stairs": steps,
     "triangles in rows": triangles,
@@ -98,7 +104,7 @@ def load() -> Embedded:
         source="repeating patterns, drawn",
         license="Apache-2.0",
         make=make,
-        sha256="96f98d2498cfeaf2d645f8fd898f8979b14bfbaa19ba07546c3103fd9949640b",
+        sha256="13e96b92580ea1a86b5cd67694b3e2dd6563d4d0ebcd0cc81dafcdc895ff06e7",
     )
 
 

@@ -1,0 +1,47 @@
+"""What the shipped weights know, with a margin: the README's table has the figures themselves."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import tiny_scores
+from kfacpack.evaluation.accuracy import evaluate
+from kfacpack.heads import head_for
+from kfacpack.models import load_model
+from kfacpack.tasks import TASKS, load_task
+
+CHANCE = 0.1
+"""Of ten classes."""
+
+
+@pytest.fixture(scope="module")
+def scores():
+    model = load_model("tiny")
+    return {name: tiny_scores.scores(model, load_task(name)) for name in TASKS}
+
+
+def test_digits_are_found_by_their_names(scores):
+    assert scores["mnist"].zero_shot >= 0.35
+    assert scores["digits"].zero_shot >= 0.25
+
+
+def test_digits_are_found_in_a_sentence_that_was_never_used(scores):
+    assert scores["mnist"].other_words >= 3 * CHANCE
+    assert scores["digits"].other_words >= 2 * CHANCE
+
+
+def test_class_means_of_f_are_better_than_of_raw_pixels_on_most_tasks(scores):
+    assert sum(each.means_of_f > each.means_of_pixels for each in scores.values()) >= 6
+
+
+def test_what_it_has_not_seen_it_does_not_know_by_name(scores):
+    for name in ("hebrew", "syllabics", "emblems", "weaves"):
+        assert scores[name].zero_shot < 0.35
+
+
+@pytest.mark.parametrize("template", ["{}", "a poster of {}", "it may be {} or not", "seven words with {} among them"])
+def test_digits_are_found_in_other_words(template):
+    model, task = load_model("tiny"), replace(load_task("mnist"), templates=(template,))
+    assert evaluate(model, task, head_for(model, task), examples="300").accuracy >= 2 * CHANCE
