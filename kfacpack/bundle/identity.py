@@ -7,7 +7,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from kfacpack.bundle.container import Container
-from kfacpack.bundle.manifest import Parameter
+from kfacpack.bundle.manifest import Function, Parameter
 
 if TYPE_CHECKING:
     import os
@@ -45,3 +45,17 @@ def difference(expected: Parameter, weights: Weights) -> str | None:
     if (digest := sha256(data).hexdigest()) != expected.sha256:
         return f"has sha256 {digest}, the bundle says {expected.sha256}"
     return None
+
+
+def function_difference(ours: Function, theirs: Function) -> str | None:
+    """How two f differ, in words, or None. A detail that only one of them gives is no difference."""
+    same_detail = ours.detail is None or theirs.detail is None or ours.detail == theirs.detail
+    if ours.model_copy(update={"detail": None}) == theirs.model_copy(update={"detail": None}) and same_detail:
+        return None
+    return f"{_words(ours)}; {_words(theirs)}"
+
+
+def _words(function: Function) -> str:
+    normalized = "normalised " if function.normalized else ""
+    detail = f" ({function.detail})" if function.detail else ""
+    return f"{normalized}{function.output} of width {function.width}{detail}"

@@ -1,22 +1,28 @@
-"""Opening a bundle: the header alone decides whether it is one. Tensor bytes are read, and checked, when touched."""
+"""Opening a sealed file, such as a bundle: the header alone decides whether it is one.
+
+Tensor bytes are read, and checked, when touched.
+"""
 
 from __future__ import annotations
 
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kfacpack.bundle.consistency import check_consistency
 from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES, Container, TensorSpec, parse_json
 from kfacpack.bundle.manifest import VERSION, Manifest, first_problem
-from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, seal
+from kfacpack.bundle.seal import BUNDLE, Keys, seal
 from kfacpack.errors import BundleError, CorruptTensor
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Mapping
     from pathlib import Path
+
+Read = TypeVar("Read", bound=BaseModel)
 
 FEATURES: frozenset[str] = frozenset()
 """The required features this version knows. 1.0 has none."""
@@ -26,33 +32,28 @@ _UPGRADE = "Upgrade kfacpack to read it"
 _CHUNK = 2**20
 
 
-class Bundle:
-    """An open `.kfac` file: its manifest now, its tensors when asked for.
+class SealedFile:
+    """An open safetensors file with a manifest, and a seal over it: what bundles and task vectors have in common.
 
     `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], keys: Keys):
         self._container = Container(path)
+        self._keys = keys
         self.path: Path = self._container.path
         self.nbytes = self._container.nbytes
-        self.digest = _check_seal(self._container)
-        self.manifest = _read_manifest(self.path, self.said)
-        check_consistency(self.path, self.manifest, self.tensors)
-        self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
-        self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
+        self.digest = _check_seal(self._container, keys)
+        self._digests: Mapping[str, str] = {}
         self._problems: dict[str, tuple[str | None, str | None]] = {}
-
-    def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
-        return Bundle, (str(self.path),)
 
     @property
     def said(self) -> dict[str, Any]:
         """The manifest as it stands in the file, with what this version does not know.
 
-        Many open bundles should be small, so it is read from its text each time.
+        Many open files should be small, so it is read from its text each time.
         """
-        return _read_said(self._container)
+        return _read_said(self._container, self._keys)
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -97,11 +98,26 @@ class Bundle:
         return self._problems[name]
 
 
-def _check_seal(container: Container) -> str:
-    if MANIFEST_KEY not in container.metadata or SEAL_KEY not in container.metadata:
-        problem = f"is a safetensors file, but no bundle: its metadata has no {MANIFEST_KEY!r} and {SEAL_KEY!r}"
+class Bundle(SealedFile):
+    """An open `.kfac` file: its manifest now, its tensors when asked for."""
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__(path, BUNDLE)
+        self.manifest = validated(self.path, self.said, Manifest)
+        check_consistency(self.path, self.manifest, self.tensors)
+        self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
+        self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
+
+    def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
+        return Bundle, (str(self.path),)
+
+
+def _check_seal(container: Container, keys: Keys) -> str:
+    if keys.manifest not in container.metadata or keys.seal not in container.metadata:
+        missing = f"its metadata has no {keys.manifest!r} and {keys.seal!r}"
+        problem = f"is a safetensors file, but no {keys.kind}: {missing}"
         raise BundleError(container.path, problem, None, "Are these a model's weights?")
-    claimed = container.metadata[SEAL_KEY]
+    claimed = container.metadata[keys.seal]
     once = len(claimed) == 64 and container.header.count(claimed.encode("utf-8", "replace")) == 1
     if not once or seal(container.header, claimed) != claimed:
         problem = f"its bytes do not give the SHA-256 written in it ({claimed[:64]!r})"
@@ -109,9 +125,9 @@ def _check_seal(container: Container) -> str:
     return claimed
 
 
-def _read_said(container: Container) -> dict[str, Any]:
+def _read_said(container: Container, keys: Keys) -> dict[str, Any]:
     """The manifest as JSON, once its version and required features are known ones."""
-    text = container.metadata[MANIFEST_KEY].encode("utf-8", "replace")
+    text = container.metadata[keys.manifest].encode("utf-8", "replace")
     said = parse_json(container.path, text, "manifest", "It is sealed like this, so its writer broke the format")
     version, requires = said.get("version"), said.get("requires", [])
     if not isinstance(version, str) or version.split(".")[0] != _MAJOR:
@@ -124,9 +140,10 @@ def _read_said(container: Container) -> dict[str, Any]:
     return said
 
 
-def _read_manifest(path: Path, said: dict[str, Any]) -> Manifest:
+def validated(path: Path, said: dict[str, Any], kind: type[Read]) -> Read:
+    """A manifest of that kind; what this version does not know of it is ignored."""
     try:
-        return Manifest.model_validate(said, extra="ignore")
+        return kind.model_validate(said, extra="ignore")
     except ValidationError as error:
         keys, problem = first_problem(error)
         raise BundleError(path, problem, f"manifest: {_place(said, keys)}") from error

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import NamedTuple
+
+
+class Keys(NamedTuple):
+    """Where a sealed file's metadata has what, and what such a file is called."""
+
+    manifest: str
+    seal: str
+    kind: str
+
 
 MANIFEST_KEY = "kfac"
 SEAL_KEY = "kfac.sha256"
+BUNDLE = Keys(MANIFEST_KEY, SEAL_KEY, "bundle")
 UNSEALED = "0" * 64
 
 

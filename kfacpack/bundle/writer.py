@@ -1,4 +1,4 @@
-"""Writing a bundle: streaming, atomic, deterministic.
+"""Writing a bundle, or another sealed file: streaming, atomic, deterministic.
 
 Every tensor's place follows from shapes alone and every SHA-256 is 64 digits long, so the header's length is known
 before the first number is. Tensors are written to their places in whatever order they come, a part at a time; the
@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kfacpack.bundle.consistency import check_consistency
 from kfacpack.bundle.container import (
@@ -29,7 +29,7 @@ from kfacpack.bundle.container import (
     TensorSpec,
     json_values,
 )
-from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
+from kfacpack.bundle.seal import BUNDLE, UNSEALED, Keys, seal
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 
 ABANDONED_AFTER = 3600
 """Seconds without a write, after which an unfinished file is nobody's."""
+
+
+class Described(Protocol):
+    """A manifest, as far as writing it goes."""
+
+    def with_digests(self, digests: Mapping[str, str]) -> Described: ...
+
+    def model_dump(self, *, mode: str, exclude_none: bool) -> dict[str, Any]: ...
 
 
 class Put(Protocol):
@@ -53,7 +61,16 @@ def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapp
     The manifest's digests are filled in from the bytes that were put.
     """
     check_consistency(Path(path), manifest, _places(tensors))
-    header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED))
+    with write_sealed(path, manifest, tensors, BUNDLE) as put:
+        yield put
+
+
+@contextlib.contextmanager
+def write_sealed(
+    path: str | os.PathLike[str], manifest: Described, tensors: Mapping[str, Spec], keys: Keys
+) -> Iterator[Put]:
+    """`write_bundle` for a file of any kind; whether the manifest fits the tensors is the caller's concern."""
+    header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED), keys)
     places = _places(tensors, start=len(header))
 
     # One part is hashed and written while the caller prepares the next; never more than that one is waiting.
@@ -80,18 +97,20 @@ def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapp
             if written[name] != place.nbytes:
                 raise ValueError(f"tensor {name!r} was announced with {place.nbytes} bytes, put were {written[name]}")
         digests = {name: each.hexdigest() for name, each in hashes.items()}
-        final = _header(path, manifest, tensors, digests)
+        final = _header(path, manifest, tensors, digests, keys)
         _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
 
 
-def bundle_digest(manifest: Manifest, tensors: Mapping[str, Spec], digests: Mapping[str, str]) -> str:
+def bundle_digest(
+    manifest: Described, tensors: Mapping[str, Spec], digests: Mapping[str, str], keys: Keys = BUNDLE
+) -> str:
     """The digest that the file of these will have, from each tensor's SHA-256."""
-    return seal(_header("bundle", manifest, tensors, digests))
+    return seal(_header(keys.kind, manifest, tensors, digests, keys))
 
 
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
     """How many bytes their file will have. Digests are all of one length, so that it does not take the numbers."""
-    header = _header("bundle", manifest, tensors, dict.fromkeys(tensors, UNSEALED))
+    header = _header("bundle", manifest, tensors, dict.fromkeys(tensors, UNSEALED), BUNDLE)
     return max((place.stop for place in _places(tensors, start=len(header)).values()), default=len(header))
 
 
@@ -193,13 +212,14 @@ def _places(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, TensorSpec
 
 def _header(
     path: str | os.PathLike[str],
-    manifest: Manifest,
+    manifest: Described,
     tensors: Mapping[str, Spec],
     digests: Mapping[str, str],
+    keys: Keys,
 ) -> bytes:
     """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
     said = _compact(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
-    entries: dict[str, object] = {"__metadata__": {SEAL_KEY: UNSEALED, MANIFEST_KEY: said}}
+    entries: dict[str, object] = {"__metadata__": {keys.seal: UNSEALED, keys.manifest: said}}
     for name, place in _places(tensors).items():
         offsets = [place.start, place.stop]
         entries[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
@@ -209,7 +229,7 @@ def _header(
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         found = f"{len(body)} bytes and {values} values"
         problem = f"its header would have {found}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
-        raise BundleError(path, problem, None, "Save fewer terms or blocks in one bundle")
+        raise BundleError(path, problem, None, f"Save less in one {keys.kind}")
     return len(body).to_bytes(8, "little") + body
 
 

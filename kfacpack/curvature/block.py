@@ -24,14 +24,15 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices import Matrix
 
     Shapes = Mapping[str, tuple[int, ...]]
+    Multiply = Callable[[Matrix, Tensor], Tensor]
 
 
 class Structure(ABC):
     """How a block's matrices make up its G."""
 
     @abstractmethod
-    def apply(self, delta: Tensor) -> Tensor:
-        """G ΔW, (rows, columns) -> (rows, columns)."""
+    def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
+        """G ΔW, (rows, columns) -> (rows, columns). `multiply` may know a quicker way to the products with matrices."""
 
     @abstractmethod
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
@@ -81,9 +82,10 @@ class Kronecker(Structure):
     def of(cls, B: Matrix, A: Matrix, weight: float = 1.0) -> Kronecker:
         return cls(((B, A, weight),))
 
-    def apply(self, delta: Tensor) -> Tensor:
-        # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ and one matmul method serves both sides.
-        return reduce(add, (weight * B.matmul(A.matmul(delta.T).T) for B, A, weight in self.terms))
+    def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
+        # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ and one way to multiply serves both sides.
+        products = ((multiply(B, multiply(A, delta.T).T), weight) for B, A, weight in self.terms)
+        return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
@@ -135,8 +137,8 @@ class Whole(Structure):
 
     matrix: Matrix
 
-    def apply(self, delta: Tensor) -> Tensor:
-        return self.matrix.matmul(delta.reshape(-1, 1)).reshape(delta.shape)
+    def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
+        return multiply(self.matrix, delta.reshape(-1, 1)).reshape(delta.shape)
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         yield "G", self.matrix

@@ -26,7 +26,9 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: Shapes) -> Tensor:
         dtype = torch.promote_types(dtype, tensor.dtype)
     if len(join.pieces) == 1 and given:
         return _as_matrix(given[0], join.pieces[0]).to(dtype)
-    delta = torch.zeros((join.rows, join.columns), dtype=dtype, device=given[0].device)
+    # Pieces tile the matrix, so that with all of them there, nothing of it stays as it is made.
+    blank = torch.empty if len(given) == len(join.pieces) else torch.zeros
+    delta = blank((join.rows, join.columns), dtype=dtype, device=given[0].device)
     for piece in join.pieces:
         if piece.parameter in tau:
             _place(delta, piece, shapes).copy_(_as_matrix(tau[piece.parameter], piece))
@@ -47,6 +49,17 @@ def scatter(delta: Tensor, join: Join, shapes: Shapes) -> dict[str, Tensor]:
             whole = found.setdefault(piece.parameter, delta.new_zeros(shape))
             whole[start:stop] = values.reshape((stop - start, *shape[1:]))
     return found
+
+
+def accumulate(delta: Tensor, join: Join, shapes: Shapes, sums: Mapping[str, Tensor], factor: float) -> None:
+    """Add `factor` times the matrix's parameters to those of `sums`, in place; parameters that it lacks are left out."""
+    for piece in join.pieces:
+        if piece.parameter in sums:
+            place = _place(delta, piece, shapes)
+            values = place.T if piece.view == "transposed" else place
+            whole = sums[piece.parameter]
+            target = whole if piece.rows is None else whole[piece.rows[0] : piece.rows[1]]
+            target.add_(values.reshape(target.shape).to(target.device), alpha=factor)
 
 
 def _place(delta: Tensor, piece: Piece, shapes: Shapes) -> Tensor:

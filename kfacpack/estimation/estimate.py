@@ -17,12 +17,13 @@ from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import processes
-from kfacpack.estimation.batch import length, to_device
-from kfacpack.estimation.borrowed import borrowed
 from kfacpack.estimation.options import Options
-from kfacpack.estimation.plan import choose, plan, require_used
+from kfacpack.estimation.plan import plan, require_used
 from kfacpack.estimation.trace import Trace, trace
 from kfacpack.estimation.underway import Estimation
+from kfacpack.function.batch import length, to_device
+from kfacpack.function.borrowed import borrowed
+from kfacpack.function.parameters import choose
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Base, Fisher, Probe, Sharing, Source
     from kfacpack.compression.report import Report
     from kfacpack.curvature.block import CurvatureBlock
-    from kfacpack.estimation.batch import Batch, Forward
     from kfacpack.estimation.options import Structure
     from kfacpack.estimation.plan import Plan
+    from kfacpack.function.batch import Batch, Forward
 
 
 def estimate(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kfacpack.estimation.batch import Batch, Forward, length, map_tensors, run
+from kfacpack.function.batch import Batch, Forward, length, map_tensors, run
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from kfacpack.curvature.identify import identify
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import processes
-from kfacpack.estimation.batch import tensors_of, to_device
-from kfacpack.estimation.borrowed import borrowed
 from kfacpack.estimation.estimate import begin, compressed, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
 from kfacpack.estimation.options import Options
 from kfacpack.estimation.partial import EVERY, Partial
-from kfacpack.estimation.plan import choose
+from kfacpack.function.batch import tensors_of, to_device
+from kfacpack.function.borrowed import borrowed
+from kfacpack.function.parameters import choose
 from kfacpack.tasks.sampling import batched, drawn, how_many
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Base
     from kfacpack.compression.report import Report
     from kfacpack.curvature.curvature import Curvature
-    from kfacpack.estimation.batch import Batch
     from kfacpack.estimation.underway import Estimation
+    from kfacpack.function.batch import Batch
     from kfacpack.models import Model
     from kfacpack.tasks import Split, Task
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.batch import Batch, Forward, length, map_tensors, run
 from kfacpack.estimation.graph import Graph, pass_back
 from kfacpack.estimation.layout import Layout, any_layout, layout_of_doubled, layout_of_two
+from kfacpack.function.batch import Batch, Forward, length, map_tensors, run
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.batch import Batch, Forward, padding_mask, run
 from kfacpack.estimation.collect import Collector, Passing, Settings, Tally, collector
 from kfacpack.estimation.forecast import BlockForecast
 from kfacpack.estimation.graph import Graph, Steps, pass_back
 from kfacpack.estimation.trace import same_output
+from kfacpack.function.batch import Batch, Forward, padding_mask, run
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node

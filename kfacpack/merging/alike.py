@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
+from kfacpack.bundle.identity import function_difference
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from kfacpack.bundle.manifest import Function, Parameter
+    from kfacpack.bundle.manifest import Parameter
     from kfacpack.merging.inputs import Input
 
 Item = TypeVar("Item")
@@ -19,6 +20,12 @@ _PARTIAL = "To add up each block over those that have it: --allow-partial (allow
 
 def check_alike(inputs: Sequence[Input], *, allow_partial: bool) -> None:
     """Refuse what does not belong together, naming both inputs and what differs."""
+    check_addable(inputs)
+    _check_blocks(inputs, allow_partial)
+
+
+def check_addable(inputs: Sequence[Input]) -> None:
+    """Refuse quadratic forms that have no common meaning, whatever blocks they are in."""
     first, *others = inputs
     for other in others:
         _check_function(first, other)
@@ -27,7 +34,6 @@ def check_alike(inputs: Sequence[Input], *, allow_partial: bool) -> None:
             raise _differ(first, other, f"are scaled differently: {ours.sharing!r} and {theirs.sharing!r}")
     _check_base(inputs)
     _check_parents(inputs)
-    _check_blocks(inputs, allow_partial)
 
 
 def in_order(lists: Iterable[Sequence[Item]]) -> list[Item]:
@@ -49,16 +55,8 @@ def _differ(one: Input, other: Input, how: str, remedy: str = "") -> KfacpackErr
 
 
 def _check_function(one: Input, other: Input) -> None:
-    ours, theirs = one.curvature.about.function, other.curvature.about.function
-    same_detail = ours.detail is None or theirs.detail is None or ours.detail == theirs.detail
-    if ours.model_copy(update={"detail": None}) != theirs.model_copy(update={"detail": None}) or not same_detail:
-        raise _differ(one, other, f"are of different f: {_words(ours)}; {_words(theirs)}")
-
-
-def _words(function: Function) -> str:
-    normalized = "normalised " if function.normalized else ""
-    detail = f" ({function.detail})" if function.detail else ""
-    return f"{normalized}{function.output} of width {function.width}{detail}"
+    if difference := function_difference(one.curvature.about.function, other.curvature.about.function):
+        raise _differ(one, other, f"are of different f: {difference}")
 
 
 def _check_base(inputs: Sequence[Input]) -> None:

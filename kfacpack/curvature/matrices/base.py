@@ -6,8 +6,9 @@ where those are int8, the component `scale` has one factor for each stored row, 
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -22,6 +23,29 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from kfacpack.curvature.matrices.components import Components
+
+
+class Operator(ABC):
+    """x -> M x, (n, k) -> (n, k), of numbers that lie ready: nothing is read, unpacked or converted any more."""
+
+    def __init__(self, *tensors: Tensor):
+        self.tensors = tensors
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device; out of pinned memory, the copying does not wait."""
+        return self._of(tensor.to(device, non_blocking=True) for tensor in self.tensors)
+
+    def pinned(self) -> Self:
+        """The same in memory that a GPU can fetch from while it computes."""
+        return self._of(tensor.pin_memory() for tensor in self.tensors)
+
+    def _of(self, tensors: Iterable[Tensor]) -> Self:
+        other = copy.copy(self)
+        other.tensors = tuple(tensors)
+        return other
 
 
 class Matrix(ABC):
@@ -49,8 +73,12 @@ class Matrix(ABC):
         self._sound = False
 
     @abstractmethod
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
+        """What multiplies by M, to be kept by who does so more than once."""
+
     def matmul(self, x: Tensor) -> Tensor:
         """M x, (n, k) -> (n, k), in x's dtype and on x's device."""
+        return self.operator(x.dtype, x.device)(x)
 
     @abstractmethod
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -13,10 +13,22 @@ import torch
 from torch import Tensor
 
 from kfacpack.bundle.layout import widest_block
-from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.base import Matrix, Operator, require_square
 from kfacpack.curvature.matrices.components import InMemory
 from kfacpack.curvature.matrices.triangle import pack, row_of_each, unpack
 from kfacpack.errors import MatrixError
+
+
+class Batched(Operator):
+    """The longer blocks and the shorter ones, (k, s, s) each: a batched product for each length, and no padding."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        ends = [blocks.shape[0] * blocks.shape[1] for blocks in self.tensors]
+        parts = [
+            (blocks @ rows.reshape(*blocks.shape[:2], -1)).reshape(rows.shape)
+            for blocks, rows in zip(self.tensors, x.split(ends), strict=True)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class BlockDiagonal(Matrix):
@@ -43,14 +55,11 @@ class BlockDiagonal(Matrix):
         data, scale = self.stored_numbers(dtype, device)
         return unpack(data, widest_block(self.side, self.count), scale)
 
-    def matmul(self, x: Tensor) -> Tensor:
-        blocks = self.blocks(x.dtype, x.device)
-        count, width, _ = blocks.shape
-        if count * width == self.side:
-            return (blocks @ x.reshape(count, width, -1)).reshape(x.shape)
-        sizes = [stop - start for start, stop in spans(self.side, count)]
-        padded = torch.nn.utils.rnn.pad_sequence(x.split(sizes), batch_first=True)
-        return torch.cat([part[:size] for part, size in zip(blocks @ padded, sizes, strict=True)])
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Batched:
+        blocks, longer = self.blocks(dtype, device), self.side % self.count
+        if not longer:
+            return Batched(blocks)
+        return Batched(blocks[:longer], blocks[longer:, :-1, :-1].contiguous())
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         sizes = (stop - start for start, stop in spans(self.side, self.count))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kfacpack.curvature.matrices.base import Matrix, require_square
 from kfacpack.curvature.matrices.components import InMemory, PackedOnDemand
-from kfacpack.curvature.matrices.packed import Packed
+from kfacpack.curvature.matrices.packed import Full, Packed
 from kfacpack.curvature.matrices.triangle import asymmetry, pack, unpack
 from kfacpack.errors import MatrixError
 
@@ -40,8 +40,8 @@ class Dense(Matrix):
         made._sound = True
         return made
 
-    def matmul(self, x: Tensor) -> Tensor:
-        return self.numbers(x.dtype, x.device) @ x
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Full:
+        return Full(self.numbers(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.numbers(dtype)

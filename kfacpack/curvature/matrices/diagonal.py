@@ -7,9 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.base import Matrix
+from kfacpack.curvature.matrices.base import Matrix, Operator
 from kfacpack.curvature.matrices.components import InMemory
 from kfacpack.errors import MatrixError
+
+
+class EachRow(Operator):
+    """A factor for each row of x."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (factors,) = self.tensors
+        return factors[:, None] * x
 
 
 class Diagonal(Matrix):
@@ -25,8 +33,8 @@ class Diagonal(Matrix):
             raise MatrixError(f"expected a vector of floats, found {diagonal.dtype} of shape {list(diagonal.shape)}")
         return cls(len(diagonal), InMemory(data=diagonal), psd=psd, examples=examples, positions=positions)
 
-    def matmul(self, x: Tensor) -> Tensor:
-        return self.numbers(x.dtype, x.device)[:, None] * x
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> EachRow:
+        return EachRow(self.numbers(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.numbers(dtype).diag()

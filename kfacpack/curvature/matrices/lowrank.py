@@ -7,10 +7,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.base import Matrix, Operator, require_square
 from kfacpack.curvature.matrices.components import InMemory
 from kfacpack.curvature.matrices.spectrum import leading, width_for
 from kfacpack.errors import MatrixError
+
+
+class Factored(Operator):
+    """U (w (Uᵀ x))."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        u, w = self.tensors
+        return u @ (w[:, None] * (u.T @ x))
 
 
 class LowRank(Matrix):
@@ -35,9 +43,8 @@ class LowRank(Matrix):
         data = vectors[:, :rank].to(dtype).contiguous()
         return cls(len(vectors), InMemory(data=data, weights=kept.to(dtype)), psd=psd)
 
-    def matmul(self, x: Tensor) -> Tensor:
-        u, w = self._factors(x.dtype, x.device)
-        return u @ (w[:, None] * (u.T @ x))
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Factored:
+        return Factored(*self._factors(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         u, w = self._factors(dtype)

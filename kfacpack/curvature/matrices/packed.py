@@ -7,9 +7,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.base import Matrix, Operator, require_square
 from kfacpack.curvature.matrices.components import InMemory
 from kfacpack.curvature.matrices.triangle import pack, row_of_each, unpack
+
+
+class Full(Operator):
+    """All n² numbers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (full,) = self.tensors
+        return full @ x
 
 
 class Packed(Matrix):
@@ -20,8 +28,8 @@ class Packed(Matrix):
         """From a (n, n) tensor; only its lower triangle is looked at."""
         return cls(require_square(matrix), InMemory(data=pack(matrix)), psd=psd)
 
-    def matmul(self, x: Tensor) -> Tensor:
-        return self._full(x.dtype, x.device) @ x
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Full:
+        return Full(self._full(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._full(dtype)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.base import Matrix, require_square
+from kfacpack.curvature.matrices.base import Matrix, Operator, require_square
 from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.packed import Full
 from kfacpack.curvature.matrices.triangle import pack
 from kfacpack.errors import MatrixError
 
@@ -16,6 +17,18 @@ _SPARSE_COST = 16
 """What a multiplication by a sparse entry costs, in those of a dense product, and about what it costs to fill in one
 number of a dense matrix. Measured 8 to 14 on 2 cores; more cores serve the dense product better. So a wide product is
 dense from one entry in sixteen on, and a product with one vector hardly ever."""
+
+
+class Entries(Operator):
+    """Entries of both triangles, in row-major order: their coordinates, (2, entries), and their values."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        places, values = self.tensors
+        side = (len(x), len(x))
+        matrix = torch.sparse_coo_tensor(places, values, side, check_invariants=False, is_coalesced=True)
+        # Rows of x are what the kernel goes through: they must not lie apart in memory.
+        product: Tensor = torch.sparse.mm(matrix, x.contiguous())
+        return product
 
 
 class Sparse(Matrix):
@@ -34,20 +47,17 @@ class Sparse(Matrix):
         parts = InMemory(data=values[kept], rows=rows.int(), columns=columns.int())
         return cls(side, parts, psd=False)
 
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
+        """Filled in to a dense matrix where that multiplies faster, as it is filled in only once."""
+        if 2 * self.entries * _SPARSE_COST > self.side**2:
+            return Full(self._full(dtype, device))
+        return self._in_order(dtype, device)
+
     def matmul(self, x: Tensor) -> Tensor:
         width = x.shape[1]
         if 2 * self.entries * _SPARSE_COST * width > self.side**2 * (width + _SPARSE_COST):
             return self._full(x.dtype, x.device) @ x
-        rows, columns = self._coordinates(x.device)
-        values = self.numbers(x.dtype, x.device)
-        off = rows != columns
-        indices = torch.stack([torch.cat([rows, columns[off]]), torch.cat([columns, rows[off]])])
-        both = torch.sparse_coo_tensor(
-            indices, torch.cat([values, values[off]]), (self.side, self.side), check_invariants=False
-        )
-        # Rows of x are what the kernel goes through: they must not lie apart in memory.
-        product: Tensor = torch.sparse.mm(both, x.contiguous())
-        return product
+        return self._in_order(x.dtype, x.device)(x)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self._full(dtype)
@@ -79,6 +89,14 @@ class Sparse(Matrix):
         full[rows * self.side + columns] = values
         full[columns * self.side + rows] = values
         return full.view(self.side, self.side)
+
+    def _in_order(self, dtype: torch.dtype, device: torch.device | None) -> Entries:
+        rows, columns = self._coordinates(device)
+        values = self.numbers(dtype, device)
+        off = rows != columns
+        places = torch.stack([torch.cat([rows, columns[off]]), torch.cat([columns, rows[off]])])
+        order = (places[0] * self.side + places[1]).argsort()
+        return Entries(places[:, order], torch.cat([values, values[off]])[order])
 
     def _coordinates(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         # An index out of range may crash a kernel: look before it gets there.

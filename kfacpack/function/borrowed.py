@@ -1,4 +1,4 @@
-"""A model lent for an estimate: changed for the time of it, and given back as it was."""
+"""A model lent for a call: changed for the time of it, and given back as it was."""
 
 from __future__ import annotations
 
