@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kfacpack.estimation.estimate import estimate
     from kfacpack.evaluation.accuracy import evaluate
     from kfacpack.heads import Head, head_for
+    from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
     from kfacpack.tasks import load_task
@@ -57,6 +58,7 @@ _HOMES = {
     "evaluate": "evaluation.accuracy",
     "head_for": "heads",
     "identify": "curvature.identify",
+    "linearize": "linear.linearize",
     "load": "curvature.loading",
     "load_model": "models",
     "load_task": "tasks",
@@ -97,6 +99,7 @@ __all__ = [
     "evaluate",
     "head_for",
     "identify",
+    "linearize",
     "load",
     "load_model",
     "load_task",

@@ -23,8 +23,10 @@ LAYERS = [
     "packages",
     "drawing",
     "tasks",
+    "function",
     "models",
     "heads",
+    "linear",
     "estimation",
     "evaluation",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -11,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kfacpack.bundle.consistency import coverage_problem
+from kfacpack.curvature.fitting import require_fit
 from kfacpack.curvature.saving import digest_of, save
-from kfacpack.errors import KfacpackError, TaskVectorError
+from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
     import os
@@ -91,24 +91,5 @@ class Curvature:
 
     def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         """The blocks that act on τ, once τ is known to fit."""
-        if not isinstance(tau, Mapping):
-            found = type(tau).__name__
-            raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {found}")
-        if not tau:
-            raise TaskVectorError("the task vector is empty, expected at least one of the covered parameters")
-        for name, tensor in tau.items():
-            if not isinstance(tensor, Tensor):
-                raise TaskVectorError(f"parameter {name!r}: expected a tensor, found {type(tensor).__name__}")
-            if name not in self._shapes:
-                close = difflib.get_close_matches(name, self._shapes, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise TaskVectorError(
-                    f"parameter {name!r} is not covered by this curvature{hint}. To leave out what it does not cover: "
-                    "{name: value for name, value in tau.items() if name in curvature.parameters}"
-                )
-            if tuple(tensor.shape) != self._shapes[name] or not tensor.is_floating_point():
-                found = f"{tensor.dtype} of shape {list(tensor.shape)}"
-                raise TaskVectorError(
-                    f"parameter {name!r}: expected floats of shape {list(self._shapes[name])}, found {found}"
-                )
+        require_fit(tau, self._shapes, "curvature")
         return [block for block in self.blocks if any(name in tau for name in block.parameters)]

@@ -1,0 +1,206 @@
+"""`kp.linearize`: the model that is linear in τ, f(x) + J(x) τ.
+
+It is linear, so the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin: one ordinary backward pass of the base model,
+seeded with u. And J τ needs no graph at all. So a step is a forward pass with its graph, a tangent computed beside it
+without one, and a backward pass; its memory is that of fine-tuning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from kfacpack.curvature.fitting import require_fit
+from kfacpack.errors import KfacpackError
+from kfacpack.function.batch import map_tensors, run
+from kfacpack.function.borrowed import borrowed
+from kfacpack.function.parameters import choose
+from kfacpack.linear.follow import Follow
+from kfacpack.linear.tangents import Tangents
+from kfacpack.models.base import Model
+
+if TYPE_CHECKING:
+    from kfacpack.function.batch import Batch, Forward
+
+
+def linearize(
+    model: nn.Module | Model, params: Iterable[str] | str | None = None, *, forward: Forward | None = None
+) -> Linearized:
+    """The model's output f as a linear function of a change τ of its parameters: `lin(batch, tau)`, f + J τ.
+
+    `model(*batch)`, or `forward(*batch)` if given, is f, of shape (N, C); batches and `params` are as for
+    `kp.estimate`. Of a kfacpack model, f is its own, and by default what its family freezes stays.
+    """
+    if isinstance(model, Model):
+        return Linearized(model.module, forward or model.forward, choose(model.module, params, model.frozen))
+    if not isinstance(model, nn.Module):
+        raise KfacpackError(f"expected a module or a model of kp.load_model, found {type(model).__name__}")
+    return Linearized(model, forward or model, choose(model, params))
+
+
+class Linearized:
+    """f(x) + J(x) τ, of a module that is used in evaluation mode and is after every call as it was before.
+
+    τ is {state-dict name: tensor of its shape}; names that it leaves out count as zero. It may have another dtype than
+    the parameters.
+    """
+
+    def __init__(self, module: nn.Module, forward: Forward, wanted: Mapping[str, Tensor]) -> None:
+        self._module = module
+        self._forward = forward
+        self._wanted = dict(wanted)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names that τ may have, in the order of the state dict."""
+        return tuple(self._wanted)
+
+    def zeros(self) -> dict[str, Tensor]:
+        """τ = 0, in float32 at least: where training starts."""
+        return {
+            name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32), requires_grad=False)
+            for name, each in self._wanted.items()
+        }
+
+    def __call__(self, batch: Batch, tau: Mapping[str, Tensor]) -> Tensor:
+        """(N, C), differentiable in τ, once."""
+        require_fit(tau, self._shapes, "lin")
+        if torch.is_grad_enabled() and any(value.requires_grad for value in tau.values()):
+            found: Tensor = _Apply.apply(self, batch, tuple(tau), *tau.values())
+            return found
+        f, change = self.outputs(batch, tau)
+        return f + change
+
+    def outputs(self, batch: Batch, tau: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """f and J τ, both (N, C), without graph and without the memory of one: f + α J τ is then cheap for any α."""
+        with saved_tensors_hooks(_forget, _forgotten):
+            point = self._follow(batch, tau)
+        return point.f, point.change
+
+    def at(self, batch: Batch, tau: Mapping[str, Tensor]) -> Point:
+        """f and J τ, and the way back: for loops that need no autograd of their own."""
+        with saved_tensors_hooks(_keep, _kept):
+            return self._follow(batch, tau)
+
+    def _follow(self, batch: Batch, tau: Mapping[str, Tensor]) -> Point:
+        require_fit(tau, self._shapes, "lin")
+        chosen = {name: self._wanted[name] for name in tau}
+        tangents = Tangents()
+        with torch.inference_mode(False), borrowed(self._module, chosen), _no_autocast_cache():
+            edges = {name: get_gradient_edge(parameter) for name, parameter in chosen.items()}
+            for name, parameter in chosen.items():
+                tangents.put(parameter, _plain(tau[name]).to(parameter))
+            device = next(iter(chosen.values())).device
+            arguments = map_tensors(batch, lambda tensor: _plain(tensor).to(device, non_blocking=True))
+            with Follow(tangents):
+                f = run(self._forward, arguments)
+            return Point(f, tangents.get(f), edges, {name: value.dtype for name, value in tau.items()})
+
+
+class Point:
+    """f at one batch, its change along τ, and the gradients that go back from it."""
+
+    def __init__(
+        self, f: Tensor, change: Tensor | None, edges: Mapping[str, GradientEdge], dtypes: Mapping[str, torch.dtype]
+    ) -> None:
+        self._with_graph = f
+        self._edges = edges
+        self._dtypes = dtypes
+        self.f = f.detach()
+        """(N, C)."""
+        self.change = torch.zeros_like(self.f) if change is None else change
+        """J τ, (N, C)."""
+
+    def gradient(
+        self,
+        u: Tensor,
+        names: Iterable[str] | None = None,
+        *,
+        into: dict[str, Tensor] | None = None,
+        again: bool = False,
+    ) -> dict[str, Tensor]:
+        """Jᵀ u, u (N, C), by parameter; those that f does not depend on are left out.
+
+        It is added to what `into` already has, in place, and `into` is given back. Memory that it needs is let go
+        on the way, unless it will be asked for `again`.
+        """
+        found = {} if into is None else into
+        wanted = list(self._edges if names is None else names)
+        if self._with_graph.grad_fn is None or not wanted:
+            return found
+        edges = [self._edges[name] for name in wanted]
+        gradients = torch.autograd.grad(self._with_graph, edges, u, retain_graph=again, allow_unused=True)
+        with torch.no_grad():
+            for name, gradient in zip(wanted, gradients, strict=True):
+                if gradient is None:
+                    continue
+                if name in found:
+                    found[name].add_(gradient)
+                else:
+                    found[name] = gradient.to(self._dtypes[name])
+        return found
+
+
+class _Apply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, lin: Linearized, batch: Batch, names: tuple[str, ...], *values: Tensor) -> Tensor:
+        ctx.names = names
+        ctx.point = lin.at(batch, dict(zip(names, values, strict=True)))
+        found: Tensor = ctx.point.f + ctx.point.change
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        asked = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed]
+        # Whether the caller said retain_graph, which no public function tells.
+        again = torch._C._autograd._get_current_graph_task_keep_graph()
+        found = ctx.point.gradient(u, asked, again=again)
+        return None, None, None, *(found.get(name) for name in ctx.names)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without a graph of its own; a tensor of inference mode, which can have none, is copied."""
+    return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps the casts of parameters for the next call, whose tangents would be another τ's."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+# Autograd would keep the very tensors that the model works with, and with them their tangents: hence others of the same
+# memory. Tangents then live no longer than the model itself needs them.
+
+
+def _keep(tensor: Tensor) -> tuple[Tensor, int]:
+    same = tensor.detach()
+    return same, same._version
+
+
+def _kept(kept: tuple[Tensor, int]) -> Tensor:
+    tensor, version = kept
+    if tensor._version != version:
+        problem = "a tensor that the gradient needs was overwritten after it was used"
+        raise KfacpackError(f"{problem}: the model cannot be trained as it is, or its weights have changed since")
+    return tensor
+
+
+def _forget(tensor: Tensor) -> None:
+    return None
+
+
+def _forgotten(nothing: None) -> Tensor:
+    raise AssertionError("there is no way back from an evaluation")
