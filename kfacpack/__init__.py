@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
     from kfacpack.tasks import load_task
+    from kfacpack.training.regularizer import Regularizer
+    from kfacpack.vectors.vector import TaskVector
     from kfacpack.verification import verify
 
 _HOMES = {
@@ -49,8 +51,10 @@ _HOMES = {
     "Packed": "curvature.matrices",
     "Piece": "bundle.manifest",
     "REDUCE": "bundle.manifest",
+    "Regularizer": "training.regularizer",
     "Source": "bundle.manifest",
     "Sparse": "curvature.matrices",
+    "TaskVector": "vectors.vector",
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
     "compress": "compression.compress",
@@ -90,8 +94,10 @@ __all__ = [
     "MatrixError",
     "Packed",
     "Piece",
+    "Regularizer",
     "Source",
     "Sparse",
+    "TaskVector",
     "TaskVectorError",
     "Whole",
     "compress",

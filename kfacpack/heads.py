@@ -10,7 +10,6 @@ model comes with, and stay as they are when its weights move.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,24 +20,13 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.base import Model
 from kfacpack.models.outputs import outputs
 from kfacpack.tasks.base import Split, Task
+from kfacpack.vectors.head import Head
+
+__all__ = ["Head", "head_for", "known_classes", "prototype_head", "text_head"]
 
 Kind = Literal["auto", "text", "prototypes"]
 PER_CLASS = 256
 """How many training examples of a class its prototype is the mean of, at most."""
-
-
-@dataclass(frozen=True, eq=False)
-class Head:
-    weight: Tensor
-    """(K, C), at least float32, on the model's device."""
-    bias: Tensor
-    """(K,)"""
-    classes: tuple[str, ...]
-    origin: Literal["text", "prototypes"]
-
-    def logits(self, f: Tensor) -> Tensor:
-        """(N, C) -> (N, K)."""
-        return f.to(self.weight.dtype) @ self.weight.T + self.bias
 
 
 def head_for(

@@ -18,6 +18,7 @@ LAYERS = [
     "curvature.matrices",
     "curvature",
     "verification",
+    "vectors",
     "compression",
     "merging",
     "packages",
@@ -29,6 +30,7 @@ LAYERS = [
     "linear",
     "estimation",
     "evaluation",
+    "training",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 

@@ -39,11 +39,11 @@ def difference(expected: Parameter, weights: Weights) -> str | None:
         return "is not among these weights"
     dtype, shape, data = found
     if dtype != expected.dtype:
-        return f"has dtype {dtype}, the bundle says {expected.dtype}"
+        return f"has dtype {dtype}, expected {expected.dtype}"
     if shape != expected.shape:
-        return f"has shape {list(shape)}, the bundle says {list(expected.shape)}"
+        return f"has shape {list(shape)}, expected {list(expected.shape)}"
     if (digest := sha256(data).hexdigest()) != expected.sha256:
-        return f"has sha256 {digest}, the bundle says {expected.sha256}"
+        return f"has sha256 {digest}, expected {expected.sha256}"
     return None
 
 

@@ -9,6 +9,8 @@ import torch
 from kfacpack.bundle.container import Container
 from kfacpack.curvature.matrices.components import TORCH_TYPES
 from kfacpack.errors import BundleError
+from kfacpack.vectors.manifest import VECTOR
+from kfacpack.vectors.vector import TaskVector
 
 if TYPE_CHECKING:
     import os
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 def vector_of_file(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
     """The change of each parameter that the curvature covers; all must be there, others are not looked at."""
     container = Container(path)
+    if VECTOR.manifest in container.metadata:
+        return _of_its_model(path, curvature)
     found = container.tensors
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
     if missing := [name for name in shapes if name not in found]:
@@ -42,3 +46,14 @@ def vector_of_file(path: str | os.PathLike[str], curvature: Curvature) -> Callab
         return tensor
 
     return read
+
+
+def _of_its_model(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
+    """A file that says which model it is of, and whose bytes can be checked."""
+    vector = TaskVector.load(path)
+    own = {parameter.name: parameter for parameter in vector.about.base.parameters}
+    for parameter in curvature.about.base.parameters:
+        if own.get(parameter.name) != parameter:
+            problem = "is not in it" if parameter.name not in own else "is of another base model"
+            raise BundleError(path, f"{problem}, expected {curvature.about.base.name}'s", f"tensor {parameter.name!r}")
+    return vector.__getitem__

@@ -52,7 +52,7 @@ def scatter(delta: Tensor, join: Join, shapes: Shapes) -> dict[str, Tensor]:
 
 
 def accumulate(delta: Tensor, join: Join, shapes: Shapes, sums: Mapping[str, Tensor], factor: float) -> None:
-    """Add `factor` times the matrix's parameters to those of `sums`, in place; parameters that it lacks are left out."""
+    """Add `factor` times the matrix's parameters to those of `sums`, in place. Those it lacks are left out."""
     for piece in join.pieces:
         if piece.parameter in sums:
             place = _place(delta, piece, shapes)

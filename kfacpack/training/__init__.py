@@ -1,0 +1,1 @@
+"""Training a task vector: the penalty that a bundle stands for."""

@@ -1,0 +1,211 @@
+"""`kp.Regularizer`: the penalty λ Σ τᵀ G τ over bundles, and its gradient in closed form.
+
+    H = G τ  (B ΔW A for Kronecker factors)        value = λ <τ, H>        gradient = 2 λ H
+
+G is symmetric, so the gradient costs nothing that the value has not computed, and there is no graph to keep.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.bundle.identity import difference, function_difference
+from kfacpack.curvature.curvature import Curvature
+from kfacpack.curvature.identify import weights_of_model
+from kfacpack.curvature.join import accumulate, gather
+from kfacpack.errors import KfacpackError, TaskVectorError
+from kfacpack.merging.alike import check_addable
+from kfacpack.merging.inputs import Input
+from kfacpack.merging.subtract import leave_out
+from kfacpack.training.factors import Factors
+from kfacpack.training.groups import STRENGTH, Preset, check_weights, factors_of, published_strength
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import Function
+    from kfacpack.curvature.block import CurvatureBlock
+    from kfacpack.merging.inputs import Mergeable
+
+
+class OwnTaskWarning(UserWarning):
+    """The penalty holds the task that is trained back from changing its own outputs."""
+
+
+class Regularizer:
+    """Σ over bundles of τᵀ G τ, times `strength`. A merged bundle stands for Σ w_t G_t, with w_t that average one.
+
+    - bundles: curvatures or paths, one or several, of one base model and one f.
+    - strength: λ; `preset="tak"` has the published ones, for the models they were published for.
+    - weights: {group: factor}, for groups as "norm", "token", "projection", or an operation as the manifest calls it.
+    - preset: "tak" is the published weighting and scaling; `weights` go before its own.
+    - every: for a loop that asks `due(step)`, on every how many-th step the penalty is taken.
+    - offload: factors stay on the CPU, and one block's at a time are brought to the device.
+    - device, dtype: where and in what it computes; else τ's device, and τ's dtype but float32 at least.
+    - leaving_out: the task that is trained. Its own bundle does not count, and is subtracted from the ones it was
+      merged into by `tak`; where that cannot be, an `OwnTaskWarning` says so.
+    """
+
+    def __init__(
+        self,
+        bundles: Iterable[Mergeable] | Mergeable,
+        strength: float | None = None,
+        *,
+        weights: Mapping[str, float] | None = None,
+        preset: Preset | None = None,
+        every: int = 1,
+        offload: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        leaving_out: str | None = None,
+    ):
+        given = [bundles] if isinstance(bundles, Curvature | str | os.PathLike) else list(bundles)
+        inputs = [Input.of(each, place) for place, each in enumerate(given, start=1)]
+        if not inputs:
+            raise KfacpackError("a regularizer needs at least one bundle")
+        if preset not in (None, "tak"):
+            raise KfacpackError(f"there is no preset {preset!r}; there is 'tak'")
+        if every < 1:
+            raise KfacpackError(f"every {every}: expected a number of steps, at least 1")
+        self.digests = tuple(each.curvature.digest for each in inputs if each.curvature.bundle)
+        """Of the bundles' files, for the vector that is trained under them."""
+        self._inputs = _without(inputs, leaving_out) if leaving_out else inputs
+        check_addable(self._inputs)
+        check_weights(weights, self.curvatures)
+        self.strength = self._strength(strength, preset)
+        self.every = every
+        self._device = torch.device(device) if device is not None else None
+        self._dtype = dtype
+        self._offload = offload
+        self._factors: Factors | None = None
+        self._shapes = {p.name: p.shape for each in self.curvatures for p in each.about.base.parameters}
+        self._blocks: list[tuple[CurvatureBlock, float]] = []
+        for curvature in self.curvatures:
+            factors = factors_of(curvature, weights, preset)
+            self._blocks += [(block, factors[block.name]) for block in curvature.blocks if factors[block.name]]
+
+    @property
+    def curvatures(self) -> tuple[Curvature, ...]:
+        """What is added up; without the task that was left out."""
+        return tuple(each.curvature for each in self._inputs)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that are penalised; others may move freely."""
+        return tuple(self._shapes)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the tasks whose outputs are held."""
+        parents = (parent.task for each in self._inputs for parent in each.parents)
+        return tuple(dict.fromkeys(task for task in parents if task))
+
+    def due(self, step: int) -> bool:
+        """Whether step number `step`, from 0, is one with a penalty."""
+        return step % self.every == 0
+
+    def check(self, model: nn.Module | Mapping[str, Tensor], function: Function | None = None) -> None:
+        """Refuse another base model than the bundles', naming the first parameter that differs, or another f."""
+        weights = weights_of_model(model)
+        for each in self._inputs:
+            about = each.curvature.about
+            if function and (words := function_difference(about.function, function)):
+                raise KfacpackError(f"{each.name}: is of another f than the model's: {words}")
+            for parameter in about.base.parameters:
+                if found := difference(parameter, weights):
+                    problem = f"is of {about.base.name}, which the model is not: parameter {parameter.name!r} {found}"
+                    raise KfacpackError(f"{each.name}: {problem}. Estimate its curvature at these weights")
+
+    def value(self, tau: Mapping[str, Tensor]) -> Tensor:
+        """λ Σ τᵀ G τ, a 0-d tensor without a graph. Parameters that no bundle covers do not count."""
+        return self._run(tau, None)
+
+    def add_grad(self, tau: Mapping[str, Tensor], grads: MutableMapping[str, Tensor] | None = None) -> Tensor:
+        """The value; and its gradient, 2 λ G τ, added in place to each tensor's `.grad`, or to `grads[name]`.
+
+        A gradient that is not there yet is made. Parameters that τ leaves out count as zero and get none.
+        """
+        covered = [name for name in tau if name in self._shapes]
+        if grads is None:
+            for name in covered:
+                if tau[name].grad is None:
+                    tau[name].grad = torch.zeros_like(tau[name])
+            return self._run(tau, {name: _there(tau[name].grad) for name in covered})
+        for name in covered:
+            if name not in grads:
+                grads[name] = torch.zeros_like(tau[name])
+        return self._run(tau, {name: grads[name] for name in covered})
+
+    @torch.no_grad()
+    def _run(self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None) -> Tensor:
+        known = self._fitting(tau)
+        factors = self._ready_for(known)
+        weight_of = {id(block): weight for block, weight in self._blocks}
+        touched = [block for block, _ in self._blocks if any(name in known for name in block.parameters)]
+        values = [torch.zeros((), dtype=factors.dtype, device=factors.device)]
+        # In the middle of somebody's mixed-precision step, the penalty stays in its own precision.
+        with torch.autocast(factors.device.type, enabled=False):
+            for block, multiply in factors.along(touched):
+                delta = gather(known, block.join, self._shapes).to(factors.device, factors.dtype)
+                H = block.structure.apply(delta, multiply)
+                strength = self.strength * weight_of[id(block)]
+                values.append(strength * torch.dot(delta.reshape(-1), H.reshape(-1)))
+                if grads is not None:
+                    accumulate(H, block.join, self._shapes, grads, 2 * strength)
+        return torch.stack(values).sum()
+
+    def _fitting(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What of τ is penalised, once it is known to fit."""
+        known = {name: tensor.detach() for name, tensor in tau.items() if name in self._shapes}
+        if not known:
+            some = ", ".join(list(self._shapes)[:3])
+            raise TaskVectorError(f"the task vector has none of the parameters that the bundles cover: {some}, …")
+        for name, tensor in known.items():
+            if tuple(tensor.shape) != self._shapes[name] or not tensor.is_floating_point():
+                found = f"{tensor.dtype} of shape {list(tensor.shape)}"
+                expected = f"floats of shape {list(self._shapes[name])}"
+                raise TaskVectorError(f"parameter {name!r}: expected {expected}, found {found}")
+        return known
+
+    def _ready_for(self, tau: Mapping[str, Tensor]) -> Factors:
+        first = next(iter(tau.values()))
+        device = self._device or first.device
+        dtype = self._dtype or torch.promote_types(torch.float32, first.dtype)
+        if self._factors is None or (self._factors.device, self._factors.dtype) != (device, dtype):
+            self._factors = Factors(dtype, device, offload=self._offload)
+        return self._factors
+
+    def _strength(self, given: float | None, preset: Preset | None) -> float:
+        if given is None:
+            return published_strength(self.curvatures[0].about.base) if preset else STRENGTH
+        if not (isfinite(given) and given >= 0):
+            raise KfacpackError(f"strength {given}: expected a number that is not negative")
+        return float(given)
+
+
+def _without(inputs: Sequence[Input], task: str) -> list[Input]:
+    """The bundles without the task that is trained, as far as it can be taken out."""
+    if not any(parent.task == task for each in inputs for parent in each.parents):
+        return list(inputs)
+    others = [each for each in inputs if any(parent.task != task for parent in each.parents)]
+    if not others:
+        raise KfacpackError(
+            f"nothing remains to hold without {task!r}, the task that is trained. Give other tasks' bundles"
+        )
+    try:
+        return [each for _, each in leave_out(inputs, [task])]
+    except KfacpackError as error:
+        warnings.warn(
+            f"the penalty holds back {task!r} itself, the task that is trained: {error}", OwnTaskWarning, stacklevel=3
+        )
+        return others
+
+
+def _there(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor

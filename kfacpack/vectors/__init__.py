@@ -1,0 +1,1 @@
+"""Task vectors: the file, what it says of itself, and the arithmetic on them."""

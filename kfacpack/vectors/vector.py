@@ -1,0 +1,239 @@
+"""`kp.TaskVector`: τ = θ − θ0 by parameter, what is said of it, and the arithmetic of it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from math import isfinite
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.bundle.identity import difference
+from kfacpack.curvature.identify import weights_of_model
+from kfacpack.errors import TaskVectorError
+from kfacpack.vectors.leaf import InFile, InMemory, Leaf, digest_of, reader, write
+from kfacpack.vectors.manifest import AboutVector, HeadEntry
+from kfacpack.vectors.sums import about_sum, check_addable, heads_of
+
+if TYPE_CHECKING:
+    from kfacpack.vectors.head import Head
+
+Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
+
+
+class TaskVector(Mapping[str, Tensor]):
+    """A mapping of state-dict names to changes, float32, which is a sum of vectors that were trained or loaded.
+
+    Nothing is added up before it is asked for: `tv[name]` reads one tensor of each addend. What it gives is not to be
+    changed in place.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], about: AboutVector, heads: Mapping[str, Head] | None = None):
+        """From the change of each parameter that `about.base` lists, and a head for each task that has one.
+
+        What `about` says of heads is filled in from the heads themselves. The tensors are not copied.
+        """
+        heads = dict(heads or {})
+        _check_tensors(tensors, about)
+        _check_heads(heads, about)
+        tasks = (
+            task.model_copy(update={"head": _entry(heads[task.name]) if task.name in heads else None})
+            for task in about.tasks
+        )
+        described = AboutVector.model_validate({**dict(about), "tasks": tuple(tasks)})
+        self._terms: tuple[tuple[float, Leaf], ...] = ((1.0, InMemory(dict(tensors), described, heads)),)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> TaskVector:
+        """Open a vector's file. Its tensors are mapped, and read and checked when touched."""
+        return cls._of([(1.0, InFile(path))])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it, whole or not at all, a tensor at a time."""
+        write(path, self.about, reader(self.__getitem__, self.about, self.heads))
+
+    @classmethod
+    def _of(cls, terms: Iterable[tuple[float, Leaf]]) -> TaskVector:
+        """The sum of leaves; one that is there twice counts once, with both coefficients."""
+        made = cls.__new__(cls)
+        totals: dict[int, tuple[float, Leaf]] = {}
+        for coefficient, leaf in terms:
+            before = totals[id(leaf)][0] if id(leaf) in totals else 0.0
+            totals[id(leaf)] = before + coefficient, leaf
+        made._terms = tuple(totals.values())
+        return made
+
+    @cached_property
+    def about(self) -> AboutVector:
+        return about_sum(self._terms)
+
+    @cached_property
+    def heads(self) -> dict[str, Head]:
+        """A task's name -> its head."""
+        return heads_of(self._terms)
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The names of the tasks that are in it."""
+        return tuple(dict.fromkeys(task.name for _, leaf in self._terms for task in leaf.about.tasks))
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters it changes, in the order of the model's state dict."""
+        return tuple(parameter.name for parameter in self._terms[0][1].about.base.parameters)
+
+    @property
+    def regime(self) -> str:
+        return self._terms[0][1].about.regime
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the whole content of its file: the one it was loaded from, or the one it would be saved to."""
+        if len(self._terms) == 1 and self._terms[0][0] == 1:
+            return self._terms[0][1].digest
+        return digest_of(self.about, reader(self.__getitem__, self.about, self.heads))
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        if len(self._terms) == 1 and self._terms[0][0] == 1:
+            return self._terms[0][1].read(name)
+        total: Tensor | None = None
+        for coefficient, leaf in self._terms:
+            part = coefficient * leaf.read(name).double()
+            total = part if total is None else total.to(part.device).add_(part)
+        assert total is not None
+        return total.float()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.parameters)
+
+    def __len__(self) -> int:
+        return len(self.parameters)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    # Of numbers by the million, only being the same object is answered at once.
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"<TaskVector of {self.about.base.name}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset(self.parameters)
+
+    def __add__(self, other: Any) -> TaskVector:
+        if not isinstance(other, TaskVector):
+            return NotImplemented
+        for _, theirs in other._terms:
+            for _, ours in self._terms:
+                if ours is not theirs:
+                    check_addable(ours, theirs)
+        return TaskVector._of([*self._terms, *other._terms])
+
+    def __radd__(self, other: Any) -> TaskVector:
+        # sum([...]) begins with 0
+        return self if type(other) is int and other == 0 else NotImplemented
+
+    def __sub__(self, other: Any) -> TaskVector:
+        return self + -other if isinstance(other, TaskVector) else NotImplemented
+
+    def __neg__(self) -> TaskVector:
+        return -1.0 * self
+
+    def __mul__(self, factor: Any) -> TaskVector:
+        if not isinstance(factor, int | float) or isinstance(factor, bool):
+            return NotImplemented
+        if not isfinite(factor):
+            raise TaskVectorError(f"a task vector cannot be multiplied by {factor}")
+        return TaskVector._of((factor * coefficient, leaf) for coefficient, leaf in self._terms)
+
+    __rmul__ = __mul__
+
+    def check(self, model: nn.Module | Mapping[str, Tensor]) -> None:
+        """Refuse a model that is not the one it was trained from, naming the first parameter that differs."""
+        weights = weights_of_model(model)
+        base = self._terms[0][1].about.base
+        for parameter in base.parameters:
+            if found := difference(parameter, weights):
+                problem = f"parameter {parameter.name!r} {found}"
+                raise TaskVectorError(
+                    f"this vector was trained from {base.name}, which the model is not: {problem}. Load the weights "
+                    "it was trained from, unchanged; to apply several vectors, add them up first"
+                )
+
+    def apply(self, model: Edited, *, in_place: bool = False) -> Edited:
+        """θ0 + τ: a copy of the model (or of its state dict) with the vector added, or the model itself.
+
+        Any model but θ0 is refused, so that no vector is added twice. A vector of the regime "linear" may also be used
+        in the linearised model, as it was trained: `kp.linearize(model)(x, tv)`.
+        """
+        self.check(model)
+        if isinstance(model, nn.Module):
+            edited = model if in_place else copy.deepcopy(model)
+            self._add_to(edited.state_dict())
+            return edited
+        state = model if in_place else {name: value.clone() if name in self else value for name, value in model.items()}
+        self._add_to(state)
+        return state
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The model itself with the vector added, as long as the context lasts; then its very bytes as before."""
+        self.check(model)
+        state = model.state_dict()
+        before = {name: state[name].clone() for name in self}
+        try:
+            self._add_to(state)
+            yield model
+        finally:
+            with torch.no_grad():
+                for name, value in before.items():
+                    state[name].copy_(value)
+
+    @torch.no_grad()
+    def _add_to(self, state: Mapping[str, Tensor]) -> None:
+        for name in self:
+            target = state[name]
+            # In float32 at least, and rounded once to what the model is in.
+            wide = torch.promote_types(target.dtype, torch.float32)
+            target.copy_(target.to(wide) + self[name].to(target.device, wide))
+
+
+def _check_tensors(tensors: Mapping[str, Tensor], about: AboutVector) -> None:
+    shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
+    for name in [*shapes, *tensors]:
+        if name not in tensors or name not in shapes:
+            where = "the vector" if name not in tensors else "the base model's parameters"
+            raise TaskVectorError(f"parameter {name!r} is not in {where}")
+        found = tensors[name]
+        if tuple(found.shape) != shapes[name] or not found.is_floating_point():
+            problem = f"found {found.dtype} of shape {list(found.shape)}"
+            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, {problem}")
+
+
+def _check_heads(heads: Mapping[str, Head], about: AboutVector) -> None:
+    tasks = [task.name for task in about.tasks]
+    for name, head in heads.items():
+        if name not in tasks:
+            raise TaskVectorError(f"there is a head for {name!r}, which is none of the tasks: {', '.join(tasks)}")
+        wanted = (len(head.classes), about.function.width)
+        if tuple(head.weight.shape) != wanted or tuple(head.bias.shape) != wanted[:1]:
+            found = f"{list(head.weight.shape)} and {list(head.bias.shape)}"
+            expected = f"{list(wanted)} and {list(wanted[:1])}"
+            raise TaskVectorError(f"the head for {name!r}: expected weight and bias of {expected}, found {found}")
+
+
+def _entry(head: Head) -> HeadEntry:
+    return HeadEntry(origin=head.origin, classes=head.classes)

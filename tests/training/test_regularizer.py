@@ -1,0 +1,252 @@
+"""The penalty: equal to autograd of the dense quadratic form, in every form a block may take, and refused elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from kit import HOLDS, dense_block, of_task, random_psd, random_tau, small_curvature
+
+import kfacpack as kp
+from kfacpack.curvature.join import gather
+from kfacpack.training.groups import groups_of
+from kfacpack.training.regularizer import OwnTaskWarning
+
+
+def brute(curvatures, tau, strength, factor=lambda block: 1.0):
+    """λ Σ factor τᵀ G τ and its gradient, by building every G and asking autograd."""
+    leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in tau.items()}
+    total = torch.zeros((), dtype=torch.float64)
+    for curvature in curvatures:
+        shapes = {p.name: p.shape for p in curvature.about.base.parameters}
+        for block in curvature.blocks:
+            if any(name in leaves for name in block.parameters):
+                x = gather(leaves, block.join, shapes).reshape(-1)
+                total = total + strength * factor(block) * (x @ dense_block(block) @ x)
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    grads = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(leaves, found, strict=True)}
+    return total.detach(), grads
+
+
+def agree(regularizer, tau, expected, rtol=1e-9):
+    value, gradient = expected
+    torch.testing.assert_close(regularizer.value(tau).double(), value, rtol=rtol, atol=0)
+    grads: dict[str, torch.Tensor] = {}
+    torch.testing.assert_close(regularizer.add_grad(tau, grads).double(), value, rtol=rtol, atol=0)
+    size = max(float(g.abs().max()) for g in gradient.values())
+    for name, found in grads.items():
+        torch.testing.assert_close(found.double(), gradient[name], rtol=rtol, atol=rtol * size)
+    assert all(not gradient[name].any() for name in gradient.keys() - grads.keys())
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("offload", [False, True])
+def test_every_form_equals_autograd_of_the_dense_form(hold, offload):
+    curvature = small_curvature(hold)
+    tau = random_tau(curvature, dtype=torch.float64)
+    agree(kp.Regularizer(curvature, 3.0, offload=offload), tau, brute([curvature], tau, 3.0))
+
+
+@pytest.mark.parametrize("hold", ["packed", "block", "block-int8", "sparse"])
+def test_float32_is_float32(hold):
+    curvature = small_curvature(hold)
+    tau = random_tau(curvature)
+    agree(kp.Regularizer(curvature, 3.0), tau, brute([curvature], tau, 3.0), rtol=1e-5)
+
+
+def test_blocks_of_uneven_length_and_few_entries():
+    G = random_psd(41, 5)
+    state = {"w": torch.randn(41, 41)}
+    about = kp.About(
+        base=kp.identify(state, ["w"], family="test", name="one"),
+        function=kp.Function(output="other", normalized=False, width=41),
+    )
+    join = kp.Join(rows=41, columns=41, pieces=(kp.Piece(parameter="w"),))
+    for matrix in (kp.BlockDiagonal.from_dense(G, 8), kp.Sparse.from_dense(G, 0.01), kp.Sparse.from_dense(G, 0.9)):
+        curvature = kp.Curvature(
+            [kp.CurvatureBlock("w", "linear", join, kp.Kronecker.of(matrix, kp.Dense.of(G)))], about
+        )
+        tau = random_tau(curvature, dtype=torch.float64)
+        agree(kp.Regularizer(curvature, 1.0), tau, brute([curvature], tau, 1.0))
+
+
+def test_bundles_from_files_add_up(tmp_path):
+    curvatures = [of_task("one", seed=1), of_task("two", seed=2, hold="block"), of_task("three", seed=3)]
+    paths = [tmp_path / f"{number}.kfac" for number in range(3)]
+    for curvature, path in zip(curvatures, paths, strict=True):
+        curvature.save(path)
+    tau = random_tau(curvatures[0], dtype=torch.float64)
+    regularizer = kp.Regularizer(paths, 0.5)
+    agree(regularizer, tau, brute(curvatures, tau, 0.5))
+    assert regularizer.tasks == ("one", "two", "three")
+    assert regularizer.digests == tuple(kp.load(path).digest for path in paths)
+
+
+def test_gradients_are_added_to_what_is_there():
+    curvature = small_curvature("packed")
+    tau = {name: tensor.requires_grad_() for name, tensor in random_tau(curvature, dtype=torch.float64).items()}
+    tau["proj"].grad = torch.ones_like(tau["proj"])
+    regularizer = kp.Regularizer(curvature, 2.0)
+    value = regularizer.add_grad(tau)
+    assert not value.requires_grad
+    _, expected = brute([curvature], tau, 2.0)
+    torch.testing.assert_close(tau["proj"].grad, 1 + expected["proj"])
+    torch.testing.assert_close(tau["one.bias"].grad, expected["one.bias"])
+    regularizer.add_grad(tau)
+    torch.testing.assert_close(tau["one.bias"].grad, 2 * expected["one.bias"])
+
+
+def test_a_part_of_the_parameters_and_others():
+    curvature = small_curvature("packed")
+    whole = random_tau(curvature, dtype=torch.float64)
+    tau = {name: whole[name] for name in ("one.bias", "attn.in_proj_weight", "scale")}
+    regularizer = kp.Regularizer(curvature, 2.0)
+    agree(regularizer, tau, brute([curvature], tau, 2.0))
+    grads: dict[str, torch.Tensor] = {}
+    regularizer.add_grad({**tau, "free.weight": torch.ones(3)}, grads)
+    assert grads.keys() == tau.keys()
+
+
+def test_the_middle_of_mixed_precision_does_not_matter():
+    curvature = small_curvature("packed")
+    tau = random_tau(curvature)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = kp.Regularizer(curvature, 1.0).value(tau)
+    assert torch.equal(inside, kp.Regularizer(curvature, 1.0).value(tau))
+
+
+def test_groups_and_weights():
+    curvature = _with_width(small_curvature("packed"), 2)
+    assert groups_of(curvature)["proj"] == "projection"
+    assert groups_of(curvature)["norm"] == "norm"
+    assert groups_of(small_curvature())["proj"] == "matmul", "not as wide as f"
+    tau = random_tau(curvature, dtype=torch.float64)
+    weights = {"norm": 5.0, "projection": 0.25, "linear": 0.0}
+    expected = brute([curvature], tau, 3.0, lambda block: weights.get(groups_of(curvature)[block.name], 1.0))
+    agree(kp.Regularizer(curvature, 3.0, weights=weights), tau, expected)
+    with pytest.raises(kp.KfacpackError, match=r"no group 'norms'.* there are .*norm, projection"):
+        kp.Regularizer(curvature, weights={"norms": 1.0})
+    with pytest.raises(kp.KfacpackError, match="weight of 'norm' is -1"):
+        kp.Regularizer(curvature, weights={"norm": -1.0})
+
+
+class Tokens(torch.nn.Module):
+    """Positions, a norm, a layer, a class token's place, and a bare projection, as in CLIP's vision tower."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = torch.nn.LayerNorm(4)
+        self.layer = torch.nn.Linear(4, 5)
+        self.proj = torch.nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x):
+        return torch.tanh(self.layer(self.norm(x))).mean(1) @ self.proj
+
+
+def test_preset_is_the_published_weighting():
+    """Their formulas, from inputs and gradients: A and B both means over examples and positions."""
+    N, R, C = 6, 5, 3
+    model, x = Tokens(), torch.randn(N, R, 4, generator=torch.Generator().manual_seed(1))
+    curvature = kp.estimate(
+        model, [x], fisher="exact", function=kp.Function(output="embedding", normalized=False, width=C)
+    )
+    normed = model.norm(x).detach()
+    hidden = model.layer(normed).detach().requires_grad_()
+    pooled = torch.tanh(hidden).mean(1)
+    f = pooled @ model.proj
+    a = torch.cat([normed, torch.ones(N, R, 1)], -1).reshape(-1, 5)
+    A = a.T @ a / (N * R)
+    B = torch.zeros(5, 5)
+    for c in range(C):
+        (g,) = torch.autograd.grad(f[:, c].sum(), hidden, retain_graph=True)
+        B += g.reshape(-1, 5).T @ g.reshape(-1, 5) / (N * R)
+    tau = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    dw = torch.cat([tau["layer.weight"], tau["layer.bias"][:, None]], 1)
+    layer = (dw * (B @ dw @ A)).sum()
+    p = pooled.detach()
+    projection = (tau["proj"].T * (tau["proj"].T @ (p.T @ p / N))).sum()
+    norms = sum(
+        curvature.quadratic({name: tau[name]}) for name in ("norm.weight", "norm.bias")
+    )  # whole blocks are means over examples there and here
+    found = kp.Regularizer(curvature, 7.0, preset="tak").value(tau)
+    torch.testing.assert_close(found, 7.0 * (layer + 0.1 * projection + 10 * norms).detach(), rtol=1e-4, atol=0)
+
+
+def test_preset_needs_positions_and_a_known_model():
+    with pytest.raises(kp.KfacpackError, match="does not say over how many positions"):
+        kp.Regularizer(small_curvature("packed"), 1.0, preset="tak")
+    with pytest.raises(kp.KfacpackError, match="published for no model like small; give the strength"):
+        kp.Regularizer(small_curvature("packed"), preset="tak")
+    with pytest.raises(kp.KfacpackError, match="no preset 'tek'"):
+        kp.Regularizer(small_curvature("packed"), preset="tek")
+
+
+def test_another_model_or_another_f_is_refused():
+    curvature = small_curvature("packed")
+    generator = torch.Generator().manual_seed(0)
+    state = {p.name: torch.randn(p.shape, generator=generator) for p in curvature.about.base.parameters}
+    regularizer = kp.Regularizer(curvature)
+    regularizer.check(state, curvature.about.function)
+    state["norm.bias"] = state["norm.bias"] + 1
+    with pytest.raises(kp.KfacpackError, match=r"input 1: is of small, .* parameter 'norm.bias' has sha256"):
+        regularizer.check(state)
+    with pytest.raises(kp.KfacpackError, match="another f than the model's: normalised embedding of width 4; logits"):
+        regularizer.check(state, kp.Function(output="logits", normalized=False, width=9))
+    with pytest.raises(kp.KfacpackError, match="different f"):
+        kp.Regularizer([curvature, _with_width(of_task("other", seed=1), 2)])
+    with pytest.raises(kp.KfacpackError, match="count twice"):
+        kp.Regularizer([of_task("one"), of_task("one")])
+
+
+def test_a_vector_that_does_not_fit_is_refused():
+    regularizer = kp.Regularizer(small_curvature("packed"))
+    with pytest.raises(kp.TaskVectorError, match="none of the parameters"):
+        regularizer.value({"other": torch.ones(2)})
+    with pytest.raises(kp.TaskVectorError, match=r"'proj': expected floats of shape \[3, 2\]"):
+        regularizer.value({"proj": torch.ones(2, 3)})
+    for bad in (-1.0, float("nan")):
+        with pytest.raises(kp.KfacpackError, match="strength"):
+            kp.Regularizer(small_curvature("packed"), bad)
+    with pytest.raises(kp.KfacpackError, match="at least one bundle"):
+        kp.Regularizer([])
+    with pytest.raises(kp.KfacpackError, match="every 0"):
+        kp.Regularizer(small_curvature("packed"), every=0)
+
+
+def test_the_trained_task_is_subtracted_where_it_can_be():
+    parts = [of_task(name, size, seed) for name, size, seed in (("one", 10, 1), ("two", 20, 2), ("three", 30, 3))]
+    merged, others = kp.merge(parts), kp.merge(parts[1:])
+    tau = random_tau(merged, dtype=torch.float64)
+    exact = kp.Regularizer([merged, parts[0]], 1.0, leaving_out="one")
+    assert exact.tasks == ("two", "three")
+    torch.testing.assert_close(exact.value(tau), kp.Regularizer(others, 1.0).value(tau), rtol=1e-5, atol=0)
+    untouched = kp.Regularizer(merged, 1.0, leaving_out="four")
+    assert torch.equal(untouched.value(tau), kp.Regularizer(merged, 1.0).value(tau))
+    apart = kp.Regularizer(parts, 1.0, leaving_out="two")
+    assert apart.tasks == ("one", "three")
+
+
+def test_the_trained_task_is_warned_of_where_it_cannot_be_subtracted():
+    parts = [of_task(name, 10, seed) for seed, name in enumerate(("one", "two"))]
+    merged = kp.merge(parts)
+    tau = random_tau(merged)
+    with pytest.warns(OwnTaskWarning, match="holds back 'one' itself.* contains 'one'"):
+        kept = kp.Regularizer(merged, 1.0, leaving_out="one")
+    assert torch.equal(kept.value(tau), kp.Regularizer(merged, 1.0).value(tau))
+    with pytest.raises(kp.KfacpackError, match="nothing remains"):
+        kp.Regularizer(parts[0], leaving_out="one")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kp.Regularizer(parts, leaving_out="one")
+
+
+def test_steps_with_a_penalty():
+    regularizer = kp.Regularizer(small_curvature("packed"), every=4)
+    assert [step for step in range(10) if regularizer.due(step)] == [0, 4, 8]
+
+
+def _with_width(curvature, width):
+    function = curvature.about.function.model_copy(update={"width": width})
+    return kp.Curvature(curvature.blocks, curvature.about.model_copy(update={"function": function}))
