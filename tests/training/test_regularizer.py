@@ -48,6 +48,21 @@ def test_every_form_equals_autograd_of_the_dense_form(hold, offload):
     agree(kp.Regularizer(curvature, 3.0, offload=offload), tau, brute([curvature], tau, 3.0))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("hold", HOLDS)
+def test_factors_brought_to_a_gpu_are_the_same(hold):
+    curvature = small_curvature(hold)
+    tau = random_tau(curvature, dtype=torch.float64)
+    expected = brute([curvature], tau, 3.0)
+    for tensors, options in (({n: t.cuda() for n, t in tau.items()}, {}), (tau, {"device": "cuda"})):
+        for offload in (False, True):
+            regularizer = kp.Regularizer(curvature, 3.0, offload=offload, **options)
+            grads: dict[str, torch.Tensor] = {}
+            torch.testing.assert_close(regularizer.add_grad(tensors, grads).cpu(), expected[0])
+            for name, found in grads.items():
+                torch.testing.assert_close(found.cpu(), expected[1][name])
+
+
 @pytest.mark.parametrize("hold", ["packed", "block", "block-int8", "sparse"])
 def test_float32_is_float32(hold):
     curvature = small_curvature(hold)

@@ -1,0 +1,133 @@
+"""Task vectors: arithmetic that equals that of tensors, sums that remember, and models that are not theirs refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from vectors.small import head, network, vector
+
+import kfacpack as kp
+
+
+def test_arithmetic_is_that_of_tensors():
+    one, two = vector("one", 1), vector("two", 2)
+    mixed = 0.5 * (one - two) + two * 2 - (-one)
+    for name in one:
+        torch.testing.assert_close(mixed[name], 1.5 * one[name] + 1.5 * two[name])
+    torch.testing.assert_close(sum([one, two])["0.weight"], one["0.weight"] + two["0.weight"])
+    assert mixed.parameters == tuple(name for name, _ in network().named_parameters())
+    assert mixed.tasks == ("one", "two")
+    assert set(mixed.heads) == {"one", "two"}
+    assert "nothing" not in mixed
+    with pytest.raises(KeyError):
+        mixed["nothing"]
+    with pytest.raises(kp.TaskVectorError, match="multiplied by inf"):
+        float("inf") * one
+    with pytest.raises(TypeError):
+        one + 3
+
+
+def test_sums_remember_what_they_are_sums_of(tmp_path):
+    one, two = vector("one", 1), vector("two", 2)
+    (0.3 * one + 2 * two).save(tmp_path / "sum.safetensors")
+    read = kp.TaskVector.load(tmp_path / "sum.safetensors")
+    assert {a.sha256: a.coefficient for a in read.about.addends} == {one.digest: 0.3, two.digest: 2.0}
+    again = -read + one
+    found = {a.sha256: (a.coefficient, a.tasks) for a in again.about.addends}
+    assert found == {one.digest: (0.7, ("one",)), two.digest: (-2.0, ("two",))}
+    assert [task.training.seed for task in again.about.tasks] == [1, 2]
+    assert one.about.addends == ()
+    twice = vector("one", 1) + vector("one", 5)
+    assert twice.about.tasks[0].training is None, "trained twice, not in one way"
+    assert len(twice.about.addends) == 2
+
+
+def test_a_vector_is_a_task_vector_to_a_curvature():
+    model = network()
+    curvature = kp.estimate(model, [torch.randn(6, 4)])
+    tau = vector()
+    plain = {name: tau[name] for name in tau}
+    assert torch.equal(curvature.quadratic(tau), curvature.quadratic(plain))
+    assert torch.equal(kp.Regularizer(curvature).value(tau), kp.Regularizer(curvature).value(plain))
+
+
+def test_applied_to_its_model():
+    model, tau = network(), vector()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    edited = tau.apply(model)
+    for name, value in edited.state_dict().items():
+        torch.testing.assert_close(value, before[name] + tau[name])
+        assert torch.equal(model.state_dict()[name], before[name]), "a copy was edited"
+    state = tau.apply(dict(before))
+    assert torch.equal(state["0.weight"], edited.state_dict()["0.weight"])
+    with (-0.5 * tau).applied(model) as inside:
+        assert inside is model
+        torch.testing.assert_close(model[0].weight.detach(), before["0.weight"] - 0.5 * tau["0.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert tau.apply(model, in_place=True) is model
+    assert torch.equal(model[0].weight, edited[0].weight)
+    with pytest.raises(kp.TaskVectorError, match=r"parameter '0.weight' has sha256 .* add them up first"):
+        tau.apply(model)
+
+
+def test_half_precision_is_rounded_once():
+    model = network().bfloat16()
+    base = kp.identify(model, list(model.state_dict()), family="test", name="half")
+    tau = vector(base=0)
+    small = kp.TaskVector({name: 1e-3 * tau[name] for name in tau}, tau.about.model_copy(update={"base": base}))
+    edited = small.apply(model)
+    expected = (model[0].weight.float() + small["0.weight"]).bfloat16()
+    assert torch.equal(edited[0].weight, expected)
+
+
+def test_another_model_is_refused_by_its_numbers():
+    other = network()
+    with torch.no_grad():
+        other[1].bias[2] += 1
+    with pytest.raises(kp.TaskVectorError, match=r"trained from network 0, which the model is not: parameter '1.bias'"):
+        vector().apply(other)
+    with pytest.raises(kp.TaskVectorError, match=r"parameter '0.weight' is not among these weights"):
+        vector().apply(nn.Linear(2, 2))
+
+
+def test_sums_that_mean_nothing_are_refused():
+    one = vector("one")
+    refused = {
+        r"different base models \(network 0 and network 1\): '0.weight'": vector("two", base=1),
+        "different regimes: 'linear' and 'full'": vector("two", regime="full"),
+        "different f: normalised embedding of width 3; normalised embedding of width 4": vector("two", width=4),
+    }
+    for words, other in refused.items():
+        with pytest.raises(kp.TaskVectorError, match=words):
+            one + other
+    tensors = {name: value for name, value in one.items() if name != "2.bias"}
+    base = kp.identify(network(), list(tensors), family="test", name="network 0")
+    fewer = kp.TaskVector(tensors, one.about.model_copy(update={"base": base}))
+    with pytest.raises(kp.TaskVectorError, match=r"only one of them has '2.bias'"):
+        one + fewer
+
+
+def test_heads_of_one_task_must_be_the_same():
+    one = vector("toy")
+    tensors = dict(one)
+    for other, words in ((head(9), "weights are not the same numbers"), (head(3, classes=3), "2 and 3 classes")):
+        with pytest.raises(kp.TaskVectorError, match=f"both have a head for 'toy', but not the same one: .*{words}"):
+            one + kp.TaskVector(tensors, one.about, {"toy": other})
+    assert set((one + kp.TaskVector(tensors, one.about)).heads) == {"toy"}
+
+
+def test_what_does_not_fit_is_refused():
+    one = vector()
+    tensors = dict(one)
+    with pytest.raises(kp.TaskVectorError, match=r"'0.bias' is not in the vector"):
+        kp.TaskVector({n: t for n, t in tensors.items() if n != "0.bias"}, one.about)
+    with pytest.raises(kp.TaskVectorError, match="'more' is not in the base model's parameters"):
+        kp.TaskVector({**tensors, "more": torch.ones(1)}, one.about)
+    with pytest.raises(kp.TaskVectorError, match=r"expected floats of shape \[5\], found"):
+        kp.TaskVector({**tensors, "0.bias": torch.ones(4)}, one.about)
+    with pytest.raises(kp.TaskVectorError, match="a head for 'other', which is none of the tasks: toy"):
+        kp.TaskVector(tensors, one.about, {"other": head(1)})
+    wide = kp.Head(torch.ones(2, 9), torch.zeros(2), ("a", "b"), "text")
+    with pytest.raises(kp.TaskVectorError, match=r"expected weight and bias of \[2, 3\] and \[2\]"):
+        kp.TaskVector(tensors, one.about, {"toy": wide})
