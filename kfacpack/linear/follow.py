@@ -7,8 +7,10 @@ first and knows nothing of the second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +27,9 @@ from kfacpack.linear.tangents import Tangents
 
 class Follow(TorchDispatchMode):
     def __init__(self, tangents: Tangents) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._tangents = tangents
+        _prepare()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -38,60 +41,70 @@ class Follow(TorchDispatchMode):
         # A view has its owner's tangent, and what is detached has none; autograd will mark the result as which it is.
         if func.is_view:
             return func(*args, **kwargs)
-        at = self._tangents.get
-        moved = False
-        for tensor in _tensors((args, kwargs)):
-            if at(tensor) is not None:
-                moved = True
+        tangents = self._tangents_among((args, kwargs))
+        if not tangents:
+            return func(*args, **kwargs)
+        with torch._C._DisableAutocast():  # which has had its say when it came to this operation
+            if func._schema.is_mutable:
+                return self._write(func, args, kwargs, tangents)
+            if func in RULES:
+                out, tangent = RULES[func](func, lambda tensor: tangents.get(id(tensor)), *args, **kwargs)
+                self._tangents.put(out if isinstance(out, Tensor) else out[0], tangent)
+                return out
+            return self._differentiate(func, args, kwargs, tangents)
+
+    def _tangents_among(self, arguments: Any) -> dict[int, Tensor]:
+        """Those that are not zero, by the identity of the tensor."""
+        found: dict[int, Tensor] = {}
+        for tensor in _tensors(arguments):
+            if (tangent := self._tangents.get(tensor)) is not None:
+                found[id(tensor)] = tangent
             elif isinstance(tensor.grad_fn, BackwardCFunction):
                 _refuse_unseen(tensor.grad_fn)
-        if not moved:
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            return self._write(func, args, kwargs)
-        if func in RULES:
-            out, tangent = RULES[func](func, at, *args, **kwargs)
-            self._tangents.put(out if isinstance(out, Tensor) else out[0], tangent)
-            return out
-        return self._differentiate(func, args, kwargs)
+        return found
 
-    def _differentiate(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _differentiate(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
         """By torch's own forward-mode derivative of this one operation, which gives its result as well."""
         with _forward_mode(func):
-            out = func(*_changed(args, self._dual), **_changed(kwargs, self._dual))
+            args, kwargs = _duals((args, kwargs), tangents)
+            out = func(*args, **kwargs)
             made = [(each, _tangent_of(each)) for each in _tensors(out)]
         for tensor, tangent in made:
             if tangent is not None:
                 self._tangents.put(tensor, tangent)
         return out
 
-    def _write(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _write(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
         """An operation that writes to its first argument, and to no other."""
+        target, *others = args
         written = [each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
-        target = args[0]
-        if len(written) != 1 or written[0] is not func._schema.arguments[0] or not isinstance(target, Tensor):
+        if len(written) != 1 or written[0].name != func._schema.arguments[0].name or not isinstance(target, Tensor):
             raise KfacpackError(f"cannot linearise {func}, which writes to more than its first argument")
+        # A copy, since it will be written to as well.
+        tangent = tangents[id(target)].clone() if id(target) in tangents else None
         if torch.Tag.inplace_view in func.tags:
-            tangent = self._tangents.get(target)
             func(*args, **kwargs)
             if tangent is not None and not target._is_view():
-                turned = tangent.clone()
-                func(turned, *args[1:], **kwargs)
-                self._tangents.put(target, turned)
+                func(tangent, *others, **kwargs)
+                self._tangents.put(target, tangent)
             return target
         with _forward_mode(func):
-            dual = self._dual(target, own=True)
-            func(dual, *_changed(args[1:], self._dual), **_changed(kwargs, self._dual))
+            dual = target.detach()
+            if tangent is not None:
+                dual = forward_ad.make_dual(dual, tangent)
+            others, kwargs = _duals((others, kwargs), tangents)
+            func(dual, *others, **kwargs)
             tangent = _tangent_of(dual)
         self._tangents.put(target, tangent)
         return target
 
-    def _dual(self, tensor: Tensor, own: bool = False) -> Tensor:
-        """The same memory, with its tangent, or a copy of that which may be written to (`own`)."""
-        tangent = self._tangents.get(tensor)
-        if tangent is None:
-            return tensor.detach() if own else tensor
-        return forward_ad.make_dual(tensor.detach(), tangent.clone() if own else tangent)
+
+@cache
+def _prepare() -> None:
+    """The first time, torch compiles some derivatives, and warns of its own doing."""
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
 
 
 @contextmanager
@@ -101,6 +114,7 @@ def _forward_mode(func: Any) -> Iterator[None]:
         stack.enter_context(torch.no_grad())
         stack.enter_context(enable_reentrant_dispatch())
         stack.enter_context(torch._C._DisableTorchDispatch())
+        stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(forward_ad.dual_level())
         try:
             yield
@@ -132,11 +146,12 @@ def _tensors(value: Any) -> Iterable[Tensor]:
             yield from _tensors(each)
 
 
-def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def _duals(value: Any, tangents: Mapping[int, Tensor]) -> Any:
+    """The same arguments, the tensors among them with their tangents."""
     if isinstance(value, Tensor):
-        return change(value)
+        return forward_ad.make_dual(value.detach(), tangents[id(value)]) if id(value) in tangents else value
     if isinstance(value, (list, tuple)):
-        return type(value)(_changed(each, change) for each in value)
+        return type(value)(_duals(each, tangents) for each in value)
     if isinstance(value, dict):
-        return {key: _changed(each, change) for key, each in value.items()}
+        return {key: _duals(each, tangents) for key, each in value.items()}
     return value

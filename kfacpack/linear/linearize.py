@@ -73,7 +73,7 @@ class Linearized:
         """(N, C), differentiable in τ, once."""
         require_fit(tau, self._shapes, "lin")
         if torch.is_grad_enabled() and any(value.requires_grad for value in tau.values()):
-            found: Tensor = _Apply.apply(self, batch, tuple(tau), *tau.values())
+            found: Tensor = _Apply.apply(self, batch, tuple(tau), *tau.values())  # type: ignore[no-untyped-call]
             return found
         f, change = self.outputs(batch, tau)
         return f + change
