@@ -3,7 +3,7 @@
     python tests/bench/penalty.py [--threads 2] [--rounds 5] [--layers 3]
 
 On the blocks of a ViT-B/32, 4 linear layers with their biases in each of its layers, of which three stand for twelve:
-value and gradient with dense factors, the same by autograd through `trace(B @ W @ A @ W.T)`, and with `block:8` factors.
+value and gradient with dense factors, the same by autograd through `trace(B @ W @ A @ W.T)`, and with `block:8`.
 A linearised step at batch 128 is computed from measured parts: forward and backward of such a layer at batch 16, of 50
 positions, times 8 for the batch, times 5/3 for the tangents. Rounds are interleaved and medians compared. Exits with 1
 when a promise does not hold.
