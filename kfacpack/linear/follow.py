@@ -115,6 +115,7 @@ def _forward_mode(func: Any) -> Iterator[None]:
         stack.enter_context(enable_reentrant_dispatch())
         stack.enter_context(torch._C._DisableTorchDispatch())
         stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # which functions of the model's own switch off
         stack.enter_context(forward_ad.dual_level())
         try:
             yield
