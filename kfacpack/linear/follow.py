@@ -125,7 +125,8 @@ def _forward_mode(func: Any) -> Iterator[None]:
 
 
 def _tangent_of(tensor: Tensor) -> Tensor | None:
-    tangent = forward_ad.unpack_dual(tensor).tangent if tensor.is_floating_point() else None
+    continuous = tensor.is_floating_point() or tensor.is_complex()
+    tangent = forward_ad.unpack_dual(tensor).tangent if continuous else None
     return None if tangent is None or tangent._is_zerotensor() else tangent
 
 
