@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -33,6 +30,7 @@ from .options import (
     option,
 )
 from .progress import examples_bar, loading
+from .stopping import stopping
 
 if TYPE_CHECKING:
     from kfacpack.estimation.forecast import Forecast
@@ -90,9 +88,9 @@ def estimate(
     accelerate launch, processes share the work: torchrun --nproc-per-node 2 -m kfacpack_cli estimate …
     """
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.estimation import processes
     from kfacpack.estimation.job import Job
     from kfacpack.estimation.options import Options
+    from kfacpack.running import processes
     from kfacpack.tasks import load_task
 
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
@@ -114,11 +112,11 @@ def estimate(
 
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
-    from kfacpack.estimation import processes
-    from kfacpack.estimation.job import Interrupted
+    from kfacpack.running import processes
+    from kfacpack.running.partial import Interrupted
 
     start = time.perf_counter()
-    with _stopping() as stopped, examples_bar(job.task.name, show=show) as advance:
+    with stopping() as stopped, examples_bar(job.task.name, show=show) as advance:
         try:
             curvature = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
         except Interrupted as interruption:
@@ -148,25 +146,6 @@ def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> 
             print_report(job.report, f"compressed by {job.options.compress}", bundle.nbytes)
             if job.options.diagonal_blocks > 1:
                 out.print(Text("what lies between the diagonal blocks of factors was not computed, nor measured"))
-
-
-@contextmanager
-def _stopping() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C, or a polite request to end, lets the batch at hand finish; the second one does not wait."""
-    asked: list[int] = []
-
-    def ask(number: int, frame: object) -> None:
-        asked.append(number)
-        if len(asked) > 1:
-            raise KeyboardInterrupt
-        show_note("stopping after this batch; press Ctrl-C again to stop at once")
-
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _print_forecast(found: Forecast) -> None:

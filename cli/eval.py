@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
@@ -17,12 +17,14 @@ from .options import (
     DATA,
     DATA_FOLDER,
     DEVICE,
+    HEAD,
     IMAGE_SIZE,
     MODEL,
     MODEL_NAME,
     QUIET,
     RUN,
     WEIGHTS,
+    HeadKind,
     load_named,
     option,
 )
@@ -31,8 +33,6 @@ from .progress import examples_bar, loading
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import Exam, Score
     from kfacpack.heads import Head
-
-HeadKind = Literal["auto", "text", "prototypes"]
 
 
 def evaluate(
@@ -43,13 +43,7 @@ def evaluate(
     image_size: int | None = IMAGE_SIZE,
     device: str = DEVICE,
     dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's."),
-    head: HeadKind = option(
-        MODEL,
-        "auto",
-        "--head",
-        help="What tells classes apart: their names through the text tower, or prototypes, the means of their training "
-        "examples. auto takes prototypes where there is no text tower.",
-    ),
+    head: HeadKind = HEAD,
     data: Path | None = DATA_FOLDER,
     split: str = option(DATA, "test", "--split", help="The split to take examples from."),
     examples: str = option(DATA, "all", "--examples", metavar="N|P%|all", help="How many; always the same ones."),
@@ -66,9 +60,9 @@ def evaluate(
     if data is not None and len(names) > 1:
         raise KfacpackError(f"--data is the data of one task, found {len(names)}: {printable(', '.join(names))}")
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.estimation.processes import local_device
     from kfacpack.evaluation.accuracy import Exam, score
     from kfacpack.heads import head_for
+    from kfacpack.running.processes import local_device
     from kfacpack.tasks import load_task
 
     show = not (quiet or as_json)

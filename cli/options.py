@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -32,6 +32,14 @@ IMAGE_SIZE = option(
     MODEL, None, "--image-size", min=1, metavar="N", help="Pixels of a side, instead of the model's own."
 )
 DEVICE = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is.")
+HeadKind = Literal["auto", "text", "words", "prototypes"]
+HEAD = option(
+    MODEL,
+    "auto",
+    "--head",
+    help="What tells classes apart: their names through the text tower, or as the next word (T5), or prototypes, the "
+    "means of their training examples. auto takes the first of these that there is.",
+)
 DATA_FOLDER = option(
     DATA,
     None,

@@ -1,9 +1,10 @@
 """Heads: frozen affine maps from f to logits. K classes, C the width of f, N examples.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
+    from words        w_k = the row of the output layer for the class's name as the next word,  b = 0
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
-where m_k is the mean of f over the class's training examples, and c the mean of all m_k. Both are made at the weights a
+where m_k is the mean of f over the class's training examples, and c the mean of all m_k. All are made at the weights a
 model comes with, and stay as they are when its weights move.
 """
 
@@ -22,9 +23,9 @@ from kfacpack.models.outputs import outputs
 from kfacpack.tasks.base import Split, Task
 from kfacpack.vectors.head import Head
 
-__all__ = ["Head", "head_for", "known_classes", "prototype_head", "text_head"]
+__all__ = ["Head", "head_for", "known_classes", "prototype_head", "text_head", "word_head"]
 
-Kind = Literal["auto", "text", "prototypes"]
+Kind = Literal["auto", "text", "words", "prototypes"]
 PER_CLASS = 256
 """How many training examples of a class its prototype is the mean of, at most."""
 
@@ -37,15 +38,18 @@ def head_for(
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Head:
-    """`auto` takes texts where the model has a text tower and the task has templates, and prototypes elsewhere.
+    """`auto` takes texts where the model has a text tower and the task has templates; words where f predicts them and
+    the classes begin with different ones; prototypes elsewhere.
 
     For prototypes, `on_progress` hears how many training examples are done, and how many there are.
     """
     if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
         return text_head(model, task)
+    if kind == "words" or (kind == "auto" and _speaks(model, task)):
+        return word_head(model, task)
     if kind in ("auto", "prototypes"):
         return prototype_head(model, task, batch_size=batch_size, on_progress=on_progress)
-    raise KfacpackError(f"head {kind!r}: expected auto, text or prototypes")
+    raise KfacpackError(f"head {kind!r}: expected auto, text, words or prototypes")
 
 
 def text_head(model: Model, task: Task) -> Head:
@@ -60,6 +64,34 @@ def text_head(model: Model, task: Task) -> Head:
     embeddings = _exact_enough(model.encode_text(texts)).unflatten(0, (len(classes), -1))
     weight = model.logit_scale * normalize(embeddings.mean(1), dim=-1)
     return Head(weight, weight.new_zeros(len(classes)), classes, "text")
+
+
+def word_head(model: Model, task: Task) -> Head:
+    """The classes' names, as the model would say them."""
+    classes = known_classes(task)
+    if model.word_weights is None:
+        raise KfacpackError(f"{model.name} predicts no words; classes can have prototypes instead: --head prototypes")
+    weight = model.word_weights([name.replace("_", " ") for name in classes])
+    if (alike := _first_alike(weight)) is not None:
+        names = " and ".join(repr(printable(classes[k])) for k in alike)
+        raise KfacpackError(f"{printable(task.name)}: the classes {names} begin with the same word for {model.name}")
+    return Head(weight, weight.new_zeros(len(classes)), classes, "words")
+
+
+def _speaks(model: Model, task: Task) -> bool:
+    """Whether the model tells the classes' names apart by the first word."""
+    if model.word_weights is None:
+        return False
+    return _first_alike(model.word_weights([name.replace("_", " ") for name in known_classes(task)])) is None
+
+
+def _first_alike(weight: Tensor) -> tuple[int, int] | None:
+    """The first two rows of (K, C) that are the same."""
+    for second in range(len(weight)):
+        same = (weight[:second] == weight[second]).all(1).nonzero()
+        if len(same):
+            return int(same[0]), second
+    return None
 
 
 def prototype_head(

@@ -17,6 +17,7 @@ LAYERS = [
     "bundle",
     "curvature.matrices",
     "curvature",
+    "running",
     "verification",
     "vectors",
     "compression",

@@ -16,7 +16,6 @@ from kfacpack.compression.compress import compress_by
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation import processes
 from kfacpack.estimation.options import Options
 from kfacpack.estimation.plan import plan, require_used
 from kfacpack.estimation.trace import Trace, trace
@@ -24,6 +23,7 @@ from kfacpack.estimation.underway import Estimation
 from kfacpack.function.batch import length, to_device
 from kfacpack.function.borrowed import borrowed
 from kfacpack.function.parameters import choose
+from kfacpack.running import processes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -5,7 +5,6 @@ Every process runs the same job; each takes every n-th batch, and all end with t
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,15 +17,14 @@ from typing import TYPE_CHECKING, Any
 from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
 from kfacpack.curvature.matrices.components import raw_bytes
-from kfacpack.errors import KfacpackError
-from kfacpack.estimation import processes
 from kfacpack.estimation.estimate import begin, compressed, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
 from kfacpack.estimation.options import Options
-from kfacpack.estimation.partial import EVERY, Partial
 from kfacpack.function.batch import tensors_of, to_device
 from kfacpack.function.borrowed import borrowed
 from kfacpack.function.parameters import choose
+from kfacpack.running import processes
+from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.sampling import batched, drawn, how_many
 
 if TYPE_CHECKING:
@@ -39,10 +37,6 @@ if TYPE_CHECKING:
     from kfacpack.function.batch import Batch
     from kfacpack.models import Model
     from kfacpack.tasks import Split, Task
-
-
-class Interrupted(Exception):  # noqa: N818 - not an error: it was asked for, and nothing is lost
-    """The job was asked to stop, and has stored what it had."""
 
 
 @dataclass
@@ -91,7 +85,7 @@ class Job:
         `on_progress` hears how many of this process's examples are done, and how many there are. Once `stopped` says
         so, the sums are stored after the batch at hand, and `Interrupted` is raised.
         """
-        _require_place(output)
+        require_place(output)
         own = self.own_batches
         total = sum(map(len, own))
         with self._begun() as estimation:
@@ -102,7 +96,7 @@ class Job:
                 name=self.model.name,
                 revision=self.model.revision,
             )
-            partial = Partial(_partial_path(output), self._request(estimation, base), every)
+            partial = Partial(_partial_path(output), "an estimate", self._request(estimation, base), every)
             done = partial.restore(estimation) if resume else partial.require_absent()
             on_progress(estimation.examples, total)
             for number, examples in enumerate(own[done:], start=done + 1):
@@ -194,10 +188,3 @@ def _digest(batch: Batch) -> str:
 def _partial_path(output: Path) -> Path:
     of = f"-{processes.rank()}-of-{processes.count()}" if processes.count() > 1 else ""
     return output.with_name(f"{output.name}.partial{of}")
-
-
-def _require_place(output: Path) -> None:
-    """Better told now than after an hour of work."""
-    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
-        problem = "is a folder" if output.is_dir() else f"cannot be written: no writable folder {str(output.parent)!r}"
-        raise KfacpackError(f"{output}: {problem}. Give the path of a file in a folder that exists")

@@ -42,6 +42,8 @@ class Model:
     """What `prepare` does, in one line, for the manifest."""
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
     """N texts -> their normalised embeddings beside f, (N, C), without gradient; None without a trained text tower."""
+    word_weights: Callable[[Sequence[str]], Tensor] | None = None
+    """K words -> (K, C): by which f becomes the logit of each as the next word; None where f predicts no words."""
     logit_scale: float = 100.0
     """What cosines are multiplied by to become logits: the model's own, or else what CLIP's training arrives at."""
 

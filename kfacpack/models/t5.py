@@ -57,6 +57,16 @@ class T5:
             tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
+        def word_weights(words: Sequence[str]) -> Tensor:
+            """Rows of the output layer. The first token stands for a word, since the decoder has said nothing yet."""
+            ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
+            if unspeakable := [word for word, each in zip(words, ids, strict=True) if not each]:
+                raise KfacpackError(f"t5:{name} has no token for the class {unspeakable[0]!r}; use --head prototypes")
+            rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
+            # Where the output layer is the word embedding, T5 makes f smaller before it.
+            scaled: Tensor = rows * config.d_model**-0.5 if config.tie_word_embeddings else rows
+            return scaled
+
         return Model(
             family=self.name,
             name=public_name(name),
@@ -72,5 +82,6 @@ class T5:
             ),
             frozen=FROZEN,
             prepare=prepare,
+            word_weights=word_weights,
             preprocessing=f"'TASK column: text column: text', at most {limit} tokens",
         )

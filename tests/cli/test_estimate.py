@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 import kfacpack as kp
-from kfacpack.estimation.partial import Partial
+from kfacpack.running.partial import Partial
 
 COMMAND = [sys.executable, "-m", "kfacpack_cli"]
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -144,7 +144,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
 
 def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
     estimation = SimpleNamespace(tensors=lambda: iter([("sum", torch.arange(100.0))]))
-    partial = Partial(tmp_path / "t.kfac.partial", {"seed": 1})
+    partial = Partial(tmp_path / "t.kfac.partial", "an estimate", {"seed": 1})
     partial.keep(estimation, 3, now=True)
     assert partial.restore(estimation) == 3
     raw = bytearray(partial.path.read_bytes())

@@ -1,13 +1,14 @@
-"""An unfinished estimate on disk: its sums and how far it got, so that it can be taken up again to the same bytes."""
+"""Unfinished work on disk: its tensors and how far it got, so that it can be taken up again to the same bytes."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -16,9 +17,9 @@ from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterable
 
-    from kfacpack.estimation.underway import Estimation
+    from torch import Tensor
 
 EVERY = 30.0
 """Seconds of work after which it is stored, at the end of a batch."""
@@ -26,22 +27,35 @@ EVERY = 30.0
 _KEY = "kfacpack_partial"
 
 
+class Interrupted(Exception):  # noqa: N818 - not an error: it was asked for, and nothing is lost
+    """Work was asked to stop, and has stored what it had."""
+
+
+class Underway(Protocol):
+    """Work that can be stored and taken up again."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """All that it is made of so far, by name; to be written to when it is taken up again."""
+
+
 @dataclass
 class Partial:
-    """The file, and what the estimate in it must have been asked for to be the same as ours."""
+    """The file, and what the work in it must have been asked for to be the same as ours."""
 
     path: Path
+    what: str
+    """What it is, with its article: "an estimate"."""
     request: dict[str, Any]
     every: float = EVERY
     _last: float = field(default_factory=time.monotonic)
 
-    def keep(self, estimation: Estimation, batches: int, *, now: bool = False) -> None:
-        """Store the sums after `batches` batches, if it is time to."""
+    def keep(self, work: Underway, done: int, *, now: bool = False) -> None:
+        """Store the work after `done` batches, if it is time to."""
         if not now and time.monotonic() - self._last < self.every:
             return
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in estimation.tensors()}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
-        said = json.dumps({"request": self.request, "batches": batches, "sha256": digests}, sort_keys=True)
+        said = json.dumps({"request": self.request, "batches": done, "sha256": digests}, sort_keys=True)
         beside = self.path.with_name(f".{self.path.name}")
         try:
             save_file(tensors, beside, {_KEY: said})
@@ -51,28 +65,28 @@ class Partial:
             raise KfacpackError(f"{self.path}: what is done so far cannot be stored: {error}") from error
         self._last = time.monotonic()
 
-    def restore(self, estimation: Estimation) -> int:
-        """Put the stored sums back; how many batches went into them, 0 if nothing was stored."""
+    def restore(self, work: Underway) -> int:
+        """Put the stored tensors back; how many batches went into them, 0 if nothing was stored."""
         if not self.path.exists():
             return 0
         try:
             with safe_open(self.path, "pt") as stored:
                 said = json.loads((stored.metadata() or {})[_KEY])
                 self._compare(said["request"])
-                for name, tensor in estimation.tensors():
+                for name, tensor in work.tensors():
                     found = stored.get_tensor(name)
                     if _digest(found) != said["sha256"][name]:
                         raise KeyError(f"{name!r} is not what was stored")
                     tensor.copy_(found)
         except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
-            problem = f"{self.path}: is not an unfinished estimate, or it is damaged ({error})"
+            problem = f"{self.path}: is not {self.what} that was interrupted, or it is damaged ({error})"
             raise KfacpackError(f"{problem}. Remove it to start anew") from error
         return int(said["batches"])
 
     def require_absent(self) -> int:
         """Do not write over somebody's unfinished work. 0, as many batches as there are in nothing."""
         if self.path.exists():
-            problem = "there is an unfinished estimate from before"
+            problem = f"there is {self.what} from before that was interrupted"
             raise KfacpackError(f"{self.path}: {problem}. Go on with it (--resume), or remove it to start anew")
         return 0
 
@@ -89,3 +103,10 @@ class Partial:
 
 def _digest(tensor: Tensor) -> str:
     return sha256(raw_bytes(tensor)).hexdigest()
+
+
+def require_place(output: Path) -> None:
+    """Better told now than after an hour of work."""
+    if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
+        problem = "is a folder" if output.is_dir() else f"cannot be written: no writable folder {str(output.parent)!r}"
+        raise KfacpackError(f"{output}: {problem}. Give the path of a file in a folder that exists")

@@ -1,4 +1,4 @@
-"""Several processes that share one estimate: which of them this one is, and how their sums become one."""
+"""Several processes that share one piece of work: which of them this one is, and how their sums become one."""
 
 from __future__ import annotations
 
@@ -63,6 +63,18 @@ def add_up(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         moved = tensor.cuda() if on_device else tensor
         dist.all_reduce(moved)
+        if moved is not tensor:
+            tensor.copy_(moved)
+
+
+def take_from_first(tensors: Iterable[Tensor]) -> None:
+    """Every process gets what the first one has, in place."""
+    if count() == 1:
+        return
+    on_device = dist.get_backend() == "nccl"
+    for tensor in tensors:
+        moved = tensor.cuda() if on_device else tensor
+        dist.broadcast(moved, src=0)
         if moved is not tensor:
             tensor.copy_(moved)
 

@@ -1,0 +1,220 @@
+"""The training of a task's vector: several processes, stored and taken up again.
+
+Every process runs the same job. Of each step's batch it takes every n-th example; the gradients are added up, and all
+go on with the same τ. So neither their number nor how many examples are computed at once changes what is trained, but
+for rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from kfacpack.bundle.manifest import Source
+from kfacpack.curvature.identify import identify
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.function.batch import to_device
+from kfacpack.running import processes
+from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
+from kfacpack.tasks.sampling import batched
+from kfacpack.training.metrics import Metrics, metrics_path, opened
+from kfacpack.training.optimizer import Underway
+from kfacpack.training.order import Order
+from kfacpack.training.settings import Settings
+from kfacpack.vectors.manifest import AboutVector, TaskEntry, Training
+from kfacpack.vectors.vector import TaskVector
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import Base
+    from kfacpack.heads import Head
+    from kfacpack.models.base import Batch
+    from kfacpack.tasks.base import Split, Task
+    from kfacpack.training.drift import Drift
+    from kfacpack.training.regimes import Regime
+    from kfacpack.training.regularizer import Regularizer
+
+
+@dataclass
+class Job:
+    regime: Regime
+    task: Task
+    head: Head
+    settings: Settings = field(default_factory=Settings)
+    regularizer: Regularizer | None = None
+    drift: Drift | None = None
+    autocast: torch.dtype | None = None
+    """The type that the model computes in, where that is not its own; τ stays float32."""
+    penalty_settings: dict[str, Any] = field(default_factory=dict)
+    """What the vector's file says of the penalty."""
+
+    def __post_init__(self) -> None:
+        if len(self.head.classes) < 2:
+            only = printable(self.head.classes[0])
+            raise KfacpackError(f"{printable(self.task.name)} has one class, {only!r}: there is nothing to learn")
+        if self.regularizer:
+            self.regularizer.check(self.regime.model.module, self.regime.model.function)
+
+    @cached_property
+    def split(self) -> Split:
+        return self.task.split("train")
+
+    @cached_property
+    def steps(self) -> int:
+        return self.settings.length(len(self.split))
+
+    def run(
+        self,
+        output: Path,
+        *,
+        resume: bool = False,
+        every: float = EVERY,
+        on_progress: Callable[[Metrics, int], None] = lambda metrics, steps: None,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> TaskVector:
+        """Train, and write the vector. On the way, what is done is stored beside it, every so many seconds.
+
+        `on_progress` hears of each step, and how many there are. Once `stopped` says so, what is done is stored after
+        the step at hand, and `Interrupted` is raised.
+        """
+        require_place(output)
+        model = self.regime.model
+        base = identify(
+            model.module, list(self.regime.wanted), family=model.family, name=model.name, revision=model.revision
+        )
+        underway = Underway(self.regime.wanted, self.settings)
+        partial = Partial(_partial_path(output), "a training run", self._request(base), every)
+        done = self._begin(partial, underway, resume=resume)
+        first = processes.rank() == 0
+        with opened(metrics_path(output), done) if first else nullcontext() as log:
+            for step in range(done, self.steps):
+                metrics = self._step(step, underway)
+                if log:
+                    log.add(metrics)
+                on_progress(metrics, self.steps)
+                if stopped():
+                    if first:
+                        partial.keep(underway, step + 1, now=True)
+                    raise Interrupted
+                if first:
+                    partial.keep(underway, step + 1)
+        vector = self._vector(underway.tau, base)
+        if first:
+            vector.save(output)
+        processes.wait_for_all()
+        if first:
+            partial.remove()
+        return vector
+
+    def _begin(self, partial: Partial, underway: Underway, *, resume: bool) -> int:
+        """How many steps are done already. The first process knows."""
+        done = torch.zeros((), dtype=torch.int64)
+        if processes.rank() == 0:
+            done.fill_(partial.restore(underway) if resume else partial.require_absent())
+        processes.take_from_first([done, *(tensor for _, tensor in underway.tensors())])
+        return int(done)
+
+    def _step(self, step: int, underway: Underway) -> Metrics:
+        numbers = Order(len(self.split), self.settings.batch_size, self.settings.seed).batch(step)
+        own = numbers[processes.rank() :: processes.count()]
+        underway.clear()
+        sums = torch.zeros(2, dtype=torch.float64)
+        for chosen in batched(own, self.settings.at_once or max(1, len(own))):
+            sums += self._learn(chosen, underway)
+        processes.add_up([sums, *underway.gradients.values()])
+        loss, right = (sums / len(numbers)).tolist()
+        penalty = self._penalise(step, underway)
+        if not bool(torch.tensor([loss, penalty or 0.0]).isfinite().all()):
+            what = f"the loss is {loss:.3g}" + ("" if penalty is None else f" and the penalty {penalty:.3g}")
+            remedy = "The last good state is kept beside the output, if there was one; a smaller --lr may help"
+            raise KfacpackError(f"step {step + 1}: {what}. {remedy}")
+        lr = self.settings.lr_at(step, self.steps)
+        underway.step(lr)
+        return Metrics(step + 1, loss, right, penalty, lr)
+
+    def _learn(self, chosen: Sequence[int], underway: Underway) -> Tensor:
+        """Adds the gradient of these examples' share of the loss; the sums of their losses, and of those right."""
+        labels = torch.tensor([self.split.label(number) for number in chosen], device=self.head.weight.device)
+        with self._cast():
+            moved = self.regime.moved(self._batch(chosen), underway.tau)
+        f = moved.f.float().requires_grad_()
+        logits = self.head.logits(f)
+        loss = cross_entropy(logits, labels, reduction="sum")
+        (u,) = torch.autograd.grad(loss, f)
+        moved.add_gradient(u / self.settings.batch_size, underway.gradients)
+        right = (logits.argmax(1) == labels).sum()
+        return torch.stack([loss.detach(), right]).double().cpu()
+
+    def _penalise(self, step: int, underway: Underway) -> float | None:
+        found: list[Tensor] = []
+        if self.regularizer and self.regularizer.due(step):
+            found.append(self.regularizer.add_grad(underway.tau, underway.gradients))
+        if self.drift:
+            with self._cast():
+                found.append(self.drift.add_grad(step, self.regime, underway.tau, underway.gradients))
+        return sum(map(float, found)) if found else None
+
+    def _cast(self) -> AbstractContextManager[Any]:
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.head.weight.device.type, self.autocast)
+
+    def _batch(self, numbers: Sequence[int]) -> Batch:
+        model = self.regime.model
+        prepared = model.prepare([self.split[number] for number in numbers], self.task.name)
+        moved: Batch = to_device(prepared, self.head.weight.device)
+        return moved
+
+    def _request(self, base: Base) -> dict[str, Any]:
+        """What must be the same for a run to be taken up again."""
+        return {
+            **asdict(self.settings),
+            **self.penalty_settings,
+            "regime": self.regime.name,
+            "model": f"{base.family} {base.name}",
+            "weights": base.sha256,
+            "preprocessing": self.regime.model.preprocessing,
+            "task": self.task.name,
+            "data": f"{self.split.source.dataset}, {len(self.split)} examples",
+            "head": f"{self.head.origin}, {len(self.head.classes)} classes",
+            "bundles": list(self.regularizer.digests) if self.regularizer else [],
+            "other tasks": list(self.drift.tasks) if self.drift else [],
+        }
+
+    def _vector(self, tau: dict[str, Tensor], base: Base) -> TaskVector:
+        origin, model = self.split.source, self.regime.model
+        source = Source(
+            task=self.task.name,
+            dataset=origin.dataset,
+            split=origin.split,
+            license=origin.license,
+            preprocessing=model.preprocessing,
+            examples=len(self.split),
+            dataset_size=len(self.split),
+        )
+        settings = {**asdict(self.settings), **self.penalty_settings, "steps": self.steps}
+        if self.drift:
+            settings["other_tasks"] = ", ".join(self.drift.tasks)
+        training = Training(
+            seed=settings.pop("seed"),
+            settings={key: value for key, value in settings.items() if value is not None},
+            bundles=self.regularizer.digests if self.regularizer else (),
+        )
+        about = AboutVector(
+            base=base,
+            function=model.function,
+            regime=self.regime.name,
+            tasks=(TaskEntry(source=source, training=training),),
+        )
+        return TaskVector({name: each.cpu() for name, each in tau.items()}, about, {self.task.name: self.head})
+
+
+def _partial_path(output: Path) -> Path:
+    return output.with_name(f"{output.name}.partial")

@@ -1,0 +1,50 @@
+"""AdamW on τ, with its state where it can be stored and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kfacpack.training.settings import Settings
+
+
+class Underway:
+    """τ, its gradient, and the optimiser's moments: all that a step changes."""
+
+    def __init__(self, wanted: Mapping[str, Tensor], settings: Settings):
+        self.tau = {
+            name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32), requires_grad=False)
+            for name, each in wanted.items()
+        }
+        self.gradients = {name: torch.zeros_like(each) for name, each in self.tau.items()}
+        self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=settings.lr, weight_decay=settings.weight_decay)
+        # As torch does at its first step, so that there is something to put stored moments into.
+        for each in self.tau.values():
+            self._optimizer.state[each] = {
+                "step": torch.zeros((), dtype=torch.float32),
+                "exp_avg": torch.zeros_like(each),
+                "exp_avg_sq": torch.zeros_like(each),
+            }
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, each in self.tau.items():
+            yield f"tau/{name}", each
+            for moment, value in self._optimizer.state[each].items():
+                yield f"{moment}/{name}", value
+
+    def clear(self) -> None:
+        for gradient in self.gradients.values():
+            gradient.zero_()
+
+    def step(self, lr: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        for name, each in self.tau.items():
+            each.grad = self.gradients[name]
+        self._optimizer.step()
+        for each in self.tau.values():
+            each.grad = None
