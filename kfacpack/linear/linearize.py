@@ -7,8 +7,9 @@ without one, and a backward pass; its memory is that of fine-tuning.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,10 +39,12 @@ def linearize(
     `kp.estimate`. Of a kfacpack model, f is its own, and by default what its family freezes stays.
     """
     if isinstance(model, Model):
-        return Linearized(model.module, forward or model.forward, choose(model.module, params, model.frozen))
-    if not isinstance(model, nn.Module):
+        module, f, frozen = model.module, model.forward, model.frozen
+    elif isinstance(model, nn.Module):
+        module, f, frozen = model, model, ()
+    else:
         raise KfacpackError(f"expected a module or a model of kp.load_model, found {type(model).__name__}")
-    return Linearized(model, forward or model, choose(model, params))
+    return Linearized(module, f if forward is None else forward, choose(module, params, frozen))
 
 
 class Linearized:
@@ -99,7 +102,7 @@ class Linearized:
                 tangents.put(parameter, _plain(tau[name]).to(parameter))
             device = next(iter(chosen.values())).device
             arguments = map_tensors(batch, lambda tensor: _plain(tensor).to(device, non_blocking=True))
-            with Follow(tangents):
+            with _eagerly(), Follow(tangents):
                 f = run(self._forward, arguments)
             return Point(f, tangents.get(f), edges, {name: value.dtype for name, value in tau.items()})
 
@@ -169,6 +172,14 @@ class _Apply(torch.autograd.Function):
 def _plain(tensor: Tensor) -> Tensor:
     """Without a graph of its own; a tensor of inference mode, which can have none, is copied."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """What torch.compile has made of a model cannot be followed, the model itself can."""
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is None or not hasattr(torch.compiler, "set_stance"):
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager

@@ -152,6 +152,13 @@ def test_the_input_may_have_a_graph_of_its_own():
     assert inputs.grad is None
 
 
+def test_a_compiled_model():
+    model, x = seeded(mlp), vectors(5)
+    tau = a_tau(kp.linearize(model))
+    compiled = kp.linearize(model, forward=torch.compile(model, backend="eager"))
+    torch.testing.assert_close(compiled(x, tau), kp.linearize(model)(x, tau))
+
+
 def test_autocast():
     """Twice in one context, where casts of parameters are kept for the next call."""
     model = seeded(Transformer).float()
