@@ -179,7 +179,8 @@ def _eagerly() -> AbstractContextManager[Any]:
     compiler = sys.modules.get("torch._dynamo")
     if compiler is None or not hasattr(torch.compiler, "set_stance"):
         return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
 
 
 @contextmanager
