@@ -41,6 +41,9 @@ def evaluate(
     more: list[str] | None = typer.Argument(None, metavar="TASK", help="Further tasks: --task A B C."),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
+    vector: Path | None = option(
+        MODEL, None, "--vector", metavar="FILE.safetensors", help="A task vector to add; its own heads are used."
+    ),
     device: str = DEVICE,
     dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's."),
     head: HeadKind = HEAD,
@@ -51,7 +54,10 @@ def evaluate(
     as_json: bool = option(RUN, False, "--json", help="Print the accuracies as JSON."),
     quiet: bool = QUIET,
 ) -> None:
-    """Measure a model's accuracy on one or several tasks, and its mean over them."""
+    """Measure a model's accuracy on one or several tasks, and its mean over them.
+
+    With --vector, of the model with that task vector: one that was trained linearised is used in the linearised model.
+    """
     names = [*task, *(more or [])]
     if not names:
         raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
@@ -64,20 +70,25 @@ def evaluate(
     from kfacpack.heads import head_for
     from kfacpack.running.processes import local_device
     from kfacpack.tasks import load_task
+    from kfacpack.vectors.vector import TaskVector
 
     show = not (quiet or as_json)
     place = local_device(device)
     with loading(", ".join([*names, model]), show=show):
         exams = [Exam.of(load_task(name, data), split, examples) for name in names]
         loaded = load_named(model, weights, image_size, dtype, place)
+    tau = TaskVector.load(vector) if vector else None
     heads: list[Head] = []
     for exam in exams:
+        if tau and exam.task.name in tau.heads:
+            heads.append(tau.heads[exam.task.name])
+            continue
         with examples_bar(f"{exam.task.name}: head", show=show) as advance:
             heads.append(head_for(loaded, exam.task, head, batch_size=batch_size, on_progress=advance))
     scores: list[Score] = []
     for exam, made in zip(exams, heads, strict=True):
         with examples_bar(exam.task.name, show=show) as advance:
-            scores.append(score(loaded, made, exam, batch_size=batch_size, on_progress=advance))
+            scores.append(score(loaded, made, exam, vector=tau, batch_size=batch_size, on_progress=advance))
     if as_json:
         print_json(_as_json(exams, heads, scores))
     elif show:

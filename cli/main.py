@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import compress, estimate, eval, inspect, merge, models, tasks, verify
+from . import compress, estimate, eval, inspect, merge, models, tasks, train, verify
 from .console import show_error
 
 
@@ -66,6 +66,7 @@ app.command("inspect")(inspect.inspect)
 app.command("merge")(merge.merge)
 app.command("models")(models.models)
 app.command("tasks")(tasks.tasks)
+app.command("train")(train.train)
 app.command("verify")(verify.verify)
 
 

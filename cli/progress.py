@@ -16,6 +16,8 @@ from .console import err
 if TYPE_CHECKING:
     from rich.progress import Task
 
+    from kfacpack.training.metrics import Metrics
+
 
 class Speed(ProgressColumn):
     def render(self, task: Task) -> Text:
@@ -44,6 +46,34 @@ def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
         task = bar.add_task(printable(name), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class TrainingProgress:
+    """Hears of every step, and remembers the last."""
+
+    def __init__(self, update: Callable[..., None]):
+        self._update = update
+        self.last: Metrics | None = None
+
+    def __call__(self, metrics: Metrics, steps: int) -> None:
+        self.last = metrics
+        penalty = "" if metrics.penalty is None else f", penalty {metrics.penalty:.3g}"
+        words = f"loss {metrics.loss:.3g}{penalty}, accuracy {metrics.accuracy:.0%}"
+        self._update(completed=metrics.step, total=steps, words=words)
+
+
+@contextmanager
+def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgress]:
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[words]}", markup=False),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
+        task = bar.add_task(printable(name), total=steps, words="")
+        yield TrainingProgress(lambda **what: bar.update(task, **what))
 
 
 def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:

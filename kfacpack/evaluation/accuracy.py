@@ -8,11 +8,13 @@ from dataclasses import dataclass
 import torch
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.heads import Head, known_classes
+from kfacpack.evaluation.edited import device_of, edited
+from kfacpack.heads import Head, head_for, known_classes
 from kfacpack.models.base import Model
 from kfacpack.models.outputs import outputs
 from kfacpack.tasks.base import Split, Task
 from kfacpack.tasks.sampling import drawn, how_many
+from kfacpack.vectors.vector import TaskVector
 
 
 @dataclass(frozen=True)
@@ -49,16 +51,22 @@ class Score:
 def evaluate(
     model: Model,
     task: Task,
-    head: Head,
+    head: Head | None = None,
     split: str = "test",
     *,
+    vector: TaskVector | None = None,
     examples: str = "all",
     seed: int = 0,
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """The share of examples whose own class has the largest logit."""
-    return score(model, head, Exam.of(task, split, examples, seed), batch_size=batch_size, on_progress=on_progress)
+    """The share of examples whose own class has the largest logit, with a task vector if one is given.
+
+    The head is the one given, else the vector's own for this task, else `kp.head_for(model, task)`.
+    """
+    exam = Exam.of(task, split, examples, seed)
+    head = head or (vector.heads.get(task.name) if vector else None) or head_for(model, task)
+    return score(model, head, exam, vector=vector, batch_size=batch_size, on_progress=on_progress)
 
 
 def score(
@@ -66,6 +74,7 @@ def score(
     head: Head,
     exam: Exam,
     *,
+    vector: TaskVector | None = None,
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
@@ -76,9 +85,11 @@ def score(
     label_of = dict(zip(exam.numbers, exam.labels, strict=True))
     done = correct = 0
     on_progress(done, total)
-    for chosen, f in outputs(model, exam.split, task.name, exam.numbers, batch_size):
-        labels = torch.tensor([label_of[number] for number in chosen])
-        correct += int((head.logits(f).argmax(1).cpu() == labels).sum())
-        done += len(chosen)
-        on_progress(done, total)
+    head = head.to(device_of(model))
+    with edited(model, vector) as forward:
+        for chosen, f in outputs(model, exam.split, task.name, exam.numbers, batch_size, forward):
+            labels = torch.tensor([label_of[number] for number in chosen])
+            correct += int((head.logits(f).argmax(1).cpu() == labels).sum())
+            done += len(chosen)
+            on_progress(done, total)
     return Score(correct, total)

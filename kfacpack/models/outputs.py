@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.models.base import Model
+from kfacpack.models.base import Batch, Model
 from kfacpack.tasks.base import Split
 from kfacpack.tasks.sampling import batched
 
 
 def outputs(
-    model: Model, split: Split, task: str, numbers: Sequence[int], batch_size: int
+    model: Model,
+    split: Split,
+    task: str,
+    numbers: Sequence[int],
+    batch_size: int,
+    forward: Callable[[Batch], Tensor] | None = None,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """For each batch, the numbers of its examples and their f: (N, C), in float32 at least, without gradient."""
+    """For each batch, the numbers of its examples and their f: (N, C), in float32 at least, without gradient.
+
+    `forward` takes the place of the model's own, for a model that is edited.
+    """
     for chosen in batched(numbers, batch_size):
         batch = model.prepare([split[number] for number in chosen], task)
         with torch.no_grad():
-            f = model.forward(**batch) if isinstance(batch, dict) else model.forward(batch)
+            if forward:
+                f = forward(batch)
+            else:
+                f = model.forward(**batch) if isinstance(batch, dict) else model.forward(batch)
         if not bool(f.isfinite().all()):
             place = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
             raise KfacpackError(f"{place}: f is not finite; check the weights, or use another dtype for the model")

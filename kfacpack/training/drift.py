@@ -35,6 +35,10 @@ class Drift:
         self._orders = [Order(len(split), batch_size, seed) for split in self._splits]
         self._seed = seed
 
+    @property
+    def settings(self) -> dict[str, float | str]:
+        return {"strength": self._strength, "reg_data": ", ".join(self.tasks)}
+
     def add_grad(self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor]) -> Tensor:
         """The value at this step's batch, and its gradient added in place."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))

@@ -52,8 +52,6 @@ class Job:
     drift: Drift | None = None
     autocast: torch.dtype | None = None
     """The type that the model computes in, where that is not its own; τ stays float32."""
-    penalty_settings: dict[str, Any] = field(default_factory=dict)
-    """What the vector's file says of the penalty."""
 
     def __post_init__(self) -> None:
         if len(self.head.classes) < 2:
@@ -175,8 +173,7 @@ class Job:
     def _request(self, base: Base) -> dict[str, Any]:
         """What must be the same for a run to be taken up again."""
         return {
-            **asdict(self.settings),
-            **self.penalty_settings,
+            **self._settings(),
             "regime": self.regime.name,
             "model": f"{base.family} {base.name}",
             "weights": base.sha256,
@@ -185,8 +182,13 @@ class Job:
             "data": f"{self.split.source.dataset}, {len(self.split)} examples",
             "head": f"{self.head.origin}, {len(self.head.classes)} classes",
             "bundles": list(self.regularizer.digests) if self.regularizer else [],
-            "other tasks": list(self.drift.tasks) if self.drift else [],
         }
+
+    def _settings(self) -> dict[str, Any]:
+        """Every number that decides what is trained."""
+        penalty = self.regularizer or self.drift
+        autocast = {"autocast": str(self.autocast).removeprefix("torch.")} if self.autocast else {}
+        return {**asdict(self.settings), "steps": self.steps, **(penalty.settings if penalty else {}), **autocast}
 
     def _vector(self, tau: dict[str, Tensor], base: Base) -> TaskVector:
         origin, model = self.split.source, self.regime.model
@@ -199,9 +201,7 @@ class Job:
             examples=len(self.split),
             dataset_size=len(self.split),
         )
-        settings = {**asdict(self.settings), **self.penalty_settings, "steps": self.steps}
-        if self.drift:
-            settings["other_tasks"] = ", ".join(self.drift.tasks)
+        settings = self._settings()
         training = Training(
             seed=settings.pop("seed"),
             settings={key: value for key, value in settings.items() if value is not None},

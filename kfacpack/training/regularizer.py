@@ -79,6 +79,7 @@ class Regularizer:
         check_weights(weights, self.curvatures)
         self.strength = self._strength(strength, preset)
         self.every = every
+        self._weights, self._preset = dict(weights or {}), preset
         self._device = torch.device(device) if device is not None else None
         self._dtype = dtype
         self._offload = offload
@@ -88,6 +89,13 @@ class Regularizer:
         for curvature in self.curvatures:
             factors = factors_of(curvature, weights, preset)
             self._blocks += [(block, factors[block.name]) for block in curvature.blocks if factors[block.name]]
+
+    @property
+    def settings(self) -> dict[str, float | int | str]:
+        """What a vector's file says of it."""
+        weights = ", ".join(f"{group}={weight:g}" for group, weight in self._weights.items())
+        said = {"strength": self.strength, "reg_every": self.every, "preset": self._preset, "weights": weights}
+        return {key: value for key, value in said.items() if value}
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:

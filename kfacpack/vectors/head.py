@@ -26,6 +26,9 @@ class Head:
         """(N, C) -> (N, K)."""
         return f.to(self.weight.dtype) @ self.weight.T + self.bias
 
+    def to(self, device: torch.device) -> Head:
+        return Head(self.weight.to(device), self.bias.to(device), self.classes, self.origin)
+
     def difference(self, other: Head) -> str | None:
         """How another head differs, in words, or None."""
         if self.classes != other.classes:

@@ -1,0 +1,238 @@
+"""`kfacpack train`: a task's vector, with or without a penalty that protects other tasks."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import typer
+from rich.text import Text
+
+from kfacpack.bundle.manifest import FloatType
+from kfacpack.errors import KfacpackError, printable
+
+from .console import human_bytes, human_seconds, out, print_json, show_note
+from .options import (
+    DATA,
+    DATA_FOLDER,
+    DEVICE,
+    HEAD,
+    IMAGE_SIZE,
+    MODEL,
+    MODEL_NAME,
+    QUIET,
+    RUN,
+    WEIGHTS,
+    HeadKind,
+    load_named,
+    option,
+)
+from .progress import examples_bar, loading, training_bar
+from .stopping import stopping
+
+if TYPE_CHECKING:
+    from kfacpack.tasks.base import Task
+    from kfacpack.training.drift import Drift
+    from kfacpack.training.job import Job
+    from kfacpack.training.regularizer import Regularizer
+
+HOW, PENALTY = "The training", "The penalty"
+RegimeName = Literal["linear", "full", "attention"]
+PresetName = Literal["tak"]
+
+
+def train(
+    model: str = MODEL_NAME,
+    task: str = option(DATA, ..., "--task", help="The task's name."),
+    output: Path | None = option(
+        RUN, None, "--output", "-o", metavar="FILE.safetensors", help="Where to; else TASK.safetensors."
+    ),
+    weights: str | None = WEIGHTS,
+    image_size: int | None = IMAGE_SIZE,
+    params: list[str] | None = option(
+        MODEL,
+        None,
+        "--params",
+        metavar="PATTERN",
+        help="Train parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
+    ),
+    device: str = DEVICE,
+    dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's. What is trained is float32 at least."),
+    head: HeadKind = HEAD,
+    data: Path | None = DATA_FOLDER,
+    reg: list[Path] | None = option(
+        PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
+    ),
+    strength: float | None = option(PENALTY, None, "--strength", metavar="λ", help="Of the penalty. [default: 3.0]"),
+    reg_every: int = option(PENALTY, 1, "--reg-every", min=1, metavar="N", help="Apply it at every N-th step only."),
+    weight: list[str] | None = option(
+        PENALTY,
+        None,
+        "--weight",
+        metavar="GROUP=X",
+        help="Multiply the penalty of a group: norm, token, projection, or an operation such as linear; repeatable.",
+    ),
+    preset: PresetName | None = option(
+        PENALTY, None, "--preset", help="tak: the published strength, scaling and weights of groups."
+    ),
+    offload: bool = option(PENALTY, False, "--offload", help="Keep factors on the CPU; bring one block at a time."),
+    reg_data: list[str] | None = option(
+        PENALTY,
+        None,
+        "--reg-data",
+        metavar="TASK",
+        help="Penalise the drift on this task's own data instead (τJp); repeatable.",
+    ),
+    regime: RegimeName = option(
+        HOW,
+        "linear",
+        "--regime",
+        help="linear: the linearised model. full: the model itself. attention: itself, only its attention layers move.",
+    ),
+    steps: int | None = option(HOW, None, "--steps", min=1, help="How many. [default: 500]"),
+    epochs: float | None = option(HOW, None, "--epochs", help="Instead of steps."),
+    batch_size: int = option(HOW, 32, "--batch-size", min=1, help="Examples of one step, of all processes together."),
+    at_once: int | None = option(
+        HOW, None, "--at-once", min=1, metavar="N", help="Compute N examples at a time; a step adds up what it takes."
+    ),
+    lr: float = option(HOW, 1e-3, "--lr", help="The learning rate at its peak."),
+    warmup: float = option(HOW, 0.1, "--warmup", help="The share of steps in which it rises."),
+    weight_decay: float = option(HOW, 0.1, "--weight-decay", help="Towards the base model."),
+    autocast: bool | None = option(
+        HOW, None, "--autocast/--no-autocast", help="Compute the model in bfloat16; by default on CUDA."
+    ),
+    seed: int = option(HOW, 0, "--seed", min=0, help="Decides the order of the examples."),
+    resume: bool = option(RUN, False, "--resume", help="Go on with the run that was interrupted."),
+    as_json: bool = option(RUN, False, "--json", help="Print what was made as JSON."),
+    quiet: bool = QUIET,
+) -> None:
+    """Train a task vector, and write it with its frozen head to one file.
+
+    With --reg, the quadratic penalty of a bundle keeps the other tasks' outputs where they are, so that vectors can be
+    added at α = 1. Give the bundle of the others: --reg others.kfac; or that of all and the task's own, which is then
+    subtracted: --reg all.kfac --reg own.kfac.
+
+    Ctrl-C stores what is done beside the output; --resume goes on from there, to the same bytes. Loss, penalty and
+    accuracy of each step are in FILE.metrics.jsonl. Processes of torchrun or accelerate launch share each batch.
+    """
+    # They bring torch, which --help has no need to wait for.
+    import torch
+
+    from kfacpack.heads import head_for
+    from kfacpack.running import processes
+    from kfacpack.tasks import load_task
+    from kfacpack.training.job import Job
+    from kfacpack.training.regimes import REGIMES
+    from kfacpack.training.settings import Settings
+
+    settings = Settings(steps, epochs, batch_size, at_once, lr, warmup, weight_decay, seed)
+    if reg and reg_data:
+        raise KfacpackError("the penalty comes from bundles (--reg) or from data (--reg-data), found both")
+    place = processes.local_device(device)
+    with processes.launched(place):
+        show = processes.rank() == 0 and not (quiet or as_json)
+        with loading(f"{task}, {model}", show=show):
+            # The task first: a slip of the pen should not wait for a model.
+            found_task = load_task(task, data)
+            others = [load_task(name) for name in reg_data or ()]
+            found_model = load_named(model, weights, image_size, dtype, place, seed)
+            chosen = REGIMES[regime](found_model, tuple(params) if params else None)
+            regularizer = _regularizer(reg, strength, weight, preset, reg_every, offload, task)
+        with examples_bar(f"{task}: head", show=show) as advance:
+            made = head_for(found_model, found_task, head, on_progress=advance)
+        job = Job(
+            chosen,
+            found_task,
+            made,
+            settings,
+            regularizer,
+            _drift(others, strength, task, settings.batch_size, seed),
+            torch.bfloat16 if (place.type == "cuda" if autocast is None else autocast) else None,
+        )
+        _run(job, output or Path(f"{task.replace('/', '-')}.safetensors"), resume, show=show, as_json=as_json)
+
+
+def _regularizer(
+    reg: list[Path] | None,
+    strength: float | None,
+    weight: list[str] | None,
+    preset: PresetName | None,
+    every: int,
+    offload: bool,
+    task: str,
+) -> Regularizer | None:
+    from kfacpack.training.regularizer import OwnTaskWarning, Regularizer
+
+    if not reg:
+        if weight or preset or every != 1 or offload:
+            raise KfacpackError(
+                "--weight, --preset, --reg-every and --offload belong to a penalty: give --reg FILE.kfac"
+            )
+        return None
+    weights = dict(map(_group, weight or ()))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always", OwnTaskWarning)
+        regularizer = Regularizer(
+            reg, strength, weights=weights, preset=preset, every=every, offload=offload, leaving_out=task
+        )
+    for each in found:
+        show_note(f"warning: {each.message}")
+    return regularizer
+
+
+def _group(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    try:
+        return name, float(number)
+    except ValueError as error:
+        raise KfacpackError(f"--weight {text!r}: expected a group and a number, such as norm=10") from error
+
+
+def _drift(others: list[Task], strength: float | None, task: str, batch_size: int, seed: int) -> Drift | None:
+    from kfacpack.training.drift import Drift
+    from kfacpack.training.groups import STRENGTH
+
+    if any(other.name == task for other in others):
+        raise KfacpackError(f"--reg-data {printable(task)}: that is the task that is trained; name the others")
+    return Drift(others, STRENGTH if strength is None else strength, batch_size, seed) if others else None
+
+
+def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
+    from kfacpack.running import processes
+    from kfacpack.running.partial import Interrupted
+    from kfacpack.training.metrics import metrics_path
+
+    start = time.perf_counter()
+    with stopping() as stopped, training_bar(job.task.name, job.steps, show=show) as advance:
+        try:
+            vector = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
+        except Interrupted as interruption:
+            show_note(f"interrupted; what is done is stored beside {output}. Go on with --resume")
+            raise typer.Exit(130) from interruption
+    if processes.rank() != 0:
+        return
+    seconds, last = time.perf_counter() - start, advance.last
+    if as_json:
+        said: dict[str, Any] = {
+            "path": str(output),
+            "sha256": vector.digest,
+            "bytes": output.stat().st_size,
+            "metrics": str(metrics_path(output)),
+            "regime": vector.regime,
+            "parameters": len(vector),
+            "steps": job.steps,
+            "held": list(job.regularizer.tasks if job.regularizer else job.drift.tasks if job.drift else ()),
+            "loss": last.loss if last else None,
+            "penalty": last.penalty if last else None,
+            "accuracy": last.accuracy if last else None,
+            "seconds": seconds,
+        }
+        print_json(said)
+    elif show:
+        size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}"
+        out.print(Text(f"wrote {output}: {size}, after {job.steps} steps in {human_seconds(seconds)}"))
+        if last:
+            penalty = "" if last.penalty is None else f", penalty {last.penalty:.3g}"
+            out.print(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
