@@ -37,8 +37,9 @@ check: $(READY) ## style and types
 
 bench: $(READY) ## the measured promises, as ratios; fails when one does not hold
 	$(BIN)/python tests/bench/bundle.py
-	$(BIN)/python tests/bench/merge.py
 	$(BIN)/python tests/bench/tiny.py
+	$(BIN)/python tests/bench/compress.py
+	$(BIN)/python tests/bench/merge.py
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
 

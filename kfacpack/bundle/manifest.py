@@ -207,12 +207,19 @@ class Merge(Entry):
         return self
 
 
+RelativeError = Annotated[StrictFloat, Field(ge=0)]
+
+
 class Loss(Entry):
-    """What one lossy step did to one block: the codec or rule, and the relative errors measured then."""
+    """What one lossy step did to one block, or to all: the codec or rule, and the relative errors measured then.
+
+    `quadratic` is that on random task vectors, `vector` that on a real one.
+    """
 
     step: Name
-    frobenius: Annotated[StrictFloat, Field(ge=0)] | None = None
-    quadratic: Annotated[StrictFloat, Field(ge=0)] | None = None
+    frobenius: RelativeError | None = None
+    quadratic: RelativeError | None = None
+    vector: RelativeError | None = None
 
 
 class About(Entry):
@@ -224,6 +231,7 @@ class About(Entry):
     estimate: Estimate | None = None
     source: Source | None = None
     merge: Merge | None = None
+    losses: Annotated[tuple[Loss, ...], FailFast()] = ()
 
 
 class Piece(Entry):

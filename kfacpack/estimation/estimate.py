@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.bundle.manifest import About, Function, Loss
-from kfacpack.compression.compress import compress_by
+from kfacpack.compression.compress import choice_of, compress_by
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError
@@ -151,19 +151,25 @@ def conclude(
         estimate=options.manifest(estimation.dtype),
         source=source,
     )
-    return Curvature([_with_loss(block, options) for block in estimation.finish()], about)
+    return _with_losses(Curvature(estimation.finish(), about), options)
 
 
-def _with_loss(block: CurvatureBlock, options: Options) -> CurvatureBlock:
+def _with_losses(curvature: Curvature, options: Options) -> Curvature:
     """What lies outside the blocks of 'block:K' was never computed, so nobody knows how much was lost."""
-    if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
-        return replace(block, losses=(Loss(step=str(options.chain.structure)),))
-    return block
+
+    def cut(block: CurvatureBlock) -> bool:
+        return any(matrix.form == "block" for _, matrix in block.structure.matrices())
+
+    if not any(map(cut, curvature.blocks)):
+        return curvature
+    losses = (Loss(step=str(options.chain.structure)),)
+    blocks = [replace(block, losses=losses) if cut(block) else block for block in curvature.blocks]
+    return Curvature(blocks, curvature.about.model_copy(update={"losses": losses}))
 
 
 def compressed(curvature: Curvature, options: Options) -> tuple[Curvature, Report]:
     """By the steps of `compress` that the sums have not taken already, and what those lose."""
-    return compress_by(curvature, lambda matrix: options.chain)
+    return compress_by(curvature, choice_of(curvature, options.compress, None))
 
 
 def device_of(wanted: Mapping[str, Tensor]) -> torch.device:

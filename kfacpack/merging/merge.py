@@ -90,7 +90,7 @@ def merge_and_report(
     check_alike(inputs, allow_partial=allow_partial)
     factors = by.weights(inputs, weights)
     blocks, report = _merged_blocks(by, inputs, factors, progress)
-    return Merged(Curvature(blocks, _about(by, inputs, factors)), replace(report, subtracted=subtracted))
+    return Merged(Curvature(blocks, _about(by, inputs, factors, report)), replace(report, subtracted=subtracted))
 
 
 def _merged_blocks(
@@ -119,7 +119,8 @@ def _merged_blocks(
                 report = measured(name, terms, made, missing)
             first = next(each.blocks[name] for each in inputs if name in each.blocks)
             structure = first.structure.of_sides(made.weights.tolist(), sides)
-            blocks.append(replace(first, structure=structure, losses=_losses(rule, inputs, report)))
+            lost = [each.blocks[name].losses for each in inputs if name in each.blocks]
+            blocks.append(replace(first, structure=structure, losses=_losses(rule, lost, report)))
             reports.append(report)
     progress(len(names), len(names))
     return blocks, Report(tuple(reports), measure)
@@ -173,14 +174,12 @@ def _coordinates_of(side: Sequence[Matrix]) -> Tensor:
     return coordinates(gram(side))
 
 
-def _losses(rule: Rule, inputs: Sequence[Input], report: BlockReport) -> tuple[Loss, ...]:
+def _losses(rule: Rule, lost: Iterable[Sequence[Loss]], report: BlockReport) -> tuple[Loss, ...]:
     """What the inputs have lost already, each step once with its largest errors, and what is lost now."""
     before: dict[tuple[str, int], Loss] = {}
-    for each in inputs:
-        if report.name not in each.blocks:
-            continue
+    for losses in lost:
         seen: dict[str, int] = {}
-        for loss in each.blocks[report.name].losses:
+        for loss in losses:
             seen[loss.step] = seen.get(loss.step, 0) + 1
             key = loss.step, seen[loss.step]
             before[key] = _larger(before[key], loss) if key in before else loss
@@ -198,10 +197,11 @@ def _larger(one: Loss, other: Loss) -> Loss:
         step=one.step,
         frobenius=larger(one.frobenius, other.frobenius),
         quadratic=larger(one.quadratic, other.quadratic),
+        vector=larger(one.vector, other.vector),
     )
 
 
-def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float]) -> About:
+def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float], report: Report) -> About:
     first = inputs[0].curvature.about
     described = {p.name: p for each in inputs for p in each.curvature.about.base.parameters}
     names = in_order([each.curvature.parameters for each in inputs])
@@ -221,4 +221,5 @@ def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float]) -> Abo
         estimate=rule.estimate(inputs),
         source=rule.source(inputs),
         merge=merged,
+        losses=_losses(rule, [each.curvature.about.losses for each in inputs], report.total),
     )

@@ -56,7 +56,8 @@ class Report:
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
-        return BlockReport("", sum(block.terms for block in self.blocks), (), norm, error, bound)
+        terms, missing = sum(block.terms for block in self.blocks), {name for b in self.blocks for name in b.missing}
+        return BlockReport("", terms, tuple(sorted(missing)), norm, error, bound)
 
     @property
     def partial(self) -> tuple[BlockReport, ...]:

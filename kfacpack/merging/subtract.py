@@ -79,17 +79,21 @@ def subtracted(merged: Input, own: Input) -> Input:
         made = [
             [combine(side, each, psd=_stays_psd(side, each))] for side, each in zip(sides, coefficients, strict=True)
         ]
-        # The error of the remaining tasks' sum depends on each of them, and they are not there.
-        losses = (Loss(step=Tak.name),) if block.losses else ()
-        blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=losses))
+        blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=_not_known(block.losses)))
     gone = {parent.sha256 for parent in own.parents}
     parents = tuple(
         parent.model_copy(update={"weight": parent.weight * others / remaining})
         for parent in merged.parents
         if parent.sha256 not in gone
     )
-    about = merged.curvature.about.model_copy(update={"merge": Merge(rule=Tak.name, parents=parents)})
+    about, merge = merged.curvature.about, Merge(rule=Tak.name, parents=parents)
+    about = about.model_copy(update={"merge": merge, "losses": _not_known(about.losses)})
     return Input(Curvature(blocks, about), f"{merged.name} without {own.name}")
+
+
+def _not_known(losses: Sequence[Loss]) -> tuple[Loss, ...]:
+    """The error of the remaining tasks' sum depends on each of them, and they are not there."""
+    return (Loss(step=Tak.name),) if losses else ()
 
 
 def _require_sums(each: Input, rules: Sequence[str]) -> None:

@@ -53,6 +53,7 @@ def test_json_has_parents_weights_and_errors(paths, tmp_path):
         assert losses[block["name"]] == ([block["frobenius"]] if block["frobenius"] else [])
         assert block["frobenius"] <= block["bound"] + 1e-9
     assert 0 < said["frobenius"] <= said["bound"]
+    assert [loss.frobenius for loss in bundle.manifest.losses] == [said["frobenius"]]
 
 
 @pytest.mark.parametrize(
