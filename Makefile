@@ -19,6 +19,9 @@ demo: $(READY) ## the curvature of a small CLIP and of small networks; look at i
 	$(BIN)/kfacpack estimate --model tiny --task digits -o demo/digits.kfac
 	$(BIN)/kfacpack inspect demo/digits.kfac
 	$(BIN)/kfacpack verify demo/digits.kfac --model tiny
+	$(BIN)/kfacpack compress demo/digits.kfac --budget 5% -o demo/digits-small.kfac
+	$(BIN)/kfacpack estimate --model tiny --task mnist -o demo/mnist.kfac
+	$(BIN)/kfacpack merge demo/digits.kfac demo/mnist.kfac -o demo/both.kfac
 	$(BIN)/kfacpack eval --model tiny --task digits mnist
 	$(BIN)/python examples/small_network.py demo/small.kfac
 	$(BIN)/python examples/own_module.py demo/own.kfac
