@@ -8,5 +8,5 @@ for task in digits mnist materials faces hebrew syllabics emblems weaves; do
 done
 for rule in tak "optimal --rank 1" "optimal --rank 2" "optimal --rank 3" stack; do
     echo "$rule"
-    kfacpack merge "$folder"/[a-z]*.kfac -o "$folder/merged" --rule $rule
+    kfacpack merge "$folder"/*.kfac -o "$folder/merged" --rule $rule
 done

@@ -124,7 +124,7 @@ class Search:
 
     def _error(self, picks: Picks, rate: float) -> float:
         total = self.total(picks)
-        return total.random + rate * total.along
+        return float(_weighed(total.lost, total.trace, total.along, rate))
 
     def _priced(self, limit: int, rate: float) -> Iterator[Picks]:
         mu = 0.0
@@ -165,13 +165,13 @@ class Search:
         picks = list(start)
         while True:
             total = self.total(tuple(picks))
-            now = total.random + rate * total.along
+            now = _weighed(total.lost, total.trace, total.along, rate)
             best, change = 0.0, None
             for move in self._moves:
                 losses, place = self._losses(move, picks), move.place(picks)
                 others = np.array([total.lost, total.trace, total.along]) - losses[_at(place)]
                 lost, trace, along = losses + others[:, None, None]
-                error = 2 * lost + trace**2 + rate * along
+                error = _weighed(lost, trace, along, rate)
                 more = move.nbytes - move.nbytes[place]
                 gain = np.where(total.nbytes + more <= limit, (now - error) / np.maximum(more, 1), -inf)
                 option = int(gain.argmax())
@@ -221,6 +221,11 @@ class Move:
         picks[self.first] = row
         if self.second is not None:
             picks[self.second] = column
+
+
+def _weighed(lost: Any, trace: Any, along: Any, rate: float) -> Any:
+    """What is minimised, of numbers or of arrays of them."""
+    return 2 * lost + trace**2 + rate * along
 
 
 def _at(place: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -151,25 +151,23 @@ def conclude(
         estimate=options.manifest(estimation.dtype),
         source=source,
     )
-    return _with_losses(Curvature(estimation.finish(), about), options)
+    return Curvature([_with_loss(block, options) for block in estimation.finish()], about)
 
 
-def _with_losses(curvature: Curvature, options: Options) -> Curvature:
+def _with_loss(block: CurvatureBlock, options: Options) -> CurvatureBlock:
     """What lies outside the blocks of 'block:K' was never computed, so nobody knows how much was lost."""
-
-    def cut(block: CurvatureBlock) -> bool:
-        return any(matrix.form == "block" for _, matrix in block.structure.matrices())
-
-    if not any(map(cut, curvature.blocks)):
-        return curvature
-    losses = (Loss(step=str(options.chain.structure)),)
-    blocks = [replace(block, losses=losses) if cut(block) else block for block in curvature.blocks]
-    return Curvature(blocks, curvature.about.model_copy(update={"losses": losses}))
+    if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
+        return replace(block, losses=(Loss(step=str(options.chain.structure)),))
+    return block
 
 
 def compressed(curvature: Curvature, options: Options) -> tuple[Curvature, Report]:
-    """By the steps of `compress` that the sums have not taken already, and what those lose."""
-    return compress_by(curvature, choice_of(curvature, options.compress, None))
+    """By the steps of `compress` that make a matrix smaller than its sum is already, and what those lose."""
+    smaller, report = compress_by(curvature, choice_of(curvature, options.compress, None))
+    if options.diagonal_blocks > 1:
+        not_known = (Loss(step=str(options.chain)),)
+        smaller = Curvature(smaller.blocks, smaller.about.model_copy(update={"losses": not_known}))
+    return smaller, report
 
 
 def device_of(wanted: Mapping[str, Tensor]) -> torch.device:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kfacpack.merging.inputs import Input
 
 Item = TypeVar("Item")
-_PARTIAL = "To add up each block over those that have it: --allow-partial (allow_partial=True)"
+_ALLOW = "To add up each block over those that have it: --allow-partial (allow_partial=True)"
 
 
 def check_alike(inputs: Sequence[Input], *, allow_partial: bool) -> None:
@@ -83,13 +83,13 @@ def _check_parents(inputs: Sequence[Input]) -> None:
             if parent.sha256 in seen:
                 called = f"the bundle {parent.sha256[:12]}…" + (f" of {parent.task}" if parent.task else "")
                 how = f"both contain {called}, which would count twice"
-                remedy = f"To subtract it: --without {parent.task or 'TASK'}"
+                task = parent.task or "TASK"
+                remedy = f"To subtract it: --without {task} (without={task!r})"
                 raise _differ(seen[parent.sha256], each, how, remedy)
             seen[parent.sha256] = each
 
 
 def _check_blocks(inputs: Sequence[Input], allow_partial: bool) -> None:
-    first = inputs[0]
     owner: dict[str, Input] = {}
     partition: dict[str, tuple[Input, set[str]]] = {}
     for each in inputs:
@@ -109,8 +109,8 @@ def _check_blocks(inputs: Sequence[Input], allow_partial: bool) -> None:
         missing = [name for name in owner if name not in each.blocks]
         if missing and not allow_partial:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            has = owner[missing[0]] if owner[missing[0]] is not each else first
-            raise KfacpackError(f"{each.name} has no block {missing[0]!r}{more}, which {has.name} has. {_PARTIAL}")
+            has = owner[missing[0]]
+            raise KfacpackError(f"{each.name} has no block {missing[0]!r}{more}, which {has.name} has. {_ALLOW}")
 
 
 def _partition(each: Input) -> dict[str, set[str]]:

@@ -18,7 +18,7 @@ from kfacpack.merging.gram import coordinates, gram
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.report import BlockReport, Report, measured
 from kfacpack.merging.rules import RULES, Rule, Terms
-from kfacpack.merging.subtract import PARTIAL, leave_out
+from kfacpack.merging.subtract import leave_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices import Matrix
     from kfacpack.merging.inputs import Mergeable
 
+PARTIAL = "partial"
+"""The step in a block's losses when some inputs did not have the block."""
 WORKERS = 2
 """Some matrices are hashed while others are multiplied. Each worker holds its own strips."""
 
@@ -85,12 +87,16 @@ def merge_and_report(
         remaining = leave_out(inputs, tasks)
         if weights is not None and len(weights) == len(inputs):
             weights = [weights[place] for place, _ in remaining]
-        subtracted = tuple(each.name for (place, each) in remaining if each is not inputs[place])
+        subtracted = tuple(task for task in tasks if any(_had(inputs[place], task) for place, _ in remaining))
         inputs = [each for _, each in remaining]
     check_alike(inputs, allow_partial=allow_partial)
     factors = by.weights(inputs, weights)
     blocks, report = _merged_blocks(by, inputs, factors, progress)
     return Merged(Curvature(blocks, _about(by, inputs, factors, report)), replace(report, subtracted=subtracted))
+
+
+def _had(each: Input, task: str) -> bool:
+    return any(parent.task == task for parent in each.parents)
 
 
 def _merged_blocks(

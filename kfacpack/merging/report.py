@@ -48,7 +48,7 @@ class Report:
     measured: bool
     """False where nothing was to be lost, so that nothing was measured."""
     subtracted: tuple[str, ...] = ()
-    """What was subtracted from an input: then what the input had lost on the remaining tasks is not known."""
+    """Tasks that were subtracted from an input: then what it had lost on the remaining ones is not known."""
 
     @property
     def total(self) -> BlockReport:

@@ -28,8 +28,6 @@ from kfacpack.merging.rules.tak import Tak
 if TYPE_CHECKING:
     from kfacpack.curvature.matrices import Matrix
 
-PARTIAL = "partial"
-"""The step in a block's losses when some inputs did not have the block."""
 _SMALL = 1e-2
 """What remains of a matrix, relative to it, below which its rounding errors may show as negative eigenvalues."""
 
@@ -120,7 +118,9 @@ def _factor(merged: Input, own: Input) -> float:
 
 def _stays_psd(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> bool:
     """Whether what remains is large enough for the rounding of what was subtracted from not to matter."""
+    if not all(matrix.psd for matrix in matrices):
+        return False
     values = torch.tensor(coefficients, dtype=torch.float64)
     products = gram(matrices)
     whole, left = float(products[0, 0]) * coefficients[0] ** 2, float(values @ products @ values)
-    return all(matrix.psd for matrix in matrices) and left > _SMALL**2 * whole
+    return left > _SMALL**2 * whole

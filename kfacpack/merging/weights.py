@@ -35,7 +35,7 @@ def _data_set_sizes(inputs: Sequence[Input]) -> list[float]:
         if not each.dataset_size:
             raise KfacpackError(
                 f"{each.name}: does not say how large its data set is, by which tasks are weighted. "
-                "Give weights, one number for each input, such as --weights 1,1,1"
+                "Give weights, one number for each input: --weights 1,1,1 (weights=[1, 1, 1])"
             )
     return [float(each.dataset_size or 0) for each in inputs]
 

@@ -143,7 +143,8 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
     link.unlink()
     assert sorted(tmp_path.iterdir()) == before
     assert bundle.read_bytes() == content
-    assert run("compress", tmp_path / "missing", "int8", *to).exit_code == 2
+    assert run("compress", tmp_path / "missing", "int8", *to).exit_code == 2  # no bundle
+    assert run("compress", tmp_path / "nowhere", "int8", *to).exit_code == 2
 
 
 def test_an_estimate_can_be_compressed_at_once():
@@ -162,5 +163,6 @@ def test_an_estimate_can_be_compressed_at_once():
         ("int8", False),
     ]
     torch.testing.assert_close(direct.quadratic(tau), kp.compress(full, "block:4+int8").quadratic(tau))
+    assert [(loss.step, loss.frobenius) for loss in direct.about.losses] == [("block:4+int8", None)]
     with pytest.raises(kp.KfacpackError, match="of a diagonal there is nothing to leave out"):
         kp.estimate(model, [x], structure="diagonal", compress="svd:4")
