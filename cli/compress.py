@@ -13,7 +13,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
 
 from .console import human_bytes, out, print_json
-from .options import QUIET, RUN, option
+from .options import QUIET, RUN, check_output, option
 from .progress import steps_bar
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ def compress(
 
     if output is None and not dry_run:
         raise KfacpackError("say where to with -o SMALL.kfac, or look at it first with --dry-run")
-    if output is not None and output.exists() and output.samefile(bundle):
-        raise KfacpackError(f"{output}: is the bundle to compress itself; write to another file")
     opened = Bundle(bundle)
+    if output is not None:
+        check_output(output, [bundle])
     curvature = from_bundle(opened)
     tau = vector_of_file(vector, curvature) if vector else None
     show = not (quiet or as_json)

@@ -221,6 +221,13 @@ class Loss(Entry):
     quadratic: RelativeError | None = None
     vector: RelativeError | None = None
 
+    @classmethod
+    def measured(cls, step: str, **errors: float | None) -> Loss:
+        """Errors to six digits: more would be noise, and differ from one processor to the next."""
+        return cls(
+            step=step, **{key: None if error is None else float(f"{error:.6g}") for key, error in errors.items()}
+        )
+
 
 class About(Entry):
     """Everything that is said of a curvature and is not the curvature itself."""

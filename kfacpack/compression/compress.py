@@ -10,6 +10,7 @@ from kfacpack.compression.budget import choose
 from kfacpack.compression.chain import Chain
 from kfacpack.compression.measure import compare
 from kfacpack.compression.report import assembled, concluded
+from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from kfacpack.compression.measure import Side
     from kfacpack.compression.report import Measure, Report
     from kfacpack.curvature.block import CurvatureBlock
-    from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.matrices import Matrix
 
     Progress = Callable[[int, int], None]
@@ -43,6 +43,8 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
     dense float32, or a number of bytes) each matrix gets its own, so that the whole loses least at that size of a saved
     bundle. A matrix that blocks share stays shared.
     """
+    if not isinstance(curvature, Curvature):
+        raise KfacpackError(f"expected a curvature, such as kp.load(path), found {type(curvature).__name__}")
     return compress_by(curvature, choice_of(curvature, spec, budget))[0]
 
 

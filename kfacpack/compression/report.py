@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     Sides = Mapping[tuple[int, ...], Side]
     """For the ids of the matrices on one side of a block as they were, what is known of them."""
 
-_DIGITS = 6
-"""Of a recorded error: more would be noise, and differ from one processor to the next."""
-
 
 @dataclass(frozen=True)
 class BlockReport:
@@ -109,19 +106,9 @@ def concluded(
 
 
 def _loss(step: str, found: Moments, real: Real | None) -> Loss:
-    error = relative_error(real)
-    return Loss(
-        step=step,
-        frobenius=_rounded(found.frobenius),
-        quadratic=_rounded(found.quadratic),
-        vector=None if error is None else _rounded(error),
-    )
+    return Loss.measured(step, frobenius=found.frobenius, quadratic=found.quadratic, vector=relative_error(real))
 
 
 def dense_bytes(matrix: Matrix) -> int:
     """What a matrix would take as full float32; a diagonal as it is."""
     return 4 * LAYOUTS[matrix.form].full(matrix.side)
-
-
-def _rounded(error: float) -> float:
-    return float(f"{error:.{_DIGITS}g}")

@@ -82,11 +82,22 @@ def _check_parents(inputs: Sequence[Input]) -> None:
         for parent in each.parents:
             if parent.sha256 in seen:
                 called = f"the bundle {parent.sha256[:12]}…" + (f" of {parent.task}" if parent.task else "")
-                how = f"both contain {called}, which would count twice"
-                task = parent.task or "TASK"
-                remedy = f"To subtract it: --without {task} (without={task!r})"
-                raise _differ(seen[parent.sha256], each, how, remedy)
+                other, task = seen[parent.sha256], parent.task or "TASK"
+                merged = other.curvature.about.merge or each.curvature.about.merge
+                remedy = f"To subtract it: --without {task} (without={task!r})" if merged else "Give it once"
+                raise _differ(other, each, f"both contain {called}, which would count twice", remedy)
             seen[parent.sha256] = each
+
+
+def check_tasks(inputs: Sequence[Input]) -> None:
+    """The same task in two inputs is its curvature twice: compressed, say, or from other examples."""
+    seen: dict[str, Input] = {}
+    for each in inputs:
+        for task in {parent.task: None for parent in each.parents if parent.task}:
+            if task in seen:
+                remedy = "Give one of them; parts of one task from different examples are joined by the rule 'shards'"
+                raise _differ(seen[task], each, f"are both of the task {task!r}, which would count twice", remedy)
+            seen[task] = each
 
 
 def _check_blocks(inputs: Sequence[Input], allow_partial: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from kfacpack.merging.gram import coordinates, gram
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.report import BlockReport, Report, measured
 from kfacpack.merging.rules import RULES, Rule, Terms
+from kfacpack.merging.rules.base import PARTIAL
 from kfacpack.merging.subtract import leave_out
 
 if TYPE_CHECKING:
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices import Matrix
     from kfacpack.merging.inputs import Mergeable
 
-PARTIAL = "partial"
-"""The step in a block's losses when some inputs did not have the block."""
+_NOISE = 1e-12
+"""A relative error below this is the rounding of Gram matrices: nothing was lost."""
 WORKERS = 2
 """Some matrices are hashed while others are multiplied. Each worker holds its own strips."""
 
@@ -79,6 +81,8 @@ def merge_and_report(
     if rule not in RULES:
         raise KfacpackError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
     by = RULES[rule](rank)
+    if isinstance(curvatures, str | os.PathLike | Curvature):
+        raise KfacpackError("merge takes a list of curvatures or of paths, found a single one")
     inputs = [Input.of(each, place) for place, each in enumerate(curvatures, start=1)]
     if not inputs:
         raise KfacpackError("there is nothing to merge")
@@ -90,6 +94,7 @@ def merge_and_report(
         subtracted = tuple(task for task in tasks if any(_had(inputs[place], task) for place, _ in remaining))
         inputs = [each for _, each in remaining]
     check_alike(inputs, allow_partial=allow_partial)
+    by.check(inputs)
     factors = by.weights(inputs, weights)
     blocks, report = _merged_blocks(by, inputs, factors, progress)
     return Merged(Curvature(blocks, _about(by, inputs, factors, report)), replace(report, subtracted=subtracted))
@@ -190,8 +195,8 @@ def _losses(rule: Rule, lost: Iterable[Sequence[Loss]], report: BlockReport) -> 
             key = loss.step, seen[loss.step]
             before[key] = _larger(before[key], loss) if key in before else loss
     now = [Loss(step=PARTIAL)] if report.missing else []
-    if report.error:
-        now.append(Loss(step=rule.step, frobenius=report.frobenius))
+    if report.frobenius > _NOISE:
+        now.append(Loss.measured(rule.step, frobenius=report.frobenius))
     return (*before.values(), *now)
 
 
