@@ -19,6 +19,9 @@ demo: $(READY) ## the curvature of a small CLIP and of small networks; look at i
 	$(BIN)/kfacpack estimate --model tiny --task digits -o demo/digits.kfac
 	$(BIN)/kfacpack inspect demo/digits.kfac
 	$(BIN)/kfacpack verify demo/digits.kfac --model tiny
+	$(BIN)/kfacpack compress demo/digits.kfac --budget 5% -o demo/digits-small.kfac
+	$(BIN)/kfacpack estimate --model tiny --task mnist -o demo/mnist.kfac
+	$(BIN)/kfacpack merge demo/digits.kfac demo/mnist.kfac -o demo/both.kfac
 	$(BIN)/kfacpack eval --model tiny --task digits mnist
 	$(BIN)/python examples/small_network.py demo/small.kfac
 	$(BIN)/python examples/own_module.py demo/own.kfac
@@ -37,10 +40,11 @@ check: $(READY) ## style and types
 
 bench: $(READY) ## the measured promises, as ratios; fails when one does not hold
 	$(BIN)/python tests/bench/bundle.py
-	$(BIN)/python tests/bench/merge.py
-	$(BIN)/python tests/bench/penalty.py
 	$(BIN)/python tests/bench/tiny.py
+	$(BIN)/python tests/bench/compress.py
+	$(BIN)/python tests/bench/merge.py
 	$(BIN)/python tests/bench/linear.py
+	$(BIN)/python tests/bench/penalty.py
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
 

@@ -13,7 +13,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
 
 from .console import human_bytes, out, print_json
-from .options import QUIET, RUN, option
+from .options import QUIET, RUN, check_output, option
 from .progress import steps_bar
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ def compress(
     as_json: bool = option(RUN, False, "--json", help="Print sizes and errors, block by block, as JSON."),
     quiet: bool = QUIET,
 ) -> None:
-    """Write a smaller bundle, and say what it loses: of G (Frobenius norm), and of 'quadratic' on random task vectors.
+    """Write a smaller bundle, and say what it loses: of G (Frobenius norm), and of 'quadratic' on task vectors.
+
+    Those are random ones, and ones along the curvature, τ ~ N(0, G), which trained ones resemble more; --vector takes
+    a real one. What was measured is written into the bundle.
 
     A matrix that a codec would not make smaller stays as it is. Positive semi-definiteness is kept by block and svd, by
     fp16 and bf16 up to their rounding, and by int8 after svd; 'verify' tells.
@@ -57,14 +60,14 @@ def compress(
 
     if output is None and not dry_run:
         raise KfacpackError("say where to with -o SMALL.kfac, or look at it first with --dry-run")
-    if output is not None and output.exists() and output.samefile(bundle):
-        raise KfacpackError(f"{output}: is the bundle to compress itself; write to another file")
     opened = Bundle(bundle)
+    if output is not None:
+        check_output(output, [bundle])
     curvature = from_bundle(opened)
     tau = vector_of_file(vector, curvature) if vector else None
     show = not (quiet or as_json)
     with steps_bar("trying codecs", show=show and budget is not None) as advance:
-        choice = choice_of(curvature, spec, budget, advance)
+        choice = choice_of(curvature, spec, budget, advance, with_vector=tau is not None)
     with steps_bar("compressing", show=show) as advance:
         smaller, report = compress_by(curvature, choice, vector=tau, progress=advance)
     said: dict[str, Any] = {"path": None, "sha256": None, "bytes": file_size(smaller)}
@@ -81,20 +84,16 @@ def compress(
 
 
 def report_json(report: Report, size: int) -> dict[str, Any]:
-    from kfacpack.compression.report import relative_error
-
     return {
         "dense_bytes": report.dense_bytes,
         "ratio": size / report.dense_bytes,
         "frobenius": report.moments.frobenius,
-        "quadratic": {"random": report.moments.quadratic, "vector": relative_error(report.real)},
+        "quadratic": _quadratic_json(report),
         "blocks": [_block_json(block) for block in report.blocks],
     }
 
 
 def _block_json(block: BlockReport) -> dict[str, Any]:
-    from kfacpack.compression.report import relative_error
-
     return {
         "name": block.name,
         "step": block.step,
@@ -103,8 +102,15 @@ def _block_json(block: BlockReport) -> dict[str, Any]:
         "dense_bytes": block.dense_bytes,
         "ratio": block.bytes / block.dense_bytes if block.dense_bytes else None,
         "frobenius": block.moments.frobenius,
-        "quadratic": {"random": block.moments.quadratic, "vector": relative_error(block.real)},
+        "quadratic": _quadratic_json(block),
     }
+
+
+def _quadratic_json(report: Report | BlockReport) -> dict[str, float | None]:
+    from kfacpack.compression.report import relative_error
+
+    found = report.moments
+    return {"random": found.quadratic, "along": found.along, "vector": relative_error(report.real)}
 
 
 def print_report(report: Report, said: str, size: int) -> None:
@@ -117,7 +123,8 @@ def print_report(report: Report, said: str, size: int) -> None:
     on_vector = "" if real is None else f", {real:.2g} on the task vector"
     out.print(
         f"relative error: {report.moments.frobenius:.2g} of G (Frobenius norm); of quadratic "
-        f"{report.moments.quadratic:.2g} on random task vectors (root mean square){on_vector}"
+        f"{report.moments.quadratic:.2g} on random task vectors (root mean square), {report.moments.along:.2g} "
+        f"on those along the curvature{on_vector}"
     )
     if kept := [block.name for block in report.blocks if block.step is None]:
         some = ", ".join(kept[:3]) + (", …" if len(kept) > 3 else "")
@@ -129,11 +136,12 @@ def _print_blocks(report: Report) -> None:
 
     table = Table("block", "codec", box=None, header_style="bold", pad_edge=False)
     with_vector = report.real is not None
-    for heading in ("bytes", "of dense", "G", "random τ", *(["task vector"] * with_vector)):
+    for heading in ("bytes", "of dense", "G", "random τ", "along G", *(["task vector"] * with_vector)):
         table.add_column(heading, justify="right")
     for block in report.blocks:
         ratio = f"{block.bytes / block.dense_bytes:.2%}" if block.dense_bytes else "shared"
-        errors = [block.moments.frobenius, block.moments.quadratic, *([relative_error(block.real)] * with_vector)]
+        found = block.moments
+        errors = [found.frobenius, found.quadratic, found.along, *([relative_error(block.real)] * with_vector)]
         words = ["" if error is None else f"{error:.2g}" for error in errors]
         name = Text(block.name, overflow="fold")
         table.add_row(name, Text(block.step or "as it is"), human_bytes(block.bytes), ratio, *words)

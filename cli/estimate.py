@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe, Sharing
 from kfacpack.bundle.reader import Bundle
+from kfacpack.errors import KfacpackError
 
 from .compress import print_report, report_json
 from .console import human_bytes, human_seconds, out, print_json, show_note
@@ -60,6 +62,13 @@ def estimate(
     examples: str = option(
         DATA, "256", "--examples", metavar="N|P%|all", help="How many; drawn by the seed, none twice."
     ),
+    shard: str | None = option(
+        DATA,
+        None,
+        "--shard",
+        metavar="K/N",
+        help="Every N-th of them, from the K-th on; 'merge --rule shards' joins them.",
+    ),
     fisher: Fisher = option(HOW, "mc", "--fisher", help="mc: f is asked in random directions; exact: in every one."),
     samples: int = option(HOW, 1, "--samples", min=1, help="With mc, directions for each example."),
     probe: Probe = option(HOW, "orthogonal", "--probe", help="With mc, how directions are drawn."),
@@ -102,13 +111,22 @@ def estimate(
             found_task = load_task(task, data)
             found_model = load_named(model, weights, image_size, dtype, place, seed)
         chosen = tuple(params) if params else None
-        job = Job(found_model, found_task, options, examples, batch_size, split, chosen)
+        job = Job(found_model, found_task, options, examples, batch_size, split, chosen, _part(shard))
         if dry_run:
             found = job.forecast()
             if processes.rank() == 0 and (as_json or not quiet):
                 print_json(asdict(found)) if as_json else _print_forecast(found)
             return
         _run(job, output or Path(f"{task.replace('/', '-')}.kfac"), resume, show=show, as_json=as_json)
+
+
+def _part(shard: str | None) -> tuple[int, int]:
+    if shard is None:
+        return 1, 1
+    match = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,6})", shard)
+    if match is None or int(match[1]) > int(match[2]):
+        raise KfacpackError(f"--shard {shard!r}: expected which part of how many, such as 2/8")
+    return int(match[1]), int(match[2])
 
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:

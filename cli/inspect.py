@@ -102,6 +102,8 @@ def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
     promised = sum(matrix.psd for matrix in manifest.matrices)
     if promised < len(manifest.matrices):
         yield "psd", f"{promised} of {len(manifest.matrices)} matrices promise to be positive semi-definite"
+    if manifest.losses:
+        yield "lossy steps", _some(f"{loss.step} (error of G {_error(loss.frobenius)})" for loss in manifest.losses)
     dense = _dense_bytes(manifest)
     share = f", {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})" if bundle.nbytes < dense else ""
     yield "size", human_bytes(bundle.nbytes) + share

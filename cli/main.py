@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import typer
@@ -56,18 +57,29 @@ def main(
         False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
     ),
 ) -> None:
-    """Curvature as an artifact: estimate, look into and check bundles of Kronecker factors (.kfac files)."""
+    """Curvature as an artifact: estimate, check, compress and merge bundles of Kronecker factors (.kfac files)."""
 
 
-app.command("compress")(compress.compress)
-app.command("estimate")(estimate.estimate)
-app.command("eval")(eval.evaluate)
-app.command("inspect")(inspect.inspect)
-app.command("merge")(merge.merge)
-app.command("models")(models.models)
-app.command("tasks")(tasks.tasks)
-app.command("train")(train.train)
-app.command("verify")(verify.verify)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "estimate": estimate.estimate,
+    "inspect": inspect.inspect,
+    "verify": verify.verify,
+    "compress": compress.compress,
+    "merge": merge.merge,
+    "train": train.train,
+    "eval": eval.evaluate,
+    "models": models.models,
+    "tasks": tasks.tasks,
+}
+
+
+def _flowing(text: str) -> str:
+    """Paragraphs without the line breaks of the source, which fit no terminal."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+for name, command in COMMANDS.items():
+    app.command(name, help=_flowing(command.__doc__ or ""))(command)
 
 
 def run_app() -> None:

@@ -14,7 +14,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
 
 from .console import human_bytes, human_seconds, out, print_json
-from .options import QUIET, RUN, option
+from .options import QUIET, RUN, check_output, option
 from .progress import steps_bar
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def merge(
     # It brings torch, which --help has no need to wait for.
     from kfacpack.merging.merge import merge_and_report
 
-    _check_output(output, bundles)
+    check_output(output, bundles)
     start, show = time.perf_counter(), not (quiet or as_json)
     with steps_bar("measuring", show=show) as advance:
         merged = merge_and_report(
@@ -83,16 +83,7 @@ def merge(
             _print_blocks(merged.report)
         size = f"{len(merged.report.blocks)} blocks, {human_bytes(made.nbytes)}, in {human_seconds(seconds)}"
         out.print(Text(f"wrote {output}: {_words(about)}: {size}"), soft_wrap=True)
-        _print_errors(merged.report)
-
-
-def _check_output(output: Path, bundles: list[Path]) -> None:
-    """Better told before the work than after it."""
-    for each in bundles:
-        if output.exists() and each.exists() and output.samefile(each):
-            raise KfacpackError(f"{output}: is one of the bundles to merge; write to another file")
-    if not output.absolute().parent.is_dir():
-        raise KfacpackError(f"{output}: there is no folder {str(output.parent)!r}. Make it, or write to another one")
+        _print_errors(merged.report, rule)
 
 
 def _numbers(text: str | None) -> list[float] | None:
@@ -123,7 +114,7 @@ def _report_json(report: Report) -> dict[str, Any]:
     return {"subtracted": list(report.subtracted), **errors(report.total), "blocks": blocks}
 
 
-def _print_errors(report: Report) -> None:
+def _print_errors(report: Report, rule: str) -> None:
     if report.subtracted:
         out.print("its error is not known after a subtraction; merge the other tasks' own bundles to have it measured")
     elif report.measured:
@@ -135,6 +126,8 @@ def _print_errors(report: Report) -> None:
             ),
             soft_wrap=True,
         )
+    elif rule == "shards":
+        out.print("nothing is lost, if no example is in two of them: that was not checked")
     else:
         out.print("nothing is lost")
     for block in report.partial:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+
+from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
     import torch
@@ -65,3 +69,12 @@ def load_named(
 
     number_type = getattr(torch, dtype)
     return load_model(model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed)
+
+
+def check_output(output: Path, inputs: Sequence[Path]) -> None:
+    """Better told before the work than after it."""
+    for each in inputs:
+        if output.exists() and each.exists() and output.samefile(each):
+            raise KfacpackError(f"{output}: is also an input; write to another file")
+    if not output.absolute().parent.is_dir():
+        raise KfacpackError(f"{output}: there is no folder {str(output.parent)!r}. Make it, or write to another one")

@@ -3,10 +3,10 @@
     python examples/vision_tasks.py OUT --data DIR --weights vit_tiny_patch16_224.safetensors
 
 DIR holds a folder for each task, with train-*.parquet and test-*.parquet as the Hub has them. For each task: its
-curvature, Kronecker-factored and diagonal; then one vector for each arm: without a penalty, with that of the other tasks'
-merged Kronecker factors, and with that of their diagonals. Then every vector on its own task, and the sum of an arm's
-vectors, as it is (α = 1), on all of them. Every stage is a command that is printed, and one whose file is there already is
-not run again: after an interruption, call it again.
+curvature, Kronecker-factored and diagonal; then one vector for each arm: without a penalty, with that of the other
+tasks' merged Kronecker factors, and with that of their diagonals. Then every vector on its own task, and the sum of an
+arm's vectors, as it is (α = 1), on all of them. Every stage is a command that is printed, and one whose file is there
+already is not run again: after an interruption, call it again.
 """
 
 from __future__ import annotations

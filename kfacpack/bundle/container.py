@@ -102,7 +102,7 @@ class Container:
     def tensors(self) -> dict[str, TensorSpec]:
         """Looked at only when asked for, so that a bundle of a version to come is refused for its version."""
         found = _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
-        self._entries = {}
+        self._entries = {}  # no longer needed, and large where many bundles are open
         return found
 
     def bytes_of(self, name: str) -> memoryview:
@@ -125,8 +125,12 @@ class Container:
         data = bytearray(stop - start)
         place, done = self.tensors[name].start + start, 0
         try:
-            while more := done < len(data) and os.preadv(self._descriptor, [memoryview(data)[done:]], place + done):
-                done += more
+            while done < len(data):
+                part = os.pread(self._descriptor, len(data) - done, place + done)
+                if not part:
+                    break
+                data[done : done + len(part)] = part
+                done += len(part)
         except OSError as error:
             raise BundleError(self.path, f"cannot be read: {error}", f"tensor {name!r}", DOWNLOAD_AGAIN) from error
         if done < len(data):

@@ -207,12 +207,26 @@ class Merge(Entry):
         return self
 
 
+RelativeError = Annotated[StrictFloat, Field(ge=0)]
+
+
 class Loss(Entry):
-    """What one lossy step did to one block: the codec or rule, and the relative errors measured then."""
+    """What one lossy step did to one block, or to all: the codec or rule, and the relative errors measured then.
+
+    `quadratic` is that on random task vectors, `vector` that on a real one.
+    """
 
     step: Name
-    frobenius: Annotated[StrictFloat, Field(ge=0)] | None = None
-    quadratic: Annotated[StrictFloat, Field(ge=0)] | None = None
+    frobenius: RelativeError | None = None
+    quadratic: RelativeError | None = None
+    vector: RelativeError | None = None
+
+    @classmethod
+    def measured(cls, step: str, **errors: float | None) -> Loss:
+        """Errors to six digits: more would be noise, and differ from one processor to the next."""
+        return cls(
+            step=step, **{key: None if error is None else float(f"{error:.6g}") for key, error in errors.items()}
+        )
 
 
 class About(Entry):
@@ -224,6 +238,7 @@ class About(Entry):
     estimate: Estimate | None = None
     source: Source | None = None
     merge: Merge | None = None
+    losses: Annotated[tuple[Loss, ...], FailFast()] = ()
 
 
 class Piece(Entry):

@@ -35,12 +35,10 @@ class Chain:
                 raise KfacpackError(f"codec {word!r} in {spec!r}: expected one of {known}, joined by +: {EXAMPLES}")
             steps.append(CODECS[name].parse(argument if colon else None))
         if [step.structural for step in steps] not in ([True], [False], [True, False]):
+            kinds = [[each.usage for each in CODECS.values() if each.structural is kind] for kind in (True, False)]
+            known = "; then ".join(map(", ".join, kinds))
             problem = "expected at most one of structure, then at most one type of numbers"
-            kinds = {True: [], False: []}  # type: dict[bool, list[str]]
-            for each in CODECS.values():
-                kinds[each.structural].append(each.usage)
-            words = f"{problem}: {', '.join(kinds[True])}; then {', '.join(kinds[False])}"
-            raise KfacpackError(f"codec {spec!r}: {words}")
+            raise KfacpackError(f"codec {spec!r}: {problem}: {known}")
         return cls(tuple(steps))
 
     def __str__(self) -> str:

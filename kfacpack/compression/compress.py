@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfacpack.compression.budget import choose
 from kfacpack.compression.chain import Chain
 from kfacpack.compression.measure import compare
-from kfacpack.compression.report import Report, assembled
+from kfacpack.compression.report import assembled, concluded
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError
 
@@ -17,13 +17,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kfacpack.compression.measure import Side
+    from kfacpack.compression.report import Measure, Report
+    from kfacpack.curvature.block import CurvatureBlock
     from kfacpack.curvature.matrices import Matrix
 
-    Choice = Callable[[Matrix], Chain]
     Progress = Callable[[int, int], None]
     """Called with how many blocks are done, and how many there are."""
     Vector = Callable[[str], Tensor]
     """A task vector: a parameter's change, by name."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which codec each matrix gets, and what the losses of the whole call that."""
+
+    name: str
+    chain_for: Callable[[Matrix], Chain]
 
 
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:
@@ -34,6 +43,8 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
     dense float32, or a number of bytes) each matrix gets its own, so that the whole loses least at that size of a saved
     bundle. A matrix that blocks share stays shared.
     """
+    if not isinstance(curvature, Curvature):
+        raise KfacpackError(f"expected a curvature, such as kp.load(path), found {type(curvature).__name__}")
     return compress_by(curvature, choice_of(curvature, spec, budget))[0]
 
 
@@ -42,13 +53,18 @@ def choice_of(
     spec: str | None,
     budget: str | int | None,
     progress: Progress = lambda done, total: None,
+    *,
+    with_vector: bool = False,
 ) -> Choice:
-    """Which codec each matrix gets. For a budget, all that come into question are tried on every matrix."""
+    """For a budget, all codecs that come into question are tried on every matrix.
+
+    `with_vector` leaves room for the errors on a task vector in the file.
+    """
     if spec is not None and budget is None:
         chain = Chain.parse(spec)
-        return lambda matrix: chain
+        return Choice(str(chain), lambda matrix: chain)
     if budget is not None and spec is None:
-        return choose(curvature, budget, progress)
+        return Choice(*choose(curvature, budget, progress, with_vector=with_vector))
     raise KfacpackError("compress takes either a codec, such as block:8+int8, or a budget, such as 70MB or 10%")
 
 
@@ -67,23 +83,30 @@ def compress_by(
     made: dict[int, tuple[Chain, Matrix]] = {}
     sides: dict[tuple[int, ...], Side] = {}
     counted: set[int] = set()
-    shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
+    measure = _measuring(curvature, vector) if vector else None
     blocks, reports = [], []
     for number, block in enumerate(curvature.blocks):
         progress(number, len(curvature.blocks))
         for side in block.structure.sides:
             for matrix in side:
                 if id(matrix) not in made:
-                    made[id(matrix)] = choice(matrix).encode(matrix)
+                    made[id(matrix)] = choice.chain_for(matrix).encode(matrix)
             key = tuple(map(id, side))
             if key not in sides:
                 sides[key] = compare(side, [made[each][1] for each in key])
-        smaller, report = assembled(block, made, sides, counted)
-        if vector is not None:
-            tau = {name: vector(name) for name in block.parameters}
-            real = float(block.quadratic(tau, shapes)), float(smaller.quadratic(tau, shapes))
-            report = replace(report, real=real)
+        smaller, report = assembled(block, made, sides, counted, measure)
         blocks.append(smaller)
         reports.append(report)
     progress(len(curvature.blocks), len(curvature.blocks))
-    return Curvature(blocks, curvature.about), Report(tuple(reports))
+    return concluded(curvature, blocks, reports, choice.name)
+
+
+def _measuring(curvature: Curvature, vector: Vector) -> Measure:
+    """`quadratic` of a block on a task vector, before and after."""
+    shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
+
+    def measure(before: CurvatureBlock, after: CurvatureBlock) -> tuple[float, float]:
+        tau = {name: vector(name) for name in before.parameters}
+        return float(before.quadratic(tau, shapes)), float(after.quadratic(tau, shapes))
+
+    return measure

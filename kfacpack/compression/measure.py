@@ -117,19 +117,25 @@ M, D, N = range(3)
 
 
 def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> Side:
-    """One side of a block before and after. All of its matrices are unpacked at a time."""
-    full = [matrix.dense(torch.promote_types(torch.float32, matrix.dtype)) for matrix in before]
+    """One side of a block before and after. All of its matrices are unpacked at once; diagonals stay vectors."""
+    only_diagonals = all(matrix.structure == "diagonal" for matrix in (*before, *after))
+
+    def unpacked(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+        return matrix.numbers(dtype)[:, None] if only_diagonals else matrix.dense(dtype)
+
+    full = [unpacked(matrix, torch.promote_types(torch.float32, matrix.dtype)) for matrix in before]
     lost = [
-        torch.zeros_like(values) if old is new else values - new.dense(values.dtype)
+        torch.zeros_like(values) if old is new else values - unpacked(new, values.dtype)
         for values, old, new in zip(full, before, after, strict=True)
     ]
     vectors = [*full, *lost]
     gram = torch.zeros((len(vectors), len(vectors)), dtype=torch.float64)
-    rows = max(1, _PANEL // vectors[0].shape[0])
+    rows = max(1, _PANEL // vectors[0].shape[1])
     for start in range(0, vectors[0].shape[0], rows):
         panel = torch.stack([values[start : start + rows].reshape(-1).double() for values in vectors])
         gram += panel @ panel.T
-    return Side(gram, torch.stack([values.diagonal().double().sum() for values in vectors]))
+    on_diagonal = (values if only_diagonals else values.diagonal() for values in vectors)
+    return Side(gram, torch.stack([values.double().sum() for values in on_diagonal]))
 
 
 def moments(weights: Sequence[float], sides: Sequence[Side]) -> Moments:

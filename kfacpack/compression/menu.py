@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kfacpack.compression.chain import Chain
+from kfacpack.compression.codecs.base import float_type
 from kfacpack.compression.measure import Side, compare, moment_table
 from kfacpack.curvature.matrices import Dense
 from kfacpack.curvature.matrices.components import Components, InMemory
@@ -142,9 +143,9 @@ class Opened(Dense):
 
 
 def _opened(matrix: Matrix) -> Matrix:
-    if matrix.form != "packed" or not matrix.dtype.is_floating_point:
-        return matrix
-    full = InMemory(data=matrix.dense(matrix.dtype))
+    if matrix.form not in ("packed", "dense"):
+        return matrix  # which is small already, and quick to unpack
+    full = InMemory(data=matrix.dense(float_type(matrix)))
     return Opened(matrix.side, full, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
 

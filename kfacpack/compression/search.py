@@ -7,8 +7,9 @@ What counts is the error of `quadratic`, and that is not the same on all task ve
 - Those along the curvature, as training makes them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Diagonal blocks do
   badly: seen from there, what is between them is most of the curvature.
 
-So: on random τ, better than any single codec for all matrices, by some margin; within that, the least loss along the
-curvature. To get there, for an exchange rate κ,
+So: on random τ, better than any single codec for all matrices, by some margin; then, along the curvature, as good as
+any of them; each if it can be had. Of what is left, the least product of both errors. To get there, for an exchange
+rate κ,
 
     2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|
 
@@ -18,8 +19,8 @@ trace μ its square grows by 2μ for each unit, so that, for a price λ of a byt
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
 That is minimised for falling λ, until the bytes are used up, with μ from the time before; for B and A of a block at
-once, since the one is worth nothing without the other. Then changes of single blocks fill up what is left. κ grows as
-far as random τ allow; among all results, the rule above decides.
+once, since the one is worth nothing without the other. Then changes of single blocks fill up what is left. Of the
+results for many κ, and of the single codecs, the rule above takes one.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kfacpack.compression.chain import Chain
     from kfacpack.compression.menu import Menu
 
     Numbers = NDArray[np.float64]
@@ -44,8 +46,10 @@ Picks = tuple[int, ...]
 
 MARGIN = 0.8
 """The error on random τ is at most this share of the best single codec's, if that can be had."""
-_RATES, _ROUNDS, _PRICES, _SWEEPS = 12, 4, 24, 6
-"""How many κ, μ and λ are tried, and how often one goes over all blocks at most."""
+_RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
+"""The κ that are tried."""
+_ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
+"""How many μ and λ are tried, and how often one goes over all blocks at most."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,11 @@ class Total:
     def random(self) -> float:
         """The squared error on random τ."""
         return 2 * self.lost + self.trace**2
+
+    @property
+    def product(self) -> float:
+        """Of the errors on random τ and along the curvature."""
+        return float(self.random**0.5 * self.along)
 
 
 class Search:
@@ -83,21 +92,24 @@ class Search:
         bar = MARGIN**2 * min((self.total(picks).random for picks in single), default=inf)
         within = [picks for picks in single if self.total(picks).nbytes <= limit]
         found = set(single)
-        low, high = 1e-12, 1e3
-        for _ in range(_RATES):
-            rate = (low * high) ** 0.5
+        for rate in _RATES:
             start = min((*self._priced(limit, rate), *within), key=lambda picks: self._error(picks, rate))
-            filled = self._filled(start, limit, rate)
-            found.add(filled)
-            low, high = (rate, high) if self.total(filled).random <= bar else (low, rate)
+            found.add(self._filled(start, limit, rate))
         totals = {picks: self.total(picks) for picks in sorted(found)}
         allowed = max(bar, min(total.random for total in totals.values()))
-        return min((picks for picks in totals if totals[picks].random <= allowed), key=lambda p: totals[p].along)
+        along = min((self.total(picks).along for picks in single), default=inf)
 
-    def single(self) -> Iterator[Picks]:
-        """One codec for all."""
+        def rank(picks: Picks) -> tuple[bool, float]:
+            return totals[picks].along > along, totals[picks].product
+
+        return min((picks for picks in totals if totals[picks].random <= allowed), key=rank)
+
+    def single(self) -> dict[Picks, Chain]:
+        """One codec for all: the picks that it comes to."""
+        found: dict[Picks, Chain] = {}
         for chain in self._answers[0]:
-            yield tuple(answers[chain] for answers in self._answers)
+            found.setdefault(tuple(answers[chain] for answers in self._answers), chain)
+        return found
 
     def smallest(self) -> Picks:
         return tuple(int(sizes.argmin()) for sizes in self._bytes)
@@ -112,7 +124,7 @@ class Search:
 
     def _error(self, picks: Picks, rate: float) -> float:
         total = self.total(picks)
-        return total.random + rate * total.along
+        return float(_weighed(total.lost, total.trace, total.along, rate))
 
     def _priced(self, limit: int, rate: float) -> Iterator[Picks]:
         mu = 0.0
@@ -153,13 +165,13 @@ class Search:
         picks = list(start)
         while True:
             total = self.total(tuple(picks))
-            now = total.random + rate * total.along
+            now = _weighed(total.lost, total.trace, total.along, rate)
             best, change = 0.0, None
             for move in self._moves:
                 losses, place = self._losses(move, picks), move.place(picks)
                 others = np.array([total.lost, total.trace, total.along]) - losses[_at(place)]
                 lost, trace, along = losses + others[:, None, None]
-                error = 2 * lost + trace**2 + rate * along
+                error = _weighed(lost, trace, along, rate)
                 more = move.nbytes - move.nbytes[place]
                 gain = np.where(total.nbytes + more <= limit, (now - error) / np.maximum(more, 1), -inf)
                 option = int(gain.argmax())
@@ -209,6 +221,11 @@ class Move:
         picks[self.first] = row
         if self.second is not None:
             picks[self.second] = column
+
+
+def _weighed(lost: Any, trace: Any, along: Any, rate: float) -> Any:
+    """What is minimised, of numbers or of arrays of them."""
+    return 2 * lost + trace**2 + rate * along
 
 
 def _at(place: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -60,7 +60,10 @@ class Curvature:
 
     @cached_property
     def digest(self) -> str:
-        """That of its bundle: the file it was loaded from, or the one that it would be saved to."""
+        """That of its bundle: the file it was loaded from, or the one that it would be saved to.
+
+        Without a file, all of its numbers are made and hashed for it, once.
+        """
         return self.bundle.digest if self.bundle else digest_of(self)
 
     def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:

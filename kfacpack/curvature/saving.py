@@ -42,6 +42,7 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, prog
                 for part in stored[name].components.parts(component):
                     _require_finite(path, tensor_name, part)
                     put(tensor_name, raw_bytes(part))
+        progress(len(matrices), len(matrices))
 
 
 def file_size(curvature: Curvature) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.bundle.manifest import About, Function, Loss
-from kfacpack.compression.compress import compress_by
+from kfacpack.compression.compress import choice_of, compress_by
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError
@@ -163,8 +163,12 @@ def _with_loss(block: CurvatureBlock, options: Options) -> CurvatureBlock:
 
 
 def compressed(curvature: Curvature, options: Options) -> tuple[Curvature, Report]:
-    """By the steps of `compress` that the sums have not taken already, and what those lose."""
-    return compress_by(curvature, lambda matrix: options.chain)
+    """By the steps of `compress` that make a matrix smaller than its sum is already, and what those lose."""
+    smaller, report = compress_by(curvature, choice_of(curvature, options.compress, None))
+    if options.diagonal_blocks > 1:
+        not_known = (Loss(step=str(options.chain)),)
+        smaller = Curvature(smaller.blocks, smaller.about.model_copy(update={"losses": not_known}))
+    return smaller, report
 
 
 def device_of(wanted: Mapping[str, Tensor]) -> torch.device:

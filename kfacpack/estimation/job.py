@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
 from kfacpack.curvature.matrices.components import raw_bytes
+from kfacpack.errors import KfacpackError
 from kfacpack.estimation.estimate import begin, compressed, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
 from kfacpack.estimation.options import Options
@@ -49,6 +50,8 @@ class Job:
     split_name: str = "train"
     params: tuple[str, ...] | None = None
     """Names or patterns; None takes all that the model's family does not freeze."""
+    shard: tuple[int, int] = (1, 1)
+    """(k, n): every n-th of the examples, from the k-th on. The n shards merge into what one run over all gives."""
     report: Report | None = field(default=None, init=False)
     """What compression lost, once it has run, if that was asked for."""
 
@@ -60,7 +63,11 @@ class Job:
     def numbers(self) -> list[int]:
         """The examples that are taken, by their place in the split."""
         size = len(self.split)
-        return drawn(size, how_many(self.examples, size), self.options.seed)
+        k, n = self.shard
+        numbers = drawn(size, how_many(self.examples, size), self.options.seed)[k - 1 :: n]
+        if not numbers:
+            raise KfacpackError(f"shard {k}/{n}: there are fewer than {k} examples")
+        return numbers
 
     @cached_property
     def wanted(self) -> dict[str, Tensor]:
@@ -160,6 +167,7 @@ class Job:
             "data": f"{self.split.source.dataset}, {self.split_name} of {len(self.split)} examples",
             "first example": _digest(self._batch(self.numbers[:1])),
             "examples": len(self.numbers),
+            "shard": list(self.shard),
             "batch_size": self.batch_size,
             "process": f"{processes.rank()} of {processes.count()}",
             "blocks": sha256(repr(blocks).encode()).hexdigest(),

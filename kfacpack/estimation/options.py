@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -49,7 +50,7 @@ class Options:
     def probes(self) -> Probes:
         return Probes(self.fisher, self.probe, self.samples, self.seed)
 
-    @property
+    @cached_property
     def chain(self) -> Chain:
         """How the result is compressed."""
         return Chain() if self.compress is None else Chain.parse(self.compress)

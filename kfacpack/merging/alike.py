@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kfacpack.merging.inputs import Input
 
 Item = TypeVar("Item")
-_PARTIAL = "To add up each block over those that have it: --allow-partial (allow_partial=True)"
+_ALLOW = "To add up each block over those that have it: --allow-partial (allow_partial=True)"
 
 
 def check_alike(inputs: Sequence[Input], *, allow_partial: bool) -> None:
@@ -80,14 +80,25 @@ def _check_parents(inputs: Sequence[Input]) -> None:
         for parent in each.parents:
             if parent.sha256 in seen:
                 called = f"the bundle {parent.sha256[:12]}…" + (f" of {parent.task}" if parent.task else "")
-                how = f"both contain {called}, which would count twice"
-                remedy = f"To subtract it: --without {parent.task or 'TASK'}"
-                raise _differ(seen[parent.sha256], each, how, remedy)
+                other, task = seen[parent.sha256], parent.task or "TASK"
+                merged = other.curvature.about.merge or each.curvature.about.merge
+                remedy = f"To subtract it: --without {task} (without={task!r})" if merged else "Give it once"
+                raise _differ(other, each, f"both contain {called}, which would count twice", remedy)
             seen[parent.sha256] = each
 
 
+def check_tasks(inputs: Sequence[Input]) -> None:
+    """The same task in two inputs is its curvature twice: compressed, say, or from other examples."""
+    seen: dict[str, Input] = {}
+    for each in inputs:
+        for task in {parent.task: None for parent in each.parents if parent.task}:
+            if task in seen:
+                remedy = "Give one of them; parts of one task from different examples are joined by the rule 'shards'"
+                raise _differ(seen[task], each, f"are both of the task {task!r}, which would count twice", remedy)
+            seen[task] = each
+
+
 def _check_blocks(inputs: Sequence[Input], allow_partial: bool) -> None:
-    first = inputs[0]
     owner: dict[str, Input] = {}
     partition: dict[str, tuple[Input, set[str]]] = {}
     for each in inputs:
@@ -107,8 +118,8 @@ def _check_blocks(inputs: Sequence[Input], allow_partial: bool) -> None:
         missing = [name for name in owner if name not in each.blocks]
         if missing and not allow_partial:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            has = owner[missing[0]] if owner[missing[0]] is not each else first
-            raise KfacpackError(f"{each.name} has no block {missing[0]!r}{more}, which {has.name} has. {_PARTIAL}")
+            has = owner[missing[0]]
+            raise KfacpackError(f"{each.name} has no block {missing[0]!r}{more}, which {has.name} has. {_ALLOW}")
 
 
 def _partition(each: Input) -> dict[str, set[str]]:

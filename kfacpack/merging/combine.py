@@ -45,12 +45,12 @@ class Combined(Components):
             yield self._sum(rows)
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
-        """Whole rows of one block, as strips are."""
-        if self._made is not None:
-            return super().span(name, start, stop)
+        """Whole rows of one triangle, as strips are; of anything else, all is made."""
         block, first = divmod(start, self._layout.shape[-1])
-        room = np.empty(len(self._matrices) * (stop - start))
-        return self._sum(put(self._layout, self._matrices, Strip(block, first, first + stop - start), room))
+        strip = Strip(block, first, first + stop - start)
+        if self._made is not None or not self._layout.is_strip(strip):
+            return super().span(name, start, stop)
+        return self._sum(put(self._layout, self._matrices, strip, np.empty(len(self._matrices) * (stop - start))))
 
     def _sum(self, rows: Numbers) -> Tensor:
         total = np.einsum("t,tn->n", self._coefficients, rows)
@@ -80,15 +80,16 @@ class Combiner:
             matrix = layout.hold(
                 Combined(layout, used, values),
                 psd=must if psd is None else psd,
-                examples=_total([each.examples for each in used]),
-                positions=_total([each.positions for each in used]),
+                examples=_total([each.examples for each in used], values),
+                positions=_total([each.positions for each in used], values),
             )
             # The addends are looked at when they are read; to look at their sum would be to make and keep it.
-            matrix._sound = True
+            matrix.take_for_sound()
             self._made[key] = matrix, used
         return self._made[key][0]
 
 
-def _total(counts: Sequence[int | None]) -> int | None:
+def _total(counts: Sequence[int | None], coefficients: Sequence[float]) -> int | None:
+    """Not known where something is subtracted: what it was subtracted from may have counted it otherwise."""
     known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return sum(known) if len(known) == len(counts) and min(coefficients) >= 0 else None

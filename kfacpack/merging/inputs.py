@@ -8,12 +8,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from kfacpack.bundle.manifest import Parent
+from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.loading import load
+from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Estimate, Source
     from kfacpack.curvature.block import CurvatureBlock
-    from kfacpack.curvature.curvature import Curvature
 
     Mergeable = Curvature | str | os.PathLike[str]
 
@@ -27,6 +28,8 @@ class Input:
     @classmethod
     def of(cls, given: Mergeable, place: int) -> Input:
         curvature = load(given) if isinstance(given, str | os.PathLike) else given
+        if not isinstance(curvature, Curvature):
+            raise KfacpackError(f"input {place}: expected a curvature or the path of one, found {type(given).__name__}")
         path = curvature.bundle.path if curvature.bundle else None
         return cls(curvature, str(path) if path else f"input {place}")
 

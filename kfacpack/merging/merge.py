@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from kfacpack.merging.gram import coordinates, gram
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.report import BlockReport, Report, measured
 from kfacpack.merging.rules import RULES, Rule, Terms
-from kfacpack.merging.subtract import PARTIAL, leave_out
+from kfacpack.merging.rules.base import PARTIAL
+from kfacpack.merging.subtract import leave_out
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices import Matrix
     from kfacpack.merging.inputs import Mergeable
 
+_NOISE = 1e-12
+"""A relative error below this is the rounding of Gram matrices: nothing was lost."""
 WORKERS = 2
 """Some matrices are hashed while others are multiplied. Each worker holds its own strips."""
 
@@ -77,6 +81,8 @@ def merge_and_report(
     if rule not in RULES:
         raise KfacpackError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
     by = RULES[rule](rank)
+    if isinstance(curvatures, str | os.PathLike | Curvature):
+        raise KfacpackError("merge takes a list of curvatures or of paths, found a single one")
     inputs = [Input.of(each, place) for place, each in enumerate(curvatures, start=1)]
     if not inputs:
         raise KfacpackError("there is nothing to merge")
@@ -85,12 +91,17 @@ def merge_and_report(
         remaining = leave_out(inputs, tasks)
         if weights is not None and len(weights) == len(inputs):
             weights = [weights[place] for place, _ in remaining]
-        subtracted = tuple(each.name for (place, each) in remaining if each is not inputs[place])
+        subtracted = tuple(task for task in tasks if any(_had(inputs[place], task) for place, _ in remaining))
         inputs = [each for _, each in remaining]
     check_alike(inputs, allow_partial=allow_partial)
+    by.check(inputs)
     factors = by.weights(inputs, weights)
     blocks, report = _merged_blocks(by, inputs, factors, progress)
-    return Merged(Curvature(blocks, _about(by, inputs, factors)), replace(report, subtracted=subtracted))
+    return Merged(Curvature(blocks, _about(by, inputs, factors, report)), replace(report, subtracted=subtracted))
+
+
+def _had(each: Input, task: str) -> bool:
+    return any(parent.task == task for parent in each.parents)
 
 
 def _merged_blocks(
@@ -119,7 +130,8 @@ def _merged_blocks(
                 report = measured(name, terms, made, missing)
             first = next(each.blocks[name] for each in inputs if name in each.blocks)
             structure = first.structure.of_sides(made.weights.tolist(), sides)
-            blocks.append(replace(first, structure=structure, losses=_losses(rule, inputs, report)))
+            lost = [each.blocks[name].losses for each in inputs if name in each.blocks]
+            blocks.append(replace(first, structure=structure, losses=_losses(rule, lost, report)))
             reports.append(report)
     progress(len(names), len(names))
     return blocks, Report(tuple(reports), measure)
@@ -173,20 +185,18 @@ def _coordinates_of(side: Sequence[Matrix]) -> Tensor:
     return coordinates(gram(side))
 
 
-def _losses(rule: Rule, inputs: Sequence[Input], report: BlockReport) -> tuple[Loss, ...]:
+def _losses(rule: Rule, lost: Iterable[Sequence[Loss]], report: BlockReport) -> tuple[Loss, ...]:
     """What the inputs have lost already, each step once with its largest errors, and what is lost now."""
     before: dict[tuple[str, int], Loss] = {}
-    for each in inputs:
-        if report.name not in each.blocks:
-            continue
+    for losses in lost:
         seen: dict[str, int] = {}
-        for loss in each.blocks[report.name].losses:
+        for loss in losses:
             seen[loss.step] = seen.get(loss.step, 0) + 1
             key = loss.step, seen[loss.step]
             before[key] = _larger(before[key], loss) if key in before else loss
     now = [Loss(step=PARTIAL)] if report.missing else []
-    if report.error:
-        now.append(Loss(step=rule.step, frobenius=report.frobenius))
+    if report.frobenius > _NOISE:
+        now.append(Loss.measured(rule.step, frobenius=report.frobenius))
     return (*before.values(), *now)
 
 
@@ -198,10 +208,11 @@ def _larger(one: Loss, other: Loss) -> Loss:
         step=one.step,
         frobenius=larger(one.frobenius, other.frobenius),
         quadratic=larger(one.quadratic, other.quadratic),
+        vector=larger(one.vector, other.vector),
     )
 
 
-def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float]) -> About:
+def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float], report: Report) -> About:
     first = inputs[0].curvature.about
     described = {p.name: p for each in inputs for p in each.curvature.about.base.parameters}
     names = in_order([each.curvature.parameters for each in inputs])
@@ -221,4 +232,5 @@ def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float]) -> Abo
         estimate=rule.estimate(inputs),
         source=rule.source(inputs),
         merge=merged,
+        losses=_losses(rule, [each.curvature.about.losses for each in inputs], report.total),
     )

@@ -48,7 +48,7 @@ class Report:
     measured: bool
     """False where nothing was to be lost, so that nothing was measured."""
     subtracted: tuple[str, ...] = ()
-    """What was subtracted from an input: then what the input had lost on the remaining tasks is not known."""
+    """Tasks that were subtracted from an input: then what it had lost on the remaining ones is not known."""
 
     @property
     def total(self) -> BlockReport:
@@ -56,7 +56,8 @@ class Report:
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
-        return BlockReport("", sum(block.terms for block in self.blocks), (), norm, error, bound)
+        terms, missing = sum(block.terms for block in self.blocks), {name for b in self.blocks for name in b.missing}
+        return BlockReport("", terms, tuple(sorted(missing)), norm, error, bound)
 
     @property
     def partial(self) -> tuple[BlockReport, ...]:

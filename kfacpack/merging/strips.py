@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 TOGETHER = 2**20
-"""How many numbers of all matrices are held at a time: memory does not grow with the number of matrices."""
+"""How many numbers of all matrices are held at a time, or one row of each if that is more: memory does not grow with
+the number of matrices, up to some hundred of them."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Layout(ABC):
     @abstractmethod
     def strips(self, limit: int) -> Iterator[Strip]:
         """All of the matrix, in the order of its `data`; at most `limit` numbers at a time, or one row."""
+
+    @abstractmethod
+    def is_strip(self, strip: Strip) -> bool:
+        """Whether these numbers are ones that can be read in one go."""
 
     @abstractmethod
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
@@ -75,6 +80,9 @@ class Diagonals(Layout):
     def strips(self, limit: int) -> Iterator[Strip]:
         for start in range(0, self.side, limit):
             yield Strip(0, start, min(start + limit, self.side))
+
+    def is_strip(self, strip: Strip) -> bool:
+        return strip.stop <= self.side
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
         return matrix.components.span("data", strip.start, strip.stop)
@@ -105,6 +113,10 @@ class Triangles(Layout):
                     last += 1
                 yield Strip(block, triangle(first), triangle(last))
                 first = last
+
+    def is_strip(self, strip: Strip) -> bool:
+        first, last = _rows(strip)
+        return (triangle(first), triangle(last)) == (strip.start, strip.stop) and last <= self._width
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
         first, last = _rows(strip)

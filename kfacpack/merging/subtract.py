@@ -23,15 +23,17 @@ from kfacpack.merging.combine import Combiner
 from kfacpack.merging.gram import gram
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.rules import RULES
+from kfacpack.merging.rules.base import PARTIAL
+from kfacpack.merging.rules.optimal import Optimal
 from kfacpack.merging.rules.tak import Tak
 
 if TYPE_CHECKING:
     from kfacpack.curvature.matrices import Matrix
 
-PARTIAL = "partial"
-"""The step in a block's losses when some inputs did not have the block."""
 _SMALL = 1e-2
 """What remains of a matrix, relative to it, below which its rounding errors may show as negative eigenvalues."""
+_LOST = 1e-4
+"""And below which they are a thousandth of what remains."""
 
 
 def leave_out(inputs: Sequence[Input], tasks: Sequence[str]) -> list[tuple[int, Input]]:
@@ -76,20 +78,29 @@ def subtracted(merged: Input, own: Input) -> Input:
         B = [1.0, *(-1.0 for _ in part.weights)]
         A = [merged.tasks * whole.weights[0], *(-factor * own.tasks / len(part.weights) * w for w in part.weights)]
         coefficients = [G] if len(sides) == 1 else [B, [each / remaining for each in A]]
-        made = [
-            [combine(side, each, psd=_stays_psd(side, each))] for side, each in zip(sides, coefficients, strict=True)
-        ]
-        # The error of the remaining tasks' sum depends on each of them, and they are not there.
-        losses = (Loss(step=Tak.name),) if block.losses else ()
-        blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=losses))
+        made = []
+        for side, each in zip(sides, coefficients, strict=True):
+            left = _left(side, each)
+            if left < _LOST:
+                problem = f"what remains of its block {block.name!r} is lost in the rounding of what is subtracted"
+                raise KfacpackError(f"{merged.name}: {problem}. Merge the other tasks' bundles anew")
+            psd = left > _SMALL and all(matrix.psd for matrix in side)
+            made.append([combine(side, each, psd=psd)])
+        blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=_not_known(block.losses)))
     gone = {parent.sha256 for parent in own.parents}
     parents = tuple(
         parent.model_copy(update={"weight": parent.weight * others / remaining})
         for parent in merged.parents
         if parent.sha256 not in gone
     )
-    about = merged.curvature.about.model_copy(update={"merge": Merge(rule=Tak.name, parents=parents)})
+    about, merge = merged.curvature.about, Merge(rule=Tak.name, parents=parents)
+    about = about.model_copy(update={"merge": merge, "losses": _not_known(about.losses)})
     return Input(Curvature(blocks, about), f"{merged.name} without {own.name}")
+
+
+def _not_known(losses: Sequence[Loss]) -> tuple[Loss, ...]:
+    """The error of the remaining tasks' sum depends on each of them, and they are not there."""
+    return tuple(Loss(step=Tak.name) if loss.step == Tak.name else loss for loss in losses)
 
 
 def _require_sums(each: Input, rules: Sequence[str]) -> None:
@@ -99,10 +110,13 @@ def _require_sums(each: Input, rules: Sequence[str]) -> None:
     if merge is None or merge.rule not in rules:
         how = f"was merged by {merge.rule!r}" if merge else "was not merged"
         raise KfacpackError(f"{each.name}: {how}; to subtract exactly takes {' or '.join(rules)}. {remedy}")
-    for block in each.curvature.blocks:
-        if other := [loss.step for loss in block.losses if loss.step != Tak.name]:
-            problem = f"its block {block.name!r} went through {other[0]!r}, so it may be no sum of parents any more"
-            raise KfacpackError(f"{each.name}: {problem}. {remedy}")
+    # A codec that parents went through before they were merged is no hindrance: it is they that were added up.
+    steps = [loss.step for loss in each.curvature.about.losses]
+    since = steps[steps.index(Tak.name) + 1 :] if Tak.name in steps else steps
+    other = [step for step in steps if step == PARTIAL or step.startswith(f"{Optimal.name}:")]
+    if found := [*other, *since]:
+        problem = f"it went through {found[0]!r}, so it may be no sum of its parents any more"
+        raise KfacpackError(f"{each.name}: {problem}. {remedy}")
 
 
 def _factor(merged: Input, own: Input) -> float:
@@ -114,9 +128,9 @@ def _factor(merged: Input, own: Input) -> float:
     return factors[0]
 
 
-def _stays_psd(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> bool:
-    """Whether what remains is large enough for the rounding of what was subtracted from not to matter."""
+def _left(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
+    """What remains of the first matrix, as a share of its norm."""
     values = torch.tensor(coefficients, dtype=torch.float64)
     products = gram(matrices)
-    whole, left = float(products[0, 0]) * coefficients[0] ** 2, float(values @ products @ values)
-    return all(matrix.psd for matrix in matrices) and left > _SMALL**2 * whole
+    whole = float(products[0, 0]) * coefficients[0] ** 2
+    return (max(float(values @ products @ values), 0.0) / whole) ** 0.5 if whole > 0 else 1.0

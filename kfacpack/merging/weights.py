@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from kfacpack.merging.inputs import Input
 
 
+_LEAST, _MOST = 1e-30, 1e30
+"""Of a weight. What lies outside is a slip of the pen, and would overflow."""
+
+
 def relative(inputs: Sequence[Input], given: Sequence[float] | None) -> list[float]:
     """By what each input's G is multiplied: w_t for one task."""
     shares = _data_set_sizes(inputs) if given is None else _given(inputs, given)
@@ -35,7 +39,7 @@ def _data_set_sizes(inputs: Sequence[Input]) -> list[float]:
         if not each.dataset_size:
             raise KfacpackError(
                 f"{each.name}: does not say how large its data set is, by which tasks are weighted. "
-                "Give weights, one number for each input, such as --weights 1,1,1"
+                "Give weights, one number for each input: --weights 1,1,1 (weights=[1, 1, 1])"
             )
     return [float(each.dataset_size or 0) for each in inputs]
 
@@ -44,6 +48,6 @@ def _given(inputs: Sequence[Input], given: Sequence[float]) -> list[float]:
     if len(given) != len(inputs):
         raise KfacpackError(f"expected {len(inputs)} weights, one for each input, found {len(given)}")
     for each, weight in zip(inputs, given, strict=True):
-        if not (isfinite(weight) and weight > 0):
+        if not isinstance(weight, int | float) or not (isfinite(weight) and _LEAST <= weight <= _MOST):
             raise KfacpackError(f"{each.name}: its weight is {weight}, expected a positive number")
     return [float(weight) for weight in given]

@@ -58,6 +58,15 @@ def test_json_has_every_block(bundle, tmp_path):
     recorded = [block.losses[-1] for block in kp.load(target).blocks if block.losses]
     measured = [block for block in said["blocks"] if block["step"]]
     assert [loss.frobenius for loss in recorded] == pytest.approx([block["frobenius"] for block in measured], rel=1e-5)
+    small = kp.load(target)
+    assert [loss.vector for loss in recorded] == pytest.approx(
+        [block["quadratic"]["vector"] for block in measured], rel=1e-5
+    )
+    (whole,) = small.about.losses
+    assert (whole.step, whole.frobenius) == ("svd:25%", pytest.approx(said["frobenius"], rel=1e-5))
+    assert whole.quadratic == pytest.approx(said["quadratic"]["random"], rel=1e-5)
+    assert whole.vector == pytest.approx(said["quadratic"]["vector"], rel=1e-5)
+    assert "svd:25% (error of G" in run("inspect", target).stdout.replace("\n", " ")
     assert said["ratio"] == pytest.approx(said["bytes"] / said["dense_bytes"])
 
 
@@ -68,6 +77,15 @@ def test_a_budget_and_a_list_of_blocks(bundle, tmp_path):
     assert (tmp_path / "small.kfac").stat().st_size <= limit
     for block in kp.load(bundle).blocks:
         assert block.name in done.stdout
+
+
+def test_a_budget_has_room_for_the_errors_on_a_vector(bundle, tmp_path):
+    limit = int(0.7 * bundle.stat().st_size)
+    save_file(random_tau(kp.load(bundle)), tmp_path / "tau.safetensors")
+    to = ["-o", tmp_path / "small.kfac", "--vector", tmp_path / "tau.safetensors"]
+    assert run("compress", bundle, "--budget", limit, *to).exit_code == 0
+    assert (tmp_path / "small.kfac").stat().st_size <= limit
+    assert kp.load(tmp_path / "small.kfac").about.losses[0].step == "budget"
 
 
 def test_a_dry_run_writes_nothing(bundle, tmp_path):
@@ -110,8 +128,8 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
         (["wavelet:3", *to], "expected one of block:K"),
         (["--budget", "lots", *to], "expected a size such as 70MB"),
         (["--budget", "10B", *to], "the smallest file that was found has"),
-        (["int8", "-o", bundle], "is the bundle to compress itself"),
-        (["int8", "-o", link], "is the bundle to compress itself"),
+        (["int8", "-o", bundle], "is also an input"),
+        (["int8", "-o", link], "is also an input"),
         (["int8", "-o", "/no/such/folder/s.kfac"], "/no/such/folder"),
         (["int8", *to, "--vector", tmp_path / "missing"], f"has no tensor {first!r}; 1 of the 10 covered parameters"),
         (["int8", *to, "--vector", tmp_path / "shape"], "expected floats of"),
@@ -125,7 +143,8 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
     link.unlink()
     assert sorted(tmp_path.iterdir()) == before
     assert bundle.read_bytes() == content
-    assert run("compress", tmp_path / "missing", "int8", *to).exit_code == 2
+    assert run("compress", tmp_path / "missing", "int8", *to).exit_code == 2  # no bundle
+    assert run("compress", tmp_path / "nowhere", "int8", *to).exit_code == 2
 
 
 def test_an_estimate_can_be_compressed_at_once():
@@ -144,5 +163,6 @@ def test_an_estimate_can_be_compressed_at_once():
         ("int8", False),
     ]
     torch.testing.assert_close(direct.quadratic(tau), kp.compress(full, "block:4+int8").quadratic(tau))
+    assert [(loss.step, loss.frobenius) for loss in direct.about.losses] == [("block:4+int8", None)]
     with pytest.raises(kp.KfacpackError, match="of a diagonal there is nothing to leave out"):
         kp.estimate(model, [x], structure="diagonal", compress="svd:4")

@@ -46,15 +46,15 @@ def test_the_file_is_within_its_budget(digits, tmp_path, budget):
 
 
 def test_more_room_loses_no_more(digits):
-    errors = [
-        compress_by(digits, choice_of(digits, None, f"{share}%"))[1].moments.quadratic for share in (10, 20, 30, 45, 60)
-    ]
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] == 0
+    """The product of the errors on random τ and along the curvature is what is made small."""
+    found = [compress_by(digits, choice_of(digits, None, f"{share}%"))[1].moments for share in (10, 20, 30, 45, 60)]
+    products = [each.quadratic * each.along for each in found]
+    assert products == sorted(products, reverse=True)
+    assert products[-1] == 0
 
 
 @settings(max_examples=4)
-@given(seed=st.integers(0, 2**16), share=st.floats(0.3, 1.0))
+@given(seed=st.integers(0, 2**16), share=st.floats(0.4, 1.0))
 def test_shared_matrices_and_several_terms_are_within_their_budget_too(seed, share):
     curvature = small_curvature("packed", seed, out=60, inputs=70)
     limit = int(file_size(curvature) * share)
@@ -66,11 +66,11 @@ def test_shared_matrices_and_several_terms_are_within_their_budget_too(seed, sha
 
 def test_what_cannot_be_done_is_said(digits):
     with pytest.raises(
-        kp.KfacpackError, match="budget '2kB': that is 2,000 bytes; the smallest file that was found has"
+        kp.KfacpackError, match=r"budget '2kB': that is 2,000 bytes; the smallest file that was found has"
     ):
         kp.compress(digits, budget="2kB")
     for both in ({}, {"spec": "int8", "budget": "10%"}):
-        with pytest.raises(kp.KfacpackError, match="either a codec.*or a budget"):
+        with pytest.raises(kp.KfacpackError, match=r"either a codec.*or a budget"):
             kp.compress(digits, **both)
 
 

@@ -10,7 +10,6 @@ from kit import HOLDS, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
 from kfacpack.compression.chain import Chain
-from kfacpack.compression.codecs import CODECS
 from kfacpack.curvature.checks import negative_direction
 from kfacpack.curvature.matrices import Diagonal, LowRank, Packed, Sparse
 
@@ -208,7 +207,3 @@ def test_spaces_do_not_matter():
 def test_anything_else_is_refused_in_words(spec, words):
     with pytest.raises(kp.KfacpackError, match=words):
         kp.compress(small_curvature(), spec)
-
-
-def test_every_codec_is_registered_under_its_name():
-    assert all(name == codec.name and codec.usage.startswith(name) for name, codec in CODECS.items())

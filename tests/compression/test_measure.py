@@ -11,18 +11,16 @@ from hypothesis import strategies as st
 from kit import dense_block, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
-from kfacpack.compression.chain import Chain
-from kfacpack.compression.compress import compress_by
-from kfacpack.compression.measure import Moments
-from kfacpack.curvature.matrices import Packed
+from kfacpack.compression.compress import choice_of, compress_by
+from kfacpack.compression.measure import Moments, compare, moments
+from kfacpack.curvature.matrices import Diagonal, Packed
 
 SPECS = ["block:2", "block:2+int8", "svd:2", "svd:40%+fp16", "prune:15%", "prune:25%+int8", "int8", "fp16", "bf16"]
 seeds = st.integers(0, 2**16)
 
 
 def compressed(curvature, spec, **more):
-    chain = Chain.parse(spec)
-    return compress_by(curvature, lambda matrix: chain, **more)
+    return compress_by(curvature, choice_of(curvature, spec, None), **more)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -112,3 +110,16 @@ def test_nothing_lost_of_nothing_is_nothing():
     small = kp.compress(kp.Curvature([block, *before.blocks[1:]], before.about), "int8")
     assert small.blocks[0].losses[-1].frobenius == 0
     json.dumps([loss.model_dump() for loss in small.blocks[0].losses], allow_nan=False)
+
+
+def test_diagonals_are_measured_as_they_are():
+    """Of a side that no dense matrix would fit into memory with."""
+    generator = torch.Generator().manual_seed(0)
+    diagonal = torch.rand(300_000, generator=generator)
+    before = [Diagonal.of(diagonal)]
+    after = [Diagonal.of(diagonal.bfloat16())]
+    side, lost = compare(before, after), diagonal.double() - diagonal.bfloat16().double()
+    found = moments([1.0], [side])
+    assert found.lost == pytest.approx(float(lost.square().sum()))
+    assert found.lost_trace == pytest.approx(float(lost.sum()))
+    assert found.size == pytest.approx(float(diagonal.double().square().sum()))

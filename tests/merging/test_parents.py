@@ -137,12 +137,28 @@ def test_a_difference_verifies_and_says_that_its_error_is_not_known(paths, tmp_p
 def test_what_remains_of_almost_nothing_promises_nothing():
     """When nearly all of a sum is subtracted, what is left is rounding."""
     own, other = of_task("own", 100, 1), of_task("other", 100, 1)
-    small = [
-        replace(block, structure=block.structure.replaced(lambda m: kp.Packed.from_dense(m.dense() * 1e-5)))
-        for block in other.blocks
-    ]
-    merged = kp.merge([kp.merge([own, kp.Curvature(small, other.about)]), own], without="own")
-    assert not any(matrix.psd for _, matrix in merged.blocks[0].structure.matrices())
+
+    def without_own(factor: float) -> kp.Curvature:
+        small = [
+            replace(block, structure=block.structure.replaced(lambda m: kp.Packed.from_dense(m.dense() * factor)))
+            for block in other.blocks
+        ]
+        return kp.merge([kp.merge([own, kp.Curvature(small, other.about)]), own], without="own")
+
+    assert all(matrix.psd for _, matrix in without_own(0.1).blocks[0].structure.matrices())
+    assert not any(matrix.psd for _, matrix in without_own(1e-3).blocks[0].structure.matrices())
+    with pytest.raises(kp.KfacpackError, match="lost in the rounding of what is subtracted"):
+        without_own(1e-5)
+
+
+def test_compressed_parents_can_be_subtracted(paths, tmp_path):
+    small = []
+    for path in paths:
+        kp.compress(kp.load(path), "int8").save(tmp_path / path.name)
+        small.append(tmp_path / path.name)
+    rest = kp.merge([kp.merge(small), small[0]], without=kp.load(small[0]).about.source.task)
+    assert_same(rest, kp.merge(small[1:]))
+    assert [loss.step for loss in rest.about.losses] == [loss.step for loss in kp.merge(small).about.losses]
 
 
 def test_what_the_inputs_lost_before_is_still_said(paths):

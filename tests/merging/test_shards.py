@@ -78,7 +78,8 @@ def test_eight_shards_are_one_run(net, sentences, more):
     assert_same(merged, whole, 1e-6)
     assert merged.about.source == whole.about.source
     assert merged.about.estimate == whole.about.estimate
-    assert not any(block.losses for block in merged.blocks) or more.get("compress")
+    for ours, theirs in zip((merged.about, *merged.blocks), (whole.about, *whole.blocks), strict=True):
+        assert [loss.step for loss in ours.losses] == [loss.step for loss in theirs.losses]
     weights = [parent.weight for parent in merged.about.merge.parents]
     assert weights == pytest.approx([(b - a) / EXAMPLES for a, b in pairwise(edges)])
     assert sum(parent.dataset_size for parent in merged.about.merge.parents) == 1000
@@ -138,7 +139,10 @@ def test_what_cannot_be_shards_is_refused(net, sentences):
     refused("estimated in different ways", one, of_part(net, sentences, 3, 9, fisher="mc"))
     small = [of_part(net, sentences, *edge, source=source(12, size=20)) for edge in ((0, 12), (8, 20))]
     refused("have 24 examples and their data set 20: some count twice", *small)
-    refused("merged by 'tak'", kp.merge([one, two], weights=[1, 1]), of_part(net, sentences, 3, 9))
+    other = of_part(net, sentences, 12, EXAMPLES, source=source(12, "other"))
+    refused("merged by 'tak'", kp.merge([one, other], weights=[1, 1]), of_part(net, sentences, 3, 9))
+    with pytest.raises(kp.KfacpackError, match="both of the task 'toy', which would count twice"):
+        kp.merge([one, two])
     forgetful = [
         kp.CurvatureBlock(b.name, b.operation, b.join, b.structure.replaced(lambda m: kp.Packed.from_dense(m.dense())))
         for b in one.blocks

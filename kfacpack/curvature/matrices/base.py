@@ -102,6 +102,10 @@ class Matrix(ABC):
             return "scale", "has negative factors"
         return None
 
+    def take_for_sound(self) -> None:
+        """Its numbers are made of others that are looked at themselves."""
+        self._sound = True
+
     def require_sound(self) -> None:
         """Refuse numbers that break the form's rules. Looked at once, before they are first computed with."""
         if not self._sound:

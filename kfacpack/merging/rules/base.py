@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
+from kfacpack.merging.alike import check_tasks
 from kfacpack.merging.weights import relative
 
 if TYPE_CHECKING:
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Estimate, Parent, Sharing, Source
     from kfacpack.curvature.matrices import Matrix
     from kfacpack.merging.inputs import Input
+
+
+PARTIAL = "partial"
+"""The step in a block's losses when some inputs did not have the block."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,8 @@ class Rule(ABC):
 
     def __init__(self, rank: int = 1):
         self.rank = rank
+        if type(rank) is not int:
+            raise KfacpackError(f"rank {rank!r}: expected a whole number")
         if rank != 1 and not self.ranked:
             raise KfacpackError(f"the rule {self.name!r} has no rank; 'optimal' has")
 
@@ -65,6 +72,10 @@ class Rule(ABC):
     def step(self) -> str:
         """What a block's losses call it."""
         return f"{self.name}:{self.rank}" if self.ranked else self.name
+
+    def check(self, inputs: Sequence[Input]) -> None:
+        """Refuse inputs that this rule cannot do right by, though they belong together."""
+        check_tasks(inputs)
 
     @abstractmethod
     def kronecker(self, terms: Terms) -> Combination:

@@ -29,6 +29,9 @@ class Shards(Rule):
     exact = True
     keeps_sums = True
 
+    def check(self, inputs: Sequence[Input]) -> None:
+        _require_one_task(inputs)
+
     def kronecker(self, terms: Terms) -> Combination:
         B, A = terms.sides
         over_positions = terms.sharing == "expand"
@@ -42,7 +45,6 @@ class Shards(Rule):
     def weights(self, inputs: Sequence[Input], given: Sequence[float] | None) -> list[float]:
         if given is not None:
             raise KfacpackError("shards are weighted by their examples; 'tak', 'stack' and 'optimal' take weights")
-        _require_one_task(inputs)
         counts = [_examples(each) for each in inputs]
         return [count / sum(counts) for count in counts]
 
