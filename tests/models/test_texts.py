@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kfacpack.errors import KfacpackError
+from kfacpack.heads import head_for
 from kfacpack.models import load_model
 
 
@@ -141,3 +143,40 @@ def test_the_real_minilm_knows_what_is_alike(tmp_path):
     f = model.forward(**model.prepare([{"text": text} for text in said], "any"))
     assert f.shape == (3, 384)
     assert f[0] @ f[1] > 0.6 > 0.3 > f[0] @ f[2]
+
+
+@dataclass
+class Labels:
+    """A task of which only the classes' names matter."""
+
+    classes: tuple[str, ...]
+    name: str = "labels"
+    templates: tuple[str, ...] = ()
+
+
+def test_t5_says_the_label(t5_folder, pairs):
+    """The head's logits are those of the stock model for the labels as its first word."""
+    from transformers import AutoTokenizer, T5ForConditionalGeneration
+
+    model = load_model(f"t5:{t5_folder}")
+    stock = T5ForConditionalGeneration.from_pretrained(t5_folder).eval()
+    head = head_for(model, Labels(("dog", "field", "nobody")))
+    assert head.origin == "words"
+    batch = model.prepare(pairs, "mnli")
+    with torch.no_grad():
+        start = torch.zeros((len(pairs), 1), dtype=torch.long)
+        expected = stock(**batch, decoder_input_ids=start).logits[:, 0]
+        found = head.logits(model.forward(**batch))
+    ids = AutoTokenizer.from_pretrained(t5_folder).convert_tokens_to_ids(list(head.classes))
+    torch.testing.assert_close(found, expected[:, ids])
+
+
+def test_labels_that_t5_cannot_tell_apart(t5_folder, bert_folder):
+    model = load_model(f"t5:{t5_folder}")
+    alike = Labels(("dog", "dog runs", "field"))
+    with pytest.raises(KfacpackError, match="the classes 'dog' and 'dog runs' begin with the same word"):
+        head_for(model, alike, "words")
+    with pytest.raises(KfacpackError, match="has no token for the class ''"):
+        head_for(model, Labels(("dog", "")), "words")
+    with pytest.raises(KfacpackError, match="predicts no words"):
+        head_for(load_model(f"hf:{bert_folder}"), alike, "words")

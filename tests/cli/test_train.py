@@ -1,0 +1,171 @@
+"""`kfacpack train`, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from kfacpack_cli.main import app
+from typer.testing import CliRunner
+
+import kfacpack as kp
+
+FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "6"]
+"""Little enough to train in a moment."""
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+def kfacpack(*arguments, launcher=(sys.executable, "-m", "kfacpack_cli"), **more):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    line = [*launcher, *map(str, arguments)]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, **more)
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory):
+    """The curvature of two tasks, and of both."""
+    folder = tmp_path_factory.mktemp("bundles")
+    for task in ("digits", "mnist"):
+        done = run("estimate", "--task", task, "--examples", "16", *FEW[:2], "-o", folder / f"{task}.kfac", "-q")
+        assert done.exit_code == 0, done.stderr
+    run("merge", folder / "digits.kfac", folder / "mnist.kfac", "-o", folder / "both.kfac", "-q")
+    return folder
+
+
+def test_a_vector_with_a_penalty(bundles, tmp_path):
+    output = tmp_path / "digits.safetensors"
+    done = run("train", "--task", "digits", *FEW, "--steps", 3, "--reg", bundles / "mnist.kfac", "-o", output, "--json")
+    assert done.exit_code == 0, done.stderr
+    said = json.loads(done.stdout)
+    vector = kp.TaskVector.load(output)
+    assert (said["path"], said["sha256"], said["bytes"]) == (str(output), vector.digest, output.stat().st_size)
+    assert (said["held"], said["steps"], said["regime"]) == (["mnist"], 3, "linear")
+    assert said["penalty"] > 0
+    assert len((tmp_path / "digits.metrics.jsonl").read_text().splitlines()) == 3
+    assert vector.about.tasks[0].training.bundles == (kp.Bundle(bundles / "mnist.kfac").digest,)
+    scores = json.loads(run("eval", "--task", "digits", "--vector", output, "--examples", 40, "--json").stdout)
+    assert 0 <= scores["tasks"]["digits"]["accuracy"] <= 1
+    assert scores["tasks"]["digits"]["head"] == "text"
+
+
+def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
+    common = ["train", "--task", "digits", *FEW, "--steps", 2, "-o", tmp_path / "t.safetensors"]
+    both = ["--reg", bundles / "both.kfac", "--reg", bundles / "digits.kfac"]
+    done = run(*common, *both, "--json")
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["held"] == ["mnist"]
+    assert not done.stderr
+    done = run(*common, "--reg", bundles / "both.kfac")
+    assert done.exit_code == 0
+    assert "the penalty holds back 'digits' itself" in done.stderr.replace("\n", " ")
+    done = run(*common, "--reg", bundles / "digits.kfac")
+    assert done.exit_code == 2
+    assert "nothing remains to hold without 'digits'" in done.stderr
+
+
+def test_other_regimes_and_a_penalty_on_data(tmp_path):
+    for regime in ("full", "attention"):
+        output = tmp_path / f"{regime}.safetensors"
+        assert run("train", "--task", "digits", *FEW, "--steps", 2, "--regime", regime, "-o", output).exit_code == 0
+        assert kp.TaskVector.load(output).regime == regime
+    output = tmp_path / "data.safetensors"
+    done = run("train", "--task", "digits", *FEW, "--steps", 2, "--reg-data", "faces", "-o", output, "--json")
+    assert json.loads(done.stdout)["held"] == ["faces"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_killed_and_resumed_it_has_the_same_bytes(bundles, tmp_path, number):
+    common = ["train", "--task", "digits", *FEW, "--steps", "40", "--reg", str(bundles / "mnist.kfac")]
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+    assert kfacpack(*common, "-o", whole, "-q").returncode == 0
+    program = (
+        "import kfacpack.training.job as job; job.Job.run.__kwdefaults__['every'] = 0.0\n"
+        "import kfacpack_cli; kfacpack_cli.run()"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *common, "-o", str(parts)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    metrics = parts.with_suffix(".metrics.jsonl")
+    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 7):
+        time.sleep(0.01)
+    process.send_signal(number)
+    process.communicate(timeout=120)
+    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    assert not parts.exists()
+    assert run(*common, "-o", parts).exit_code == 2  # there is a run from before
+    assert kfacpack(*common, "-o", parts, "--resume").returncode == 0
+    assert parts.read_bytes() == whole.read_bytes()
+    assert metrics.read_text() == whole.with_suffix(".metrics.jsonl").read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "parts.metrics.jsonl",
+        "parts.safetensors",
+        "whole.metrics.jsonl",
+        "whole.safetensors",
+    ]
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
+def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher):
+    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--reg", bundles / "mnist.kfac", "-o"]
+    assert kfacpack(*common, tmp_path / "one.safetensors").returncode == 0
+    if launcher == "torchrun":
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
+    else:
+        pytest.importorskip("accelerate")
+        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "kfacpack_cli"]
+    done = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 5
+    one, two = (kp.TaskVector.load(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
+    assert one.about == two.about
+    for name in one:
+        torch.testing.assert_close(two[name], one[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["--task", "digitz"], "digits"),
+        (["--reg", "/no/such.kfac"], "/no/such.kfac"),
+        (["--reg-data", "digits"], "that is the task that is trained"),
+        (["--strength", "-1", "--reg", "BUNDLE"], "strength -1"),
+        (["--weight", "norm", "--reg", "BUNDLE"], "such as norm=10"),
+        (["--weight", "nothing=2", "--reg", "BUNDLE"], "there is no group 'nothing'"),
+        (["--reg", "BUNDLE", "--reg-data", "faces"], "from bundles (--reg) or from data (--reg-data), found both"),
+        (["--reg-every", "4"], "belong to a penalty"),
+        (["--preset", "tak", "--reg", "BUNDLE"], "published for no model like tiny"),
+        (["--steps", "2", "--epochs", "1"], "by steps or by epochs"),
+        (["--lr", "nan"], "learning rate nan"),
+        (["--params", "nothing"], "no parameter is called 'nothing'"),
+        (["-o", "/no/such/folder/t.safetensors"], "/no/such/folder"),
+        (["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--reg", "BUNDLE"], "is of another f"),
+    ],
+    ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
+)
+def test_wrong_input_is_told_and_nothing_is_written(bundles, tmp_path, wrong, words):
+    arguments = [str(bundles / "mnist.kfac") if each == "BUNDLE" else each for each in wrong]
+    task = [] if "--task" in wrong else ["--task", "digits"]
+    output = [] if "-o" in wrong else ["-o", tmp_path / "t.safetensors"]
+    done = run("train", *task, *output, *arguments)
+    assert done.exit_code == 2
+    assert words in done.stderr.replace("\n", " ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_one_class_is_nothing_to_learn(tmp_path):
+    from pictures import paint
+
+    paint(tmp_path / "data", {"train": {"only": 3}, "test": {"only": 2}})
+    done = run("train", "--task", "alone", "--data", tmp_path / "data", "-o", tmp_path / "t.safetensors")
+    assert done.exit_code == 2
+    assert "has one class" in done.stderr

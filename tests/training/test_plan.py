@@ -1,0 +1,66 @@
+"""The order of examples, the length of training and the learning rate."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kfacpack as kp
+from kfacpack.training.order import Order
+from kfacpack.training.settings import Settings
+
+
+@given(size=st.integers(1, 40), batch_size=st.integers(1, 50), seed=st.integers(0, 2**32))
+def test_every_example_is_taken_once_an_epoch(size, batch_size, seed):
+    order = Order(size, batch_size, seed)
+    steps = 3 * size  # batch_size epochs' worth for three epochs of steps
+    taken = [number for step in range(steps) for number in order.batch(step)]
+    for epoch in range(len(taken) // size):
+        assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert Counter(taken).most_common()[0][1] - Counter(taken).most_common()[-1][1] <= 1
+
+
+def test_a_step_is_the_same_whenever_it_is_asked_for():
+    order, other = Order(100, 32, 7), Order(100, 32, 7)
+    ahead = other.batch(9)
+    assert [order.batch(step) for step in range(10)][9] == ahead
+    assert Order(100, 32, 8).batch(0) != order.batch(0)
+    assert order.batch(0) != order.batch(1)
+
+
+@pytest.mark.parametrize(
+    ("given_", "steps"), [({}, 500), ({"steps": 7}, 7), ({"epochs": 2}, 7), ({"epochs": 0.1}, 1), ({"epochs": 3}, 10)]
+)
+def test_the_length(given_, steps):
+    assert Settings(**given_).length(100) == steps
+
+
+def test_the_learning_rate_rises_and_falls():
+    settings = Settings(lr=2.0, warmup=0.2)
+    rates = [settings.lr_at(step, 100) for step in range(100)]
+    assert rates[:20] == pytest.approx([2.0 * (k + 1) / 20 for k in range(20)])
+    assert rates[20] == 2.0
+    assert rates[60] == pytest.approx(1.0)
+    assert rates[20:] == sorted(rates[20:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+    assert Settings(lr=2.0, warmup=0).lr_at(0, 1) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"steps": 3, "epochs": 1}, "by steps or by epochs, found both"),
+        ({"steps": 0}, "steps 0: expected a number of at least 1"),
+        ({"lr": float("nan")}, "learning rate nan"),
+        ({"lr": -1.0}, "learning rate -1"),
+        ({"batch_size": 0}, "batch size 0"),
+        ({"at_once": 0}, "at once 0"),
+        ({"warmup": 2.0}, "warmup 2.0: expected a share"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(wrong, words):
+    with pytest.raises(kp.KfacpackError, match=words):
+        Settings(**wrong)

@@ -1,0 +1,84 @@
+"""A small model and a small task, as the library sees models and tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+import kfacpack as kp
+from kfacpack.models.base import Model
+from kfacpack.tasks.base import Origin
+
+WIDTH, CLASSES = 6, ("round", "square", "flat")
+
+
+class Attentive(nn.Module):
+    """One attention layer and one feed-forward one, over five positions of four numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Linear(4, WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x + self.attn(x, x, x, need_weights=False)[0])
+        return torch.tanh(self.mlp(y)).mean(1)
+
+
+def toy_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = Attentive().to(dtype).eval()
+    return Model(
+        family="toy",
+        name="attentive",
+        revision=None,
+        module=module,
+        forward=lambda x: module(x.to(dtype)),
+        function=kp.Function(output="embedding", normalized=False, width=WIDTH),
+        frozen=(),
+        prepare=lambda examples, task: torch.stack([example["x"] for example in examples]),
+        preprocessing="none",
+    )
+
+
+@dataclass
+class Numbers:
+    x: torch.Tensor
+    labels: list[int]
+    source: Origin
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"x": self.x[index]}
+
+    def label(self, index):
+        return self.labels[index]
+
+
+@dataclass
+class ToyTask:
+    name: str = "toy"
+    seed: int = 0
+    size: int = 30
+    classes: tuple[str, ...] = CLASSES
+    splits = ("train", "test")
+    templates = ()
+    source = "random numbers"
+    license = None
+
+    @property
+    def sizes(self):
+        return dict.fromkeys(self.splits, self.size)
+
+    def split(self, name):
+        generator = torch.Generator().manual_seed(1000 * self.seed + (name == "test"))
+        labels = [k % len(self.classes) for k in range(self.size)]
+        centres = torch.randn(len(self.classes), 5, 4, generator=torch.Generator().manual_seed(self.seed))
+        x = centres[labels] + 0.5 * torch.randn(self.size, 5, 4, generator=generator)
+        return Numbers(x.double(), labels, Origin("toys", name))
