@@ -73,12 +73,12 @@ def test_a_batch_may_be_computed_in_parts(regime, at_once, tmp_path):
 
 def test_a_penalty_keeps_the_other_task_where_it_is(other, tmp_path):
     plain = job().run(tmp_path / "plain.safetensors")
-    held = job(regularizer=kp.Regularizer(other, 30.0)).run(tmp_path / "held.safetensors")
+    held = job(regularizer=kp.Regularizer(other, 1000.0)).run(tmp_path / "held.safetensors")
     assert float(other.quadratic(dict(held))) < 0.2 * float(other.quadratic(dict(plain)))
     lines = [json.loads(line) for line in (tmp_path / "held.metrics.jsonl").read_text().splitlines()]
     assert lines[0]["penalty"] == 0
     assert lines[-1]["penalty"] > 0
-    by_data = job(drift=Drift([ToyTask("other", seed=5)], 30.0, 10, 0)).run(tmp_path / "data.safetensors")
+    by_data = job(drift=Drift([ToyTask("other", seed=5)], 1000.0, 10, 0)).run(tmp_path / "data.safetensors")
     assert float(other.quadratic(dict(by_data))) < 0.3 * float(other.quadratic(dict(plain)))
     (entry,) = kp.TaskVector.load(tmp_path / "data.safetensors").about.tasks
     assert entry.training.settings["reg_data"] == "other"
