@@ -126,11 +126,10 @@ class Container:
         place, done = self.tensors[name].start + start, 0
         try:
             while done < len(data):
-                part = os.pread(self._descriptor, len(data) - done, place + done)
-                if not part:
+                got = _read_at(self._descriptor, memoryview(data)[done:], place + done)
+                if not got:
                     break
-                data[done : done + len(part)] = part
-                done += len(part)
+                done += got
         except OSError as error:
             raise BundleError(self.path, f"cannot be read: {error}", f"tensor {name!r}", DOWNLOAD_AGAIN) from error
         if done < len(data):
@@ -142,6 +141,15 @@ class Container:
         if self._look() != self._state:
             problem = "the file was changed in place since it was opened"
             raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
+
+
+def _read_at(descriptor: int, target: memoryview, place: int) -> int:
+    """How many bytes were read, from `place` on. Systems without preadv, such as macOS, copy them once more."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [target], place)
+    part = os.pread(descriptor, len(target), place)
+    target[: len(part)] = part
+    return len(part)
 
 
 def json_values(text: bytes) -> int:

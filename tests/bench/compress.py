@@ -25,7 +25,7 @@ from kfacpack.curvature.saving import file_size
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-ROWS, COLUMNS, ROUNDS = 3072, 768, 5
+ROWS, COLUMNS, ROUNDS = 3072, 768, 9
 CODECS = (
     *("block:8", "block:8+int8", "block:8+fp16", "svd:32", "svd:32+int8", "svd:25%", "svd:25%+int8"),
     *("prune:30%", "prune:15%", "prune:5%", "prune:1%", "prune:15%+int8", "int8", "fp16", "bf16"),
@@ -65,7 +65,7 @@ def layer() -> list[tuple[str, float, str, float]]:
         small = kp.Kronecker.of(b, a)
 
         def densified(b: kp.Dense = b, a: kp.Dense = a) -> torch.Tensor:
-            return b.dense() @ dW @ a.dense()
+            return kp.Kronecker.of(kp.Dense.of(b.dense()), kp.Dense.of(a.dense())).apply(dW)
 
         times = [
             (seconds(lambda: dense.apply(dW)), seconds(lambda s=small: s.apply(dW)), seconds(densified))
