@@ -97,7 +97,9 @@ def train(
     at_once: int | None = option(
         HOW, None, "--at-once", min=1, metavar="N", help="Compute N examples at a time; a step adds up what it takes."
     ),
-    lr: float = option(HOW, 1e-3, "--lr", help="The learning rate at its peak."),
+    lr: float | None = option(
+        HOW, None, "--lr", help="The learning rate at its peak. By default one is found that fits the model."
+    ),
     warmup: float = option(HOW, 0.1, "--warmup", help="The share of steps in which it rises."),
     weight_decay: float = option(HOW, 0.1, "--weight-decay", help="Towards the base model."),
     autocast: bool | None = option(

@@ -59,7 +59,7 @@ class Run:
         penalty = []
         if structure:
             penalty = ["--reg", str(self.others(task, structure)), "--strength", str(self.options.strength)]
-        how = ["--steps", str(self.options.steps), "--lr", str(self.options.lr), "--seed", str(self.options.seed)]
+        how = ["--steps", str(self.options.steps), "--seed", str(self.options.seed)]
         return self.command(f"{task}.{arm}.safetensors", "train", *self.model, *self.of_task(task), *how, *penalty)
 
     def accuracy(self, name: str, vector: kp.TaskVector | None, task: str) -> float:
@@ -94,8 +94,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--image-size", type=int, default=96)
-    parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--strength", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))

@@ -4,8 +4,10 @@
     from words        w_k = the row of the output layer for the class's name as the next word,  b = 0
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
-where m_k is the mean of f over the class's training examples, and c the mean of all m_k. All are made at the weights a
-model comes with, and stay as they are when its weights move.
+where m_k is the mean of f over the class's training examples, and c the mean of all m_k. `scale` is the model's own for
+texts; for prototypes, which are further apart than texts are, it is the one at which the cross-entropy of those
+examples is least: a head that is too sure of itself makes the first steps of training too large. All are made at the
+weights a model comes with, and stay as they are when its weights move.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import cross_entropy, normalize
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.base import Model
@@ -106,18 +108,27 @@ def prototype_head(
     split = task.split("train")
     members = _members(split, task, classes)
     class_of = {number: k for k, numbers in enumerate(members) for number in numbers}
-    # Summed in float64 on the CPU, so that the order of the examples leaves no trace.
-    sums = torch.zeros(len(classes), model.function.width, dtype=torch.float64)
-    done, f = 0, sums
-    on_progress(done, len(class_of))
+    # In float64 on the CPU, so that the order of the examples leaves no trace.
+    labels, features, f = [], [], torch.zeros(0)
+    on_progress(0, len(class_of))
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
-        sums.index_add_(0, torch.tensor([class_of[number] for number in chosen]), f.cpu().double())
-        done += len(chosen)
-        on_progress(done, len(class_of))
+        labels += [class_of[number] for number in chosen]
+        features.append(f.cpu().double())
+        on_progress(len(labels), len(class_of))
+    known, found = torch.tensor(labels), torch.cat(features)
+    sums = torch.zeros(len(classes), model.function.width, dtype=torch.float64).index_add_(0, known, found)
     means = sums / torch.tensor([[len(numbers)] for numbers in members])
     centre = means.mean(0)
-    weight = model.logit_scale * normalize(means - centre, dim=-1)
+    directions = normalize(means - centre, dim=-1)
+    weight = _best_scale((found - centre) @ directions.T, known) * directions
     return Head(weight.to(f), -(weight @ centre).to(f), classes, "prototypes")
+
+
+def _best_scale(cosines: Tensor, labels: Tensor) -> float:
+    """By what (N, K) is to be multiplied for the least cross-entropy, to a tenth."""
+    scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
+    losses = torch.stack([cross_entropy(scale * cosines, labels) for scale in scales])
+    return float(scales[losses.argmin()])
 
 
 def known_classes(task: Task) -> tuple[str, ...]:

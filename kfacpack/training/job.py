@@ -28,6 +28,7 @@ from kfacpack.tasks.sampling import batched
 from kfacpack.training.metrics import Metrics, metrics_path, opened
 from kfacpack.training.optimizer import Underway
 from kfacpack.training.order import Order
+from kfacpack.training.rate import fitting_rate
 from kfacpack.training.settings import Settings
 from kfacpack.vectors.manifest import AboutVector, TaskEntry, Training
 from kfacpack.vectors.vector import TaskVector
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
     from kfacpack.training.drift import Drift
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regularizer import Regularizer
+
+
+_TO_FIND_LR = 32
+"""How many examples a learning rate is found from."""
 
 
 @dataclass
@@ -67,6 +72,18 @@ class Job:
     @cached_property
     def steps(self) -> int:
         return self.settings.length(len(self.split))
+
+    @cached_property
+    def lr(self) -> float:
+        """At its peak. One that is found is found by all processes, from the same examples."""
+        if self.settings.lr is not None:
+            return self.settings.lr
+        numbers = self._order.batch(0)[:_TO_FIND_LR]
+        return fitting_rate(self.regime, self.head, self._batch(numbers), self._labels(numbers))
+
+    @cached_property
+    def _order(self) -> Order:
+        return Order(len(self.split), self.settings.batch_size, self.settings.seed)
 
     def run(
         self,
@@ -120,7 +137,7 @@ class Job:
         return int(done)
 
     def _step(self, step: int, underway: Underway) -> Metrics:
-        numbers = Order(len(self.split), self.settings.batch_size, self.settings.seed).batch(step)
+        numbers = self._order.batch(step)
         own = numbers[processes.rank() :: processes.count()]
         underway.clear()
         sums = torch.zeros(2, dtype=torch.float64)
@@ -133,13 +150,13 @@ class Job:
             what = f"the loss is {loss:.3g}" + ("" if penalty is None else f" and the penalty {penalty:.3g}")
             remedy = "The last good state is kept beside the output, if there was one; a smaller --lr may help"
             raise KfacpackError(f"step {step + 1}: {what}. {remedy}")
-        lr = self.settings.lr_at(step, self.steps)
+        lr = self.lr * self.settings.share_of_lr(step, self.steps)
         underway.step(lr)
         return Metrics(step + 1, loss, right, penalty, lr)
 
     def _learn(self, chosen: Sequence[int], underway: Underway) -> Tensor:
         """Adds the gradient of these examples' share of the loss; the sums of their losses, and of those right."""
-        labels = torch.tensor([self.split.label(number) for number in chosen], device=self.head.weight.device)
+        labels = self._labels(chosen)
         with self._cast():
             moved = self.regime.moved(self._batch(chosen), underway.tau)
         f = moved.f.float().requires_grad_()
@@ -163,6 +180,9 @@ class Job:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.head.weight.device.type, self.autocast)
+
+    def _labels(self, numbers: Sequence[int]) -> Tensor:
+        return torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
 
     def _batch(self, numbers: Sequence[int]) -> Batch:
         model = self.regime.model
@@ -188,7 +208,13 @@ class Job:
         """Every number that decides what is trained."""
         penalty = self.regularizer or self.drift
         autocast = {"autocast": str(self.autocast).removeprefix("torch.")} if self.autocast else {}
-        return {**asdict(self.settings), "steps": self.steps, **(penalty.settings if penalty else {}), **autocast}
+        return {
+            **asdict(self.settings),
+            "steps": self.steps,
+            "lr": self.lr,
+            **(penalty.settings if penalty else {}),
+            **autocast,
+        }
 
     def _vector(self, tau: dict[str, Tensor], base: Base) -> TaskVector:
         origin, model = self.split.source, self.regime.model

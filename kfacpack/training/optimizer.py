@@ -21,7 +21,7 @@ class Underway:
             for name, each in wanted.items()
         }
         self.gradients = {name: torch.zeros_like(each) for name, each in self.tau.items()}
-        self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=settings.lr, weight_decay=settings.weight_decay)
+        self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay)
         # As torch does at its first step, so that there is something to put stored moments into.
         for each in self.tau.values():
             self._optimizer.state[each] = {

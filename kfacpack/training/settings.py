@@ -20,8 +20,8 @@ class Settings:
     """Examples of one step, of all processes together."""
     at_once: int | None = None
     """How many examples are computed at a time; a step adds up what it takes. None: all of a process's share."""
-    lr: float = 1e-3
-    """At its peak."""
+    lr: float | None = None
+    """At its peak; None: one that fits the model, see rate.py."""
     warmup: float = 0.1
     """The share of steps in which the learning rate rises to its peak; after it, it falls along a cosine to zero."""
     weight_decay: float = 0.1
@@ -50,9 +50,9 @@ class Settings:
             return STEPS if self.steps is None else self.steps
         return max(1, ceil(self.epochs * examples / self.batch_size))
 
-    def lr_at(self, step: int, steps: int) -> float:
-        """Of step number `step`, from 0, of `steps`."""
+    def share_of_lr(self, step: int, steps: int) -> float:
+        """At step number `step`, from 0, of `steps`: what share of its peak the learning rate has."""
         rising = round(self.warmup * steps)
         if step < rising:
-            return self.lr * (step + 1) / rising
-        return self.lr * 0.5 * (1 + cos(pi * (step - rising) / max(1, steps - rising)))
+            return (step + 1) / rising
+        return 0.5 * (1 + cos(pi * (step - rising) / max(1, steps - rising)))

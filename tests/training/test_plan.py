@@ -39,14 +39,14 @@ def test_the_length(given_, steps):
 
 
 def test_the_learning_rate_rises_and_falls():
-    settings = Settings(lr=2.0, warmup=0.2)
-    rates = [settings.lr_at(step, 100) for step in range(100)]
-    assert rates[:20] == pytest.approx([2.0 * (k + 1) / 20 for k in range(20)])
-    assert rates[20] == 2.0
-    assert rates[60] == pytest.approx(1.0)
+    settings = Settings(warmup=0.2)
+    rates = [settings.share_of_lr(step, 100) for step in range(100)]
+    assert rates[:20] == pytest.approx([(k + 1) / 20 for k in range(20)])
+    assert rates[20] == 1.0
+    assert rates[60] == pytest.approx(0.5)
     assert rates[20:] == sorted(rates[20:], reverse=True)
-    assert 0 < rates[-1] < 0.01
-    assert Settings(lr=2.0, warmup=0).lr_at(0, 1) == 2.0
+    assert 0 < rates[-1] < 0.005
+    assert Settings(warmup=0).share_of_lr(0, 1) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ class Moved(ABC):
 
 class Regime(ABC):
     name: ClassVar[Name]
+    reach: ClassVar[float]
+    """By what share of its length a step at the full learning rate may move f, where no rate is given."""
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None):
         self.model = model

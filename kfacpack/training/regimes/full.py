@@ -35,6 +35,7 @@ class There(Moved):
 
 class Full(Regime):
     name: ClassVar[Name] = "full"
+    reach = 0.1
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None):
         super().__init__(model, params)

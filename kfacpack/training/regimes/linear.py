@@ -27,6 +27,7 @@ class Along(Moved):
 
 class Linear(Regime):
     name = "linear"
+    reach = 1.0
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None):
         super().__init__(model, params)

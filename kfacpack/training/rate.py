@@ -1,0 +1,41 @@
+"""A learning rate that fits the model.
+
+The first step of Adam moves every parameter by the learning rate, in the direction of its gradient's sign. How far that
+moves f differs from model to model by orders of magnitude, but can be computed: the model is linear there. So the rate
+is the one with which such a step moves f by a given share of its own length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from kfacpack.errors import KfacpackError
+from kfacpack.linear.linearize import Linearized
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kfacpack.heads import Head
+    from kfacpack.models.base import Batch
+    from kfacpack.training.regimes import Regime
+
+_DIGITS = 2
+"""Of the rate: enough to train by, and the same whatever the order of additions."""
+
+
+def fitting_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
+    linearized = Linearized(regime.model.module, regime.model.forward, regime.wanted)
+    point = linearized.at(batch, linearized.zeros())
+    f = point.f.float().requires_grad_()
+    (u,) = torch.autograd.grad(cross_entropy(head.logits(f), labels), f)
+    step = {name: gradient.sign() for name, gradient in point.gradient(u.to(point.f)).items()}
+    _, change = linearized.outputs(batch, step)
+    moved = float(change.detach().float().norm() / point.f.float().norm())
+    if not 0 < moved < float("inf"):
+        raise KfacpackError(
+            "no learning rate can be found from the first batch: its gradient is zero; give one with --lr"
+        )
+    return float(f"{regime.reach / moved:.{_DIGITS}g}")
