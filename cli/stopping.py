@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from .console import show_note
 
+AT_LEAST = 1.0
+"""Seconds between two requests: launchers pass on to their processes what the terminal has told these already."""
+
 
 @contextmanager
 def stopping() -> Iterator[Callable[[], bool]]:
     """The first Ctrl-C, or a polite request to end, lets the batch at hand finish; the second one does not wait."""
-    asked: list[int] = []
+    asked: list[float] = []
 
     def ask(number: int, frame: object) -> None:
-        asked.append(number)
-        if len(asked) > 1:
+        now = time.monotonic()
+        if asked and now - asked[0] > AT_LEAST:
             raise KeyboardInterrupt
+        if asked:
+            return
+        asked.append(now)
         show_note("stopping after this batch; press Ctrl-C again to stop at once")
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

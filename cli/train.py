@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.training.groups import Preset
+from kfacpack.vectors.manifest import Regime
 
 from .console import human_bytes, human_seconds, out, print_json, show_note
 from .options import (
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
     from kfacpack.training.regularizer import Regularizer
 
 HOW, PENALTY = "The training", "The penalty"
-RegimeName = Literal["linear", "full", "attention"]
-PresetName = Literal["tak"]
 
 
 def train(
@@ -74,7 +74,7 @@ def train(
         metavar="GROUP=X",
         help="Multiply the penalty of a group: norm, token, projection, or an operation such as linear; repeatable.",
     ),
-    preset: PresetName | None = option(
+    preset: Preset | None = option(
         PENALTY, None, "--preset", help="tak: the published strength, scaling and weights of groups."
     ),
     offload: bool = option(PENALTY, False, "--offload", help="Keep factors on the CPU; bring one block at a time."),
@@ -82,10 +82,10 @@ def train(
         PENALTY,
         None,
         "--reg-data",
-        metavar="TASK",
-        help="Penalise the drift on this task's own data instead (τJp); repeatable.",
+        metavar="TASK[=DIR]",
+        help="Penalise the drift on this task's own data instead (τJp), in DIR if it is not one of ours; repeatable.",
     ),
-    regime: RegimeName = option(
+    regime: Regime = option(
         HOW,
         "linear",
         "--regime",
@@ -129,19 +129,39 @@ def train(
     from kfacpack.training.regimes import REGIMES
     from kfacpack.training.settings import Settings
 
-    settings = Settings(steps, epochs, batch_size, at_once, lr, warmup, weight_decay, seed)
+    settings = Settings(
+        steps=steps,
+        epochs=epochs,
+        batch_size=batch_size,
+        at_once=at_once,
+        lr=lr,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        seed=seed,
+    )
     if reg and reg_data:
         raise KfacpackError("the penalty comes from bundles (--reg) or from data (--reg-data), found both")
+    if strength is not None and not (reg or reg_data):
+        raise KfacpackError("--strength is that of a penalty: give --reg FILE.kfac or --reg-data TASK")
     place = processes.local_device(device)
     with processes.launched(place):
         show = processes.rank() == 0 and not (quiet or as_json)
         with loading(f"{task}, {model}", show=show):
             # The task first: a slip of the pen should not wait for a model.
             found_task = load_task(task, data)
-            others = [load_task(name) for name in reg_data or ()]
+            others = [load_task(name, folder or None) for name, _, folder in map(_named, reg_data or ())]
             found_model = load_named(model, weights, image_size, dtype, place, seed)
             chosen = REGIMES[regime](found_model, tuple(params) if params else None)
-            regularizer = _regularizer(reg, strength, weight, preset, reg_every, offload, task)
+            regularizer = _regularizer(
+                reg,
+                quiet=not show,
+                strength=strength,
+                weights=dict(map(_group, weight or ())),
+                preset=preset,
+                every=reg_every,
+                offload=offload,
+                leaving_out=task,
+            )
         with examples_bar(f"{task}: head", show=show) as advance:
             made = head_for(found_model, found_task, head, on_progress=advance)
         job = Job(
@@ -156,32 +176,26 @@ def train(
         _run(job, output or Path(f"{task.replace('/', '-')}.safetensors"), resume, show=show, as_json=as_json)
 
 
-def _regularizer(
-    reg: list[Path] | None,
-    strength: float | None,
-    weight: list[str] | None,
-    preset: PresetName | None,
-    every: int,
-    offload: bool,
-    task: str,
-) -> Regularizer | None:
+def _regularizer(reg: list[Path] | None, *, quiet: bool, **how: Any) -> Regularizer | None:
     from kfacpack.training.regularizer import OwnTaskWarning, Regularizer
 
     if not reg:
-        if weight or preset or every != 1 or offload:
-            raise KfacpackError(
-                "--weight, --preset, --reg-every and --offload belong to a penalty: give --reg FILE.kfac"
-            )
+        if how["weights"] or how["preset"] or how["every"] != 1 or how["offload"]:
+            problem = "--weight, --preset, --reg-every and --offload belong to a penalty of bundles"
+            raise KfacpackError(f"{problem}: give --reg FILE.kfac")
         return None
-    weights = dict(map(_group, weight or ()))
     with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("ignore")
         warnings.simplefilter("always", OwnTaskWarning)
-        regularizer = Regularizer(
-            reg, strength, weights=weights, preset=preset, every=every, offload=offload, leaving_out=task
-        )
+        regularizer = Regularizer(reg, **how)
     for each in found:
-        show_note(f"warning: {each.message}")
+        if not quiet:
+            show_note(f"warning: {each.message}")
     return regularizer
+
+
+def _named(text: str) -> tuple[str, str, str]:
+    return text.partition("=")
 
 
 def _group(text: str) -> tuple[str, float]:
@@ -194,11 +208,10 @@ def _group(text: str) -> tuple[str, float]:
 
 def _drift(others: list[Task], strength: float | None, task: str, batch_size: int, seed: int) -> Drift | None:
     from kfacpack.training.drift import Drift
-    from kfacpack.training.groups import STRENGTH
 
     if any(other.name == task for other in others):
         raise KfacpackError(f"--reg-data {printable(task)}: that is the task that is trained; name the others")
-    return Drift(others, STRENGTH if strength is None else strength, batch_size, seed) if others else None
+    return Drift(others, strength, batch_size, seed) if others else None
 
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:

@@ -72,8 +72,18 @@ class Run:
         return float(json.loads(path.read_text(encoding="utf-8"))["accuracy"])
 
 
+def require_same(options: argparse.Namespace) -> None:
+    """Files of another run must not get into this one's table."""
+    said = {key: str(value) for key, value in vars(options).items() if key not in ("out", "arms")}
+    path = options.out / "options.json"
+    if path.exists() and json.loads(path.read_text(encoding="utf-8")) != said:
+        sys.exit(f"{options.out}: was begun with other options, see {path}; choose another folder")
+    path.write_text(json.dumps(said), encoding="utf-8")
+
+
 def main(options: argparse.Namespace) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
+    require_same(options)
     run, start = Run(options), time.perf_counter()
     rows: dict[str, list[float]] = {"base model": [run.accuracy("base", None, task) for task in TASKS]}
     for arm in options.arms:

@@ -43,3 +43,11 @@ def printable(text: str, longest: int = 400) -> str:
     """Text from a file nobody vouches for: nothing a terminal would obey, and no longer than a person would read."""
     short = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
+
+
+class SubtractionError(KfacpackError):
+    """A task cannot be taken out of what it was merged into."""
+
+
+class NotFiniteError(KfacpackError):
+    """f has numbers that are none."""

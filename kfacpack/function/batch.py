@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, NotFiniteError
 
 Batch: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"
 Forward: TypeAlias = Callable[..., Any]
@@ -31,7 +31,7 @@ def run(forward: Forward, batch: Batch) -> Tensor:
         problem = f"expected the model to give f as floats of shape (examples, width), found {found}"
         raise KfacpackError(f"{problem}. With 'forward', choose what f is: forward=lambda x: model(x).pooler_output")
     if not bool(f.detach().isfinite().all()):
-        raise KfacpackError("f has numbers that are not finite; check the inputs, or use another dtype for the model")
+        raise NotFiniteError("f has numbers that are not finite; check the inputs, or use another dtype for the model")
     return f
 
 

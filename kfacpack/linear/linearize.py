@@ -147,7 +147,8 @@ class Point:
                 if name in found:
                     found[name].add_(gradient)
                 else:
-                    found[name] = gradient.to(self._dtypes[name])
+                    # Of its own, since two parameters may have one gradient, and it will be added to.
+                    found[name] = gradient.to(self._dtypes[name], copy=into is not None)
         return found
 
 

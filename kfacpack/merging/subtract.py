@@ -18,7 +18,7 @@ import torch
 
 from kfacpack.bundle.manifest import Loss, Merge
 from kfacpack.curvature.curvature import Curvature
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, SubtractionError
 from kfacpack.merging.combine import Combiner
 from kfacpack.merging.gram import gram
 from kfacpack.merging.inputs import Input
@@ -54,7 +54,7 @@ def leave_out(inputs: Sequence[Input], tasks: Sequence[str]) -> list[tuple[int, 
                 merged = subtracted(merged, each)
         if left := [parent.task for parent in merged.parents if parent.task in tasks]:
             problem = f"contains {left[0]!r}, and no input is that very bundle, which could be subtracted"
-            raise KfacpackError(f"{merged.name}: {problem}. Give it, too, or merge the other tasks' bundles anew")
+            raise SubtractionError(f"{merged.name}: {problem}. Give it, too, or merge the other tasks' bundles anew")
         found.append((place, merged))
     return found
 
@@ -72,7 +72,7 @@ def subtracted(merged: Input, own: Input) -> Input:
         mine = own.blocks.get(block.name, block)
         whole, part = block.structure, mine.structure
         if mine is block or mine.join != block.join or len(part.sides) != len(whole.sides) or len(whole.weights) > 1:
-            raise KfacpackError(f"{own.name}: has no such block {block.name!r} as {merged.name} has")
+            raise SubtractionError(f"{own.name}: has no such block {block.name!r} as {merged.name} has")
         sides = [(*ours, *theirs) for ours, theirs in zip(whole.sides, part.sides, strict=True)]
         G = [others / remaining, -factor * others / remaining]
         B = [1.0, *(-1.0 for _ in part.weights)]
@@ -83,7 +83,7 @@ def subtracted(merged: Input, own: Input) -> Input:
             left = _left(side, each)
             if left < _LOST:
                 problem = f"what remains of its block {block.name!r} is lost in the rounding of what is subtracted"
-                raise KfacpackError(f"{merged.name}: {problem}. Merge the other tasks' bundles anew")
+                raise SubtractionError(f"{merged.name}: {problem}. Merge the other tasks' bundles anew")
             psd = left > _SMALL and all(matrix.psd for matrix in side)
             made.append([combine(side, each, psd=psd)])
         blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=_not_known(block.losses)))
@@ -109,14 +109,14 @@ def _require_sums(each: Input, rules: Sequence[str]) -> None:
     remedy = "Merge the other tasks' bundles anew"
     if merge is None or merge.rule not in rules:
         how = f"was merged by {merge.rule!r}" if merge else "was not merged"
-        raise KfacpackError(f"{each.name}: {how}; to subtract exactly takes {' or '.join(rules)}. {remedy}")
+        raise SubtractionError(f"{each.name}: {how}; to subtract exactly takes {' or '.join(rules)}. {remedy}")
     # A codec that parents went through before they were merged is no hindrance: it is they that were added up.
     steps = [loss.step for loss in each.curvature.about.losses]
     since = steps[steps.index(Tak.name) + 1 :] if Tak.name in steps else steps
     other = [step for step in steps if step == PARTIAL or step.startswith(f"{Optimal.name}:")]
     if found := [*other, *since]:
         problem = f"it went through {found[0]!r}, so it may be no sum of its parents any more"
-        raise KfacpackError(f"{each.name}: {problem}. {remedy}")
+        raise SubtractionError(f"{each.name}: {problem}. {remedy}")
 
 
 def _factor(merged: Input, own: Input) -> float:
@@ -124,7 +124,9 @@ def _factor(merged: Input, own: Input) -> float:
     weights = {parent.sha256: parent.weight for parent in merged.parents}
     factors = [weights[parent.sha256] / parent.weight for parent in own.parents]
     if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
-        raise KfacpackError(f"{own.name}: {merged.name} has its parents with other weights, so it cannot be subtracted")
+        raise SubtractionError(
+            f"{own.name}: {merged.name} has its parents with other weights, so it cannot be subtracted"
+        )
     return factors[0]
 
 

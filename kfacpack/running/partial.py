@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 EVERY = 30.0
 """Seconds of work after which it is stored, at the end of a batch."""
 
+_SHARE = 20
+"""Storing takes at most one in so many seconds."""
 _KEY = "kfacpack_partial"
 
 
@@ -48,10 +50,12 @@ class Partial:
     request: dict[str, Any]
     every: float = EVERY
     _last: float = field(default_factory=time.monotonic)
+    _took: float = 0.0
 
     def keep(self, work: Underway, done: int, *, now: bool = False) -> None:
         """Store the work after `done` batches, if it is time to."""
-        if not now and time.monotonic() - self._last < self.every:
+        begun = time.monotonic()
+        if not now and begun - self._last < max(self.every, _SHARE * self._took):
             return
         tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -64,6 +68,7 @@ class Partial:
             beside.unlink(missing_ok=True)
             raise KfacpackError(f"{self.path}: what is done so far cannot be stored: {error}") from error
         self._last = time.monotonic()
+        self._took = self._last - begun
 
     def restore(self, work: Underway) -> int:
         """Put the stored tensors back; how many batches went into them, 0 if nothing was stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -31,6 +31,8 @@ def launched(device: torch.device) -> Iterator[None]:
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _several():
         yield
         return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where .cuda() puts things, and what NCCL takes for this process's own
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield
@@ -57,24 +59,21 @@ def local_device(device: str) -> torch.device:
 
 def add_up(tensors: Iterable[Tensor]) -> None:
     """Every process gets the sum over all of them, in place."""
-    if count() == 1:
-        return
-    on_device = dist.get_backend() == "nccl"
-    for tensor in tensors:
-        moved = tensor.cuda() if on_device else tensor
-        dist.all_reduce(moved)
-        if moved is not tensor:
-            tensor.copy_(moved)
+    _in_place(tensors, dist.all_reduce)
 
 
 def take_from_first(tensors: Iterable[Tensor]) -> None:
     """Every process gets what the first one has, in place."""
+    _in_place(tensors, lambda tensor: dist.broadcast(tensor, src=0))
+
+
+def _in_place(tensors: Iterable[Tensor], together: Callable[[Tensor], object]) -> None:
     if count() == 1:
         return
     on_device = dist.get_backend() == "nccl"
     for tensor in tensors:
         moved = tensor.cuda() if on_device else tensor
-        dist.broadcast(moved, src=0)
+        together(moved)
         if moved is not tensor:
             tensor.copy_(moved)
 

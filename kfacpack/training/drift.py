@@ -13,6 +13,9 @@ import numpy as np
 import torch
 
 from kfacpack.errors import KfacpackError
+from kfacpack.running import processes
+from kfacpack.tasks.sampling import batched
+from kfacpack.training.groups import checked_strength
 from kfacpack.training.order import Order
 
 if TYPE_CHECKING:
@@ -24,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class Drift:
-    def __init__(self, tasks: Sequence[Task], strength: float, batch_size: int, seed: int):
+    def __init__(self, tasks: Sequence[Task], strength: float | None, batch_size: int, seed: int):
         if not tasks:
             raise KfacpackError("a penalty on data needs at least one other task")
         self.tasks = tuple(task.name for task in tasks)
-        self._strength = strength
+        self.strength = checked_strength(strength)
         self._splits = [task.split("train") for task in tasks]
         sizes = np.array([len(split) for split in self._splits], dtype=np.float64)
         self._shares = sizes / sizes.sum()
@@ -37,17 +40,25 @@ class Drift:
 
     @property
     def settings(self) -> dict[str, float | str]:
-        return {"strength": self._strength, "reg_data": ", ".join(self.tasks)}
+        sizes = (len(split) for split in self._splits)
+        return {
+            "strength": self.strength,
+            "reg_data": ", ".join(f"{name} ({size})" for name, size in zip(self.tasks, sizes, strict=True)),
+        }
 
-    def add_grad(self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor]) -> Tensor:
-        """The value at this step's batch, and its gradient added in place."""
+    def add_grad(
+        self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], at_once: int | None = None
+    ) -> Tensor:
+        """This process's share of the value at this step's batch, and of its gradient, added in place."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
         chosen = int(generator.choice(len(self._splits), p=self._shares))
         numbers = self._orders[chosen].batch(step)
+        own = numbers[processes.rank() :: processes.count()]
         split, model = self._splits[chosen], regime.model
-        change, moved = regime.drift(model.prepare([split[n] for n in numbers], self.tasks[chosen]), tau)
-        weight = self._strength * len(self.tasks) / len(numbers)
-        with torch.no_grad():
-            value = weight * change.float().square().sum()
+        weight = self.strength * len(self.tasks) / len(numbers)
+        value = torch.zeros((), dtype=torch.float64)
+        for part in batched(own, at_once or max(1, len(own))):
+            change, moved = regime.drift(model.prepare([split[n] for n in part], self.tasks[chosen]), tau)
+            value += weight * float(change.square().sum())
             moved.add_gradient(2 * weight * change, gradients)
         return value

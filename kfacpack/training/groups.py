@@ -88,6 +88,15 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
             raise KfacpackError(f"the weight of {group!r} is {weight}, expected a number that is not negative")
 
 
+def checked_strength(given: float | None) -> float:
+    """λ as it was given, or the one for all models."""
+    if given is None:
+        return STRENGTH
+    if not (isfinite(given) and given >= 0):
+        raise KfacpackError(f"strength {given}: expected a number that is not negative")
+    return float(given)
+
+
 def published_strength(base: Base) -> float:
     for (family, start), strength in PUBLISHED_STRENGTH.items():
         if base.family == family and base.name.startswith(start):

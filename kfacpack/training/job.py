@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from hashlib import sha256
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +22,17 @@ from torch.nn.functional import cross_entropy
 
 from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.curvature.matrices.components import raw_bytes
+from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.sampling import batched
 from kfacpack.training.metrics import Metrics, metrics_path, opened
-from kfacpack.training.optimizer import Underway
 from kfacpack.training.order import Order
 from kfacpack.training.rate import fitting_rate
 from kfacpack.training.settings import Settings
+from kfacpack.training.state import State
 from kfacpack.vectors.manifest import AboutVector, TaskEntry, Training
 from kfacpack.vectors.vector import TaskVector
 
@@ -62,6 +65,10 @@ class Job:
         if len(self.head.classes) < 2:
             only = printable(self.head.classes[0])
             raise KfacpackError(f"{printable(self.task.name)} has one class, {only!r}: there is nothing to learn")
+        if not len(self.split):
+            raise KfacpackError(f"{printable(self.task.name)}: its training split has no examples")
+        if self.regularizer and self.drift:
+            raise KfacpackError("the penalty comes from bundles or from data, found both")
         if self.regularizer:
             self.regularizer.check(self.regime.model.module, self.regime.model.function)
 
@@ -104,23 +111,23 @@ class Job:
         base = identify(
             model.module, list(self.regime.wanted), family=model.family, name=model.name, revision=model.revision
         )
-        underway = Underway(self.regime.wanted, self.settings)
+        state = State(self.regime.wanted, self.settings)
+        self._vector(state.tau, base)  # what is wrong with its words should not be found out after the last step
         partial = Partial(_partial_path(output), "a training run", self._request(base), every)
-        done = self._begin(partial, underway, resume=resume)
+        done = self._begin(partial, state, resume=resume)
         first = processes.rank() == 0
         with opened(metrics_path(output), done) if first else nullcontext() as log:
             for step in range(done, self.steps):
-                metrics = self._step(step, underway)
+                metrics, stop = self._step(step, state, stopped)
                 if log:
                     log.add(metrics)
                 on_progress(metrics, self.steps)
-                if stopped():
-                    if first:
-                        partial.keep(underway, step + 1, now=True)
-                    raise Interrupted
+                stop = stop or (processes.count() == 1 and stopped())
                 if first:
-                    partial.keep(underway, step + 1)
-        vector = self._vector(underway.tau, base)
+                    partial.keep(state, step + 1, now=stop)
+                if stop:
+                    raise Interrupted
+        vector = self._vector(state.tau, base)
         if first:
             vector.save(output)
         processes.wait_for_all()
@@ -128,53 +135,60 @@ class Job:
             partial.remove()
         return vector
 
-    def _begin(self, partial: Partial, underway: Underway, *, resume: bool) -> int:
-        """How many steps are done already. The first process knows."""
+    def _begin(self, partial: Partial, state: State, *, resume: bool) -> int:
+        """How many steps are done already. The first process knows; and all train against its head."""
         done = torch.zeros((), dtype=torch.int64)
         if processes.rank() == 0:
-            done.fill_(partial.restore(underway) if resume else partial.require_absent())
-        processes.take_from_first([done, *(tensor for _, tensor in underway.tensors())])
+            done.fill_(partial.restore(state) if resume else partial.require_absent())
+        shared = (tensor for _, tensor in state.tensors())
+        processes.take_from_first([done, self.head.weight, self.head.bias, *shared])
         return int(done)
 
-    def _step(self, step: int, underway: Underway) -> Metrics:
+    def _step(self, step: int, state: State, stopped: Callable[[], bool]) -> tuple[Metrics, bool]:
+        """And whether any of the processes was asked to stop: then all do, after the same step."""
         numbers = self._order.batch(step)
         own = numbers[processes.rank() :: processes.count()]
-        underway.clear()
-        sums = torch.zeros(2, dtype=torch.float64)
-        for chosen in batched(own, self.settings.at_once or max(1, len(own))):
-            sums += self._learn(chosen, underway)
-        processes.add_up([sums, *underway.gradients.values()])
-        loss, right = (sums / len(numbers)).tolist()
-        penalty = self._penalise(step, underway)
-        if not bool(torch.tensor([loss, penalty or 0.0]).isfinite().all()):
-            what = f"the loss is {loss:.3g}" + ("" if penalty is None else f" and the penalty {penalty:.3g}")
-            remedy = "The last good state is kept beside the output, if there was one; a smaller --lr may help"
-            raise KfacpackError(f"step {step + 1}: {what}. {remedy}")
+        state.clear()
+        loss, right, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+        try:
+            for chosen in batched(own, self.settings.at_once or max(1, len(own))):
+                lost, correct = self._learn(chosen, state)
+                loss += lost
+                right += correct
+            if self.drift:
+                with self._cast():
+                    drift += self.drift.add_grad(step, self.regime, state.tau, state.gradients, self.settings.at_once)
+        except NotFiniteError as error:
+            raise self._failed(step, str(error)) from error
+        stop = torch.tensor(float(processes.count() > 1 and stopped()))
+        processes.add_up([loss, right, drift, stop, *state.gradients.values()])
+        penalty = float(drift) if self.drift else None
+        if self.regularizer and self.regularizer.due(step):
+            penalty = float(self.regularizer.add_grad(state.tau, state.gradients))
+        mean, accuracy = float(loss) / len(numbers), float(right) / len(numbers)
+        if not (isfinite(mean) and isfinite(penalty or 0.0)):
+            raise self._failed(step, f"the loss is {mean:.3g} and the penalty {penalty or 0.0:.3g}")
+        if not state.gradients_are_finite():
+            raise self._failed(step, "the gradient has numbers that are not finite")
         lr = self.lr * self.settings.share_of_lr(step, self.steps)
-        underway.step(lr)
-        return Metrics(step + 1, loss, right, penalty, lr)
+        state.step(lr)
+        return Metrics(step + 1, mean, accuracy, penalty, lr), bool(stop)
 
-    def _learn(self, chosen: Sequence[int], underway: Underway) -> Tensor:
-        """Adds the gradient of these examples' share of the loss; the sums of their losses, and of those right."""
+    def _failed(self, step: int, problem: str) -> KfacpackError:
+        remedy = "The last good state is kept beside the output, if there was one; a smaller --lr may help"
+        return KfacpackError(f"step {step + 1}: {problem}. {remedy}")
+
+    def _learn(self, chosen: Sequence[int], state: State) -> tuple[float, int]:
+        """Adds the gradient of these examples' share of the loss; the sum of their losses, and how many are right."""
         labels = self._labels(chosen)
         with self._cast():
-            moved = self.regime.moved(self._batch(chosen), underway.tau)
-        f = moved.f.float().requires_grad_()
+            moved = self.regime.moved(self._batch(chosen), state.tau)
+        f = moved.f.requires_grad_()
         logits = self.head.logits(f)
         loss = cross_entropy(logits, labels, reduction="sum")
         (u,) = torch.autograd.grad(loss, f)
-        moved.add_gradient(u / self.settings.batch_size, underway.gradients)
-        right = (logits.argmax(1) == labels).sum()
-        return torch.stack([loss.detach(), right]).double().cpu()
-
-    def _penalise(self, step: int, underway: Underway) -> float | None:
-        found: list[Tensor] = []
-        if self.regularizer and self.regularizer.due(step):
-            found.append(self.regularizer.add_grad(underway.tau, underway.gradients))
-        if self.drift:
-            with self._cast():
-                found.append(self.drift.add_grad(step, self.regime, underway.tau, underway.gradients))
-        return sum(map(float, found)) if found else None
+        moved.add_gradient(u / self.settings.batch_size, state.gradients)
+        return float(loss.detach()), int((logits.argmax(1) == labels).sum())
 
     def _cast(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -200,7 +214,7 @@ class Job:
             "preprocessing": self.regime.model.preprocessing,
             "task": self.task.name,
             "data": f"{self.split.source.dataset}, {len(self.split)} examples",
-            "head": f"{self.head.origin}, {len(self.head.classes)} classes",
+            "head": f"{self.head.origin}, {_digest_of(self.head)}",
             "bundles": list(self.regularizer.digests) if self.regularizer else [],
         }
 
@@ -240,6 +254,13 @@ class Job:
             tasks=(TaskEntry(source=source, training=training),),
         )
         return TaskVector({name: each.cpu() for name, each in tau.items()}, about, {self.task.name: self.head})
+
+
+def _digest_of(head: Head) -> str:
+    digest = sha256(repr(head.classes).encode())
+    for tensor in (head.weight, head.bias):
+        digest.update(raw_bytes(tensor.detach().cpu()))
+    return digest.hexdigest()
 
 
 def _partial_path(output: Path) -> Path:

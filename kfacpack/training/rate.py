@@ -29,11 +29,11 @@ _DIGITS = 2
 def fitting_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
     linearized = Linearized(regime.model.module, regime.model.forward, regime.wanted)
     point = linearized.at(batch, linearized.zeros())
-    f = point.f.float().requires_grad_()
+    f = point.f.detach().float().requires_grad_()
     (u,) = torch.autograd.grad(cross_entropy(head.logits(f), labels), f)
     step = {name: gradient.sign() for name, gradient in point.gradient(u.to(point.f)).items()}
     _, change = linearized.outputs(batch, step)
-    moved = float(change.detach().float().norm() / point.f.float().norm())
+    moved = float(change.float().norm() / point.f.float().norm())
     if not 0 < moved < float("inf"):
         raise KfacpackError(
             "no learning rate can be found from the first batch: its gradient is zero; give one with --lr"

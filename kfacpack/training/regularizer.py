@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +19,12 @@ from kfacpack.bundle.identity import difference, function_difference
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.identify import weights_of_model
 from kfacpack.curvature.join import accumulate, gather
-from kfacpack.errors import KfacpackError, TaskVectorError
+from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
 from kfacpack.merging.alike import check_addable
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.subtract import leave_out
 from kfacpack.training.factors import Factors
-from kfacpack.training.groups import STRENGTH, Preset, check_weights, factors_of, published_strength
+from kfacpack.training.groups import Preset, check_weights, checked_strength, factors_of, published_strength
 
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Function
@@ -72,11 +71,15 @@ class Regularizer:
             raise KfacpackError(f"there is no preset {preset!r}; there is 'tak'")
         if every < 1:
             raise KfacpackError(f"every {every}: expected a number of steps, at least 1")
-        self.digests = tuple(each.curvature.digest for each in inputs if each.curvature.bundle)
-        """Of the bundles' files, for the vector that is trained under them."""
-        self._inputs = _without(inputs, leaving_out) if leaving_out else inputs
+        self.digests = tuple(each.curvature.digest for each in inputs)
+        """Of the bundles that were given, for the vector that is trained under them."""
+        pairs = _without(inputs, leaving_out) if leaving_out else [(each, each) for each in inputs]
+        self._inputs = [each for _, each in pairs]
+        self._left_out = (
+            leaving_out if [each for each, _ in pairs] != inputs or any(a is not b for a, b in pairs) else None
+        )
         check_addable(self._inputs)
-        check_weights(weights, self.curvatures)
+        check_weights(weights, [given.curvature for given, _ in pairs])
         self.strength = self._strength(strength, preset)
         self.every = every
         self._weights, self._preset = dict(weights or {}), preset
@@ -86,16 +89,23 @@ class Regularizer:
         self._factors: Factors | None = None
         self._shapes = {p.name: p.shape for each in self.curvatures for p in each.about.base.parameters}
         self._blocks: list[tuple[CurvatureBlock, float]] = []
-        for curvature in self.curvatures:
-            factors = factors_of(curvature, weights, preset)
-            self._blocks += [(block, factors[block.name]) for block in curvature.blocks if factors[block.name]]
+        for given_, used in pairs:
+            # As it was given it says over how many positions its means ran; after a subtraction it does not.
+            factors = factors_of(given_.curvature, weights, preset)
+            self._blocks += [(block, factors[block.name]) for block in used.curvature.blocks if factors[block.name]]
 
     @property
     def settings(self) -> dict[str, float | int | str]:
         """What a vector's file says of it."""
-        weights = ", ".join(f"{group}={weight:g}" for group, weight in self._weights.items())
-        said = {"strength": self.strength, "reg_every": self.every, "preset": self._preset, "weights": weights}
-        return {key: value for key, value in said.items() if value}
+        weights = ", ".join(f"{group}={weight!r}" for group, weight in self._weights.items())
+        said = {
+            "strength": self.strength,
+            "reg_every": self.every,
+            "preset": self._preset,
+            "weights": weights or None,
+            "left_out": self._left_out,
+        }
+        return {key: value for key, value in said.items() if value is not None}
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
@@ -189,29 +199,27 @@ class Regularizer:
         return self._factors
 
     def _strength(self, given: float | None, preset: Preset | None) -> float:
-        if given is None:
-            return published_strength(self.curvatures[0].about.base) if preset else STRENGTH
-        if not (isfinite(given) and given >= 0):
-            raise KfacpackError(f"strength {given}: expected a number that is not negative")
-        return float(given)
+        return (
+            published_strength(self.curvatures[0].about.base) if given is None and preset else checked_strength(given)
+        )
 
 
-def _without(inputs: Sequence[Input], task: str) -> list[Input]:
-    """The bundles without the task that is trained, as far as it can be taken out."""
+def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
+    """The bundles as they were given and without the task that is trained, as far as it can be taken out."""
     if not any(parent.task == task for each in inputs for parent in each.parents):
-        return list(inputs)
+        return [(each, each) for each in inputs]
     others = [each for each in inputs if any(parent.task != task for parent in each.parents)]
     if not others:
         raise KfacpackError(
             f"nothing remains to hold without {task!r}, the task that is trained. Give other tasks' bundles"
         )
     try:
-        return [each for _, each in leave_out(inputs, [task])]
-    except KfacpackError as error:
+        return [(inputs[place], each) for place, each in leave_out(inputs, [task])]
+    except SubtractionError as error:
         warnings.warn(
             f"the penalty holds back {task!r} itself, the task that is trained: {error}", OwnTaskWarning, stacklevel=3
         )
-        return others
+        return [(each, each) for each in others]
 
 
 def _there(tensor: Tensor | None) -> Tensor:

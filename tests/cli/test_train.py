@@ -113,9 +113,10 @@ def test_killed_and_resumed_it_has_the_same_bytes(bundles, tmp_path, number):
     ]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher):
-    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--reg", bundles / "mnist.kfac", "-o"]
+@pytest.mark.parametrize(("launcher", "penalty"), [("torchrun", "--reg"), ("accelerate", "--reg-data")])
+def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty):
+    how = [penalty, bundles / "mnist.kfac" if penalty == "--reg" else "faces"]
+    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--at-once", "2", *how, "-o"]
     assert kfacpack(*common, tmp_path / "one.safetensors").returncode == 0
     if launcher == "torchrun":
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
@@ -143,6 +144,9 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher):
         (["--weight", "nothing=2", "--reg", "BUNDLE"], "there is no group 'nothing'"),
         (["--reg", "BUNDLE", "--reg-data", "faces"], "from bundles (--reg) or from data (--reg-data), found both"),
         (["--reg-every", "4"], "belong to a penalty"),
+        (["--strength", "2"], "--strength is that of a penalty"),
+        (["--reg-data", "faces", "--strength", "nan"], "strength nan"),
+        (["--reg-data", "nothing"], "nothing"),
         (["--preset", "tak", "--reg", "BUNDLE"], "published for no model like tiny"),
         (["--steps", "2", "--epochs", "1"], "by steps or by epochs"),
         (["--lr", "nan"], "learning rate nan"),

@@ -81,7 +81,7 @@ def test_a_penalty_keeps_the_other_task_where_it_is(other, tmp_path):
     by_data = job(drift=Drift([ToyTask("other", seed=5)], 1000.0, 10, 0)).run(tmp_path / "data.safetensors")
     assert float(other.quadratic(dict(by_data))) < 0.3 * float(other.quadratic(dict(plain)))
     (entry,) = kp.TaskVector.load(tmp_path / "data.safetensors").about.tasks
-    assert entry.training.settings["reg_data"] == "other"
+    assert entry.training.settings["reg_data"] == "other (30)"
 
 
 def test_the_bundles_are_named_in_the_file(other, tmp_path):
@@ -91,7 +91,7 @@ def test_the_bundles_are_named_in_the_file(other, tmp_path):
     (entry,) = kp.TaskVector.load(tmp_path / "t.safetensors").about.tasks
     assert entry.training.bundles == (kp.Bundle(tmp_path / "other.kfac").digest,)
     settings = entry.training.settings
-    assert (settings["strength"], settings["reg_every"], settings["weights"]) == (3.0, 2, "norm=2")
+    assert (settings["strength"], settings["reg_every"], settings["weights"]) == (3.0, 2, "norm=2.0")
     lines = [json.loads(line) for line in (tmp_path / "t.metrics.jsonl").read_text().splitlines()]
     assert [line["penalty"] is None for line in lines] == [False, True] * 6
 
@@ -121,6 +121,19 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, tmp_pat
     assert not (tmp_path / "parts.safetensors.partial").exists()
 
 
+def test_a_run_under_another_penalty_is_not_taken_up(other, tmp_path):
+    with pytest.raises(Interrupted):
+        job(regularizer=kp.Regularizer(other, 3.0)).run(tmp_path / "t.safetensors", stopped=lambda: True)
+    for wrong, words in (
+        ({}, "bundles"),
+        ({"regularizer": kp.Regularizer(other, 4.0)}, "strength = 3.0, now it is 4.0"),
+        ({"regularizer": kp.Regularizer(bundle_of(toy_model(), ToyTask("third", seed=6)), 3.0)}, "bundles"),
+        ({"regularizer": kp.Regularizer(other, 3.0, every=2)}, "reg_every"),
+    ):
+        with pytest.raises(kp.KfacpackError, match=words):
+            job(**wrong).run(tmp_path / "t.safetensors", resume=True)
+
+
 def test_another_run_is_not_taken_up(tmp_path):
     with pytest.raises(Interrupted):
         job().run(tmp_path / "t.safetensors", stopped=lambda: True)
@@ -133,28 +146,58 @@ def test_another_run_is_not_taken_up(tmp_path):
         job().run(tmp_path / "t.safetensors", resume=True)
 
 
-def test_a_loss_that_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path):
-    steps = []
-    wild = job("full", replace(SETTINGS, steps=40, lr=0.02))
+@pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
+def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, poison):
+    settings, steps = replace(SETTINGS, steps=9), []
+    wild = job("full", settings)
     learn = wild._learn
+    words = {"loss": "the loss is nan", "gradient": "the gradient has numbers", "f": "f has numbers"}
 
-    def fail(chosen, underway):
-        found = learn(chosen, underway)
-        return found * float("nan") if len(steps) == 5 else found
+    def fail(chosen, state):
+        lost, right = learn(chosen, state)
+        if len(steps) != 5:
+            return lost, right
+        if poison == "gradient":
+            next(iter(state.gradients.values()))[0] = float("inf")
+        if poison == "f":
+            next(iter(state.tau.values())).fill_(float("nan"))
+            learn(chosen, state)
+        return (float("nan") if poison == "loss" else lost), right
 
     wild._learn = fail
-    with pytest.raises(kp.KfacpackError, match=r"step 6: the loss is nan.*smaller --lr"):
+    with pytest.raises(kp.KfacpackError, match=rf"step 6: {words[poison]}.*smaller --lr"):
         wild.run(tmp_path / "t.safetensors", every=0.0, on_progress=lambda metrics, total: steps.append(metrics.step))
     assert not (tmp_path / "t.safetensors").exists()
-    assert (tmp_path / "t.safetensors.partial").exists()
-    again = job("full", replace(SETTINGS, steps=40, lr=0.02)).run(tmp_path / "t.safetensors", resume=True)
-    whole = job("full", replace(SETTINGS, steps=40, lr=0.02)).run(tmp_path / "whole.safetensors")
-    assert again.digest == whole.digest
+    again = job("full", settings).run(tmp_path / "t.safetensors", resume=True)
+    assert again.digest == job("full", settings).run(tmp_path / "whole.safetensors").digest
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_in_bfloat16_a_small_step_is_not_lost(regime, tmp_path):
+    model = toy_model(dtype=torch.float32)
+    cast = job(regime, model=model, autocast=torch.bfloat16).run(tmp_path / "cast.safetensors")
+    plain = job(regime, model=model).run(tmp_path / "plain.safetensors")
+    apart = sum(float((cast[name] - plain[name]).square().sum()) for name in plain)
+    assert 0 < apart < 0.1 * sum(float(plain[name].square().sum()) for name in plain)
+    assert cast.about.tasks[0].training.settings["autocast"] == "bfloat16"
+
+
+def test_a_rate_is_found_that_moves_f_by_its_own_length():
+    made = job(settings=replace(SETTINGS, lr=None))
+    model, numbers = made.regime.model, made._order.batch(0)
+    x = made._batch(numbers)
+    lin = kp.linearize(model)
+    tau = {name: value.requires_grad_() for name, value in lin.zeros().items()}
+    torch.nn.functional.cross_entropy(made.head.logits(lin(x, tau)), made._labels(numbers)).backward()
+    f, change = lin.outputs(x, {name: value.grad.sign() for name, value in tau.items() if value.grad is not None})
+    assert made.lr * float(change.norm() / f.norm()) == pytest.approx(1.0, rel=0.05)
 
 
 def test_what_cannot_be_trained_is_refused(other, tmp_path):
     with pytest.raises(kp.KfacpackError, match="has one class, 'all': there is nothing to learn"):
         job(task=ToyTask(classes=("all",)))
+    with pytest.raises(kp.KfacpackError, match="from bundles or from data, found both"):
+        job(regularizer=kp.Regularizer(other), drift=Drift([ToyTask("other", seed=5)], 3.0, 10, 0))
     with pytest.raises(kp.KfacpackError, match="which the model is not: parameter"):
         job(model=toy_model(seed=1), regularizer=kp.Regularizer(other))
     with pytest.raises(kp.KfacpackError, match="no writable folder"):

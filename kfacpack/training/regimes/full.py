@@ -11,7 +11,7 @@ from torch.func import functional_call
 
 from kfacpack.function.batch import run
 from kfacpack.function.borrowed import borrowed
-from kfacpack.training.regimes.base import Moved, Regime
+from kfacpack.training.regimes.base import Moved, Regime, widened
 
 if TYPE_CHECKING:
     from kfacpack.models.base import Batch, Model
@@ -23,11 +23,11 @@ class There(Moved):
     def __init__(self, with_graph: Tensor, weights: Mapping[str, Tensor]):
         self._with_graph = with_graph
         self._weights = weights
-        self.f = with_graph.detach()
+        self.f = widened(with_graph.detach())
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
         leaves = list(self._weights.values())
-        found = torch.autograd.grad(self._with_graph, leaves, u.to(self.f), allow_unused=True)
+        found = torch.autograd.grad(self._with_graph, leaves, u.to(self._with_graph.dtype), allow_unused=True)
         for name, gradient in zip(self._weights, found, strict=True):
             if gradient is not None:
                 gradients[name].add_(gradient)
@@ -52,7 +52,7 @@ class Full(Regime):
 
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, There]:
         with torch.no_grad(), borrowed(self.model.module, {}):
-            before = run(self.model.forward, batch).detach()
+            before = widened(run(self.model.forward, batch).detach())
         there = self.moved(batch, tau)
         return there.f - before, there
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from kfacpack.linear.linearize import Linearized
-from kfacpack.training.regimes.base import Moved, Regime
+from kfacpack.training.regimes.base import Moved, Regime, widened
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Along(Moved):
     def __init__(self, point: Point):
         self._point = point
-        self.f = point.f + point.change
+        # In float32 at least: in bfloat16, a small change would vanish beside f.
+        self.f = widened(point.f) + widened(point.change)
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
         self._point.gradient(u.to(self._point.f), into=gradients)
@@ -38,4 +39,4 @@ class Linear(Regime):
 
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, Along]:
         point = self._linearized.at(batch, tau)
-        return point.change, Along(point)
+        return widened(point.change), Along(point)

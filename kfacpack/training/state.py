@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kfacpack.training.settings import Settings
 
 
-class Underway:
+class State:
     """τ, its gradient, and the optimiser's moments: all that a step changes."""
 
     def __init__(self, wanted: Mapping[str, Tensor], settings: Settings):
@@ -39,6 +39,9 @@ class Underway:
     def clear(self) -> None:
         for gradient in self.gradients.values():
             gradient.zero_()
+
+    def gradients_are_finite(self) -> bool:
+        return bool(torch.stack([gradient.abs().amax() for gradient in self.gradients.values()]).isfinite().all())
 
     def step(self, lr: float) -> None:
         for group in self._optimizer.param_groups:
