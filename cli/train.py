@@ -162,6 +162,8 @@ def train(
                 offload=offload,
                 leaving_out=task,
             )
+        if regularizer:
+            regularizer.check(found_model.module, found_model.function)  # before anything takes long
         with examples_bar(f"{task}: head", show=show) as advance:
             made = head_for(found_model, found_task, head, on_progress=advance)
         job = Job(

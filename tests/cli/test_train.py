@@ -83,7 +83,7 @@ def test_other_regimes_and_a_penalty_on_data(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_killed_and_resumed_it_has_the_same_bytes(bundles, tmp_path, number):
-    common = ["train", "--task", "digits", *FEW, "--steps", "40", "--reg", str(bundles / "mnist.kfac")]
+    common = ["train", "--task", "digits", *FEW, "--steps", "20", "--reg", str(bundles / "mnist.kfac")]
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
     assert kfacpack(*common, "-o", whole, "-q").returncode == 0
     program = (
@@ -116,7 +116,7 @@ def test_killed_and_resumed_it_has_the_same_bytes(bundles, tmp_path, number):
 @pytest.mark.parametrize(("launcher", "penalty"), [("torchrun", "--reg"), ("accelerate", "--reg-data")])
 def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty):
     how = [penalty, bundles / "mnist.kfac" if penalty == "--reg" else "faces"]
-    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--at-once", "2", *how, "-o"]
+    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--at-once", "2", "--dtype", "float64", *how, "-o"]
     assert kfacpack(*common, tmp_path / "one.safetensors").returncode == 0
     if launcher == "torchrun":
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
@@ -128,9 +128,9 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty)
     assert json.loads(done.stdout)["steps"] == 5
     one, two = (kp.TaskVector.load(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
     assert one.about == two.about
-    # Adam divides by the gradient's own size, so that where there is nearly none, rounding is all there is.
+    # In float64, because Adam divides by the gradient's own size: where that is nearly zero, rounding is all there is.
     apart = sum(float((two[name] - one[name]).square().sum()) for name in one)
-    assert apart**0.5 < 1e-3 * sum(float(one[name].square().sum()) for name in one) ** 0.5
+    assert apart**0.5 < 1e-6 * sum(float(one[name].square().sum()) for name in one) ** 0.5
 
 
 @pytest.mark.parametrize(
