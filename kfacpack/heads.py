@@ -5,9 +5,9 @@
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
 where m_k is the mean of f over the class's training examples, and c the mean of all m_k. `scale` is the model's own for
-texts; for prototypes, which are further apart than texts are, it is the one at which the cross-entropy of those
-examples is least: a head that is too sure of itself makes the first steps of training too large. All are made at the
-weights a model comes with, and stay as they are when its weights move.
+texts; for prototypes, which are further apart than texts are, it is the one, up to that, at which the cross-entropy of
+those examples is least: a head that is too sure of itself makes the first steps of training too large. All are made at
+the weights a model comes with, and stay as they are when its weights move.
 """
 
 from __future__ import annotations
@@ -120,13 +120,17 @@ def prototype_head(
     means = sums / torch.tensor([[len(numbers)] for numbers in members])
     centre = means.mean(0)
     directions = normalize(means - centre, dim=-1)
-    weight = _best_scale((found - centre) @ directions.T, known) * directions
+    weight = _best_scale((found - centre) @ directions.T, known, model.logit_scale) * directions
     return Head(weight.to(f), -(weight @ centre).to(f), classes, "prototypes")
 
 
-def _best_scale(cosines: Tensor, labels: Tensor) -> float:
-    """By what (N, K) is to be multiplied for the least cross-entropy, to a tenth."""
+def _best_scale(cosines: Tensor, labels: Tensor, most: float) -> float:
+    """By what (N, K) is to be multiplied for the least cross-entropy, to a tenth; at most by `most`.
+
+    There is no least one where every example is right already.
+    """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
+    scales = scales[scales <= most]
     losses = torch.stack([cross_entropy(scale * cosines, labels) for scale in scales])
     return float(scales[losses.argmin()])
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from pictures import paint
+from torch.nn.functional import cross_entropy
 
 from kfacpack import heads
 from kfacpack.errors import KfacpackError
@@ -93,8 +94,13 @@ def test_prototypes_are_centred_class_means(mute, task):
     head = head_for(mute, task, batch_size=5)
     assert head.origin == "prototypes"
     asked, _ = features(mute, task, "test")
-    expected = mute.logit_scale * (asked - centre) @ directions.T
-    torch.testing.assert_close(head.logits(asked), expected, rtol=1e-4, atol=1e-4)
+    scale = float(head.weight[0].norm())
+    torch.testing.assert_close(head.logits(asked), scale * (asked - centre) @ directions.T, rtol=1e-4, atol=1e-4)
+    # No other scale fits the training examples better; where all are right, the model's own is the limit.
+    cosines, others = (f - centre) @ directions.T, (0.7 * scale, min(1.3 * scale, mute.logit_scale))
+    losses = [float(cross_entropy(each * cosines, labels)) for each in (scale, *others)]
+    assert losses[0] <= min(losses) + 1e-3
+    assert scale <= mute.logit_scale
     assert head.weight.dtype == head.bias.dtype == torch.float32
 
 
@@ -109,7 +115,8 @@ def test_a_large_class_is_represented_by_evenly_spaced_examples(mute, task, monk
     places = [(labels == k).nonzero().flatten() for k in range(3)]
     means = torch.stack([f[place[[0, len(place) // 2]]].mean(0) for place in places])
     directions = torch.nn.functional.normalize(means - means.mean(0), dim=1)
-    torch.testing.assert_close(head_for(mute, task).weight, mute.logit_scale * directions, rtol=1e-4, atol=1e-4)
+    found = head_for(mute, task).weight
+    torch.testing.assert_close(found / found.norm(dim=1, keepdim=True), directions, rtol=1e-4, atol=1e-4)
 
 
 def test_progress_counts_the_training_examples(mute, task):
@@ -140,5 +147,5 @@ def test_what_cannot_be_made_is_refused(model, mute, task):
     for kind in ("text", "prototypes"):
         with pytest.raises(KfacpackError, match="colours: the names of its classes are not known"):
             head_for(model, Asked(task, classes=None), kind)
-    with pytest.raises(KfacpackError, match="head 'guess': expected auto, text or prototypes"):
+    with pytest.raises(KfacpackError, match="head 'guess': expected auto, text, words or prototypes"):
         head_for(model, task, "guess")

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, NotFiniteError, printable
+from kfacpack.function.batch import run
 from kfacpack.models.base import Batch, Model
 from kfacpack.tasks.base import Split
 from kfacpack.tasks.sampling import batched
@@ -27,12 +28,11 @@ def outputs(
     """
     for chosen in batched(numbers, batch_size):
         batch = model.prepare([split[number] for number in chosen], task)
-        with torch.no_grad():
-            if forward:
-                f = forward(batch)
-            else:
-                f = model.forward(**batch) if isinstance(batch, dict) else model.forward(batch)
-        if not bool(f.isfinite().all()):
+        try:
+            with torch.no_grad():
+                f = forward(batch) if forward else run(model.forward, batch)
+        except NotFiniteError as error:
             place = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
-            raise KfacpackError(f"{place}: f is not finite; check the weights, or use another dtype for the model")
+            problem = "f is not finite; check the weights, or use another dtype for the model"
+            raise KfacpackError(f"{place}: {problem}") from error
         yield chosen, f.to(torch.promote_types(f.dtype, torch.float32))
