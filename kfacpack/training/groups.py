@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 Preset = Literal["tak"]
 STRENGTH = 3.0
-"""λ where none is given: chosen by experiment, and flat for a decade around it. In this scaling the published 100 for
-ViT-B/32 is 2.0, and the 500 for ViT-B/16 is 2.5."""
+"""λ where none is given. In this scaling the published 100 for ViT-B/32 is 2.0, and the 500 for ViT-B/16 is 2.5;
+examples/vision_tasks.py shows what it does to a ViT-Tiny."""
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}
 PUBLISHED_STRENGTH = {
     ("open_clip", "ViT-B-32"): 100.0,
