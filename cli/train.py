@@ -28,6 +28,7 @@ from .options import (
     RUN,
     WEIGHTS,
     HeadKind,
+    check_output,
     load_named,
     option,
 )
@@ -143,6 +144,8 @@ def train(
         raise KfacpackError("the penalty comes from bundles (--reg) or from data (--reg-data), found both")
     if strength is not None and not (reg or reg_data):
         raise KfacpackError("--strength is that of a penalty: give --reg FILE.kfac or --reg-data TASK")
+    target = output or Path(f"{task.replace('/', '-')}.safetensors")
+    check_output(target, [*(reg or ()), *([Path(weights)] if weights else ())])
     place = processes.local_device(device)
     with processes.launched(place):
         show = processes.rank() == 0 and not (quiet or as_json)
@@ -154,7 +157,7 @@ def train(
             chosen = REGIMES[regime](found_model, tuple(params) if params else None)
             regularizer = _regularizer(
                 reg,
-                quiet=not show,
+                quiet=quiet or processes.rank() != 0,
                 strength=strength,
                 weights=dict(map(_group, weight or ())),
                 preset=preset,
@@ -175,7 +178,7 @@ def train(
             _drift(others, strength, task, settings.batch_size, seed),
             torch.bfloat16 if (place.type == "cuda" if autocast is None else autocast) else None,
         )
-        _run(job, output or Path(f"{task.replace('/', '-')}.safetensors"), resume, show=show, as_json=as_json)
+        _run(job, target, resume, show=show, as_json=as_json)
 
 
 def _regularizer(reg: list[Path] | None, *, quiet: bool, **how: Any) -> Regularizer | None:
@@ -211,7 +214,10 @@ def _group(text: str) -> tuple[str, float]:
 def _drift(others: list[Task], strength: float | None, task: str, batch_size: int, seed: int) -> Drift | None:
     from kfacpack.training.drift import Drift
 
-    if any(other.name == task for other in others):
+    names = [other.name for other in others]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise KfacpackError(f"--reg-data {printable(twice[0])}: is given twice, and would count twice")
+    if task in names:
         raise KfacpackError(f"--reg-data {printable(task)}: that is the task that is trained; name the others")
     return Drift(others, strength, batch_size, seed) if others else None
 

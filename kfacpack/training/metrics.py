@@ -40,7 +40,7 @@ def opened(path: Path, done: int) -> Iterator[Log]:
     """To go on writing after `done` steps. What an interrupted run wrote of later ones is dropped."""
     kept = []
     if done and path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= done:
                     kept.append(line)

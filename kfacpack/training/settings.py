@@ -33,7 +33,7 @@ class Settings:
             raise KfacpackError("the length of training is given by steps or by epochs, found both")
         for name, value, least in (
             ("steps", self.steps, 1),
-            ("epochs", self.epochs, 0),
+            ("epochs", self.epochs, 1e-6),
             ("batch size", self.batch_size, 1),
             ("number at once", self.at_once, 1),
             ("learning rate", self.lr, 0),

@@ -66,6 +66,12 @@ def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
     done = run(*common, "--reg", bundles / "both.kfac")
     assert done.exit_code == 0
     assert "the penalty holds back 'digits' itself" in done.stderr.replace("\n", " ")
+    assert "holds back 'digits'" in run(*common, "--reg", bundles / "both.kfac", "--json").stderr.replace("\n", " ")
+    before = (bundles / "both.kfac").read_bytes()
+    done = run(*common[:-1], bundles / "both.kfac", "--reg", bundles / "both.kfac")
+    assert done.exit_code == 2
+    assert "is also an input" in done.stderr
+    assert (bundles / "both.kfac").read_bytes() == before
     done = run(*common, "--reg", bundles / "digits.kfac")
     assert done.exit_code == 2
     assert "nothing remains to hold without 'digits'" in done.stderr
@@ -146,6 +152,8 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty)
         (["--reg", "BUNDLE", "--reg-data", "faces"], "from bundles (--reg) or from data (--reg-data), found both"),
         (["--reg-every", "4"], "belong to a penalty"),
         (["--strength", "2"], "--strength is that of a penalty"),
+        (["--reg-data", "faces", "--reg-data", "faces"], "is given twice"),
+        (["--epochs", "0"], "epochs 0"),
         (["--reg-data", "faces", "--strength", "nan"], "strength nan"),
         (["--reg-data", "nothing"], "nothing"),
         (["--preset", "tak", "--reg", "BUNDLE"], "published for no model like tiny"),
