@@ -20,7 +20,7 @@ from .console import facts_table, human_bytes, out, print_json
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry, Manifest
+    from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry
 
     BlockEntry = KroneckerEntry | DenseEntry
 
@@ -54,7 +54,7 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
         "path": str(bundle.path),
         "sha256": bundle.digest,
         "bytes": bundle.nbytes,
-        "dense_bytes": _dense_bytes(manifest),
+        "dense_bytes": bundle.dense_bytes,
         "weights": sum(map(_weights, manifest.blocks)),
         "manifest": bundle.said,
     }
@@ -104,7 +104,7 @@ def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
         yield "psd", f"{promised} of {len(manifest.matrices)} matrices promise to be positive semi-definite"
     if manifest.losses:
         yield "lossy steps", _some(f"{loss.step} (error of G {_error(loss.frobenius)})" for loss in manifest.losses)
-    dense = _dense_bytes(manifest)
+    dense = bundle.dense_bytes
     share = f", {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})" if bundle.nbytes < dense else ""
     yield "size", human_bytes(bundle.nbytes) + share
     yield "content", f"sha256 {bundle.digest}"
@@ -183,8 +183,3 @@ def _bytes(bundle: Bundle, block: BlockEntry, counted: set[str]) -> int:
 
 def _weights(block: BlockEntry) -> int:
     return block.join.rows * block.join.columns
-
-
-def _dense_bytes(manifest: Manifest) -> int:
-    """What the same matrices would take as full float32, the diagonal ones as they are."""
-    return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in manifest.matrices)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from kfacpack.bundle.consistency import check_consistency
 from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES, Container, TensorSpec, parse_json
+from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.manifest import VERSION, Manifest, first_problem
 from kfacpack.bundle.seal import BUNDLE, Keys, seal
 from kfacpack.errors import BundleError, CorruptTensor
@@ -107,6 +108,11 @@ class Bundle(SealedFile):
         check_consistency(self.path, self.manifest, self.tensors)
         self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
         self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
+
+    @property
+    def dense_bytes(self) -> int:
+        """What the same matrices would take as full float32, the diagonal ones as they are."""
+        return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
         return Bundle, (str(self.path),)

@@ -1,0 +1,180 @@
+"""What a plan says: the model, the tasks, the arms to compare, and what is measured of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from kfacpack.bundle.manifest import Fisher, FloatType, Probe
+from kfacpack.training.groups import STRENGTH
+from kfacpack.vectors.manifest import Regime
+
+HeadKind = Literal["auto", "text", "words", "prototypes"]
+Text = Annotated[str, Field(min_length=1, max_length=200)]
+Positive = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+BASELINE = "without"
+"""The arm without a penalty, if there is one of this name: what the others are measured against."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelPart(Part):
+    name: Text = "tiny"
+    weights: Text | None = None
+    image_size: Positive | None = None
+    dtype: FloatType = "float32"
+    head: HeadKind = "auto"
+    """What tells classes apart, see kfacpack/heads.py."""
+
+
+class TaskPart(Part):
+    name: Text
+    data: Text | None = None
+    """The folder of its data; none for a task that is registered."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
+            raise ValueError("expected letters, digits and -_.@/+")
+        return name
+
+
+class CurvaturePart(Part):
+    examples: str | Positive = 256
+    fisher: Fisher = "mc"
+    samples: Positive = 1
+    probe: Probe = "orthogonal"
+    compress: Text | None = None
+    """A codec for the Kronecker factors, as `kfacpack compress` takes it."""
+    batch_size: Positive = 32
+
+
+class TrainingPart(Part):
+    regime: Regime = "linear"
+    steps: Positive = 100
+    batch_size: Positive = 32
+    lr: Annotated[float, Field(gt=0)] | None = None
+    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+
+
+class ArmPart(Part):
+    """One way of training all tasks' vectors."""
+
+    penalty: Literal["none", "kronecker", "diagonal", "data"] = "none"
+    rule: Literal["tak", "optimal", "stack"] = "tak"
+    rank: Positive = 1
+    strength: Annotated[float, Field(ge=0)] = STRENGTH
+    training: TrainingPart = TrainingPart()
+    """What this arm has otherwise than the plan's `training`."""
+
+    @model_validator(mode="after")
+    def _has_what_it_sets(self) -> ArmPart:
+        for key, needs in (("rule", ("kronecker", "diagonal")), ("rank", ("kronecker",)), ("strength", ())):
+            if key in self.model_fields_set and self.penalty not in (needs or ("kronecker", "diagonal", "data")):
+                raise ValueError(f"{key} belongs to a penalty, found penalty: {self.penalty}")
+        return self
+
+
+class NegationPart(Part):
+    control: Text
+    """The task that is to be kept; when it is the one that is negated, the first of the others is kept in its place."""
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.95
+    alphas: Text = "0:3:0.1"
+
+
+class PairsPart(Part):
+    alphas: Text = "-2:2:0.5"
+    pairs: tuple[tuple[Text, Text], ...] | None = None
+    """None: the first task with each of the others."""
+    examples: str | Positive = 200
+
+
+class SomePart(Part):
+    examples: str | Positive = 200
+
+
+class EvaluationPart(Part):
+    examples: str | Positive = "all"
+    batch_size: Positive = 64
+    methods: tuple[Text, ...] = ("sum",)
+    alphas: Text = "0:2:0.1"
+    negation: NegationPart | None = None
+    disentanglement: PairsPart | None = None
+    localisation: SomePart | None = None
+    drift: SomePart | None = None
+    spectra: bool = False
+
+
+class Plan(Part):
+    name: Text
+    model: ModelPart = ModelPart()
+    tasks: Annotated[tuple[TaskPart, ...], Field(min_length=2)]
+    seeds: Annotated[tuple[Seed, ...], Field(min_length=1)] = (0,)
+    curvature: CurvaturePart = CurvaturePart()
+    training: TrainingPart = TrainingPart()
+    arms: Annotated[dict[Text, ArmPart], Field(min_length=1)]
+    evaluation: EvaluationPart = EvaluationPart()
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _model_by_name(cls, said: Any) -> Any:
+        return {"name": said} if isinstance(said, str) else said
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _tasks_by_name(cls, said: Any) -> Any:
+        return [{"name": each} if isinstance(each, str) else each for each in said] if isinstance(said, list) else said
+
+    @field_validator("arms", mode="before")
+    @classmethod
+    def _arms_without_more(cls, said: Any) -> Any:
+        return {name: {} if arm is None else arm for name, arm in said.items()} if isinstance(said, dict) else said
+
+    @field_validator("arms")
+    @classmethod
+    def _arms_are_names(cls, arms: dict[str, ArmPart]) -> dict[str, ArmPart]:
+        for name in arms:
+            if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
+                raise ValueError(f"the arm {name!r}: expected letters, digits and -_.+")
+        return arms
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Plan:
+        names = [task.name for task in self.tasks]
+        for what, values in (("task", names), ("seed", list(self.seeds))):
+            if twice := [value for value in values if values.count(value) > 1]:
+                raise ValueError(f"the {what} {twice[0]!r} is there twice")
+        asked = [("negation.control", self.evaluation.negation.control)] if self.evaluation.negation else []
+        pairs = self.evaluation.disentanglement
+        asked += [("disentanglement.pairs", name) for pair in (pairs.pairs or () if pairs else ()) for name in pair]
+        for where, name in asked:
+            if name not in names:
+                raise ValueError(f"evaluation.{where} names {name!r}, which is none of the tasks: {', '.join(names)}")
+        return self
+
+    def training_of(self, arm: str) -> TrainingPart:
+        return self.training.model_copy(update=self.arms[arm].training.model_dump(exclude_unset=True))
+
+    def task(self, name: str) -> TaskPart:
+        return next(task for task in self.tasks if task.name == name)
+
+    def others(self, name: str) -> tuple[TaskPart, ...]:
+        return tuple(task for task in self.tasks if task.name != name)
+
+    def based_at(self, folder: Path) -> Plan:
+        """The same plan with paths that are meant from a folder, the plan's own."""
+        tasks = tuple(
+            task.model_copy(update={"data": str(folder / task.data)}) if task.data else task for task in self.tasks
+        )
+        weights = self.model.weights
+        if weights and weights != "random":
+            weights = str(folder / weights)
+        return self.model_copy(update={"tasks": tasks, "model": self.model.model_copy(update={"weights": weights})})

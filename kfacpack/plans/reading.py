@@ -1,0 +1,116 @@
+"""A plan as YAML: read, checked, and refused with the line and the key that are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.plans.plan import Plan
+
+_LARGEST = 1 << 20
+Place = tuple[str | int, ...]
+
+
+def read_plan(path: Path) -> tuple[Plan, str]:
+    """The plan, and its text. Paths in it are meant from the folder that it is in."""
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise KfacpackError(f"{path}: has more than {_LARGEST} bytes; a plan is a page of YAML")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise KfacpackError(f"{path}: cannot be read: {error.strerror}. Expected a plan, a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise KfacpackError(f"{path}: is no text in UTF-8; expected a plan, a YAML file") from error
+    return parse(text, str(path)).based_at(path.absolute().parent), text
+
+
+def parse(text: str, name: str) -> Plan:
+    """`name` is what messages call the file."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise KfacpackError(f"{name}, line {line}: is no YAML: {printable(str(error.problem))}") from error
+    except yaml.YAMLError as error:
+        raise KfacpackError(f"{name}: is no YAML: {printable(str(error))}") from error
+    if not isinstance(root, yaml.MappingNode):
+        raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, found none")
+    lines: dict[Place, int] = {}
+    _note_lines(root, (), lines, name)
+    said = yaml.load(text, Loader=yaml.SafeLoader)
+    try:
+        return Plan.model_validate(_plain(said), strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = tuple(first["loc"])
+        raise KfacpackError(_message(name, place, lines, first)) from error
+
+
+def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], name: str) -> None:
+    lines.setdefault(place, node.start_mark.line + 1)
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            inner = (*place, str(key.value))
+            line = key.start_mark.line + 1
+            if inner in lines:
+                raise KfacpackError(f"{name}, line {line}: {_key(inner)} is there twice, first in line {lines[inner]}")
+            lines[inner] = line
+            _note_lines(value, inner, lines, name)
+    elif isinstance(node, yaml.SequenceNode):
+        for number, value in enumerate(node.value):
+            _note_lines(value, (*place, number), lines, name)
+
+
+def _plain(said: Any) -> Any:
+    """Keys as text: YAML reads `1:` and `no:` as other things."""
+    if isinstance(said, dict):
+        return {str(key): _plain(value) for key, value in said.items()}
+    return [_plain(each) for each in said] if isinstance(said, list) else said
+
+
+def _message(name: str, place: Place, lines: dict[Place, int], error: Any) -> str:
+    known = place
+    while known not in lines:
+        known = known[:-1]
+    problem = str(error["msg"]).removeprefix("Value error, ")
+    key = _key(place)
+    if error["type"] == "extra_forbidden":
+        problem = f"is no key of a plan there. Expected {', '.join(_expected(place[:-1]))}"
+    elif error["type"] == "missing":
+        problem = "is missing"
+    else:
+        problem = f"{problem}, found {printable(repr(error.get('input')))[:80]}" if place else problem
+    return f"{name}, line {lines[known]}: {printable(key)}{': ' if key else ''}{printable(problem, longest=1000)}"
+
+
+def _key(place: Place) -> str:
+    return ".".join(str(each) for each in place)
+
+
+def _expected(place: Sequence[str | int]) -> list[str]:
+    """The keys that may stand at a place."""
+    from kfacpack.plans import plan
+
+    parts: dict[tuple[str, ...], type[plan.Part]] = {
+        (): plan.Plan,
+        ("model",): plan.ModelPart,
+        ("tasks",): plan.TaskPart,
+        ("curvature",): plan.CurvaturePart,
+        ("training",): plan.TrainingPart,
+        ("arms",): plan.ArmPart,
+        ("arms", "training"): plan.TrainingPart,
+        ("evaluation",): plan.EvaluationPart,
+        ("evaluation", "negation"): plan.NegationPart,
+        ("evaluation", "disentanglement"): plan.PairsPart,
+        ("evaluation", "localisation"): plan.SomePart,
+        ("evaluation", "drift"): plan.SomePart,
+    }
+    names = [str(each) for each in place if not isinstance(each, int)]
+    if names[:1] == ["arms"]:
+        names = ["arms", *names[2:]]
+    return list(parts[tuple(names)].model_fields)

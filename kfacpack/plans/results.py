@@ -1,0 +1,186 @@
+"""What a run found, in one JSON: nothing in it depends on the clock or on how often the run was interrupted."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from hashlib import sha256
+from importlib.metadata import version
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+from kfacpack.bundle.reader import Bundle
+from kfacpack.evaluation.choice import best_alpha
+from kfacpack.plans.plan import BASELINE
+
+if TYPE_CHECKING:
+    from kfacpack.plans.graph import Graph, Trial
+    from kfacpack.plans.plan import ArmPart
+    from kfacpack.plans.stages.curvature import Estimate, Merge
+
+FORMAT = "kfacpack.run/1"
+
+
+def results(graph: Graph, text: str) -> dict[str, Any]:
+    plan, shop = graph.plan, graph.shop
+    base = {task: stage.read() for task, stage in graph.base.items()}
+    tasks = [shop.task(each.name) for each in plan.tasks]
+    arms = [
+        {
+            "name": arm,
+            "regime": plan.training_of(arm).regime,
+            "penalty": _penalty(said),
+            "seeds": [_trial(trial) for trial in graph.trials if trial.arm == arm],
+        }
+        for arm, said in plan.arms.items()
+    ]
+    return {
+        "format": FORMAT,
+        "name": plan.name,
+        "versions": {
+            "kfacpack": version("kfacpack"),
+            "torch": version("torch"),
+            "python": platform.python_version(),
+        },
+        "plan": {"sha256": sha256(text.encode()).hexdigest(), "text": text},
+        "commands": [command for stage in graph.in_order() if (command := stage.command())],
+        "model": {"name": plan.model.name, "family": shop.model.family, "sha256": shop.model_key},
+        "tasks": [
+            {
+                "name": task.name,
+                "classes": len(task.classes or ()),
+                "train": task.sizes["train"],
+                "test": task.sizes["test"],
+                "source": task.source,
+            }
+            for task in tasks
+        ],
+        "seeds": list(plan.seeds),
+        "bundles": [_bundle(stage, graph) for stage in graph.bundles.values()],
+        "merges": [_merge(stage, graph) for stage in graph.merges.values()],
+        "base": {"tasks": base, "mean": mean(each["accuracy"] for each in base.values())},
+        "arms": arms,
+        "spectra": graph.spectra.read() if graph.spectra else None,
+        "summary": summary(arms),
+    }
+
+
+def _penalty(arm: ArmPart) -> dict[str, Any] | None:
+    if arm.penalty == "none":
+        return None
+    if arm.penalty == "data":
+        return {"data": True, "strength": arm.strength}
+    rank = {"rank": arm.rank} if arm.rank > 1 else {}
+    return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.strength}
+
+
+def _bundle(stage: Estimate, graph: Graph) -> dict[str, Any]:
+    bundle = Bundle(stage.path)
+    return {
+        "task": stage.task,
+        "structure": stage.structure,
+        "seed": stage.seed,
+        "file": str(stage.path.relative_to(graph.root)),
+        "bytes": bundle.nbytes,
+        "dense_bytes": bundle.dense_bytes,
+        "sha256": bundle.digest,
+    }
+
+
+def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
+    bundle, first = Bundle(stage.path), stage.bundles[0]
+    lost = [loss.frobenius for loss in bundle.manifest.losses if loss.step == stage.rule]
+    return {
+        "rule": stage.rule,
+        "rank": stage.rank,
+        "structure": first.structure,
+        "without": stage.without,
+        "seed": first.seed,
+        "file": str(stage.path.relative_to(graph.root)),
+        "bytes": bundle.nbytes,
+        "error": lost[0] if lost else None,
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    own = {task: stage.at(1.0) for task, stage in trial.own.items()}
+    added = {}
+    for method, stages in trial.sums.items():
+        scores = {task: stage.at(1.0) for task, stage in stages.items()}
+        by_task = {task: {"accuracy": x, "normalized": _share(x, own[task])} for task, x in scores.items()}
+        added[method] = {
+            "alpha": 1.0,
+            "tasks": by_task,
+            "mean": {
+                "accuracy": mean(scores.values()),
+                "normalized": mean(each["normalized"] for each in by_task.values() if each["normalized"] is not None),
+            },
+        }
+    first = next(iter(trial.sums.values()))
+    swept = {task: stage.read() for task, stage in first.items()}
+    alphas = next(iter(swept.values()))["alphas"]
+    by_task_curve = {task: each["accuracy"] for task, each in swept.items()}
+    curve = [mean(each[k] for each in by_task_curve.values()) for k in range(len(alphas))]
+    held_out = [stage.read()["accuracy"] for stage in trial.validation.values()]
+    validated = [mean(each[k] for each in held_out) for k in range(len(alphas))]
+    best = alphas.index(best_alpha(alphas, validated))
+    negated = {task: stage.read() for task, stage in trial.negated.items()}
+    return {
+        "seed": trial.seed,
+        "individual": own,
+        "added": added,
+        "sweep": {"alphas": alphas, "tasks": by_task_curve, "mean": curve},
+        "best": {"alpha": alphas[best], "validation": validated[best], "test": curve[best]},
+        "negation": {"tasks": negated} if negated else None,
+        "disentanglement": [stage.read() for stage in trial.pairs] or None,
+        "localisation": trial.localisation.read() if trial.localisation else None,
+        "drift": trial.drift.read() if trial.drift else None,
+    }
+
+
+def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A line for each arm and method: means over tasks and seeds, and the spread over seeds."""
+    lines = [_line(arm, method) for arm in arms for method in arm["seeds"][0]["added"]]
+    without = next((line for line in lines if line["arm"] == BASELINE), None)
+    for line in lines:
+        lost = without["individual"] - without["added"] if without else 0.0
+        fair = without is not None and lost > 0 and line["arm"] != BASELINE and line["method"] == without["method"]
+        line["recovered"] = (line["added"] - without["added"]) / lost if fair and without else None
+    return lines
+
+
+def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
+    seeds = arm["seeds"]
+    own = [mean(each["individual"].values()) for each in seeds]
+    added = [each["added"][method]["mean"] for each in seeds]
+    first = method == next(iter(seeds[0]["added"]))
+    negated = [entry for each in seeds if each["negation"] for entry in each["negation"]["tasks"].values()]
+    return {
+        "arm": arm["name"],
+        "method": method,
+        "individual": mean(own),
+        "individual_std": spread(own),
+        "added": mean(each["accuracy"] for each in added),
+        "added_std": spread([each["accuracy"] for each in added]),
+        "normalized": mean(each["normalized"] for each in added),
+        "best_alpha": mean(each["best"]["alpha"] for each in seeds) if first else None,
+        "best": mean(each["best"]["test"] for each in seeds) if first else None,
+        "removed": mean(each["removed"] for each in negated if each["removed"] is not None) if negated else None,
+        "control_kept": mean(each["control"] / each["control_before"] for each in negated) if negated else None,
+        "auroc": mean(each["localisation"]["auroc"] for each in seeds) if seeds[0]["localisation"] else None,
+    }
+
+
+def _share(value: float, whole: float) -> float | None:
+    return value / whole if whole else None
+
+
+def mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def spread(values: list[float]) -> float:
+    """The standard deviation of a sample; 0 of a single one."""
+    middle = mean(values)
+    return sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1)) if len(values) > 1 else 0.0

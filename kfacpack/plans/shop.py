@@ -1,0 +1,74 @@
+"""What stages work with, loaded once: the model, the tasks, their heads and the examples they are measured on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from hashlib import sha256
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.curvature.identify import identify
+from kfacpack.evaluation.accuracy import Exam
+from kfacpack.function.parameters import choose
+from kfacpack.heads import head_for
+from kfacpack.models import load_model
+from kfacpack.models.fingerprint import fingerprint
+from kfacpack.tasks import load_task
+
+if TYPE_CHECKING:
+    from kfacpack.heads import Head
+    from kfacpack.models import Model
+    from kfacpack.plans.plan import Plan
+    from kfacpack.tasks import Task
+
+
+class Shop:
+    def __init__(self, plan: Plan, device: torch.device):
+        self.plan = plan
+        self.device = device
+        self._tasks: dict[str, Task] = {}
+        self._heads: dict[str, Head] = {}
+        self._prints: dict[tuple[str, str], str] = {}
+
+    @cached_property
+    def model(self) -> Model:
+        said = self.plan.model
+        dtype = getattr(torch, said.dtype)
+        return load_model(said.name, weights=said.weights, image_size=said.image_size, dtype=dtype, device=self.device)
+
+    @cached_property
+    def model_key(self) -> str:
+        """Of everything about the model that decides what comes out of it."""
+        model = self.model
+        base = identify(
+            model.module,
+            list(choose(model.module, ["*"])),
+            family=model.family,
+            name=model.name,
+            revision=model.revision,
+        )
+        said = (base.sha256, model.function.model_dump_json(), model.preprocessing, self.plan.model.dtype)
+        return sha256(repr(said).encode()).hexdigest()
+
+    def task(self, name: str) -> Task:
+        if name not in self._tasks:
+            self._tasks[name] = load_task(name, self.plan.task(name).data)
+        return self._tasks[name]
+
+    def data_key(self, task: str, split: str) -> str:
+        """Of a split's content."""
+        if (task, split) not in self._prints:
+            self._prints[task, split] = fingerprint(self.model, self.task(task).split(split), task, labels=True)
+        return self._prints[task, split]
+
+    def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
+        if task not in self._heads:
+            kind, size = self.plan.model.head, self.plan.evaluation.batch_size
+            self._heads[task] = head_for(self.model, self.task(task), kind, batch_size=size, on_progress=on_progress)
+        return self._heads[task]
+
+    def exam(self, task: str, split: str = "test", examples: str | int | None = None) -> Exam:
+        asked = self.plan.evaluation.examples if examples is None else examples
+        return Exam.of(self.task(task), split, str(asked))

@@ -1,0 +1,1 @@
+"""The stages of a plan, one file for each kind of work."""

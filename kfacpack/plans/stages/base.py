@@ -1,0 +1,114 @@
+"""What a stage is: one file, made from others, called by what decides its content.
+
+A stage's key is the hash of its kind, its settings, the keys of its inputs, the model, the data and the version of
+kfacpack. It is part of the file's name, so a file that is there need not be made again, and one that was made
+otherwise has another name.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from kfacpack.errors import KfacpackError
+from kfacpack.running.files import write_whole
+
+if TYPE_CHECKING:
+    from kfacpack.plans.shop import Shop
+
+
+@dataclass
+class Watch:
+    """Who is told how far a stage is, and asked whether it should stop."""
+
+    progress: Callable[[int, int, str], None] = lambda done, total, words: None
+    stopped: Callable[[], bool] = lambda: False
+
+    def counted(self, done: int, total: int) -> None:
+        self.progress(done, total, "")
+
+
+@dataclass(frozen=True, eq=False)
+class Stage(ABC):
+    kind: ClassVar[str]
+    """The folder that its files are in."""
+    suffix: ClassVar[str] = ".json"
+    why: ClassVar[str]
+    """What stages of this kind are for, in one short line."""
+
+    shop: Shop
+    root: Path
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Among those of its kind, for people."""
+
+    @property
+    def inputs(self) -> tuple[Stage, ...]:
+        return ()
+
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """All that decides what is made, besides model, inputs and version."""
+
+    @abstractmethod
+    def make(self, watch: Watch) -> None:
+        """Write `path`, whole or not at all."""
+
+    @abstractmethod
+    def cost(self) -> float:
+        """Roughly, how many examples' forward passes it takes."""
+
+    def command(self) -> str | None:
+        """What a person would type to make the same file; None where there is no such command."""
+        return None
+
+    @cached_property
+    def key(self) -> str:
+        said = {
+            "kind": self.kind,
+            "settings": self.settings(),
+            "inputs": [each.key for each in self.inputs],
+            "model": self.shop.model_key,
+            "version": version("kfacpack"),
+        }
+        return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+    @property
+    def path(self) -> Path:
+        """The file of this key that is there, whatever it is called; else the one that will be."""
+        end = f"{self.key[:12]}{self.suffix}"
+        place = self.root / self.kind / f"{self.name.replace('/', '-').replace(' ', '-')}.{end}"
+        if place.exists():
+            return place
+        return next(iter(sorted(place.parent.glob(f"[!.]*.{end}"))), place)
+
+    @property
+    def done(self) -> bool:
+        return self.path.exists()
+
+
+@dataclass(frozen=True, eq=False)
+class Measurement(Stage):
+    """A stage whose file is JSON."""
+
+    @abstractmethod
+    def measure(self, watch: Watch) -> Mapping[str, Any]: ...
+
+    def make(self, watch: Watch) -> None:
+        write_whole(self.path, json.dumps(self.measure(watch), indent=1).encode())
+
+    def read(self) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = json.loads(self.path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise KfacpackError(f"{self.path}: cannot be read: {error}. Remove it, and run the plan again") from error
+        return found

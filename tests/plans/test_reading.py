@@ -1,0 +1,71 @@
+"""A wrong plan is refused with its line and key, before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+from plans.small import TEXT
+
+import kfacpack as kp
+from kfacpack.plans.demo import plan_text
+from kfacpack.plans.reading import parse, read_plan
+
+
+def refused(text: str) -> str:
+    with pytest.raises(kp.KfacpackError) as caught:
+        parse(text, "plan.yaml")
+    return str(caught.value)
+
+
+def changed(old: str, new: str) -> str:
+    assert old in TEXT
+    return TEXT.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (changed("steps: 3", "steps: 0"), "plan.yaml, line 5: training.steps: "),
+        (changed("steps: 3", "stepz: 3"), "plan.yaml, line 5: training.stepz: is no key of a plan there"),
+        (changed("strength: 3", "strength: -1"), "plan.yaml, line 8: arms.kfac.strength: "),
+        (changed("strength: 3", "strength: .nan"), "plan.yaml, line 8: arms.kfac.strength: "),
+        (changed("penalty: kronecker, ", ""), "plan.yaml, line 8: arms.kfac: strength belongs to a penalty"),
+        (changed("  without:\n", "  kfac:\n"), "plan.yaml, line 8: arms.kfac is there twice, first in line 7"),
+        (changed("tasks: [faces, weaves]", "tasks: [faces]"), "plan.yaml, line 3: tasks: "),
+        (changed("tasks: [faces, weaves]", "tasks: [faces, faces]"), "the task 'faces' is there twice"),
+        (changed("tasks: [faces, weaves]\n", ""), "plan.yaml, line 1: tasks: is missing"),
+        (changed("control: faces", "control: mnist"), "evaluation.negation.control names 'mnist'"),
+        (changed("alphas: 0,1\n", "alphas: 0:2\n"), "plan.yaml, line 11: evaluation.alphas: "),
+        (changed("name: small", "name: small\n\tx: 1"), "plan.yaml, line 2: is no YAML"),
+        (changed("methods", "methods") if "methods" in TEXT else TEXT + "  methods: [sun]\n", "evaluation.methods"),
+        ("- a\n- b\n", "plan.yaml, line 1: expected keys"),
+        ("", "plan.yaml, line 1: expected keys"),
+        ("!!python/object/apply:os.system [true]", "plan.yaml, line 1"),
+    ],
+)
+def test_what_is_wrong_is_named(text, expected):
+    assert expected in refused(text)
+
+
+def test_a_file_that_is_not_there_or_no_text(tmp_path):
+    with pytest.raises(kp.KfacpackError, match=r"plan\.yaml: cannot be read"):
+        read_plan(tmp_path / "plan.yaml")
+    (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(kp.KfacpackError, match="no text"):
+        read_plan(tmp_path / "plan.yaml")
+
+
+def test_paths_are_meant_from_the_plans_folder(tmp_path):
+    (tmp_path / "plan.yaml").write_text(changed("[faces, weaves]", "[faces, {name: mine, data: some/where}]"))
+    plan, _ = read_plan(tmp_path / "plan.yaml")
+    assert plan.task("mine").data == str(tmp_path / "some/where")
+
+
+def test_an_arm_changes_only_what_it_says():
+    plan = parse(changed("strength: 3}", "strength: 3, training: {steps: 7}}"), "plan.yaml")
+    assert plan.training_of("kfac").steps == 7
+    assert plan.training_of("kfac").batch_size == plan.training_of("without").batch_size == 8
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_the_demos_plan_is_one(every):
+    assert len(parse(plan_text(every=every), "demo").tasks) == (8 if every else 3)

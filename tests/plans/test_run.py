@@ -1,0 +1,110 @@
+"""A run makes what is missing, and nothing else; however often it is interrupted, it finds the same."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from plans.small import TEXT
+
+from kfacpack.plans.reading import parse
+from kfacpack.plans.run import RESULTS, TIMES, Run
+from kfacpack.plans.stages.base import Watch
+from kfacpack.running.partial import Interrupted
+
+
+def run_of(root, text=TEXT):
+    return Run(parse(text, "plan"), text, root, torch.device("cpu"))
+
+
+class Record:
+    """Remembers which stages were made."""
+
+    def __init__(self, stop_after=None):
+        self.made = []
+        self._heard = 0
+        self._stop_after = stop_after
+
+    def stopped(self):
+        self._heard += 1
+        return self._stop_after is not None and self._heard > self._stop_after
+
+    @contextmanager
+    def __call__(self, stage, number, total):
+        yield Watch(stopped=self.stopped)
+        self.made.append(f"{stage.kind}/{stage.name}")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    run_of(root).execute()
+    return root
+
+
+def test_results_say_what_was_found(finished):
+    found = json.loads((finished / RESULTS).read_bytes())
+    assert [line["arm"] for line in found["summary"]] == ["without", "kfac"]
+    kfac = found["arms"][1]["seeds"][0]
+    assert set(kfac["individual"]) == {"faces", "weaves"}
+    assert kfac["sweep"]["alphas"] == [0.0, 1.0]
+    at_one = kfac["added"]["sum"]["tasks"]
+    assert {task: curve[1] for task, curve in kfac["sweep"]["tasks"].items()} == {
+        task: each["accuracy"] for task, each in at_one.items()
+    }
+    base = {task: each["accuracy"] for task, each in found["base"]["tasks"].items()}
+    assert {task: curve[0] for task, curve in kfac["sweep"]["tasks"].items()} == base
+    assert {each["without"] for each in found["merges"]} == {"faces", "weaves"}
+    for each in found["bundles"]:
+        assert (finished / each["file"]).stat().st_size == each["bytes"]
+
+
+def test_a_second_call_makes_nothing(finished):
+    before, record = (finished / RESULTS).read_bytes(), Record()
+    run_of(finished).execute(record)
+    assert record.made == []
+    assert (finished / RESULTS).read_bytes() == before
+    assert all(each["reused"] for each in json.loads((finished / TIMES).read_bytes())["stages"])
+
+
+def test_what_has_changed_is_made_again_and_nothing_else(finished):
+    record = Record()
+    run_of(finished, TEXT.replace("strength: 3", "strength: 5")).execute(record)
+    assert record.made
+    assert all("kfac" in name for name in record.made)
+    assert not any(name.startswith(("bundles/", "merged/")) for name in record.made)
+
+
+def test_an_arm_by_another_name_is_not_trained_again(finished):
+    record = Record()
+    run_of(finished, TEXT.replace("kfac:", "curvature:")).execute(record)
+    assert record.made == []
+
+
+def test_interrupted_anywhere_it_finds_the_same(finished, tmp_path):
+    record = Record(stop_after=0)
+    for stop_after in (0, 1, 3, 5, 9, 14):
+        record = Record(stop_after)
+        with pytest.raises(Interrupted):
+            run_of(tmp_path).execute(record, record.stopped)
+    run_of(tmp_path).execute()
+    assert (tmp_path / RESULTS).read_bytes() == (finished / RESULTS).read_bytes()
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    import kfacpack as kp
+    from kfacpack.plans.run import _alone
+
+    with _alone(tmp_path), pytest.raises(kp.KfacpackError, match="another run is at work"):
+        run_of(tmp_path).execute()
+
+
+def test_the_forecast_covers_what_is_missing(finished, tmp_path):
+    fresh = run_of(tmp_path)
+    seconds = fresh.forecast()
+    assert set(seconds) == {stage.key for stage in fresh.stages}
+    assert all(value > 0 for value in seconds.values())
+    assert run_of(finished).forecast() == {}
+    assert not any(tmp_path.iterdir())
