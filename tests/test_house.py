@@ -32,6 +32,7 @@ LAYERS = [
     "estimation",
     "evaluation",
     "analysis",
+    "figures",
     "training",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
