@@ -31,6 +31,8 @@ LAYERS = [
     "linear",
     "estimation",
     "evaluation",
+    "analysis",
+    "figures",
     "training",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""

@@ -92,6 +92,11 @@ class Matrix(ABC):
         """Its eigenvalues of largest magnitude, and their vectors, (w,) and (n, w)."""
         return leading(self.dense(torch.float64), width)
 
+    def eigenvalues(self) -> Tensor:
+        """All n of them, (n,), float64, in falling order."""
+        rising: Tensor = torch.linalg.eigvalsh(self.dense(torch.float64))
+        return rising.flip(0)
+
     def row_index(self) -> Tensor:
         """For each number of `data`, the stored row it belongs to, in a shape that broadcasts to data's."""
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")

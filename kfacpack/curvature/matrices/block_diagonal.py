@@ -67,6 +67,10 @@ class BlockDiagonal(Matrix):
         full: Tensor = torch.block_diag(*parts)
         return full
 
+    def eigenvalues(self) -> Tensor:
+        of_blocks = (torch.linalg.eigvalsh(blocks).flatten() for blocks in self.operator(torch.float64).tensors)
+        return torch.cat(list(of_blocks)).sort(descending=True).values
+
     def psd_witnesses(self) -> Iterator[Tensor]:
         yield self.blocks(torch.float64)
 

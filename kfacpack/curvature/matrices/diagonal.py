@@ -39,6 +39,9 @@ class Diagonal(Matrix):
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.numbers(dtype).diag()
 
+    def eigenvalues(self) -> Tensor:
+        return self.numbers(torch.float64).sort(descending=True).values
+
     def psd_witnesses(self) -> Iterator[Tensor]:
         # The largest entry goes along, so that the smallest is judged by the size of the whole.
         yield torch.stack(self.numbers(torch.float64).aminmax()).diag()

@@ -50,12 +50,20 @@ class LowRank(Matrix):
         u, w = self._factors(dtype)
         return (u * w) @ u.T
 
+    def eigenvalues(self) -> Tensor:
+        inner = torch.linalg.eigvalsh(self._inner())
+        return torch.cat([inner, inner.new_zeros(self.side - len(inner))]).sort(descending=True).values
+
     def psd_witnesses(self) -> Iterator[Tensor]:
-        u, w = self._factors(torch.float64)
+        _, w = self._factors(torch.float64)
         if bool((w < 0).any()):
-            # Q has orthonormal columns, so M = Q (R diag(w) Rᵀ) Qᵀ has the inner matrix's eigenvalues.
-            r = torch.linalg.qr(u, mode="r").R
-            yield (r * w) @ r.T
+            yield self._inner()
+
+    def _inner(self) -> Tensor:
+        """R diag(w) Rᵀ with U = Q R, at most (r, r): as Q has orthonormal columns, M has its eigenvalues, and zeros."""
+        u, w = self._factors(torch.float64)
+        r: Tensor = torch.linalg.qr(u, mode="r").R
+        return (r * w) @ r.T
 
     def row_index(self) -> Tensor:
         return torch.arange(self.side)[:, None]
