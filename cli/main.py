@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import compress, estimate, eval, inspect, merge, models, tasks, train, verify
+from . import add, compress, estimate, eval, inspect, merge, models, negate, tasks, train, verify
 from .console import show_error
 
 
@@ -67,6 +67,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compress": compress.compress,
     "merge": merge.merge,
     "train": train.train,
+    "add": add.add,
+    "negate": negate.negate,
     "eval": eval.evaluate,
     "models": models.models,
     "tasks": tasks.tasks,

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kfacpack.models import load_model
     from kfacpack.tasks import load_task
     from kfacpack.training.regularizer import Regularizer
+    from kfacpack.vectors.add import add
     from kfacpack.vectors.vector import TaskVector
     from kfacpack.verification import verify
 
@@ -57,6 +58,7 @@ _HOMES = {
     "TaskVector": "vectors.vector",
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
+    "add": "vectors.add",
     "compress": "compression.compress",
     "estimate": "estimation.estimate",
     "evaluate": "evaluation.accuracy",
@@ -100,6 +102,7 @@ __all__ = [
     "TaskVector",
     "TaskVectorError",
     "Whole",
+    "add",
     "compress",
     "estimate",
     "evaluate",

@@ -9,6 +9,7 @@ from torch import nn
 
 import kfacpack as kp
 from kfacpack.models.base import Model
+from kfacpack.models.checkpoint import WeightsFile
 from kfacpack.tasks.base import Origin
 
 WIDTH, CLASSES = 6, ("round", "square", "flat")
@@ -42,6 +43,7 @@ def toy_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
         frozen=(),
         prepare=lambda examples, task: torch.stack([example["x"] for example in examples]),
         preprocessing="none",
+        checkpoint=WeightsFile(module, str),
     )
 
 

@@ -60,7 +60,7 @@ def write_bundle(path: str | os.PathLike[str], manifest: Manifest, tensors: Mapp
 
     The manifest's digests are filled in from the bytes that were put.
     """
-    check_consistency(Path(path), manifest, _places(tensors))
+    check_consistency(Path(path), manifest, places_of(tensors))
     with write_sealed(path, manifest, tensors, BUNDLE) as put:
         yield put
 
@@ -71,7 +71,7 @@ def write_sealed(
 ) -> Iterator[Put]:
     """`write_bundle` for a file of any kind; whether the manifest fits the tensors is the caller's concern."""
     header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED), keys)
-    places = _places(tensors, start=len(header))
+    places = places_of(tensors, start=len(header))
 
     # One part is hashed and written while the caller prepares the next; never more than that one is waiting.
     with replacing(path) as descriptor, ThreadPoolExecutor(max_workers=1) as background:
@@ -111,7 +111,7 @@ def bundle_digest(
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
     """How many bytes their file will have. Digests are all of one length, so that it does not take the numbers."""
     header = _header("bundle", manifest, tensors, dict.fromkeys(tensors, UNSEALED), BUNDLE)
-    return max((place.stop for place in _places(tensors, start=len(header)).values()), default=len(header))
+    return max((place.stop for place in places_of(tensors, start=len(header)).values()), default=len(header))
 
 
 @contextlib.contextmanager
@@ -200,7 +200,7 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def _places(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, TensorSpec]:
+def places_of(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, TensorSpec]:
     """Where each tensor goes: wider items first, so that each is aligned to its own size without padding."""
     places = {}
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
@@ -220,7 +220,7 @@ def _header(
     """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
     said = _compact(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
     entries: dict[str, object] = {"__metadata__": {keys.seal: UNSEALED, keys.manifest: said}}
-    for name, place in _places(tensors).items():
+    for name, place in places_of(tensors).items():
         offsets = [place.start, place.stop]
         entries[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
     body = _compact(entries).encode("ascii")

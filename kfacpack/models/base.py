@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.bundle.manifest import Function
+from kfacpack.models.checkpoint import Checkpoint
 from kfacpack.tasks.base import Example
 
 Batch = Tensor | dict[str, Tensor]
@@ -40,6 +41,8 @@ class Model:
     """N examples and their task's name -> a batch."""
     preprocessing: str
     """What `prepare` does, in one line, for the manifest."""
+    checkpoint: Checkpoint
+    """How the module's weights, as they are when asked, are written so that its own library loads them."""
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
     """N texts -> their normalised embeddings beside f, (N, C), without gradient; None without a trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None

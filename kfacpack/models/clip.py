@@ -17,6 +17,7 @@ from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request, seeded
+from kfacpack.models.checkpoint import WeightsFile, as_call
 from kfacpack.models.compiler_deferred import compiler_deferred
 from kfacpack.models.embedded import EMBEDDED, register
 from kfacpack.models.images import image_batches
@@ -73,6 +74,20 @@ class OpenClip:
                 pretrained_text=False,
             )
 
+        def how_to_load(path: Path) -> str:
+            if spec in EMBEDDED or alone:
+                return as_call("kfacpack.load_model", spec, weights=str(path), image_size=image_size)
+            return as_call(
+                "open_clip.create_model",
+                name,
+                pretrained=str(path),
+                force_quick_gelu=trained.get("quick_gelu") or None,
+                force_image_size=image_size,
+                force_preprocess_cfg={key: trained[key] for key in _PREPROCESSING if key in trained} or None,
+            )
+
+        # Beside a vision tower's weights alone, the text tower is random: it has nothing to say, and is not saved.
+        alone = file is not None and _vision_alone(file)
         with quiet(), seeded(seed):
             module = _built(build, name) if file is None else _loaded(build, file, name, resized=image_size is not None)
         module = module.to(device=device, dtype=dtype).eval()
@@ -100,8 +115,8 @@ class OpenClip:
             prepare=image_batches(image_transform_v2(setting, is_train=False), name),
             preprocessing=f"open_clip: RGB, resize ({setting.resize_mode}, {setting.interpolation}) "
             f"to {height}x{width}, normalize mean {list(setting.mean)} std {list(setting.std)}",
-            # Beside a vision tower's weights alone, the text tower is random: it has nothing to say.
-            encode_text=None if file and _vision_alone(file) else _text_encoder(module, name, device, tokenizer),
+            checkpoint=WeightsFile(module, how_to_load, only="visual." if alone else ""),
+            encode_text=None if alone else _text_encoder(module, name, device, tokenizer),
             logit_scale=float(module.logit_scale.detach().exp()),
         )
 

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
-from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, public_name, texts
+from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
 
@@ -27,7 +27,8 @@ class Encoder:
             raise KfacpackError(f"hf:{name} reads text: it takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)
         encoder_class = _encoder_class(config, name)
-        module = pretrained(encoder_class, config, name, weights, dtype, seed, unused="pooler.").to(device).eval()
+        module, missing = pretrained(encoder_class, config, name, weights, dtype, seed, unused="pooler.")
+        module = module.to(device).eval()
         limit = longest(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **more: Tensor) -> Tensor:
@@ -61,6 +62,7 @@ class Encoder:
             ),
             frozen=(*_embeddings(module), "pooler.*"),
             prepare=prepare,
+            checkpoint=folder_of(module, tokenizer, missing),
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
-from kfacpack.models.transformers_hub import config_and_tokenizer, longest, pretrained, public_name, texts
+from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
@@ -31,7 +31,8 @@ class T5:
             raise KfacpackError(f"t5:{name} is a {config.model_type!r} model, expected 't5'; hf: takes text encoders")
         from transformers import T5ForConditionalGeneration
 
-        module = pretrained(T5ForConditionalGeneration, config, name, weights, dtype, seed).to(device).eval()
+        module, missing = pretrained(T5ForConditionalGeneration, config, name, weights, dtype, seed)
+        module = module.to(device).eval()
         limit = longest(tokenizer, config)
         first = getattr(config, "decoder_start_token_id", None)
         first = config.pad_token_id if first is None else first  # as transformers does for configs that do not say it
@@ -82,6 +83,7 @@ class T5:
             ),
             frozen=FROZEN,
             prepare=prepare,
+            checkpoint=folder_of(module, tokenizer, missing),
             word_weights=word_weights,
             preprocessing=f"'TASK column: text column: text', at most {limit} tokens",
         )

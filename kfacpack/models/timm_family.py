@@ -12,6 +12,7 @@ from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request, seeded
+from kfacpack.models.checkpoint import WeightsFile, as_call
 from kfacpack.models.compiler_deferred import compiler_deferred
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
@@ -51,6 +52,9 @@ class Timm:
             features = module.forward_features(images.to(device, dtype))
             return normalize(module.forward_head(features, pre_logits=True), dim=-1)
 
+        def how_to_load(path: Path) -> str:
+            return as_call("timm.create_model", name, num_classes=module.num_classes, checkpoint_path=str(path), **size)
+
         tag = name.partition(".")[2] or (trained.tag if weights is None else "")
         return Model(
             family=self.name,
@@ -69,6 +73,7 @@ class Timm:
             preprocessing=f"timm: RGB, resize ({setting['interpolation']}) and crop ({setting['crop_mode']}, "
             f"{setting['crop_pct']}) to {height}x{width}, "
             f"normalize mean {list(setting['mean'])} std {list(setting['std'])}",
+            checkpoint=WeightsFile(module, how_to_load),
         )
 
 

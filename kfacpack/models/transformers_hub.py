@@ -11,6 +11,7 @@ import torch
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.base import Weights, seeded
+from kfacpack.models.checkpoint import Folder, as_call
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
 from kfacpack.models.weights import LOCAL_WEIGHTS, checked, first_line, refuse
@@ -68,16 +69,16 @@ def pretrained(
     dtype: torch.dtype,
     seed: int,
     unused: str = "",
-) -> Any:
+) -> tuple[Any, frozenset[str]]:
     """A model with all its weights: transformers would fill in random numbers for those it does not find.
 
-    `unused`: the prefix of parameters that f does not use, which may be missing.
+    `unused`: the prefix of parameters that f does not use, which may be missing; those that are come with the model.
     """
     from safetensors.torch import load_file
 
     with transformers_quiet(), seeded(seed):
         if weights == "random":
-            return model_class(config).to(dtype)
+            return model_class(config).to(dtype), frozenset()
         for file in [weights] if weights else sorted(Path(name).glob("*.safetensors")):
             checked(file)
         given = load_file(weights) if weights else {}
@@ -99,7 +100,19 @@ def pretrained(
             raise KfacpackError(f"{problem}. {LOCAL_WEIGHTS}") from error
     if missing := sorted(key for key in found["missing_keys"] if not (unused and key.startswith(unused))):
         raise KfacpackError(f"{weights or name}: these are not the weights of this model: {missing[0]!r} is missing")
-    return model
+    return model, frozenset(found["missing_keys"])
+
+
+def folder_of(module: Any, tokenizer: Any, missing: frozenset[str]) -> Folder:
+    """Config, weights and tokenizer, as transformers lays them out. What is random because it was missing stays out."""
+
+    def fill(folder: Path) -> None:
+        with transformers_quiet():
+            state = {name: value for name, value in module.state_dict().items() if name not in missing}
+            module.save_pretrained(folder, state_dict=state if missing else None)
+            tokenizer.save_pretrained(folder)
+
+    return Folder(fill, lambda path: as_call(f"transformers.{type(module).__name__}.from_pretrained", str(path)))
 
 
 def texts(examples: Sequence[Example], model: str, task: str) -> dict[str, list[str]]:

@@ -127,11 +127,17 @@ def reader(parameter: Read, about: AboutVector, heads: Mapping[str, Head]) -> Re
     return lambda name: numbers[name] if name in numbers else parameter(name)
 
 
-def write(path: str | os.PathLike[str], about: AboutVector, read: Read) -> None:
+def write(
+    path: str | os.PathLike[str],
+    about: AboutVector,
+    read: Read,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
     """The file, whole or not at all, a tensor at a time."""
     specs = about.specs()
     with write_sealed(path, _manifest(about), specs, VECTOR) as put:
-        for name in specs:
+        for number, name in enumerate(specs):
+            progress(number, len(specs))
             tensor = read(name)
             if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
                 problem = "has a number that is not finite"

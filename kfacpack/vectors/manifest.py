@@ -61,6 +61,13 @@ class Addend(Entry):
     tasks: Annotated[tuple[Name, ...], FailFast()] = ()
 
 
+class MethodEntry(Entry):
+    """By what the addends became one vector, if not by adding them up. Their coefficients are the α of each."""
+
+    name: Name
+    settings: dict[Name, Setting] = Field(default_factory=dict)
+
+
 class AboutVector(Entry):
     """Everything that is said of a task vector and is not the vector itself."""
 
@@ -70,6 +77,8 @@ class AboutVector(Entry):
     tasks: Annotated[tuple[TaskEntry, ...], FailFast()]
     addends: Annotated[tuple[Addend, ...], FailFast()] = ()
     """None for a vector as it was trained."""
+    method: MethodEntry | None = None
+    """None for a sum."""
 
     @model_validator(mode="after")
     def _names_are_free(self) -> AboutVector:
@@ -77,6 +86,8 @@ class AboutVector(Entry):
             raise ValueError(f"the task {twice!r} is there twice")
         if taken := [p.name for p in self.base.parameters if p.name.startswith(HEAD)]:
             raise ValueError(f"no parameter may be called {taken[0]!r}: names from {HEAD!r} on are for heads")
+        if self.method and not self.addends:
+            raise ValueError(f"it was made by {self.method.name!r}, but no vectors are listed that it was made of")
         return self
 
     def specs(self) -> dict[str, Spec]:

@@ -38,11 +38,15 @@ def check_addable(ours: Leaf, theirs: Leaf) -> None:
 
 
 def about_sum(terms: Terms) -> AboutVector:
-    """One leaf, as it is, is what it says; anything else is a sum."""
+    """One leaf, as it is, is what it says; anything else is a sum.
+
+    Methods are homogeneous, so that a multiple of what one made is what it makes of multiples.
+    """
     first = terms[0][1].about
     if len(terms) == 1 and terms[0][0] == 1:
         return first
-    return first.model_copy(update={"tasks": _tasks(terms), "addends": _addends(terms)})
+    method = first.method if len(terms) == 1 else None
+    return first.model_copy(update={"tasks": _tasks(terms), "addends": _addends(terms), "method": method})
 
 
 def heads_of(terms: Terms) -> dict[str, Head]:
@@ -68,9 +72,14 @@ def _tasks(terms: Terms) -> tuple[TaskEntry, ...]:
 def _addends(terms: Terms) -> tuple[Addend, ...]:
     found: dict[str, Addend] = {}
     for factor, leaf in terms:
-        own = Addend(sha256=leaf.digest, coefficient=1.0, tasks=tuple(task.name for task in leaf.about.tasks))
-        for addend in leaf.about.addends or (own,):
+        # What a method made is no sum of its addends: it counts as one itself.
+        apart = leaf.about.method is None or len(terms) == 1
+        for addend in (leaf.about.addends if apart else ()) or (_itself(leaf),):
             before = found[addend.sha256].coefficient if addend.sha256 in found else 0.0
             total = before + factor * addend.coefficient
             found[addend.sha256] = addend.model_copy(update={"coefficient": total})
     return tuple(found.values())
+
+
+def _itself(leaf: Leaf) -> Addend:
+    return Addend(sha256=leaf.digest, coefficient=1.0, tasks=tuple(task.name for task in leaf.about.tasks))

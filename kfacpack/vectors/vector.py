@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from math import isfinite
@@ -51,11 +51,20 @@ class TaskVector(Mapping[str, Tensor]):
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TaskVector:
         """Open a vector's file. Its tensors are mapped, and read and checked when touched."""
-        return cls._of([(1.0, InFile(path))])
+        return cls.of_leaf(InFile(path))
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it, whole or not at all, a tensor at a time."""
-        write(path, self.about, reader(self.__getitem__, self.about, self.heads))
+    @classmethod
+    def of_leaf(cls, leaf: Leaf) -> TaskVector:
+        return cls._of([(1.0, leaf)])
+
+    def save(
+        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Write it, whole or not at all, a tensor at a time.
+
+        `progress` hears how many tensors are written, and how many there are.
+        """
+        write(path, self.about, reader(self.__getitem__, self.about, self.heads), progress)
 
     @classmethod
     def _of(cls, terms: Iterable[tuple[float, Leaf]]) -> TaskVector:
@@ -127,7 +136,8 @@ class TaskVector(Mapping[str, Tensor]):
         return id(self)
 
     def __repr__(self) -> str:
-        return f"<TaskVector of {self.about.base.name}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
+        base = self._terms[0][1].about.base.name  # of a sum, `about` has to read all of it
+        return f"<TaskVector of {base}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
 
     @cached_property
     def _names(self) -> frozenset[str]:

@@ -1,0 +1,82 @@
+"""`kp.add`: task vectors of many tasks into one, by a method."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from math import isfinite
+from typing import Any
+
+from kfacpack.errors import KfacpackError, TaskVectorError, printable
+from kfacpack.vectors.manifest import Addend, MethodEntry
+from kfacpack.vectors.merged import Merged
+from kfacpack.vectors.methods import METHODS, Input
+from kfacpack.vectors.vector import TaskVector
+
+Addable = TaskVector | str | os.PathLike[str]
+"""A vector, or the path of its file."""
+
+
+def add(
+    vectors: Iterable[Addable], method: str = "sum", alpha: float | Sequence[float] = 1.0, **settings: Any
+) -> TaskVector:
+    """One vector of many, on the scale of their sum, computed a parameter at a time when it is read or saved.
+
+    `alpha`: what the result is multiplied by, or one number for each vector, by which it is multiplied beforehand; one
+    for all is the same either way, for every method.
+
+    - sum: Σ α τ, which `+` and `*` give, too
+    - ties: of each vector the share `keep` (0.2), largest in magnitude; signs elected, what agrees added up
+    - dare: each number dropped with probability `drop` (0.9), the others made larger; random from `seed` (0)
+    - tsv: the largest singular vectors of each task's matrices, made orthogonal to each other
+    - iso: the sum, its singular values replaced by their mean
+    - iso-cts: the same with directions of single tasks beside the share `common` (0.8) that are the sum's
+
+    `mean=True`: averages where the publication has them: in ties, of what agrees; in the others, of parameters that are
+    no matrices. Settings that a method does not have are refused, and so is a vector that is given twice.
+    """
+    if method not in METHODS:
+        raise KfacpackError(f"there is no method {printable(str(method))!r}; there are {', '.join(METHODS)}")
+    by = METHODS[method].of(settings)
+    if isinstance(vectors, TaskVector | str | os.PathLike):
+        raise KfacpackError("add takes a list of task vectors or of paths, found a single one")
+    given = list(vectors)
+    loaded = [each if isinstance(each, TaskVector) else TaskVector.load(each) for each in given]
+    if not loaded:
+        raise KfacpackError("there is nothing to add up")
+    alphas = _alphas(alpha, len(loaded))
+    _require_different(loaded, given)
+    first, *others = (each * number for each, number in zip(loaded, alphas, strict=True))
+    total = sum(others, first)
+    if by.is_sum:
+        return total
+    inputs = [Input(number, each, each.digest) for each, number in zip(loaded, alphas, strict=True)]
+    addends = tuple(
+        Addend(sha256=each.digest, coefficient=number, tasks=each.tasks)
+        for each, number in zip(loaded, alphas, strict=True)
+    )
+    entry = MethodEntry(name=by.name, settings=by.settings)
+    about = total.about.model_copy(update={"addends": addends, "method": entry})
+    return TaskVector.of_leaf(Merged(by, inputs, about, total.heads))
+
+
+def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
+    one = isinstance(alpha, int | float)
+    found = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
+    for each in found:
+        if isinstance(each, bool) or not isinstance(each, int | float) or not isfinite(each):
+            raise KfacpackError(f"α is {each!r}, expected a finite number")
+    if not one and len(found) != count:
+        raise KfacpackError(f"found {len(found)} α for {count} vectors: expected one for all, or one for each")
+    return [float(each) for each in found]
+
+
+def _require_different(loaded: Sequence[TaskVector], given: Sequence[Addable]) -> None:
+    seen: dict[str, str] = {}
+    for number, (vector, source) in enumerate(zip(loaded, given, strict=True), start=1):
+        name = f"vector {number}" if isinstance(source, TaskVector) else os.fspath(source)
+        if vector.digest in seen:
+            both = f"{printable(seen[vector.digest])} and {printable(name)}"
+            remedy = f"Give it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
+            raise TaskVectorError(f"{both} are the same vector, which would count twice. {remedy}")
+        seen[vector.digest] = name

@@ -1,0 +1,59 @@
+"""Iso-CTS (Marczak et al., 2025): a flat spectrum over common and task-specific directions.
+
+Of the sum's singular vectors, the share `common` stays. Each task's matrix loses what the common left vectors see of
+it, Δ_t − U Uᵀ Δ_t, and of what is left gives its largest singular vectors, equally many of each task, so that there are
+r in all. All are made orthogonal to each other, as in TSV-M, and get the mean of their singular values. Of one vector
+alone it is Iso-C. α and `mean` are as for Iso-C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.vectors.methods.base import Input, Method, summed
+from kfacpack.vectors.methods.iso import SCALE
+from kfacpack.vectors.methods.singular import Svd, decomposed, joined
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class IsoCts(Method):
+    name = "iso-cts"
+    scale = SCALE
+
+    common: float = 0.8
+    """The share of directions that the sum gives; the paper's k / r."""
+    mean: bool = False
+
+    def __post_init__(self) -> None:
+        self.require_share("common", zero=True, one=True)
+        self.require_switch("mean")
+
+    def parameter(self, inputs: Sequence[Input], name: str) -> Tensor:
+        shape = inputs[0].tensors[name].shape
+        if len(shape) != 2:
+            return summed(inputs, name, mean=self.mean)
+        k, each_gives = division(min(shape), len(inputs), self.common)
+        total = summed(inputs, name)
+        common = decomposed(total).first(k)
+        parts = [common, *(_own(each.read(name), common).first(each_gives) for each in inputs)]
+        U, s, Vh = joined(parts)
+        return s.mean() * (U @ Vh) if len(s) else total
+
+
+def division(r: int, tasks: int, common: float) -> tuple[int, int]:
+    """How many directions the sum gives and how many each task: k + T · s = r, with k as near to `common` · r."""
+    s = min(round((r - int(r * common)) / tasks), r // tasks)
+    return r - s * tasks, s
+
+
+def _own(matrix: Tensor, common: Svd) -> Svd:
+    """What a task has beside the common directions. What is left by rounding alone counts as nothing."""
+    U = common.U.to(matrix.device)
+    return decomposed(matrix - U @ (U.T @ matrix), torch.linalg.matrix_norm(matrix, 2))

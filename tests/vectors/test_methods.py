@@ -1,0 +1,466 @@
+"""Methods to add vectors: each against brute force in numpy, written from its paper's definition, and its promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vectors.small import FUNCTION, head, network, vector
+
+import kfacpack as kp
+from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.vectors.methods import METHODS, singular
+from kfacpack.vectors.methods.iso_cts import division
+from kfacpack.vectors.methods.ties import threshold
+
+SHAPES = {"tall": (13, 9), "bias": (13,), "wide": (7, 12), "scale": (), "token": (1, 1, 5), "kernel": (4, 2, 3, 3)}
+SETTINGS = {
+    "sum": [{}],
+    "ties": [{}, {"keep": 0.5}, {"keep": 1.0, "mean": True}],
+    "dare": [{}, {"drop": 0.4, "seed": 3}],
+    "tsv": [{}, {"mean": True}],
+    "iso": [{}, {"mean": True}],
+    "iso-cts": [{}, {"common": 0.5}, {"common": 0.0, "mean": True}],
+}
+CASES = [(name, each) for name, listed in SETTINGS.items() for each in listed]
+every_method = pytest.mark.parametrize(("method", "settings"), CASES, ids=str)
+
+
+def made(task: str, tensors: dict[str, torch.Tensor]) -> kp.TaskVector:
+    state = {name: torch.zeros_like(value) for name, value in tensors.items()}
+    base = kp.identify(state, list(state), family="test", name="shapes")
+    tasks = (TaskEntry(source=kp.Source(task=task)),)
+    about = AboutVector(base=base, function=FUNCTION, regime="full", tasks=tasks)
+    return kp.TaskVector(tensors, about, {task: head(len(task))})
+
+
+def drawn(count: int, seed: int = 0) -> list[kp.TaskVector]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        made(f"task {k}", {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
+        for k in range(count)
+    ]
+
+
+def arrays(tau, alpha: float = 1.0) -> dict[str, np.ndarray]:
+    return {name: alpha * tau[name].numpy().astype(np.float64) for name in tau}
+
+
+def assert_same(found, expected, tolerance: float = 1e-5):
+    for name in found:
+        np.testing.assert_allclose(found[name].numpy(), expected[name], atol=tolerance, rtol=tolerance, err_msg=name)
+
+
+# Brute force: T dictionaries of arrays -> one.
+
+
+def brute_ties(parts, keep=0.2, mean=False):
+    flat = np.stack([np.concatenate([p.ravel() for p in part.values()]) for part in parts])
+    for row in flat:
+        order = np.argsort(-np.abs(row))
+        row[order[max(1, round(keep * len(row))) :]] = 0.0
+    merged = np.zeros(flat.shape[1])
+    for column in range(flat.shape[1]):
+        values = flat[:, column]
+        mass = values[values > 0].sum(), -values[values < 0].sum()
+        agreeing = values[values > 0] if mass[0] > mass[1] else values[values < 0] if mass[1] > mass[0] else values[:0]
+        if len(agreeing):
+            merged[column] = agreeing.mean() if mean else agreeing.sum()
+    return unflattened(merged, parts[0])
+
+
+def unflattened(flat, like):
+    found, start = {}, 0
+    for name, value in like.items():
+        found[name] = flat[start : start + value.size].reshape(value.shape)
+        start += value.size
+    return found
+
+
+def plain(parts, name, mean):
+    return sum(part[name] for part in parts) / (len(parts) if mean else 1)
+
+
+def whitened(columns):
+    """X (XᵀX)^(-1/2): the nearest matrix with orthonormal columns."""
+    values, vectors = np.linalg.eigh(columns.T @ columns)
+    return columns @ vectors @ np.diag(values**-0.5) @ vectors.T
+
+
+def brute_tsv(parts, mean=False):
+    found = {}
+    for name, first in parts[0].items():
+        if first.ndim != 2:
+            found[name] = plain(parts, name, mean)
+            continue
+        k = min(first.shape) // len(parts)
+        svds = [np.linalg.svd(part[name]) for part in parts]
+        U = whitened(np.hstack([U[:, :k] for U, _, _ in svds]))
+        V = whitened(np.hstack([Vh[:k].T for _, _, Vh in svds]))
+        found[name] = U @ np.diag(np.concatenate([s[:k] for _, s, _ in svds])) @ V.T
+    return found
+
+
+def brute_iso(parts, mean=False):
+    found = {}
+    for name, first in parts[0].items():
+        if first.ndim != 2:
+            found[name] = plain(parts, name, mean)
+            continue
+        U, s, Vh = np.linalg.svd(plain(parts, name, mean=False), full_matrices=False)
+        found[name] = s.sum() / len(s) * U @ Vh
+    return found
+
+
+def brute_iso_cts(parts, common=0.8, mean=False):
+    found = {}
+    for name, first in parts[0].items():
+        if first.ndim != 2:
+            found[name] = plain(parts, name, mean)
+            continue
+        r = min(first.shape)
+        own = min(round((r - int(r * common)) / len(parts)), r // len(parts))
+        k = r - own * len(parts)
+        U, s, Vh = np.linalg.svd(plain(parts, name, mean=False))
+        lefts, values, rights = [U[:, :k]], [*s[:k]], [Vh[:k].T]
+        outside = np.eye(len(first)) - U[:, :k] @ U[:, :k].T
+        for part in parts:
+            u, s, vh = np.linalg.svd(outside @ part[name])
+            lefts.append(u[:, :own])
+            values += [*s[:own]]
+            rights.append(vh[:own].T)
+        assert len(values) == r
+        found[name] = np.mean(values) * whitened(np.hstack(lefts)) @ whitened(np.hstack(rights)).T
+    return found
+
+
+BRUTE = {"ties": brute_ties, "tsv": brute_tsv, "iso": brute_iso, "iso-cts": brute_iso_cts}
+
+
+@pytest.mark.parametrize(("method", "settings"), [case for case in CASES if case[0] in BRUTE], ids=str)
+@pytest.mark.parametrize("alphas", [(1.0, 1.0, 1.0), (0.5, -2.0, 1.5), (0.7,)], ids=str)
+def test_it_is_what_its_paper_defines(method, settings, alphas):
+    vectors = drawn(len(alphas))
+    parts = [arrays(tau, alpha) for tau, alpha in zip(vectors, alphas, strict=True)]
+    assert_same(kp.add(vectors, method, alphas, **settings), BRUTE[method](parts, **settings))
+
+
+def test_sum_is_what_python_adds_up(tmp_path):
+    one, two, three = drawn(3)
+    found = kp.add([one, two, three], alpha=[1, 0.5, -2])
+    by_hand = one + 0.5 * two - 2 * three
+    assert found.about == by_hand.about
+    assert found.about.method is None
+    assert found.digest == by_hand.digest
+    assert_same(found, {name: a + 0.5 * two[name].numpy() - 2 * three[name].numpy() for name, a in arrays(one).items()})
+
+
+def test_a_vector_and_its_negative_are_exactly_zero(tmp_path):
+    tau = drawn(1)[0]
+    (-tau).save(tmp_path / "negative.safetensors")
+    nothing = kp.add([tau, tmp_path / "negative.safetensors"])
+    assert all(not nothing[name].any() for name in nothing)
+    assert [each.coefficient for each in nothing.about.addends] == [0.0]
+
+
+@every_method
+def test_order_does_not_matter(method, settings):
+    one, two, three = drawn(3)
+    found = kp.add([one, two, three], method, [1, 0.5, 2], **settings)
+    assert_same(kp.add([three, one, two], method, [2, 1, 0.5], **settings), arrays(found), 1e-6)
+
+
+@every_method
+@pytest.mark.parametrize("factor", [3.0, -0.25])
+def test_alpha_multiplies_the_result(method, settings, factor):
+    vectors = drawn(3)
+    once = kp.add(vectors, method, **settings)
+    assert_same(kp.add(vectors, method, factor, **settings), arrays(once, factor), 1e-6)
+    assert_same(kp.add(vectors, method, [factor] * 3, **settings), arrays(once, factor), 1e-6)
+    assert (factor * once).about == kp.add(vectors, method, factor, **settings).about
+
+
+def test_one_vector_alone():
+    tau = drawn(1)[0]
+    alone = {method: kp.add([tau], method) for method in METHODS}
+    assert_same(alone["tsv"], arrays(tau), 1e-6)
+    assert_same(alone["iso-cts"], arrays(alone["iso"]), 1e-5)
+    for name in ("tall", "wide"):
+        spectrum = np.linalg.svd(alone["iso"][name].numpy(), compute_uv=False)
+        before = np.linalg.svd(tau[name].numpy(), compute_uv=False)
+        np.testing.assert_allclose(spectrum, before.mean(), rtol=1e-5)
+    values = np.concatenate([value.ravel() for value in arrays(tau).values()])
+    kept = np.concatenate([value.ravel() for value in arrays(alone["ties"]).values()])
+    assert np.count_nonzero(kept) == round(0.2 * len(values))
+    assert set(kept[kept != 0]) <= set(values)
+    assert np.abs(kept[kept != 0]).min() >= np.abs(values[kept == 0]).max()
+
+
+def test_ties_keeps_the_largest_whatever_their_bits():
+    """Tiny and huge magnitudes, equal ones, zeros: the threshold is that of sorting."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "spread": torch.randn(999, generator=generator) * 10 ** torch.empty(999).uniform_(-38, 30, generator=generator),
+        "equal": torch.full((300,), 0.5),
+        "near": 1 + torch.arange(400) * 1e-7,
+        "none": torch.zeros(40, 5),
+    }
+    ordered = np.sort(np.abs(np.concatenate([value.numpy().ravel() for value in tensors.values()])))[::-1]
+    for keep in (1e-6, 0.01, 0.2, 0.35, 0.5, 0.9, 1.0):
+        assert threshold(tensors, keep) == ordered[max(1, round(keep * len(ordered))) - 1]
+
+
+def test_ties_elects_no_sign_where_none_wins():
+    one, two = made("one", {"a": torch.tensor([1.0, 2.0])}), made("two", {"a": torch.tensor([-1.0, 2.0])})
+    assert kp.add([one, two], "ties", keep=1.0)["a"].tolist() == [0.0, 4.0]
+    assert kp.add([one, two], "ties", keep=1.0, mean=True)["a"].tolist() == [0.0, 2.0]
+
+
+def test_dare_drops_and_makes_up_for_it():
+    one, two = (made(task, {"a": torch.full((200, 300), value)}) for task, value in (("one", 1.0), ("two", 10.0)))
+    assert_same(kp.add([one, two], "dare", drop=0.0), arrays(one + two))
+    found = kp.add([one, two], "dare", drop=0.75)["a"].numpy()
+    assert set(np.unique(found)) == {0.0, 4.0, 40.0, 44.0}
+    share = np.array([(found == value).mean() for value in (0.0, 4.0, 40.0, 44.0)])
+    np.testing.assert_allclose(share, [0.75**2, 0.75 * 0.25, 0.75 * 0.25, 0.25**2], atol=0.01)
+    assert found.mean() == pytest.approx(11, rel=0.03)
+
+
+def test_dares_chances_are_those_of_seed_vector_and_parameter():
+    one, two = drawn(2)
+    both, alone = kp.add([one, two], "dare", drop=0.5), kp.add([one], "dare", drop=0.5)
+    other = kp.add([two], "dare", drop=0.5)
+    backwards = {name: both[name] for name in reversed(both.parameters)}
+    for name in both:
+        torch.testing.assert_close(both[name], alone[name] + other[name])
+        assert torch.equal(both[name], backwards[name])
+    assert not torch.equal(alone["tall"], kp.add([one], "dare", drop=0.5, seed=1)["tall"])
+    twins = made("twins", {"a": torch.ones(50), "b": torch.ones(50)})
+    dropped = kp.add([twins], "dare", drop=0.5)
+    assert not torch.equal(dropped["a"], dropped["b"])
+
+
+def test_tasks_that_are_orthogonal_are_added_up_by_tsv():
+    first, second = torch.zeros(8, 6), torch.zeros(8, 6)
+    first[:4, :3] = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    second[4:, 3:] = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
+    one, two = made("one", {"a": first}), made("two", {"a": second})
+    assert_same(kp.add([one, two], "tsv"), arrays(one + two), 1e-6)
+
+
+def test_directions_that_are_not_there_are_not_made_up():
+    """Of matrices of low rank, singular vectors beyond the rank are arbitrary; tasks may share theirs, or be zero."""
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(8, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
+    one, same, none = made("one", {"a": low}), made("two", {"a": 2 * low}), made("none", {"a": torch.zeros(8, 6)})
+    for vectors in ([one], [one, none], [one, same], [one, same, none]):
+        flat = kp.add(vectors, "iso")["a"].double()
+        spectrum = torch.linalg.svdvals(flat)
+        total = sum(vectors[1:], vectors[0])["a"].double()
+        assert int((spectrum > 1e-5).sum()) == 2
+        torch.testing.assert_close(spectrum[:2].sum(), torch.linalg.svdvals(total).sum(), rtol=1e-5, atol=0)
+        assert int((torch.linalg.svdvals(kp.add(vectors, "iso-cts", common=0.3)["a"]) > 1e-5).sum()) == 2
+    torch.testing.assert_close(kp.add([one, none], "tsv")["a"], low, rtol=1e-4, atol=1e-5)
+    # Two tasks with the same directions: each direction once, with the mean of the two singular values.
+    torch.testing.assert_close(kp.add([one, same], "tsv")["a"], 1.5 * low, rtol=1e-4, atol=1e-5)
+    for method in METHODS:
+        assert not kp.add([none], method)["a"].any()
+
+
+def test_more_tasks_than_singular_values():
+    vectors = drawn(8)
+    for method in ("tsv", "iso-cts"):
+        found = kp.add(vectors, method)
+        assert all(found[name].isfinite().all() and found[name].any() for name in found)
+
+
+@pytest.mark.parametrize("r", [1, 2, 5, 9, 64])
+@pytest.mark.parametrize("tasks", [1, 2, 3, 8])
+@pytest.mark.parametrize("common", [0.0, 0.3, 0.8, 1.0])
+def test_common_and_own_directions_are_all_there_are(r, tasks, common):
+    k, own = division(r, tasks, common)
+    assert k >= 0
+    assert own >= 0
+    assert k + own * tasks == r
+    if common == 1:
+        assert own == 0
+
+
+def test_the_nearest_orthonormal_columns():
+    X = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    near = singular.orthogonalized(X)
+    torch.testing.assert_close(near.T @ near, torch.eye(4, dtype=torch.float64))
+    np.testing.assert_allclose(near.numpy(), whitened(X.numpy()), atol=1e-12)
+
+
+@every_method
+def test_its_file_says_how_it_was_made(method, settings, tmp_path):
+    one, two = drawn(2)
+    merged = kp.add([one, two], method, [1.0, 0.5], **settings)
+    merged.save(tmp_path / "merged.safetensors")
+    read = kp.TaskVector.load(tmp_path / "merged.safetensors")
+    assert read.about == merged.about
+    assert read.digest == merged.digest
+    assert all(torch.equal(read[name], merged[name]) for name in merged)
+    assert [(each.sha256, each.coefficient) for each in read.about.addends] == [(one.digest, 1.0), (two.digest, 0.5)]
+    assert set(read.heads) == set(read.tasks) == {"task 0", "task 1"}
+    if method == "sum":
+        assert read.about.method is None
+    else:
+        assert read.about.method.name == method
+        assert read.about.method.settings == METHODS[method](**settings).settings
+
+
+def test_what_a_method_made_counts_as_one_in_a_sum(tmp_path):
+    one, two, three = drawn(3)
+    merged = kp.add([one, two], "ties")
+    together = 2 * merged + three
+    assert {each.sha256: each.coefficient for each in together.about.addends} == {merged.digest: 2.0, three.digest: 1.0}
+    assert together.about.method is None
+    negative = -merged
+    assert negative.about.method == merged.about.method
+    assert [each.coefficient for each in negative.about.addends] == [-1.0, -1.0]
+    nested = kp.add([merged, three], "iso")
+    assert [each.sha256 for each in nested.about.addends] == [merged.digest, three.digest]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"method": "average"}, "no method 'average'; there are sum, ties, dare, tsv, iso, iso-cts"),
+        ({"method": "sum", "keep": 0.2}, "'sum' has no setting 'keep'; it has none"),
+        ({"method": "tsv", "keep": 0.2}, "'tsv' has no setting 'keep'; it has mean"),
+        ({"method": "ties", "keep": 0}, "keep is 0, expected a number above 0 to 1"),
+        ({"method": "ties", "keep": float("nan")}, "keep is nan"),
+        ({"method": "ties", "mean": 1}, "mean is 1, expected true or false"),
+        ({"method": "dare", "drop": 1.0}, "drop is 1.0, expected a number from 0 and below 1"),
+        ({"method": "dare", "seed": -1}, "seed is -1"),
+        ({"method": "iso-cts", "common": 1.5}, "common is 1.5, expected a number from 0 to 1"),
+        ({"alpha": float("inf")}, "α is inf, expected a finite number"),
+        ({"alpha": [1.0]}, "found 1 α for 2 vectors"),
+        ({"alpha": [1.0, True]}, "α is True"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_named(wrong, words):
+    with pytest.raises(kp.KfacpackError) as caught:
+        kp.add(drawn(2), **wrong)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_vectors_that_do_not_belong_together_are_refused(method, tmp_path):
+    one = vector("one", 1)
+    for other, words in (
+        (vector("two", 2, base=1), r"different base models \(network 0 and network 1\): '0.weight' is not the same"),
+        (vector("two", 2, regime="full"), "different regimes: 'linear' and 'full'"),
+        (vector("two", 2, width=4), "different f"),
+        (kp.TaskVector(dict(vector("one", 2)), vector("one", 2).about, {"one": head(9)}), "both have a head for 'one'"),
+    ):
+        with pytest.raises(kp.TaskVectorError, match=words):
+            kp.add([one, other], method)
+    one.save(tmp_path / "one.safetensors")
+    twice = [tmp_path / "one.safetensors", tmp_path / ".." / tmp_path.name / "one.safetensors"]
+    with pytest.raises(kp.TaskVectorError, match=r"one\.safetensors are the same vector, which would count twice"):
+        kp.add(twice, method)
+    with pytest.raises(kp.TaskVectorError, match="vector 1 and vector 2 are the same"):
+        kp.add([one, one], method)
+    with pytest.raises(kp.KfacpackError, match="nothing to add up"):
+        kp.add([], method)
+    with pytest.raises(kp.KfacpackError, match="found a single one"):
+        kp.add(one, method)
+
+
+def test_it_is_a_vector_like_others():
+    model = network()
+    merged = kp.add([vector("one", 1), vector("two", 2)], "tsv", 0.5)
+    edited = merged.apply(model)
+    torch.testing.assert_close(edited[0].weight, model[0].weight + merged["0.weight"])
+    assert merged.regime == "linear"
+    assert "one, two" in repr(merged)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of tensors that are made while it lasts, as long as they live."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = self.peak = 0
+        self._known: Counter[int] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
+        made = operation(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, torch.Tensor):
+                self._count(each, given)
+        return made
+
+    def _count(self, tensor, given):
+        storage = tensor.untyped_storage()
+        if storage._cdata in given and storage._cdata not in self._known:
+            return  # it was there before
+        if storage._cdata not in self._known:
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
+        self._known[storage._cdata] += 1
+        weakref.finalize(tensor, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, storage, nbytes):
+        self._known[storage] -= 1
+        if not self._known[storage]:
+            del self._known[storage]
+            self.bytes -= nbytes
+
+
+def peak(method: str, tasks: int, layers: int) -> int:
+    """How many bytes are held at once while all parameters are read, the vectors themselves not counted."""
+    generator = torch.Generator().manual_seed(0)
+    names = [f"layer {k}" for k in range(layers)]
+    vectors = [
+        made(f"task {k}", {name: torch.randn(160, 120, generator=generator) for name in names}) for k in range(tasks)
+    ]
+    merged = kp.add(vectors, method)
+    with Alive() as alive:
+        for name in merged:
+            merged[name]
+    return alive.peak
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_layer_at_a_time_and_of_most_methods_one_vector(method):
+    layer = 160 * 120 * 8
+    few, many = peak(method, tasks=2, layers=2), peak(method, tasks=12, layers=2)
+    assert peak(method, tasks=2, layers=6) == few
+    if method in ("tsv", "iso-cts"):
+        assert many < few + 12 * layer, "at most one layer of all vectors"
+    else:
+        assert many == few
+
+
+_PEAKS = """
+import resource, sys
+import kfacpack as kp
+output, *files = sys.argv[1:]
+for count in (2, 2, len(files)):
+    kp.add(files[:count]).save(output)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+def test_files_are_not_held_in_memory(tmp_path):
+    layer = 4 * 700 * 1000
+    for k in range(8):
+        tensors = {f"layer {n}": torch.full((700, 1000), float(k + n)) for n in range(4)}
+        made(f"task {k}", tensors).save(tmp_path / f"{k}.safetensors")
+    files = [str(tmp_path / f"{k}.safetensors") for k in range(8)]
+    line = [sys.executable, "-c", _PEAKS, str(tmp_path / "sum.safetensors"), *files]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    _, two, eight = map(int, done.stdout.split())
+    assert eight < two + layer, f"8 vectors of 4 layers of {layer} bytes took {eight - two} bytes more than 2"
