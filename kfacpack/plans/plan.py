@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe
+from kfacpack.errors import KfacpackError
 from kfacpack.training.groups import STRENGTH
 from kfacpack.vectors.manifest import Regime
 
@@ -122,6 +124,7 @@ class Plan(Part):
     training: TrainingPart = TrainingPart()
     arms: Annotated[dict[Text, ArmPart], Field(min_length=1)]
     evaluation: EvaluationPart = EvaluationPart()
+    _folder: Path = PrivateAttr(default=Path())
 
     @field_validator("model", mode="before")
     @classmethod
@@ -170,11 +173,15 @@ class Plan(Part):
         return tuple(task for task in self.tasks if task.name != name)
 
     def based_at(self, folder: Path) -> Plan:
-        """The same plan with paths that are meant from a folder, the plan's own."""
-        tasks = tuple(
-            task.model_copy(update={"data": str(folder / task.data)}) if task.data else task for task in self.tasks
-        )
-        weights = self.model.weights
-        if weights and weights != "random":
-            weights = str(folder / weights)
-        return self.model_copy(update={"tasks": tasks, "model": self.model.model_copy(update={"weights": weights})})
+        """The same plan, its paths meant from a folder."""
+        made = self.model_copy()
+        made._folder = folder
+        return made
+
+    def place(self, said: str) -> Path:
+        """A path of the plan; $NAME in it is taken from the environment."""
+        full = os.path.expandvars(said)
+        if unset := re.search(r"\$\{?(\w+)", full):
+            problem = f"the environment has no variable {unset[1]}"
+            raise KfacpackError(f"{said}: {problem}. Set it to the folder that is meant, or write the path into the plan")
+        return self._folder / Path(full).expanduser()

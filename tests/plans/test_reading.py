@@ -57,7 +57,15 @@ def test_a_file_that_is_not_there_or_no_text(tmp_path):
 def test_paths_are_meant_from_the_plans_folder(tmp_path):
     (tmp_path / "plan.yaml").write_text(changed("[faces, weaves]", "[faces, {name: mine, data: some/where}]"))
     plan, _ = read_plan(tmp_path / "plan.yaml")
-    assert plan.task("mine").data == str(tmp_path / "some/where")
+    assert plan.place(plan.task("mine").data) == tmp_path / "some/where"
+
+
+def test_paths_may_be_of_the_environment(monkeypatch):
+    plan = parse(TEXT, "plan.yaml")
+    monkeypatch.setenv("KFACPACK_TEST", "/data")
+    assert str(plan.place("$KFACPACK_TEST/mine")) == "/data/mine"
+    with pytest.raises(kp.KfacpackError, match="no variable KFACPACK_UNSET"):
+        plan.place("$KFACPACK_UNSET/mine")
 
 
 def test_an_arm_changes_only_what_it_says():
