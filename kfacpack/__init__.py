@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, MatrixError, TaskVectorError
     from kfacpack.estimation.estimate import estimate
     from kfacpack.evaluation.accuracy import evaluate
+    from kfacpack.evaluation.sweep import sweep
     from kfacpack.heads import Head, head_for
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
@@ -69,6 +70,7 @@ _HOMES = {
     "load_model": "models",
     "load_task": "tasks",
     "merge": "merging.merge",
+    "sweep": "evaluation.sweep",
     "verify": "verification",
 }
 
@@ -113,6 +115,7 @@ __all__ = [
     "load_model",
     "load_task",
     "merge",
+    "sweep",
     "verify",
 ]  # fmt: skip
 
