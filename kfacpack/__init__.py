@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
+    from kfacpack.reporting.report import report
     from kfacpack.tasks import load_task
     from kfacpack.training.regularizer import Regularizer
     from kfacpack.vectors.vector import TaskVector
@@ -67,6 +68,7 @@ _HOMES = {
     "load_model": "models",
     "load_task": "tasks",
     "merge": "merging.merge",
+    "report": "reporting.report",
     "verify": "verification",
 }
 
@@ -110,6 +112,7 @@ __all__ = [
     "load_model",
     "load_task",
     "merge",
+    "report",
     "verify",
 ]  # fmt: skip
 

@@ -33,6 +33,7 @@ LAYERS = [
     "evaluation",
     "figures",
     "training",
+    "reporting",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 
