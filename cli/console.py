@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import printable
+from kfacpack.reporting.numbers import human_bytes as human_bytes
+from kfacpack.reporting.numbers import human_seconds as human_seconds
 
 # Where nobody watches, lines may be long: a name that is broken in two cannot be searched for.
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
@@ -39,20 +41,3 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
-
-
-def human_bytes(count: float) -> str:
-    """1536 -> '1.5 kB', in powers of a thousand as disks and hubs count."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def human_seconds(seconds: float) -> str:
-    """75.2 -> '1 min 15 s'."""
-    if seconds < 99.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"

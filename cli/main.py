@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import add, compress, estimate, eval, inspect, merge, models, negate, tasks, train, verify
+from . import add, compress, demo, estimate, eval, inspect, merge, models, negate, report, run, tasks, train, verify
 from .console import show_error
 
 
@@ -70,6 +70,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "add": add.add,
     "negate": negate.negate,
     "eval": eval.evaluate,
+    "run": run.run,
+    "report": report.report,
+    "demo": demo.demo,
     "models": models.models,
     "tasks": tasks.tasks,
 }

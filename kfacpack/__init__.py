@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
+    from kfacpack.reporting.report import report
     from kfacpack.tasks import load_task
     from kfacpack.training.regularizer import Regularizer
     from kfacpack.vectors.add import add
@@ -70,6 +71,7 @@ _HOMES = {
     "load_model": "models",
     "load_task": "tasks",
     "merge": "merging.merge",
+    "report": "reporting.report",
     "sweep": "evaluation.sweep",
     "verify": "verification",
 }
@@ -115,6 +117,7 @@ __all__ = [
     "load_model",
     "load_task",
     "merge",
+    "report",
     "sweep",
     "verify",
 ]  # fmt: skip

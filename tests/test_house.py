@@ -34,6 +34,7 @@ LAYERS = [
     "analysis",
     "figures",
     "training",
+    "reporting",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 

@@ -10,12 +10,12 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.bundle.reader import Bundle
-from kfacpack.evaluation.choice import best_alpha
+from kfacpack.evaluation.sweep import as_table, best
 from kfacpack.plans.plan import BASELINE
 
 if TYPE_CHECKING:
     from kfacpack.plans.graph import Graph, Trial
-    from kfacpack.plans.plan import ArmPart
+    from kfacpack.plans.plan import ArmPart, NegationPart
     from kfacpack.plans.stages.curvature import Estimate, Merge
 
 FORMAT = "kfacpack.run/1"
@@ -30,7 +30,7 @@ def results(graph: Graph, text: str) -> dict[str, Any]:
             "name": arm,
             "regime": plan.training_of(arm).regime,
             "penalty": _penalty(said),
-            "seeds": [_trial(trial) for trial in graph.trials if trial.arm == arm],
+            "seeds": [_trial(trial, plan.evaluation.negation) for trial in graph.trials if trial.arm == arm],
         }
         for arm, said in plan.arms.items()
     ]
@@ -102,7 +102,7 @@ def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
     }
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _trial(trial: Trial, negation: NegationPart | None) -> dict[str, Any]:
     own = {task: stage.at(1.0) for task, stage in trial.own.items()}
     added = {}
     for method, stages in trial.sums.items():
@@ -117,21 +117,22 @@ def _trial(trial: Trial) -> dict[str, Any]:
             },
         }
     first = next(iter(trial.sums.values()))
-    swept = {task: stage.read() for task, stage in first.items()}
-    alphas = next(iter(swept.values()))["alphas"]
-    by_task_curve = {task: each["accuracy"] for task, each in swept.items()}
-    curve = [mean(each[k] for each in by_task_curve.values()) for k in range(len(alphas))]
-    held_out = [stage.read()["accuracy"] for stage in trial.validation.values()]
-    validated = [mean(each[k] for each in held_out) for k in range(len(alphas))]
-    best = alphas.index(best_alpha(alphas, validated))
-    negated = {task: stage.read() for task, stage in trial.negated.items()}
+    alphas = next(iter(first.values())).alphas
+    table = as_table(alphas, {task: stage.scores() for task, stage in first.items()})
+    held_out = as_table(alphas, {task: stage.scores() for task, stage in trial.validation.items()})
+    chosen = best(alphas, [stage.scores() for stage in trial.validation.values()])
+    negated: dict[str, Any] = {}
+    for stage in trial.negated.values():
+        found = stage.read()
+        for task, entry in found["tasks"].items():
+            negated[task] = {**entry, "control_task": found["control"]}
     return {
         "seed": trial.seed,
         "individual": own,
         "added": added,
-        "sweep": {"alphas": alphas, "tasks": by_task_curve, "mean": curve},
-        "best": {"alpha": alphas[best], "validation": validated[best], "test": curve[best]},
-        "negation": {"tasks": negated} if negated else None,
+        "sweep": table,
+        "best": {"alpha": alphas[chosen], "validation": held_out["mean"][chosen], "test": table["mean"][chosen]},
+        "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated} if negation else None,
         "disentanglement": [stage.read() for stage in trial.pairs] or None,
         "localisation": trial.localisation.read() if trial.localisation else None,
         "drift": trial.drift.read() if trial.drift else None,

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kfacpack.evaluation.accuracy import score
+from kfacpack.evaluation.accuracy import Score, score, scores
+from kfacpack.evaluation.choice import Subject
 from kfacpack.evaluation.negation import negate
-from kfacpack.evaluation.sweep import sweep
 from kfacpack.plans.stages.base import Measurement, Stage, Watch
 from kfacpack.vectors.vector import TaskVector
 
@@ -67,7 +67,7 @@ class Sweep(Measurement):
 
     def measure(self, watch: Watch) -> dict[str, Any]:
         shop, tau = self.shop, TaskVector.load(self.vector.path)
-        found = sweep(
+        found = scores(
             shop.model,
             tau.heads[self.task],
             shop.exam(self.task, self.split),
@@ -78,16 +78,20 @@ class Sweep(Measurement):
         )
         return {
             "alphas": list(self.alphas),
-            "accuracy": [each.accuracy for each in found],
+            "correct": [each.correct for each in found],
             "examples": found[0].examples,
         }
 
     def cost(self) -> float:
         return 3.0 * examples_of(self, self.task, self.split)
 
-    def at(self, alpha: float) -> float:
+    def scores(self) -> list[Score]:
+        """At every α."""
         found = self.read()
-        return float(found["accuracy"][found["alphas"].index(alpha)])
+        return [Score(correct, found["examples"]) for correct in found["correct"]]
+
+    def at(self, alpha: float) -> float:
+        return self.scores()[self.alphas.index(alpha)].accuracy
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +124,16 @@ class Negate(Measurement):
 
     def measure(self, watch: Watch) -> dict[str, Any]:
         shop, task = self.shop, self.vector.task
+        tau = TaskVector.load(self.vector.path)
+        target, control = (
+            Subject(head, shop.exam(name, "validation"), shop.exam(name))
+            for name, head in ((task, tau.heads[task]), (self.control, shop.head(self.control)))
+        )
         return negate(
             shop.model,
-            TaskVector.load(self.vector.path),
-            {split: shop.exam(task, split) for split in ("validation", "test")},
-            {split: shop.exam(self.control, split) for split in ("validation", "test")},
-            shop.head(self.control),
+            [target],
+            control,
+            tau,
             self.alphas,
             keep=self.keep,
             batch_size=shop.plan.evaluation.batch_size,

@@ -1,0 +1,84 @@
+"""The report of a run: a page, the numbers in it, and its figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kfacpack.bundle.writer import replacing
+from kfacpack.errors import KfacpackError
+from kfacpack.reporting.content import Picture, Report
+from kfacpack.reporting.results import read_results, read_times
+from kfacpack.reporting.sections import compose
+
+
+def report(
+    run_dir: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Read RUN_DIR/results.json and times.json, and write the page `output`; give its path.
+
+    Beside it are made: a file of the same name that ends in .json, which has every number of the page, and the folder
+    `figures` with each figure as SVG and PNG. The page is written last. The same results give the same bytes.
+    `on_progress` hears how many figures are drawn, and how many there are.
+    """
+    folder, page = Path(run_dir), Path(output)
+    _check_output(folder, page)
+    content = compose(read_results(folder), read_times(folder))
+    drawings = _draw(content, page.parent / "figures", on_progress or (lambda done, total: None))
+    # It takes a template engine, which reading and refusing do not.
+    from kfacpack.reporting.page import render_page
+
+    html = render_page(content, drawings)
+    _write(page.with_suffix(".json"), content.model_dump_json(indent=1) + "\n")
+    _write(page, html)
+    return page
+
+
+def _check_output(folder: Path, page: Path) -> None:
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise KfacpackError(f"{page}: a report is a page of HTML; give it a name that ends in .html")
+    if not page.absolute().parent.is_dir():
+        raise KfacpackError(f"{page}: there is no folder {str(page.parent)!r}. Make it, or write to another one")
+    beside = page.with_suffix(".json")
+    for name in ("results.json", "times.json"):
+        if beside.exists() and (folder / name).exists() and beside.samefile(folder / name):
+            raise KfacpackError(f"{page}: its numbers would be written over {beside}; give it another name")
+
+
+def _draw(content: Report, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, dict[str, bytes]]:
+    """The SVGs of every picture, by theme; beside them in the folder, a PNG of the light one."""
+    pictures = [picture for section in content.sections for picture in section.pictures]
+    if pictures:
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise KfacpackError(f"{folder}: could not be made: {error.strerror or error}") from error
+    made = {}
+    for number, picture in enumerate(pictures):
+        on_progress(number, len(pictures))
+        made[picture.file] = _draw_one(picture, folder)
+    on_progress(len(pictures), len(pictures))
+    return made
+
+
+def _draw_one(picture: Picture, folder: Path) -> dict[str, bytes]:
+    # matplotlib, which is slow to come.
+    from kfacpack.figures import FIGURES, THEMES, save
+
+    drawn = {}
+    for theme in THEMES:
+        figure = FIGURES[picture.figure](picture.data, **picture.options, theme=theme)
+        name = picture.file if theme == "light" else f"{picture.file}-{theme}"
+        drawn[theme] = save(figure, folder / f"{name}.svg").read_bytes()
+        if theme == "light":
+            save(figure, folder / f"{name}.png")
+    return drawn
+
+
+def _write(path: Path, text: str) -> None:
+    with replacing(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
+        stream.write(text.encode("utf-8", errors="replace"))

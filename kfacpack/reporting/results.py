@@ -1,0 +1,323 @@
+"""results.json and times.json, as a run leaves them: read, and refused when they are anything else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
+
+from kfacpack.errors import KfacpackError, printable
+
+FORMAT = "kfacpack.run/1"
+Tasks = dict[str, FiniteFloat]
+Number = Annotated[int, Field(ge=0)]
+
+
+class Read(BaseModel):
+    # What a later version adds is no harm.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Sweep(Read):
+    alphas: list[FiniteFloat] = Field(min_length=1)
+    tasks: dict[str, list[FiniteFloat]]
+    mean: list[FiniteFloat]
+
+    @model_validator(mode="after")
+    def _as_long_as_alphas(self) -> Sweep:
+        if any(len(each) != len(self.alphas) for each in (self.mean, *self.tasks.values())):
+            raise ValueError(f"needs one accuracy for each of the {len(self.alphas)} alphas")
+        return self
+
+
+class Disentanglement(Read):
+    tasks: tuple[str, str]
+    alphas: list[FiniteFloat] = Field(min_length=1)
+    xi: list[list[FiniteFloat]]
+    examples: dict[str, Number]
+
+    @model_validator(mode="after")
+    def _square(self) -> Disentanglement:
+        size = len(self.alphas)
+        if len(self.xi) != size or any(len(row) != size for row in self.xi):
+            raise ValueError(f"xi needs {size} rows of {size} numbers, as there are alphas")
+        return self
+
+
+class Spread(Read):
+    examples: Number
+    mean: FiniteFloat
+    quantiles: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
+
+
+class Located(Read):
+    on: Spread
+    off: Spread
+    auroc: FiniteFloat
+    by_task: dict[str, Spread] = {}
+
+
+class Localisation(Read):
+    vectors: dict[str, Located] = Field(min_length=1)
+    auroc: FiniteFloat
+
+
+class Pair(Read):
+    vector: str
+    task: str
+    predicted: FiniteFloat
+    measured: FiniteFloat
+
+
+class Layer(Pair):
+    block: str
+
+
+class Drift(Read):
+    pairs: list[Pair]
+    layers: list[Layer] = []
+
+
+class Spectrum(Read):
+    name: str
+    side: str
+    size: Number
+    trace: FiniteFloat
+    effective_rank: FiniteFloat
+    eigenvalues: list[FiniteFloat]
+    ranks: list[Number]
+
+    @model_validator(mode="after")
+    def _as_many(self) -> Spectrum:
+        if len(self.eigenvalues) != len(self.ranks):
+            raise ValueError("needs as many ranks as eigenvalues")
+        return self
+
+
+class Spectra(Read):
+    blocks: list[Spectrum] = Field(min_length=1)
+
+
+class Negated(Read):
+    alpha: FiniteFloat
+    accuracy: FiniteFloat
+    before: FiniteFloat
+    chance: FiniteFloat
+    removed: FiniteFloat | None
+    control: FiniteFloat
+    control_before: FiniteFloat
+
+
+class Negation(Read):
+    control: str
+    keep: FiniteFloat
+    tasks: dict[str, Negated]
+
+
+class Accuracy(Read):
+    accuracy: FiniteFloat
+    normalized: FiniteFloat | None
+
+
+class Added(Read):
+    alpha: FiniteFloat
+    tasks: dict[str, Accuracy]
+    mean: Accuracy
+
+
+class Best(Read):
+    alpha: FiniteFloat
+    validation: FiniteFloat
+    test: FiniteFloat
+
+
+class Seed(Read):
+    seed: int
+    individual: Tasks
+    added: dict[str, Added]
+    sweep: Sweep | None = None
+    best: Best | None = None
+    negation: Negation | None = None
+    disentanglement: list[Disentanglement] | None = None
+    localisation: Localisation | None = None
+    drift: Drift | None = None
+
+
+class Penalty(Read):
+    structure: str | None = None
+    rule: str | None = None
+    data: bool = False
+    strength: FiniteFloat
+
+
+class Arm(Read):
+    name: str
+    regime: str
+    penalty: Penalty | None
+    seeds: list[Seed] = Field(min_length=1)
+
+
+class Summary(Read):
+    arm: str
+    method: str
+    individual: FiniteFloat
+    individual_std: FiniteFloat | None = None
+    added: FiniteFloat
+    added_std: FiniteFloat | None = None
+    normalized: FiniteFloat | None = None
+    recovered: FiniteFloat | None = None
+    best_alpha: FiniteFloat | None = None
+    best: FiniteFloat | None = None
+    removed: FiniteFloat | None = None
+    control_kept: FiniteFloat | None = None
+    auroc: FiniteFloat | None = None
+
+
+class PlanText(Read):
+    sha256: str
+    text: str
+
+
+class ModelSaid(Read):
+    name: str
+    family: str
+    sha256: str | None
+
+
+class TaskSaid(Read):
+    name: str
+    classes: Number
+    train: Number
+    test: Number
+    source: str | None = None
+
+
+class BundleSaid(Read):
+    task: str
+    structure: str
+    seed: int | None
+    file: str
+    bytes: Number
+    dense_bytes: Number | None
+    sha256: str
+
+
+class MergeSaid(Read):
+    rule: str
+    structure: str
+    without: str | None
+    seed: int | None
+    file: str
+    bytes: Number
+    error: FiniteFloat | None
+
+
+class BaseScore(Read):
+    accuracy: FiniteFloat
+    examples: Number
+
+
+class BaseSaid(Read):
+    tasks: dict[str, BaseScore]
+    mean: FiniteFloat
+
+
+class Results(Read):
+    format: Literal["kfacpack.run/1"]
+    name: str
+    versions: dict[str, str]
+    plan: PlanText
+    commands: list[str]
+    model: ModelSaid
+    tasks: list[TaskSaid] = Field(min_length=1)
+    seeds: list[int]
+    bundles: list[BundleSaid]
+    merges: list[MergeSaid]
+    base: BaseSaid
+    arms: list[Arm] = Field(min_length=1)
+    spectra: Spectra | None = None
+    summary: list[Summary] = Field(min_length=1)
+
+    @property
+    def names(self) -> list[str]:
+        return [task.name for task in self.tasks]
+
+    @model_validator(mode="after")
+    def _of_one_set_of_tasks(self) -> Results:
+        wanted = set(self.names)
+        if len(wanted) != len(self.tasks):
+            raise ValueError("names a task twice")
+        if len({arm.name for arm in self.arms}) != len(self.arms):
+            raise ValueError("names an arm twice")
+        if set(self.base.tasks) != wanted:
+            raise ValueError("base: has other tasks than the list of tasks")
+        for arm in self.arms:
+            methods = list(arm.seeds[0].added)
+            alphas = arm.seeds[0].sweep and arm.seeds[0].sweep.alphas
+            for seed in arm.seeds:
+                where = f"arm {arm.name!r}, seed {seed.seed}"
+                found = [set(seed.individual), *(set(added.tasks) for added in seed.added.values())]
+                if any(names != wanted for names in found):
+                    raise ValueError(f"{where}: has other tasks than the list of tasks")
+                if list(seed.added) != methods or (seed.sweep and seed.sweep.alphas) != alphas:
+                    raise ValueError(f"{where}: has other methods or alphas than the arm's first seed")
+        return self
+
+
+class Stage(Read):
+    name: str
+    seconds: FiniteFloat
+    reused: bool = False
+
+
+class Times(Read):
+    stages: list[Stage]
+    seconds: FiniteFloat
+    peak_bytes: Number | None = None
+
+
+Kind = TypeVar("Kind", bound=Read)
+
+
+def read_results(folder: Path) -> Results:
+    file = folder / "results.json"
+    if not file.is_file():
+        raise KfacpackError(f"{folder}: has no results.json; a run's folder is expected, as `kfacpack run` makes it")
+    said = _read_json(file)
+    found = said.get("format") if isinstance(said, dict) else None
+    if found != FORMAT:
+        raise KfacpackError(
+            f"{file}: is no results of a run: its format is {printable(repr(found))}, expected {FORMAT!r}. "
+            "Name the folder that `kfacpack run` made; one of a newer kfacpack needs that one to report"
+        )
+    return _checked(file, said, Results)
+
+
+def read_times(folder: Path) -> Times | None:
+    file = folder / "times.json"
+    return _checked(file, _read_json(file), Times) if file.is_file() else None
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise KfacpackError(f"{file}: could not be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise KfacpackError(f"{file}: is damaged: no JSON ({error}). Make it again with `kfacpack run`") from error
+
+
+def _checked(file: Path, said: Any, kind: type[Kind]) -> Kind:
+    try:
+        return kind.model_validate(said)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = printable(".".join(map(str, first["loc"])))
+        found = printable(repr(first["input"]), longest=60) if first["type"] != "value_error" else ""
+        problem = printable(first["msg"].removeprefix("Value error, "))
+        raise KfacpackError(
+            f"{file}: {place + ': ' if place else ''}{problem}{f', found {found}' if found else ''}. "
+            "It is not as `kfacpack run` writes it; make it again"
+        ) from error
