@@ -112,6 +112,25 @@ def test_gradients_are_added_to_what_is_there():
     torch.testing.assert_close(tau["one.bias"].grad, 2 * expected["one.bias"])
 
 
+def test_gradients_that_would_be_lost_are_refused():
+    """A task vector's tensors are made when they are asked for: a `.grad` on one of them nobody would ever see."""
+    from vectors.small import network, vector
+
+    curvature, tau = kp.estimate(network(), [torch.randn(6, 4)]), vector()
+    regularizer = kp.Regularizer(curvature, 2.0)
+    with pytest.raises(kp.KfacpackError, match=r"of a TaskVector are made anew .* add_grad\(tau, grads\)"):
+        regularizer.add_grad(tau)
+    grads = dict.fromkeys(tau)  # as a module's `.grad` are before the first backward
+    value = regularizer.add_grad(tau, grads)
+    assert torch.equal(value, regularizer.value(tau))
+    for name, found in curvature.apply(tau).items():
+        torch.testing.assert_close(grads[name], 4 * found)
+    with pytest.raises(kp.KfacpackError, match="expected a dict that gradients are added to, found TaskVector"):
+        regularizer.add_grad(tau, tau)
+    with pytest.raises(kp.KfacpackError, match=r"the gradient of '0.bias': expected shape \[5\], found \[3\]"):
+        regularizer.add_grad(tau, {"0.bias": torch.zeros(3)})
+
+
 def test_a_part_of_the_parameters_and_others():
     curvature = small_curvature("packed")
     whole = random_tau(curvature, dtype=torch.float64)
@@ -219,6 +238,10 @@ def test_a_vector_that_does_not_fit_is_refused():
     regularizer = kp.Regularizer(small_curvature("packed"))
     with pytest.raises(kp.TaskVectorError, match="none of the parameters"):
         regularizer.value({"other": torch.ones(2)})
+    with pytest.raises(kp.TaskVectorError, match="mapping of names to tensors, found list"):
+        regularizer.value([torch.ones(2)])
+    with pytest.raises(kp.TaskVectorError, match="'proj': expected a tensor, found list"):
+        regularizer.add_grad({"proj": [1.0]})
     with pytest.raises(kp.TaskVectorError, match=r"'proj': expected floats of shape \[3, 2\]"):
         regularizer.value({"proj": torch.ones(2, 3)})
     for bad in (-1.0, float("nan")):
