@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
-from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
 from kfacpack.running import processes
@@ -31,19 +28,18 @@ from kfacpack.tasks.sampling import batched
 from kfacpack.training.metrics import Metrics, metrics_path, opened
 from kfacpack.training.order import Order
 from kfacpack.training.rate import fitting_rate
+from kfacpack.training.record import request_of, vector_of
 from kfacpack.training.settings import Settings
 from kfacpack.training.state import State
-from kfacpack.vectors.manifest import AboutVector, TaskEntry, Training
-from kfacpack.vectors.vector import TaskVector
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.manifest import Base
     from kfacpack.heads import Head
     from kfacpack.models.base import Batch
     from kfacpack.tasks.base import Split, Task
     from kfacpack.training.drift import Drift
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regularizer import Regularizer
+    from kfacpack.vectors.vector import TaskVector
 
 
 _TO_FIND_LR = 32
@@ -112,8 +108,8 @@ class Job:
             model.module, list(self.regime.wanted), family=model.family, name=model.name, revision=model.revision
         )
         state = State(self.regime.wanted, self.settings)
-        self._vector(state.tau, base)  # what is wrong with its words should not be found out after the last step
-        partial = Partial(_partial_path(output), "a training run", self._request(base), every)
+        vector_of(self, state.tau, base)  # what is wrong with its words should not be found out after the last step
+        partial = Partial(_partial_path(output), "a training run", request_of(self, base), every)
         done = self._begin(partial, state, resume=resume)
         first = processes.rank() == 0
         with opened(metrics_path(output), done) if first else nullcontext() as log:
@@ -127,7 +123,7 @@ class Job:
                     partial.keep(state, step + 1, now=stop)
                 if stop:
                     raise Interrupted
-        vector = self._vector(state.tau, base)
+        vector = vector_of(self, state.tau, base)
         if first:
             vector.save(output)
         processes.wait_for_all()
@@ -203,64 +199,6 @@ class Job:
         prepared = model.prepare([self.split[number] for number in numbers], self.task.name)
         moved: Batch = to_device(prepared, self.head.weight.device)
         return moved
-
-    def _request(self, base: Base) -> dict[str, Any]:
-        """What must be the same for a run to be taken up again."""
-        return {
-            **self._settings(),
-            "regime": self.regime.name,
-            "model": f"{base.family} {base.name}",
-            "weights": base.sha256,
-            "preprocessing": self.regime.model.preprocessing,
-            "task": self.task.name,
-            "data": f"{self.split.source.dataset}, {len(self.split)} examples",
-            "head": f"{self.head.origin}, {_digest_of(self.head)}",
-            "bundles": list(self.regularizer.digests) if self.regularizer else [],
-        }
-
-    def _settings(self) -> dict[str, Any]:
-        """Every number that decides what is trained."""
-        penalty = self.regularizer or self.drift
-        autocast = {"autocast": str(self.autocast).removeprefix("torch.")} if self.autocast else {}
-        return {
-            **asdict(self.settings),
-            "steps": self.steps,
-            "lr": self.lr,
-            **(penalty.settings if penalty else {}),
-            **autocast,
-        }
-
-    def _vector(self, tau: dict[str, Tensor], base: Base) -> TaskVector:
-        origin, model = self.split.source, self.regime.model
-        source = Source(
-            task=self.task.name,
-            dataset=origin.dataset,
-            split=origin.split,
-            license=origin.license,
-            preprocessing=model.preprocessing,
-            examples=len(self.split),
-            dataset_size=len(self.split),
-        )
-        settings = self._settings()
-        training = Training(
-            seed=settings.pop("seed"),
-            settings={key: value for key, value in settings.items() if value is not None},
-            bundles=self.regularizer.digests if self.regularizer else (),
-        )
-        about = AboutVector(
-            base=base,
-            function=model.function,
-            regime=self.regime.name,
-            tasks=(TaskEntry(source=source, training=training),),
-        )
-        return TaskVector({name: each.cpu() for name, each in tau.items()}, about, {self.task.name: self.head})
-
-
-def _digest_of(head: Head) -> str:
-    digest = sha256(repr(head.classes).encode())
-    for tensor in (head.weight, head.bias):
-        digest.update(raw_bytes(tensor.detach().cpu()))
-    return digest.hexdigest()
 
 
 def _partial_path(output: Path) -> Path:

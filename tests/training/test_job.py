@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -20,9 +20,9 @@ from kfacpack.training.settings import Settings
 SETTINGS = Settings(steps=12, batch_size=10, lr=0.02)
 
 
-def job(regime="linear", settings=SETTINGS, task=None, model=None, **more):
+def job(regime="linear", settings=SETTINGS, task=None, model=None, head=None, **more):
     model, task = model or toy_model(), task or ToyTask()
-    head = kp.head_for(model, task)
+    head = head or kp.head_for(model, task)
     return Job(REGIMES[regime](model), task, head, settings, **more)
 
 
@@ -144,6 +144,33 @@ def test_another_run_is_not_taken_up(tmp_path):
     (tmp_path / "t.safetensors.partial").write_bytes(b"cut off")
     with pytest.raises(kp.KfacpackError, match="or it is damaged"):
         job().run(tmp_path / "t.safetensors", resume=True)
+
+
+@dataclass
+class Relabelled(ToyTask):
+    """The same examples, one of them of another class."""
+
+    changed: int = 17
+
+    def split(self, name):
+        found = super().split(name)
+        found.labels[self.changed] = (found.labels[self.changed] + 1) % len(self.classes)
+        return found
+
+
+def test_a_run_on_other_data_of_the_same_name_and_size_is_not_taken_up(tmp_path):
+    head = kp.head_for(toy_model(), ToyTask())  # as a text tower's: the same, whatever the data
+    with pytest.raises(Interrupted):
+        job(head=head).run(tmp_path / "t.safetensors", stopped=lambda: True)
+    for wrong in (ToyTask(seed=1), Relabelled()):
+        with pytest.raises(kp.KfacpackError, match="was begun with data_content"):
+            job(head=head, task=wrong).run(tmp_path / "t.safetensors", resume=True)
+    held, other = (Drift([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
+    with pytest.raises(Interrupted):
+        job(drift=held).run(tmp_path / "held.safetensors", stopped=lambda: True)
+    with pytest.raises(kp.KfacpackError, match="was begun with reg_data_content"):
+        job(drift=other).run(tmp_path / "held.safetensors", resume=True)
+    job(drift=held).run(tmp_path / "held.safetensors", resume=True)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
