@@ -25,9 +25,9 @@ from kfacpack.function.batch import to_device
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.sampling import batched
-from kfacpack.training.metrics import Metrics, metrics_path, opened
+from kfacpack.training.metrics import Metrics, metrics_path, opened, require_metrics_place
 from kfacpack.training.order import Order
-from kfacpack.training.rate import fitting_rate
+from kfacpack.training.rate import fitting_rate, require_influence
 from kfacpack.training.record import request_of, vector_of
 from kfacpack.training.settings import Settings
 from kfacpack.training.state import State
@@ -73,6 +73,12 @@ class Job:
         return self.task.split("train")
 
     @cached_property
+    def unpenalised(self) -> tuple[str, ...]:
+        """The parameters that move freely, though there is a penalty of bundles: those that no bundle covers."""
+        covered = self.regularizer.parameters if self.regularizer else self.regime.wanted
+        return tuple(name for name in self.regime.wanted if name not in covered)
+
+    @cached_property
     def steps(self) -> int:
         return self.settings.length(len(self.split))
 
@@ -103,6 +109,7 @@ class Job:
         the step at hand, and `Interrupted` is raised.
         """
         require_place(output)
+        require_metrics_place(output)
         model = self.regime.model
         base = identify(
             model.module, list(self.regime.wanted), family=model.family, name=model.name, revision=model.revision
@@ -155,7 +162,7 @@ class Job:
                 with self._cast():
                     drift += self.drift.add_grad(step, self.regime, state.tau, state.gradients, self.settings.at_once)
         except NotFiniteError as error:
-            raise self._failed(step, str(error)) from error
+            raise self._failed(step, str(error), by_rate=step > 0) from error
         stop = torch.tensor(float(processes.count() > 1 and stopped()))
         processes.add_up([loss, right, drift, stop, *state.gradients.values()])
         penalty = float(drift) if self.drift else None
@@ -163,16 +170,28 @@ class Job:
             penalty = float(self.regularizer.add_grad(state.tau, state.gradients))
         mean, accuracy = float(loss) / len(numbers), float(right) / len(numbers)
         if not (isfinite(mean) and isfinite(penalty or 0.0)):
-            raise self._failed(step, f"the loss is {mean:.3g} and the penalty {penalty or 0.0:.3g}")
+            problem = f"the loss is {mean:.3g} and the penalty {penalty or 0.0:.3g}"
+            raise self._failed(step, problem, by_rate=step > 0)
         if not state.gradients_are_finite():
-            raise self._failed(step, "the gradient has numbers that are not finite")
+            raise self._failed(step, "the gradient has numbers that are not finite", by_rate=step > 0)
+        if step == 0 and state.gradients_are_zero():
+            require_influence(self.regime, self._batch(numbers[:1]))
         lr = self.lr * self.settings.share_of_lr(step, self.steps)
-        state.step(lr)
+        if not state.step(lr):
+            raise self._failed(step, "after it, τ has numbers that are not finite", by_rate=True)
         return Metrics(step + 1, mean, accuracy, penalty, lr), bool(stop)
 
-    def _failed(self, step: int, problem: str) -> KfacpackError:
-        remedy = "The last good state is kept beside the output, if there was one; a smaller --lr may help"
-        return KfacpackError(f"step {step + 1}: {problem}. {remedy}")
+    def _failed(self, step: int, problem: str, *, by_rate: bool) -> KfacpackError:
+        """`by_rate`: whether a learning rate has had a part in it; while τ is zero, none has."""
+        kept = "The last good state is kept beside the output, if there was one"
+        parameters = self.regime.model.module.named_parameters()
+        if (bad := next((name for name, each in parameters if not bool(each.isfinite().all())), None)) is not None:
+            remedy = f"the model's own weights are not all finite, {bad!r} first of all: load others"
+        elif by_rate:
+            remedy = "a smaller --lr may help"
+        else:
+            remedy = "τ is still zero there: check the data, or use another --dtype"
+        return KfacpackError(f"step {step + 1}: {problem}. {kept}; {remedy}")
 
     def _learn(self, chosen: Sequence[int], state: State) -> tuple[float, int]:
         """Adds the gradient of these examples' share of the loss; the sum of their losses, and how many are right."""
