@@ -166,27 +166,32 @@ def test_groups_and_weights():
 
 
 class Tokens(torch.nn.Module):
-    """Positions, a norm, a layer, a class token's place, and a bare projection, as in CLIP's vision tower."""
+    """A class token, positions, a norm, a layer, and a bare projection, as in CLIP's vision tower."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
+        self.token = torch.nn.Parameter(torch.randn(4))
         self.norm = torch.nn.LayerNorm(4)
         self.layer = torch.nn.Linear(4, 5)
         self.proj = torch.nn.Parameter(torch.randn(5, 3))
 
     def forward(self, x):
-        return torch.tanh(self.layer(self.norm(x))).mean(1) @ self.proj
+        return torch.tanh(self.layer(self.norm(self.with_token(x)))).mean(1) @ self.proj
+
+    def with_token(self, x):
+        return torch.cat([self.token.expand(len(x), 1, 4), x], 1)
 
 
 def test_preset_is_the_published_weighting():
     """Their formulas, from inputs and gradients: A and B both means over examples and positions."""
     N, R, C = 6, 5, 3
-    model, x = Tokens(), torch.randn(N, R, 4, generator=torch.Generator().manual_seed(1))
+    model, x = Tokens(), torch.randn(N, R - 1, 4, generator=torch.Generator().manual_seed(1))
     curvature = kp.estimate(
         model, [x], fisher="exact", function=kp.Function(output="embedding", normalized=False, width=C)
     )
-    normed = model.norm(x).detach()
+    assert groups_of(curvature)["token"] == "token"
+    normed = model.norm(model.with_token(x)).detach()
     hidden = model.layer(normed).detach().requires_grad_()
     pooled = torch.tanh(hidden).mean(1)
     f = pooled @ model.proj
@@ -204,8 +209,14 @@ def test_preset_is_the_published_weighting():
     norms = sum(
         curvature.quadratic({name: tau[name]}) for name in ("norm.weight", "norm.bias")
     )  # whole blocks are means over examples there and here
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    J = torch.func.jacrev(lambda token: torch.func.functional_call(model, {**state, "token": token}, (x,)))
+    token = (J(state["token"]) @ tau["token"]).square().sum() / N
     found = kp.Regularizer(curvature, 7.0, preset="tak").value(tau)
-    torch.testing.assert_close(found, 7.0 * (layer + 0.1 * projection + 10 * norms).detach(), rtol=1e-4, atol=0)
+    expected = 7.0 * (layer + 0.1 * projection + 10 * norms + 10 * token).detach()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    alone = kp.Regularizer(curvature, 7.0, preset="tak").value({"token": tau["token"]})
+    torch.testing.assert_close(alone, 70.0 * token, rtol=1e-4, atol=0)
 
 
 def test_preset_needs_positions_and_a_known_model():
