@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +29,30 @@ def show_error(message: str) -> None:
 
 def show_note(message: str) -> None:
     err.print(Text(printable(message, longest=8000)), soft_wrap=True)
+
+
+@contextmanager
+def noting(kind: type[Warning], *, show: bool) -> Iterator[None]:
+    """The library's warnings of this kind become notes, or nothing where none are to be shown."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", kind)
+        otherwise = warnings.showwarning
+
+        def showwarning(
+            message: Warning | str,
+            category: type[Warning],
+            filename: str,
+            lineno: int,
+            file: TextIO | None = None,
+            line: str | None = None,
+        ) -> None:
+            if not issubclass(category, kind):
+                otherwise(message, category, filename, lineno, file, line)
+            elif show:
+                show_note(f"warning: {message}")
+
+        warnings.showwarning = showwarning
+        yield
 
 
 def facts_table(facts: Iterable[tuple[str, str]]) -> Table:

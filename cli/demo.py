@@ -34,12 +34,12 @@ def demo(
         raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Give another folder with -o") from error
     if before is not None and before != text:
         problem = "is there already, and is not the demo's"
-        raise KfacpackError(f"{path}: {problem}. Carry it out with 'kfacpack run {path}', or give another folder with -o")
+        raise KfacpackError(
+            f"{path}: {problem}. Carry it out with 'kfacpack run {path}', or give another folder with -o"
+        )
     write_whole(path, text.encode())
     if not (quiet or as_json):
         out.print(f"the plan is {path}")
-    carry_out(
-        parse(text, str(path)), text, output, device, dry_run=False, as_json=as_json, quiet=quiet, explain=True
-    )
+    carry_out(parse(text, str(path)), text, output, device, dry_run=False, as_json=as_json, quiet=quiet, explain=True)
     if not (quiet or as_json):
         show_note(f"edit {path} and call 'kfacpack run {path} -o {output}': only what has changed is made again")

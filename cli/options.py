@@ -36,6 +36,16 @@ IMAGE_SIZE = option(
     MODEL, None, "--image-size", min=1, metavar="N", help="Pixels of a side, instead of the model's own."
 )
 DEVICE = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is.")
+PARAMS = option(
+    MODEL,
+    None,
+    "--params",
+    metavar="PATTERN",
+    help="Only parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
+)
+DTYPE = option(
+    MODEL, "float32", "--dtype", help="The model's. What is added up or trained is float32 at least, whatever it is."
+)
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 HEAD = option(
     MODEL,

@@ -25,27 +25,34 @@ class Speed(ProgressColumn):
 
 
 @contextmanager
-def examples_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
-    """To be told how many examples are done, and how many there are."""
-    columns = (
+def _bar(
+    name: str, *columns: ProgressColumn, show: bool, total: int | None = None, **fields: Any
+) -> Iterator[Callable[..., None]]:
+    """A bar with more columns beside what is done of how much; to be called with what has changed."""
+    all_columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
-        Speed(),
+        *columns,
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        task = bar.add_task(printable(name), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(*all_columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
+        task = bar.add_task(printable(name), total=total, **fields)
+        yield lambda **what: bar.update(task, **what)
+
+
+@contextmanager
+def examples_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
+    """To be told how many examples are done, and how many there are."""
+    with _bar(name, Speed(), show=show) as update:
+        yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
 def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
     """To be told how many steps are done, and how many there are."""
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        task = bar.add_task(printable(name), total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with _bar(name, show=show) as update:
+        yield lambda done, total: update(completed=done, total=total)
 
 
 class TrainingProgress:
@@ -64,16 +71,9 @@ class TrainingProgress:
 
 @contextmanager
 def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgress]:
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}", markup=False),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        task = bar.add_task(printable(name), total=steps, words="")
-        yield TrainingProgress(lambda **what: bar.update(task, **what))
+    words = TextColumn("{task.fields[words]}", markup=False)
+    with _bar(name, words, show=show, total=steps, words="") as update:
+        yield TrainingProgress(update)
 
 
 def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from kfacpack.errors import printable
 
-from .console import err, human_bytes, human_seconds, out, print_json, show_note
+from .console import human_bytes, human_seconds, out, print_json, show_note
 from .options import DEVICE, QUIET, RUN, option
 from .progress import work_bar
 from .stopping import stopping
@@ -121,7 +121,10 @@ def print_summary(results: dict[str, Any]) -> None:
         table.add_row(
             Text(printable(line["arm"])),
             line["method"],
-            *(_share(line[key]) for key in ("individual", "added", "normalized", "recovered", "removed", "control_kept")),
+            *(
+                _share(line[key])
+                for key in ("individual", "added", "normalized", "recovered", "removed", "control_kept")
+            ),
             "" if line["auroc"] is None else f"{line['auroc']:.3f}",
         )
     out.print(table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +14,16 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.training.groups import Preset
 from kfacpack.vectors.manifest import Regime
 
-from .console import human_bytes, human_seconds, out, print_json, show_note
+from .console import human_bytes, human_seconds, noting, out, print_json, show_note
 from .options import (
     DATA,
     DATA_FOLDER,
     DEVICE,
+    DTYPE,
     HEAD,
     IMAGE_SIZE,
-    MODEL,
     MODEL_NAME,
+    PARAMS,
     QUIET,
     RUN,
     WEIGHTS,
@@ -52,15 +52,9 @@ def train(
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
-    params: list[str] | None = option(
-        MODEL,
-        None,
-        "--params",
-        metavar="PATTERN",
-        help="Train parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
-    ),
+    params: list[str] | None = PARAMS,
     device: str = DEVICE,
-    dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's. What is trained is float32 at least."),
+    dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,
     data: Path | None = DATA_FOLDER,
     reg: list[Path] | None = option(
@@ -127,6 +121,7 @@ def train(
     from kfacpack.running import processes
     from kfacpack.tasks import load_task
     from kfacpack.training.job import Job
+    from kfacpack.training.metrics import require_metrics_place
     from kfacpack.training.regimes import REGIMES
     from kfacpack.training.settings import Settings
 
@@ -146,6 +141,7 @@ def train(
         raise KfacpackError("--strength is that of a penalty: give --reg FILE.kfac or --reg-data TASK")
     target = output or Path(f"{task.replace('/', '-')}.safetensors")
     check_output(target, [*(reg or ()), *([Path(weights)] if weights else ())])
+    require_metrics_place(target)
     place = processes.local_device(device)
     with processes.launched(place):
         show = processes.rank() == 0 and not (quiet or as_json)
@@ -178,7 +174,10 @@ def train(
             _drift(others, strength, task, settings.batch_size, seed),
             torch.bfloat16 if (place.type == "cuda" if autocast is None else autocast) else None,
         )
-        _run(job, target, resume, show=show, as_json=as_json)
+        if show and job.unpenalised:
+            some = ", ".join(job.unpenalised[:3]) + (", …" if len(job.unpenalised) > 3 else "")
+            show_note(f"no bundle covers {len(job.unpenalised)} of the parameters that are trained: {some}")
+        _run(job, target, resume, show=show, quiet=quiet, as_json=as_json)
 
 
 def _regularizer(reg: list[Path] | None, *, quiet: bool, **how: Any) -> Regularizer | None:
@@ -189,14 +188,8 @@ def _regularizer(reg: list[Path] | None, *, quiet: bool, **how: Any) -> Regulari
             problem = "--weight, --preset, --reg-every and --offload belong to a penalty of bundles"
             raise KfacpackError(f"{problem}: give --reg FILE.kfac")
         return None
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("always", OwnTaskWarning)
-        regularizer = Regularizer(reg, **how)
-    for each in found:
-        if not quiet:
-            show_note(f"warning: {each.message}")
-    return regularizer
+    with noting(OwnTaskWarning, show=not quiet):
+        return Regularizer(reg, **how)
 
 
 def _named(text: str) -> tuple[str, str, str]:
@@ -222,13 +215,17 @@ def _drift(others: list[Task], strength: float | None, task: str, batch_size: in
     return Drift(others, strength, batch_size, seed) if others else None
 
 
-def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
+def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_json: bool) -> None:
     from kfacpack.running import processes
     from kfacpack.running.partial import Interrupted
-    from kfacpack.training.metrics import metrics_path
+    from kfacpack.training.metrics import MetricsWarning, metrics_path
 
     start = time.perf_counter()
-    with stopping() as stopped, training_bar(job.task.name, job.steps, show=show) as advance:
+    with (
+        stopping() as stopped,
+        noting(MetricsWarning, show=not quiet),
+        training_bar(job.task.name, job.steps, show=show) as advance,
+    ):
         try:
             vector = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
         except Interrupted as interruption:
@@ -247,6 +244,7 @@ def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> 
             "parameters": len(vector),
             "steps": job.steps,
             "held": list(job.regularizer.tasks if job.regularizer else job.drift.tasks if job.drift else ()),
+            "unpenalised": list(job.unpenalised),
             "loss": last.loss if last else None,
             "penalty": last.penalty if last else None,
             "accuracy": last.accuracy if last else None,

@@ -10,11 +10,20 @@ from torch import Tensor
 from kfacpack.errors import TaskVectorError
 
 
+def covered_part(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], whose: str) -> dict[str, Tensor]:
+    """What of τ is covered, once that is known to fit; other parameters are left aside."""
+    _require_mapping(tau)
+    known = {name: tau[name] for name in tau if name in shapes}
+    if not known:
+        some = ", ".join(list(shapes)[:3])
+        raise TaskVectorError(f"the task vector has none of the parameters that this {whose} covers: {some}, …")
+    require_fit(known, shapes, whose)
+    return known
+
+
 def require_fit(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], whose: str) -> None:
     """`shapes` are those of all parameters covered, by name; `whose` they are, in one word, for the message."""
-    if not isinstance(tau, Mapping):
-        found = type(tau).__name__
-        raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {found}")
+    _require_mapping(tau)
     if not tau:
         raise TaskVectorError("the task vector is empty, expected at least one of the covered parameters")
     for name, tensor in tau.items():
@@ -30,3 +39,9 @@ def require_fit(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
             found = f"{tensor.dtype} of shape {list(tensor.shape)}"
             raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, found {found}")
+
+
+def _require_mapping(tau: object) -> None:
+    if not isinstance(tau, Mapping):
+        found = type(tau).__name__
+        raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {found}")

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
-from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.estimate import begin, compressed, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
 from kfacpack.estimation.options import Options
-from kfacpack.function.batch import tensors_of, to_device
+from kfacpack.function.batch import to_device
 from kfacpack.function.borrowed import borrowed
 from kfacpack.function.parameters import choose
+from kfacpack.models.fingerprint import fingerprint
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.sampling import batched, drawn, how_many
@@ -165,7 +165,7 @@ class Job:
             "preprocessing": model.preprocessing,
             "task": self.task.name,
             "data": f"{self.split.source.dataset}, {self.split_name} of {len(self.split)} examples",
-            "first example": _digest(self._batch(self.numbers[:1])),
+            "data_content": fingerprint(model, self.split, self.task.name, self.numbers),
             "examples": len(self.numbers),
             "shard": list(self.shard),
             "batch_size": self.batch_size,
@@ -184,13 +184,6 @@ class Job:
             examples=len(self.numbers),
             dataset_size=len(self.split),
         )
-
-
-def _digest(batch: Batch) -> str:
-    digest = sha256()
-    for tensor in tensors_of(batch):
-        digest.update(raw_bytes(tensor))
-    return digest.hexdigest()
 
 
 def _partial_path(output: Path) -> Path:

@@ -18,6 +18,8 @@ def run(forward: Forward, batch: Batch) -> Tensor:
     """f, (N, C)."""
     if not isinstance(batch, (Tensor, Mapping, list, tuple)):
         raise KfacpackError(f"a batch must be a tensor, a tuple or a dict of tensors, found {type(batch).__name__}")
+    if (sizes := [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]) and not any(sizes):
+        raise KfacpackError("the batch has no examples, expected at least one")
     try:
         if isinstance(batch, Tensor):
             f = forward(batch)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from kfacpack.errors import KfacpackError
+
+
+def zeros_for(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """τ = 0 for these parameters, in float32 at least: where training starts."""
+    return {
+        name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32), requires_grad=False)
+        for name, each in wanted.items()
+    }
 
 
 def choose(model: nn.Module, params: Iterable[str] | str | None, frozen: Iterable[str] = ()) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from kfacpack.curvature.fitting import require_fit
 from kfacpack.errors import KfacpackError
 from kfacpack.function.batch import map_tensors, run
 from kfacpack.function.borrowed import borrowed
-from kfacpack.function.parameters import choose
+from kfacpack.function.parameters import choose, zeros_for
 from kfacpack.linear.follow import Follow
 from kfacpack.linear.tangents import Tangents
 from kfacpack.models.base import Model
@@ -67,10 +67,7 @@ class Linearized:
 
     def zeros(self) -> dict[str, Tensor]:
         """τ = 0, in float32 at least: where training starts."""
-        return {
-            name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32), requires_grad=False)
-            for name, each in self._wanted.items()
-        }
+        return zeros_for(self._wanted)
 
     def __call__(self, batch: Batch, tau: Mapping[str, Tensor]) -> Tensor:
         """(N, C), differentiable in τ, once."""

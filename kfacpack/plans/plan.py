@@ -183,5 +183,7 @@ class Plan(Part):
         full = os.path.expandvars(said)
         if unset := re.search(r"\$\{?(\w+)", full):
             problem = f"the environment has no variable {unset[1]}"
-            raise KfacpackError(f"{said}: {problem}. Set it to the folder that is meant, or write the path into the plan")
+            raise KfacpackError(
+                f"{said}: {problem}. Set it to the folder that is meant, or write the path into the plan"
+            )
         return self._folder / Path(full).expanduser()

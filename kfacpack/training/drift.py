@@ -21,7 +21,7 @@ from kfacpack.training.order import Order
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kfacpack.tasks.base import Task
+    from kfacpack.tasks.base import Split, Task
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regimes.base import Tau
 
@@ -37,6 +37,11 @@ class Drift:
         self._shares = sizes / sizes.sum()
         self._orders = [Order(len(split), batch_size, seed) for split in self._splits]
         self._seed = seed
+
+    @property
+    def splits(self) -> dict[str, Split]:
+        """A task's name -> its examples."""
+        return dict(zip(self.tasks, self._splits, strict=True))
 
     @property
     def settings(self) -> dict[str, float | str]:

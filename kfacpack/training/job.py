@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
-from hashlib import sha256
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,30 +19,27 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kfacpack.bundle.manifest import Source
 from kfacpack.curvature.identify import identify
-from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.sampling import batched
-from kfacpack.training.metrics import Metrics, metrics_path, opened
+from kfacpack.training.metrics import Metrics, metrics_path, opened, require_metrics_place
 from kfacpack.training.order import Order
-from kfacpack.training.rate import fitting_rate
+from kfacpack.training.rate import fitting_rate, require_influence
+from kfacpack.training.record import request_of, vector_of
 from kfacpack.training.settings import Settings
 from kfacpack.training.state import State
-from kfacpack.vectors.manifest import AboutVector, TaskEntry, Training
-from kfacpack.vectors.vector import TaskVector
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.manifest import Base
     from kfacpack.heads import Head
     from kfacpack.models.base import Batch
     from kfacpack.tasks.base import Split, Task
     from kfacpack.training.drift import Drift
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regularizer import Regularizer
+    from kfacpack.vectors.vector import TaskVector
 
 
 _TO_FIND_LR = 32
@@ -77,6 +73,12 @@ class Job:
         return self.task.split("train")
 
     @cached_property
+    def unpenalised(self) -> tuple[str, ...]:
+        """The parameters that move freely, though there is a penalty of bundles: those that no bundle covers."""
+        covered = self.regularizer.parameters if self.regularizer else self.regime.wanted
+        return tuple(name for name in self.regime.wanted if name not in covered)
+
+    @cached_property
     def steps(self) -> int:
         return self.settings.length(len(self.split))
 
@@ -107,13 +109,14 @@ class Job:
         the step at hand, and `Interrupted` is raised.
         """
         require_place(output)
+        require_metrics_place(output)
         model = self.regime.model
         base = identify(
             model.module, list(self.regime.wanted), family=model.family, name=model.name, revision=model.revision
         )
         state = State(self.regime.wanted, self.settings)
-        self._vector(state.tau, base)  # what is wrong with its words should not be found out after the last step
-        partial = Partial(_partial_path(output), "a training run", self._request(base), every)
+        vector_of(self, state.tau, base)  # what is wrong with its words should not be found out after the last step
+        partial = Partial(_partial_path(output), "a training run", request_of(self, base), every)
         done = self._begin(partial, state, resume=resume)
         first = processes.rank() == 0
         with opened(metrics_path(output), done) if first else nullcontext() as log:
@@ -127,7 +130,7 @@ class Job:
                     partial.keep(state, step + 1, now=stop)
                 if stop:
                     raise Interrupted
-        vector = self._vector(state.tau, base)
+        vector = vector_of(self, state.tau, base)
         if first:
             vector.save(output)
         processes.wait_for_all()
@@ -159,7 +162,7 @@ class Job:
                 with self._cast():
                     drift += self.drift.add_grad(step, self.regime, state.tau, state.gradients, self.settings.at_once)
         except NotFiniteError as error:
-            raise self._failed(step, str(error)) from error
+            raise self._failed(step, str(error), by_rate=step > 0) from error
         stop = torch.tensor(float(processes.count() > 1 and stopped()))
         processes.add_up([loss, right, drift, stop, *state.gradients.values()])
         penalty = float(drift) if self.drift else None
@@ -167,16 +170,28 @@ class Job:
             penalty = float(self.regularizer.add_grad(state.tau, state.gradients))
         mean, accuracy = float(loss) / len(numbers), float(right) / len(numbers)
         if not (isfinite(mean) and isfinite(penalty or 0.0)):
-            raise self._failed(step, f"the loss is {mean:.3g} and the penalty {penalty or 0.0:.3g}")
+            problem = f"the loss is {mean:.3g} and the penalty {penalty or 0.0:.3g}"
+            raise self._failed(step, problem, by_rate=step > 0)
         if not state.gradients_are_finite():
-            raise self._failed(step, "the gradient has numbers that are not finite")
+            raise self._failed(step, "the gradient has numbers that are not finite", by_rate=step > 0)
+        if step == 0 and state.gradients_are_zero():
+            require_influence(self.regime, self._batch(numbers[:1]))
         lr = self.lr * self.settings.share_of_lr(step, self.steps)
-        state.step(lr)
+        if not state.step(lr):
+            raise self._failed(step, "after it, τ has numbers that are not finite", by_rate=True)
         return Metrics(step + 1, mean, accuracy, penalty, lr), bool(stop)
 
-    def _failed(self, step: int, problem: str) -> KfacpackError:
-        remedy = "The last good state is kept beside the output, if there was one; a smaller --lr may help"
-        return KfacpackError(f"step {step + 1}: {problem}. {remedy}")
+    def _failed(self, step: int, problem: str, *, by_rate: bool) -> KfacpackError:
+        """`by_rate`: whether a learning rate has had a part in it; while τ is zero, none has."""
+        kept = "The last good state is kept beside the output, if there was one"
+        parameters = self.regime.model.module.named_parameters()
+        if (bad := next((name for name, each in parameters if not bool(each.isfinite().all())), None)) is not None:
+            remedy = f"the model's own weights are not all finite, {bad!r} first of all: load others"
+        elif by_rate:
+            remedy = "a smaller --lr may help"
+        else:
+            remedy = "τ is still zero there: check the data, or use another --dtype"
+        return KfacpackError(f"step {step + 1}: {problem}. {kept}; {remedy}")
 
     def _learn(self, chosen: Sequence[int], state: State) -> tuple[float, int]:
         """Adds the gradient of these examples' share of the loss; the sum of their losses, and how many are right."""
@@ -203,64 +218,6 @@ class Job:
         prepared = model.prepare([self.split[number] for number in numbers], self.task.name)
         moved: Batch = to_device(prepared, self.head.weight.device)
         return moved
-
-    def _request(self, base: Base) -> dict[str, Any]:
-        """What must be the same for a run to be taken up again."""
-        return {
-            **self._settings(),
-            "regime": self.regime.name,
-            "model": f"{base.family} {base.name}",
-            "weights": base.sha256,
-            "preprocessing": self.regime.model.preprocessing,
-            "task": self.task.name,
-            "data": f"{self.split.source.dataset}, {len(self.split)} examples",
-            "head": f"{self.head.origin}, {_digest_of(self.head)}",
-            "bundles": list(self.regularizer.digests) if self.regularizer else [],
-        }
-
-    def _settings(self) -> dict[str, Any]:
-        """Every number that decides what is trained."""
-        penalty = self.regularizer or self.drift
-        autocast = {"autocast": str(self.autocast).removeprefix("torch.")} if self.autocast else {}
-        return {
-            **asdict(self.settings),
-            "steps": self.steps,
-            "lr": self.lr,
-            **(penalty.settings if penalty else {}),
-            **autocast,
-        }
-
-    def _vector(self, tau: dict[str, Tensor], base: Base) -> TaskVector:
-        origin, model = self.split.source, self.regime.model
-        source = Source(
-            task=self.task.name,
-            dataset=origin.dataset,
-            split=origin.split,
-            license=origin.license,
-            preprocessing=model.preprocessing,
-            examples=len(self.split),
-            dataset_size=len(self.split),
-        )
-        settings = self._settings()
-        training = Training(
-            seed=settings.pop("seed"),
-            settings={key: value for key, value in settings.items() if value is not None},
-            bundles=self.regularizer.digests if self.regularizer else (),
-        )
-        about = AboutVector(
-            base=base,
-            function=model.function,
-            regime=self.regime.name,
-            tasks=(TaskEntry(source=source, training=training),),
-        )
-        return TaskVector({name: each.cpu() for name, each in tau.items()}, about, {self.task.name: self.head})
-
-
-def _digest_of(head: Head) -> str:
-    digest = sha256(repr(head.classes).encode())
-    for tensor in (head.weight, head.bias):
-        digest.update(raw_bytes(tensor.detach().cpu()))
-    return digest.hexdigest()
 
 
 def _partial_path(output: Path) -> Path:

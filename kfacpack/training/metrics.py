@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
+
+from kfacpack.errors import KfacpackError
 
 
 @dataclass(frozen=True)
@@ -28,11 +31,29 @@ class Log:
         self._file = file
 
     def add(self, metrics: Metrics) -> None:
-        print(json.dumps(asdict(metrics)), file=self._file, flush=True)
+        try:
+            print(json.dumps(asdict(metrics)), file=self._file, flush=True)
+        except OSError as error:
+            raise KfacpackError(f"{self._file.name}: cannot be written: {error.strerror}") from error
+
+
+class MetricsWarning(UserWarning):
+    """Steps of a run that is taken up again are no longer in its file of metrics."""
 
 
 def metrics_path(output: Path) -> Path:
-    return output.with_suffix(".metrics.jsonl")
+    """FILE.metrics.jsonl for FILE.safetensors, and NAME-metrics.jsonl for any other name: no two vectors share one."""
+    if output.suffix == ".safetensors":
+        return output.with_name(f"{output.stem}.metrics.jsonl")
+    return output.with_name(f"{output.name}-metrics.jsonl")
+
+
+def require_metrics_place(output: Path) -> None:
+    """Better told before the work."""
+    path = metrics_path(output)
+    if path.is_dir():
+        problem = "is a folder, and the metrics of each step are to be written there"
+        raise KfacpackError(f"{path}: {problem}. Move it, or write the vector to another file")
 
 
 @contextmanager
@@ -46,6 +67,13 @@ def opened(path: Path, done: int) -> Iterator[Log]:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
                 break  # it was cut off in the middle of a line
-    path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    with path.open("a", encoding="utf-8") as file:
+    if len(kept) != done:
+        found = f"{len(kept)} of {done} steps that are done are in it" if kept else "is not there any more, or empty"
+        warnings.warn(f"{path}: {found}; it goes on from step {done + 1}", MetricsWarning, stacklevel=4)
+    try:
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        file = path.open("a", encoding="utf-8")
+    except OSError as error:
+        raise KfacpackError(f"{path}: cannot be written: {error.strerror}") from error
+    with file:
         yield Log(file)

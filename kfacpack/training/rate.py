@@ -31,7 +31,10 @@ def fitting_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> fl
     point = linearized.at(batch, linearized.zeros())
     f = point.f.detach().float().requires_grad_()
     (u,) = torch.autograd.grad(cross_entropy(head.logits(f), labels), f)
-    step = {name: gradient.sign() for name, gradient in point.gradient(u.to(point.f)).items()}
+    gradient = point.gradient(u.to(point.f))
+    if not gradient:
+        raise no_influence(regime)
+    step = {name: each.sign() for name, each in gradient.items()}
     _, change = linearized.outputs(batch, step)
     moved = float(change.float().norm() / point.f.float().norm())
     if not 0 < moved < float("inf"):
@@ -39,3 +42,20 @@ def fitting_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> fl
             "no learning rate can be found from the first batch: its gradient is zero; give one with --lr"
         )
     return float(f"{regime.reach / moved:.{_DIGITS}g}")
+
+
+def require_influence(regime: Regime, batch: Batch) -> None:
+    """Refuse parameters that f does not depend on: nothing can be learnt by moving them."""
+    linearized = Linearized(regime.model.module, regime.model.forward, regime.wanted)
+    point = linearized.at(batch, linearized.zeros())
+    if not point.gradient(torch.ones_like(point.f)):
+        raise no_influence(regime)
+
+
+def no_influence(regime: Regime) -> KfacpackError:
+    names = list(regime.wanted)
+    some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return KfacpackError(
+        f"f does not depend on the parameters that were chosen ({some}); there is nothing to learn by moving them. "
+        "Choose others with --params"
+    )

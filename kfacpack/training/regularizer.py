@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kfacpack.bundle.identity import difference, function_difference
 from kfacpack.curvature.curvature import Curvature
+from kfacpack.curvature.fitting import covered_part
 from kfacpack.curvature.identify import weights_of_model
 from kfacpack.curvature.join import accumulate, gather
 from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
@@ -88,11 +89,14 @@ class Regularizer:
         self._offload = offload
         self._factors: Factors | None = None
         self._shapes = {p.name: p.shape for each in self.curvatures for p in each.about.base.parameters}
-        self._blocks: list[tuple[CurvatureBlock, float]] = []
+        self._blocks: list[CurvatureBlock] = []
+        self._weight_of: dict[int, float] = {}
         for given_, used in pairs:
             # As it was given it says over how many positions its means ran; after a subtraction it does not.
             factors = factors_of(given_.curvature, weights, preset)
-            self._blocks += [(block, factors[block.name]) for block in used.curvature.blocks if factors[block.name]]
+            counting = [block for block in used.curvature.blocks if factors[block.name]]
+            self._blocks += counting
+            self._weight_of |= {id(block): factors[block.name] for block in counting}
 
     @property
     def settings(self) -> dict[str, float | int | str]:
@@ -141,54 +145,56 @@ class Regularizer:
 
     def value(self, tau: Mapping[str, Tensor]) -> Tensor:
         """λ Σ τᵀ G τ, a 0-d tensor without a graph. Parameters that no bundle covers do not count."""
-        return self._run(tau, None)
+        return self._run(self._covered(tau), None)
 
     def add_grad(self, tau: Mapping[str, Tensor], grads: MutableMapping[str, Tensor] | None = None) -> Tensor:
         """The value; and its gradient, 2 λ G τ, added in place to each tensor's `.grad`, or to `grads[name]`.
 
         A gradient that is not there yet is made. Parameters that τ leaves out count as zero and get none.
         """
-        covered = [name for name in tau if name in self._shapes]
+        known = self._covered(tau)
         if grads is None:
-            for name in covered:
-                if tau[name].grad is None:
-                    tau[name].grad = torch.zeros_like(tau[name])
-            return self._run(tau, {name: _there(tau[name].grad) for name in covered})
-        for name in covered:
-            if name not in grads:
-                grads[name] = torch.zeros_like(tau[name])
-        return self._run(tau, {name: grads[name] for name in covered})
+            self._require_lasting(tau, known)
+            own = {name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in known.items()}
+            for name, each in known.items():
+                each.grad = own[name]
+            return self._run(known, own)
+        if not isinstance(grads, MutableMapping):
+            raise KfacpackError(f"grads: expected a dict that gradients are added to, found {type(grads).__name__}")
+        for name, each in known.items():
+            if grads.get(name) is None:
+                grads[name] = torch.zeros_like(each)
+            elif grads[name].shape != each.shape:
+                problem = f"expected shape {list(each.shape)}, found {list(grads[name].shape)}"
+                raise KfacpackError(f"the gradient of {name!r}: {problem}")
+        return self._run(known, {name: grads[name] for name in known})
+
+    @staticmethod
+    def _require_lasting(tau: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
+        """A `.grad` is lost on tensors that are made anew whenever they are asked for, as a task vector's are."""
+        if any(tau[name] is not each for name, each in known.items()):
+            problem = f"the tensors of a {type(tau).__name__} are made anew when asked for, and keep no .grad"
+            raise TaskVectorError(f"{problem}. Pass a dict that gradients are added to: add_grad(tau, grads)")
 
     @torch.no_grad()
     def _run(self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None) -> Tensor:
-        known = self._fitting(tau)
-        factors = self._ready_for(known)
-        weight_of = {id(block): weight for block, weight in self._blocks}
-        touched = [block for block, _ in self._blocks if any(name in known for name in block.parameters)]
+        """The value, and where `grads` are given, its gradient added to them. τ is known to fit."""
+        factors = self._ready_for(tau)
+        touched = [block for block in self._blocks if any(name in tau for name in block.parameters)]
         values = [torch.zeros((), dtype=factors.dtype, device=factors.device)]
         # In the middle of somebody's mixed-precision step, the penalty stays in its own precision.
         with torch.autocast(factors.device.type, enabled=False):
             for block, multiply in factors.along(touched):
-                delta = gather(known, block.join, self._shapes).to(factors.device, factors.dtype)
+                delta = gather(tau, block.join, self._shapes).to(factors.device, factors.dtype)
                 H = block.structure.apply(delta, multiply)
-                strength = self.strength * weight_of[id(block)]
+                strength = self.strength * self._weight_of[id(block)]
                 values.append(strength * torch.dot(delta.reshape(-1), H.reshape(-1)))
                 if grads is not None:
                     accumulate(H, block.join, self._shapes, grads, 2 * strength)
         return torch.stack(values).sum()
 
-    def _fitting(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What of τ is penalised, once it is known to fit."""
-        known = {name: tensor.detach() for name, tensor in tau.items() if name in self._shapes}
-        if not known:
-            some = ", ".join(list(self._shapes)[:3])
-            raise TaskVectorError(f"the task vector has none of the parameters that the bundles cover: {some}, …")
-        for name, tensor in known.items():
-            if tuple(tensor.shape) != self._shapes[name] or not tensor.is_floating_point():
-                found = f"{tensor.dtype} of shape {list(tensor.shape)}"
-                expected = f"floats of shape {list(self._shapes[name])}"
-                raise TaskVectorError(f"parameter {name!r}: expected {expected}, found {found}")
-        return known
+    def _covered(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return covered_part(tau, self._shapes, "regularizer")
 
     def _ready_for(self, tau: Mapping[str, Tensor]) -> Factors:
         first = next(iter(tau.values()))
@@ -220,8 +226,3 @@ def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
             f"the penalty holds back {task!r} itself, the task that is trained: {error}", OwnTaskWarning, stacklevel=3
         )
         return [(each, each) for each in others]
-
-
-def _there(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor

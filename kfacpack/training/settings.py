@@ -9,6 +9,8 @@ from kfacpack.errors import KfacpackError
 
 STEPS = 500
 """Where neither steps nor epochs are given."""
+LARGEST = 1e18
+"""Of a rate: τ is float32, and two of them multiplied, or one divided by what Adam divides by, must be in its range."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Settings:
         ):
             if value is not None and not (isfinite(value) and value >= least):
                 raise KfacpackError(f"{name} {value}: expected a number of at least {least}")
+        for name, rate in (("learning rate", self.lr), ("weight decay", self.weight_decay)):
+            if rate is not None and rate > LARGEST:
+                raise KfacpackError(f"{name} {rate}: expected a number of at most {LARGEST:g}")
         if not 0 <= self.warmup <= 1:
             raise KfacpackError(f"warmup {self.warmup}: expected a share of the steps, from 0 to 1")
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kfacpack.function.parameters import zeros_for
+
 if TYPE_CHECKING:
     from kfacpack.training.settings import Settings
 
@@ -16,10 +18,7 @@ class State:
     """τ, its gradient, and the optimiser's moments: all that a step changes."""
 
     def __init__(self, wanted: Mapping[str, Tensor], settings: Settings):
-        self.tau = {
-            name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32), requires_grad=False)
-            for name, each in wanted.items()
-        }
+        self.tau = zeros_for(wanted)
         self.gradients = {name: torch.zeros_like(each) for name, each in self.tau.items()}
         self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay)
         # As torch does at its first step, so that there is something to put stored moments into.
@@ -41,9 +40,13 @@ class State:
             gradient.zero_()
 
     def gradients_are_finite(self) -> bool:
-        return bool(torch.stack([gradient.abs().amax() for gradient in self.gradients.values()]).isfinite().all())
+        return _finite(self.gradients)
 
-    def step(self, lr: float) -> None:
+    def gradients_are_zero(self) -> bool:
+        return not any(bool(gradient.any()) for gradient in self.gradients.values())
+
+    def step(self, lr: float) -> bool:
+        """Whether τ is finite after it, in the float32 that its file will have."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         for name, each in self.tau.items():
@@ -51,3 +54,8 @@ class State:
         self._optimizer.step()
         for each in self.tau.values():
             each.grad = None
+        return _finite(self.tau)
+
+
+def _finite(tensors: Mapping[str, Tensor]) -> bool:
+    return bool(torch.stack([each.abs().amax().float() for each in tensors.values()]).isfinite().all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from kfacpack.bundle.identity import function_difference
@@ -35,6 +36,13 @@ def check_addable(ours: Leaf, theirs: Leaf) -> None:
     for task, head in ours.heads.items():
         if task in theirs.heads and (difference := head.difference(theirs.heads[task])):
             raise TaskVectorError(f"both have a head for {printable(task)!r}, but not the same one: {difference}")
+
+
+def require_finite(coefficient: float) -> float:
+    """Factors of factors may be larger than any float, though each of them is not."""
+    if not isfinite(coefficient):
+        raise TaskVectorError(f"an addend's coefficient would be {coefficient}; multiply by smaller numbers")
+    return coefficient
 
 
 def about_sum(terms: Terms) -> AboutVector:
@@ -76,7 +84,7 @@ def _addends(terms: Terms) -> tuple[Addend, ...]:
         apart = leaf.about.method is None or len(terms) == 1
         for addend in (leaf.about.addends if apart else ()) or (_itself(leaf),):
             before = found[addend.sha256].coefficient if addend.sha256 in found else 0.0
-            total = before + factor * addend.coefficient
+            total = require_finite(before + factor * addend.coefficient)
             found[addend.sha256] = addend.model_copy(update={"coefficient": total})
     return tuple(found.values())
 

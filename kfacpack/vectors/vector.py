@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from math import isfinite
-from typing import TYPE_CHECKING, Any, TypeVar
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from kfacpack.curvature.identify import weights_of_model
 from kfacpack.errors import TaskVectorError
 from kfacpack.vectors.leaf import InFile, InMemory, Leaf, digest_of, reader, write
 from kfacpack.vectors.manifest import AboutVector, HeadEntry
-from kfacpack.vectors.sums import about_sum, check_addable, heads_of
+from kfacpack.vectors.sums import about_sum, check_addable, heads_of, require_finite
 
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Function
@@ -34,6 +35,8 @@ class TaskVector(Mapping[str, Tensor]):
     changed in place.
     """
 
+    __array_ufunc__: ClassVar[None] = None
+    """A number of numpy's, times a vector, is asked of the vector; else numpy makes an array of it."""
     _multiple: tuple[float, TaskVector] | None = None
     """Of one that was made by multiplying: the number, and the vector it was multiplied by."""
 
@@ -77,7 +80,7 @@ class TaskVector(Mapping[str, Tensor]):
         totals: dict[int, tuple[float, Leaf]] = {}
         for coefficient, leaf in terms:
             before = totals[id(leaf)][0] if id(leaf) in totals else 0.0
-            totals[id(leaf)] = before + coefficient, leaf
+            totals[id(leaf)] = require_finite(before + coefficient), leaf
         made._terms = tuple(totals.values())
         return made
 
@@ -167,16 +170,26 @@ class TaskVector(Mapping[str, Tensor]):
         return -1.0 * self
 
     def __mul__(self, factor: Any) -> TaskVector:
-        if not isinstance(factor, int | float) or isinstance(factor, bool):
+        number = _number(factor, "multiplied")
+        if number is None:
             return NotImplemented
-        if not isfinite(factor):
-            raise TaskVectorError(f"a task vector cannot be multiplied by {factor}")
-        made = TaskVector._of((factor * coefficient, leaf) for coefficient, leaf in self._terms)
-        before, direction = self.as_multiple()
-        made._multiple = factor * before, direction
-        return made
+        return self._times(number, ((number * coefficient, leaf) for coefficient, leaf in self._terms))
 
     __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> TaskVector:
+        number = _number(divisor, "divided")
+        if number is None:
+            return NotImplemented
+        if number == 0:
+            raise TaskVectorError("a task vector cannot be divided by 0")
+        return self._times(1 / number, ((coefficient / number, leaf) for coefficient, leaf in self._terms))
+
+    def _times(self, number: float, terms: Iterable[tuple[float, Leaf]]) -> TaskVector:
+        made = TaskVector._of(terms)
+        before, direction = self.as_multiple()
+        made._multiple = number * before, direction
+        return made
 
     def as_multiple(self) -> tuple[float, TaskVector]:
         """(α, τ) where this is α τ, as it was written; a vector that nobody has multiplied is 1.0 times itself.
@@ -241,6 +254,20 @@ class TaskVector(Mapping[str, Tensor]):
             # In float32 at least, and rounded once to what the model is in.
             wide = torch.promote_types(target.dtype, torch.float32)
             target.copy_(target.to(wide) + self[name].to(target.device, wide))
+
+
+def _number(value: Any, done: str) -> float | None:
+    """Any real number as Python's own, numpy's too; None for what is no number."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except OverflowError as error:
+        problem = "by a number that is larger than any float"
+        raise TaskVectorError(f"a task vector cannot be {done} {problem}") from error
+    if not isfinite(number):
+        raise TaskVectorError(f"a task vector cannot be {done} by {number}")
+    return number
 
 
 def _check_tensors(tensors: Mapping[str, Tensor], about: AboutVector) -> None:

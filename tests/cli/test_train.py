@@ -77,6 +77,23 @@ def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
     assert "nothing remains to hold without 'digits'" in done.stderr
 
 
+def test_what_no_bundle_covers_is_told(bundles, tmp_path):
+    common = ["train", "--task", "digits", *FEW, "--params", "visual.ln_p*", "--steps", 1, "--lr", 1e-4, "--reg"]
+    common += [bundles / "mnist.kfac", "-o", tmp_path / "t.safetensors"]
+    names = [name for name, _ in kp.load_model("tiny").module.named_parameters() if name.startswith("visual.ln_p")]
+    done = run(*common)
+    assert f"no bundle covers {len(names)} of the parameters that are trained: {names[0]}" in done.stderr
+    assert not run(*common, "--quiet").stderr
+    assert json.loads(run(*common, "--json").stdout)["unpenalised"] == names
+
+
+def test_the_metrics_have_a_place_or_it_is_told_before_the_work(tmp_path):
+    (tmp_path / "t.metrics.jsonl").mkdir()
+    done = run("train", "--model", "no such model", "--task", "digits", "-o", tmp_path / "t.safetensors")
+    assert done.exit_code == 2
+    assert f"{tmp_path / 't.metrics.jsonl'}: is a folder" in done.stderr.replace("\n", "")
+
+
 def test_other_regimes_and_a_penalty_on_data(tmp_path):
     for regime in ("full", "attention"):
         output = tmp_path / f"{regime}.safetensors"
@@ -159,6 +176,8 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty)
         (["--preset", "tak", "--reg", "BUNDLE"], "published for no model like tiny"),
         (["--steps", "2", "--epochs", "1"], "by steps or by epochs"),
         (["--lr", "nan"], "learning rate nan"),
+        (["--lr", "1e39"], "learning rate 1e+39"),
+        (["--params", "ln_final.*"], "f does not depend on the parameters that were chosen (ln_final.weight"),
         (["--params", "nothing"], "no parameter is called 'nothing'"),
         (["-o", "/no/such/folder/t.safetensors"], "/no/such/folder"),
         (["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--reg", "BUNDLE"], "is of another f"),

@@ -275,3 +275,10 @@ def test_weights_that_changed_before_the_backward_pass():
         model[2].weight.mul_(2)
     with pytest.raises(kp.KfacpackError, match="overwritten"):
         out.sum().backward()
+
+
+def test_an_empty_batch_is_told():
+    lin, encoder = kp.linearize(seeded(mlp)), kp.linearize(seeded(TextEncoder))
+    for one, batch in ((lin, vectors(5)[:0]), (encoder, {name: value[:0] for name, value in sentences().items()})):
+        with pytest.raises(kp.KfacpackError, match="the batch has no examples, expected at least one"):
+            one(batch, one.zeros())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,15 +14,16 @@ import kfacpack as kp
 from kfacpack.running.partial import Interrupted
 from kfacpack.training.drift import Drift
 from kfacpack.training.job import Job
+from kfacpack.training.metrics import MetricsWarning, metrics_path
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.settings import Settings
 
 SETTINGS = Settings(steps=12, batch_size=10, lr=0.02)
 
 
-def job(regime="linear", settings=SETTINGS, task=None, model=None, **more):
+def job(regime="linear", settings=SETTINGS, task=None, model=None, head=None, **more):
     model, task = model or toy_model(), task or ToyTask()
-    head = kp.head_for(model, task)
+    head = head or kp.head_for(model, task)
     return Job(REGIMES[regime](model), task, head, settings, **more)
 
 
@@ -96,11 +97,25 @@ def test_the_bundles_are_named_in_the_file(other, tmp_path):
     assert [line["penalty"] is None for line in lines] == [False, True] * 6
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, tmp_path):
+@pytest.mark.parametrize(
+    ("seed", "regime", "penalty"),
+    [
+        *((seed, "linear", "bundles") for seed in range(3)),
+        (3, "linear", "data"),
+        (4, "attention", "bundles"),
+        (5, "attention", "data"),
+        (6, "full", None),
+    ],
+)
+def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, regime, penalty, tmp_path):
     def run(name, stop=None, **more):
         steps = []
-        made = job(regularizer=kp.Regularizer(other, 3.0))
+        kinds = {
+            "bundles": lambda: {"regularizer": kp.Regularizer(other, 3.0)},
+            "data": lambda: {"drift": Drift([ToyTask("other", seed=5), ToyTask("third", seed=6)], 3.0, 10, 0)},
+            None: dict,
+        }
+        made = job(regime, **kinds[penalty]())
         made.run(
             tmp_path / name,
             on_progress=lambda metrics, total: steps.append(metrics.step),
@@ -146,6 +161,33 @@ def test_another_run_is_not_taken_up(tmp_path):
         job().run(tmp_path / "t.safetensors", resume=True)
 
 
+@dataclass
+class Relabelled(ToyTask):
+    """The same examples, one of them of another class."""
+
+    changed: int = 17
+
+    def split(self, name):
+        found = super().split(name)
+        found.labels[self.changed] = (found.labels[self.changed] + 1) % len(self.classes)
+        return found
+
+
+def test_a_run_on_other_data_of_the_same_name_and_size_is_not_taken_up(tmp_path):
+    head = kp.head_for(toy_model(), ToyTask())  # as a text tower's: the same, whatever the data
+    with pytest.raises(Interrupted):
+        job(head=head).run(tmp_path / "t.safetensors", stopped=lambda: True)
+    for wrong in (ToyTask(seed=1), Relabelled()):
+        with pytest.raises(kp.KfacpackError, match="was begun with data_content"):
+            job(head=head, task=wrong).run(tmp_path / "t.safetensors", resume=True)
+    held, other = (Drift([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
+    with pytest.raises(Interrupted):
+        job(drift=held).run(tmp_path / "held.safetensors", stopped=lambda: True)
+    with pytest.raises(kp.KfacpackError, match="was begun with reg_data_content"):
+        job(drift=other).run(tmp_path / "held.safetensors", resume=True)
+    job(drift=held).run(tmp_path / "held.safetensors", resume=True)
+
+
 @pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
 def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, poison):
     settings, steps = replace(SETTINGS, steps=9), []
@@ -170,6 +212,96 @@ def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, po
     assert not (tmp_path / "t.safetensors").exists()
     again = job("full", settings).run(tmp_path / "t.safetensors", resume=True)
     assert again.digest == job("full", settings).run(tmp_path / "whole.safetensors").digest
+
+
+def test_a_vector_that_overflows_at_its_last_step_is_not_written(tmp_path):
+    settings, steps = replace(SETTINGS, steps=5), []
+    wild = job("full", settings)
+
+    def note(metrics, total):
+        steps.append(metrics.step)
+        if metrics.step == 4:
+            wild.lr = 1e300  # what is left of it at the last step of a cosine still is too much
+
+    with pytest.raises(kp.KfacpackError, match=r"step 5: after it, τ has numbers .* kept.*smaller --lr"):
+        wild.run(tmp_path / "t.safetensors", every=0.0, on_progress=note)
+    assert steps == [1, 2, 3, 4]
+    assert not (tmp_path / "t.safetensors").exists()
+    again = job("full", settings).run(tmp_path / "t.safetensors", resume=True)
+    assert again.digest == job("full", settings).run(tmp_path / "whole.safetensors").digest
+
+
+@pytest.mark.parametrize("where", ["weights", "data"])
+def test_a_rate_is_not_blamed_for_what_it_has_no_part_in(where, tmp_path):
+    model, task = toy_model(), ToyTask()
+    head = kp.head_for(model, task)
+    if where == "weights":
+        with torch.no_grad():
+            model.module.mlp.bias[0] = float("nan")
+    made = job(model=model, task=task, head=head)
+    if where == "data":
+        made.split.x.fill_(float("nan"))
+    with pytest.raises(kp.KfacpackError, match="step 1: f has numbers that are not finite") as caught:
+        made.run(tmp_path / "t.safetensors")
+    assert ("'mlp.bias'" if where == "weights" else "check the data") in str(caught.value)
+    assert "--lr" not in str(caught.value)
+
+
+@pytest.mark.parametrize("lr", [None, 0.1])
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_parameters_that_f_does_not_depend_on_are_told(regime, lr, tmp_path):
+    model = toy_model()
+    model.module.unused = torch.nn.Linear(2, 2).double()
+    chosen = REGIMES[regime](model, ["unused.*"])
+    task = ToyTask()
+    made = Job(chosen, task, kp.head_for(model, task), replace(SETTINGS, lr=lr))
+    with pytest.raises(kp.KfacpackError, match=r"f does not depend on .* chosen \(unused.weight, unused.bias\)"):
+        made.run(tmp_path / "t.safetensors")
+    assert not (tmp_path / "t.safetensors").exists()
+    some = Job(REGIMES[regime](model, ["unused.*", "mlp.bias"]), task, made.head, replace(SETTINGS, lr=lr))
+    assert not some.run(tmp_path / "some.safetensors")["unused.weight"].any()
+
+
+def test_every_vector_has_metrics_of_its_own(tmp_path):
+    names = ["v1", "v1.0", "v1.1", "v1.safetensors", "v1.0.safetensors", "v1.metrics", "v1-metrics.safetensors", ".v1"]
+    paths = [metrics_path(tmp_path / name) for name in names]
+    assert len(set(paths)) == len(names)
+    assert metrics_path(tmp_path / "v1.0.safetensors") == tmp_path / "v1.0.metrics.jsonl"
+    metrics_path(tmp_path / "v1.1").mkdir()
+    with pytest.raises(kp.KfacpackError, match=r"v1.1-metrics.jsonl: is a folder, .*Move it"):
+        job().run(tmp_path / "v1.1")
+
+
+def test_metrics_that_are_gone_are_told_of(tmp_path):
+    output, metrics = tmp_path / "t.safetensors", tmp_path / "t.metrics.jsonl"
+    steps = []
+
+    def run(stop=None, **more):
+        made = job(settings=replace(SETTINGS, steps=6))
+        made.run(
+            output,
+            on_progress=lambda metrics, total: steps.append(metrics.step),
+            stopped=lambda: steps[-1:] == [stop],
+            **more,
+        )
+
+    with pytest.raises(Interrupted):
+        run(3)
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    with pytest.raises(Interrupted), pytest.warns(MetricsWarning, match="2 of 3 steps that are done are in it"):
+        run(5, resume=True)
+    metrics.unlink()
+    with pytest.warns(MetricsWarning, match=r"t.metrics.jsonl: is not there any more.*goes on from step 6"):
+        run(resume=True)
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [6]
+
+
+def test_parameters_that_no_bundle_covers_are_named(other):
+    model = toy_model()
+    model.module.more = torch.nn.Linear(2, 2).double()
+    assert job(model=model, regularizer=kp.Regularizer(other)).unpenalised == ("more.weight", "more.bias")
+    assert job(regularizer=kp.Regularizer(other)).unpenalised == ()
+    assert job(model=model).unpenalised == ()
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])

@@ -56,6 +56,8 @@ def test_the_learning_rate_rises_and_falls():
         ({"steps": 0}, "steps 0: expected a number of at least 1"),
         ({"lr": float("nan")}, "learning rate nan"),
         ({"lr": -1.0}, "learning rate -1"),
+        ({"lr": 1e39}, "learning rate 1e\\+39: expected a number of at most"),
+        ({"weight_decay": 1e39}, "weight decay 1e\\+39: expected a number of at most"),
         ({"batch_size": 0}, "batch size 0"),
         ({"at_once": 0}, "at once 0"),
         ({"warmup": 2.0}, "warmup 2.0: expected a share"),

@@ -112,6 +112,25 @@ def test_gradients_are_added_to_what_is_there():
     torch.testing.assert_close(tau["one.bias"].grad, 2 * expected["one.bias"])
 
 
+def test_gradients_that_would_be_lost_are_refused():
+    """A task vector's tensors are made when they are asked for: a `.grad` on one of them nobody would ever see."""
+    from vectors.small import network, vector
+
+    curvature, tau = kp.estimate(network(), [torch.randn(6, 4)]), vector()
+    regularizer = kp.Regularizer(curvature, 2.0)
+    with pytest.raises(kp.KfacpackError, match=r"of a TaskVector are made anew .* add_grad\(tau, grads\)"):
+        regularizer.add_grad(tau)
+    grads = dict.fromkeys(tau)  # as a module's `.grad` are before the first backward
+    value = regularizer.add_grad(tau, grads)
+    assert torch.equal(value, regularizer.value(tau))
+    for name, found in curvature.apply(tau).items():
+        torch.testing.assert_close(grads[name], 4 * found)
+    with pytest.raises(kp.KfacpackError, match="expected a dict that gradients are added to, found TaskVector"):
+        regularizer.add_grad(tau, tau)
+    with pytest.raises(kp.KfacpackError, match=r"the gradient of '0.bias': expected shape \[5\], found \[3\]"):
+        regularizer.add_grad(tau, {"0.bias": torch.zeros(3)})
+
+
 def test_a_part_of_the_parameters_and_others():
     curvature = small_curvature("packed")
     whole = random_tau(curvature, dtype=torch.float64)
@@ -147,27 +166,32 @@ def test_groups_and_weights():
 
 
 class Tokens(torch.nn.Module):
-    """Positions, a norm, a layer, a class token's place, and a bare projection, as in CLIP's vision tower."""
+    """A class token, positions, a norm, a layer, and a bare projection, as in CLIP's vision tower."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
+        self.token = torch.nn.Parameter(torch.randn(4))
         self.norm = torch.nn.LayerNorm(4)
         self.layer = torch.nn.Linear(4, 5)
         self.proj = torch.nn.Parameter(torch.randn(5, 3))
 
     def forward(self, x):
-        return torch.tanh(self.layer(self.norm(x))).mean(1) @ self.proj
+        return torch.tanh(self.layer(self.norm(self.with_token(x)))).mean(1) @ self.proj
+
+    def with_token(self, x):
+        return torch.cat([self.token.expand(len(x), 1, 4), x], 1)
 
 
 def test_preset_is_the_published_weighting():
     """Their formulas, from inputs and gradients: A and B both means over examples and positions."""
     N, R, C = 6, 5, 3
-    model, x = Tokens(), torch.randn(N, R, 4, generator=torch.Generator().manual_seed(1))
+    model, x = Tokens(), torch.randn(N, R - 1, 4, generator=torch.Generator().manual_seed(1))
     curvature = kp.estimate(
         model, [x], fisher="exact", function=kp.Function(output="embedding", normalized=False, width=C)
     )
-    normed = model.norm(x).detach()
+    assert groups_of(curvature)["token"] == "token"
+    normed = model.norm(model.with_token(x)).detach()
     hidden = model.layer(normed).detach().requires_grad_()
     pooled = torch.tanh(hidden).mean(1)
     f = pooled @ model.proj
@@ -185,8 +209,14 @@ def test_preset_is_the_published_weighting():
     norms = sum(
         curvature.quadratic({name: tau[name]}) for name in ("norm.weight", "norm.bias")
     )  # whole blocks are means over examples there and here
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    J = torch.func.jacrev(lambda token: torch.func.functional_call(model, {**state, "token": token}, (x,)))
+    token = (J(state["token"]) @ tau["token"]).square().sum() / N
     found = kp.Regularizer(curvature, 7.0, preset="tak").value(tau)
-    torch.testing.assert_close(found, 7.0 * (layer + 0.1 * projection + 10 * norms).detach(), rtol=1e-4, atol=0)
+    expected = 7.0 * (layer + 0.1 * projection + 10 * norms + 10 * token).detach()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    alone = kp.Regularizer(curvature, 7.0, preset="tak").value({"token": tau["token"]})
+    torch.testing.assert_close(alone, 70.0 * token, rtol=1e-4, atol=0)
 
 
 def test_preset_needs_positions_and_a_known_model():
@@ -219,6 +249,10 @@ def test_a_vector_that_does_not_fit_is_refused():
     regularizer = kp.Regularizer(small_curvature("packed"))
     with pytest.raises(kp.TaskVectorError, match="none of the parameters"):
         regularizer.value({"other": torch.ones(2)})
+    with pytest.raises(kp.TaskVectorError, match="mapping of names to tensors, found list"):
+        regularizer.value([torch.ones(2)])
+    with pytest.raises(kp.TaskVectorError, match="'proj': expected a tensor, found list"):
+        regularizer.add_grad({"proj": [1.0]})
     with pytest.raises(kp.TaskVectorError, match=r"'proj': expected floats of shape \[3, 2\]"):
         regularizer.value({"proj": torch.ones(2, 3)})
     for bad in (-1.0, float("nan")):

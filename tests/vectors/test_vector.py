@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +29,38 @@ def test_arithmetic_is_that_of_tensors():
         float("inf") * one
     with pytest.raises(TypeError):
         one + 3
+
+
+@pytest.mark.parametrize("half", [0.5, np.float64(0.5), np.float32(0.5), np.float16(0.5), Fraction(1, 2)], ids=repr)
+def test_numbers_of_any_library_make_vectors(half):
+    one = vector("one", 1)
+    for made in (half * one, one * half, one / 2, one / np.int64(2), one / (1 / half)):
+        assert isinstance(made, kp.TaskVector)
+        assert torch.equal(made["0.weight"], 0.5 * one["0.weight"])
+        assert [type(addend.coefficient) for addend in made.about.addends] == [float]
+    for wrong in (np.ones(2), True, "2", 1j, np.bool_(True)):
+        with pytest.raises(TypeError):
+            wrong * one
+        with pytest.raises(TypeError):
+            one / wrong
+
+
+def test_numbers_that_are_too_large_are_refused(tmp_path):
+    one = vector("one", 1)
+    for wrong, words in (
+        (lambda: 10**400 * one, "multiplied by a number that is larger than any float"),
+        (lambda: 1e200 * (1e200 * one), "coefficient would be inf"),
+        (lambda: 1e308 * one + 1e308 * one, "coefficient would be inf"),
+        (lambda: one / 0, "divided by 0"),
+        (lambda: one / 1e-320, "coefficient would be inf"),
+        (lambda: one / float("nan"), "divided by nan"),
+    ):
+        with pytest.raises(kp.TaskVectorError, match=words):
+            wrong()
+    base = one.about.model_copy(update={"addends": ({"sha256": "b" * 64, "coefficient": 1e200},)})
+    with pytest.raises(kp.TaskVectorError, match="coefficient would be inf"):
+        (1e200 * kp.TaskVector(dict(one), base)).save(tmp_path / "t.safetensors")
+    assert not list(tmp_path.iterdir())
 
 
 def test_sums_remember_what_they_are_sums_of(tmp_path):

@@ -26,6 +26,8 @@ class There(Moved):
         self.f = widened(with_graph.detach())
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
+        if self._with_graph.grad_fn is None:
+            return  # f depends on none of them
         leaves = list(self._weights.values())
         found = torch.autograd.grad(self._with_graph, leaves, u.to(self._with_graph.dtype), allow_unused=True)
         for name, gradient in zip(self._weights, found, strict=True):
