@@ -55,6 +55,13 @@ def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: update(completed=done, total=total)
 
 
+@contextmanager
+def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """To be told how much is done, how much there is, and what there is to say."""
+    with _bar(name, TextColumn("{task.fields[words]}", markup=False), show=show, words="") as update:
+        yield lambda done, total, words: update(completed=done, total=total, words=words)
+
+
 class TrainingProgress:
     """Hears of every step, and remembers the last."""
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from kfacpack.plans.run import Run
     from kfacpack.plans.stages.base import Stage, Watch
 
+SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_kept")
+
 
 def run(
     plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="The plan; paths in it are meant from its folder."),
@@ -121,10 +123,7 @@ def print_summary(results: dict[str, Any]) -> None:
         table.add_row(
             Text(printable(line["arm"])),
             line["method"],
-            *(
-                _share(line[key])
-                for key in ("individual", "added", "normalized", "recovered", "removed", "control_kept")
-            ),
+            *(_share(line[key]) for key in SHARES),
             "" if line["auroc"] is None else f"{line['auroc']:.3f}",
         )
     out.print(table)

@@ -7,12 +7,23 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    field_validator,
+    model_validator,
+)
 
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe
 from kfacpack.errors import KfacpackError
+from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.training.groups import STRENGTH
 from kfacpack.vectors.manifest import Regime
+from kfacpack.vectors.methods import METHODS
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 Text = Annotated[str, Field(min_length=1, max_length=200)]
@@ -85,15 +96,33 @@ class ArmPart(Part):
         return self
 
 
+def _alphas(text: str) -> str:
+    try:
+        parse_alphas(text)
+    except KfacpackError as error:
+        raise ValueError(str(error)) from error
+    return text
+
+
+def _method(name: str) -> str:
+    if name not in METHODS:
+        raise ValueError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
+    return name
+
+
+Alphas = Annotated[Text, BeforeValidator(str), AfterValidator(_alphas)]
+Method = Annotated[Text, AfterValidator(_method)]
+
+
 class NegationPart(Part):
     control: Text
     """The task that is to be kept; when it is the one that is negated, the first of the others is kept in its place."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.95
-    alphas: Text = "0:3:0.1"
+    alphas: Alphas = "0:3:0.1"
 
 
 class PairsPart(Part):
-    alphas: Text = "-2:2:0.5"
+    alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[Text, Text], ...] | None = None
     """None: the first task with each of the others."""
     examples: str | Positive = 200
@@ -106,8 +135,8 @@ class SomePart(Part):
 class EvaluationPart(Part):
     examples: str | Positive = "all"
     batch_size: Positive = 64
-    methods: tuple[Text, ...] = ("sum",)
-    alphas: Text = "0:2:0.1"
+    methods: Annotated[tuple[Method, ...], Field(min_length=1)] = ("sum",)
+    alphas: Alphas = "0:2:0.1"
     negation: NegationPart | None = None
     disentanglement: PairsPart | None = None
     localisation: SomePart | None = None
@@ -183,7 +212,5 @@ class Plan(Part):
         full = os.path.expandvars(said)
         if unset := re.search(r"\$\{?(\w+)", full):
             problem = f"the environment has no variable {unset[1]}"
-            raise KfacpackError(
-                f"{said}: {problem}. Set it to the folder that is meant, or write the path into the plan"
-            )
+            raise KfacpackError(f"{said}: {problem}. Set it to the place that is meant, or write it into the plan")
         return self._folder / Path(full).expanduser()

@@ -36,7 +36,7 @@ def changed(old: str, new: str) -> str:
         (changed("control: faces", "control: mnist"), "evaluation.negation.control names 'mnist'"),
         (changed("alphas: 0,1\n", "alphas: 0:2\n"), "plan.yaml, line 11: evaluation.alphas: "),
         (changed("name: small", "name: small\n\tx: 1"), "plan.yaml, line 2: is no YAML"),
-        (changed("methods", "methods") if "methods" in TEXT else TEXT + "  methods: [sun]\n", "evaluation.methods"),
+        (TEXT + "  methods: [sun]\n", "evaluation.methods.0: there is no method 'sun'"),
         ("- a\n- b\n", "plan.yaml, line 1: expected keys"),
         ("", "plan.yaml, line 1: expected keys"),
         ("!!python/object/apply:os.system [true]", "plan.yaml, line 1"),
