@@ -31,17 +31,17 @@ def add(
         "--alpha",
         metavar="α",
         help="What the result is multiplied by; or, repeated, one for each vector in their order. Every method gives "
-        "a vector on the scale of the sum, not the mean, to be used at 1. [default: 1.0]",
+        "a vector on the scale of the sum, not the mean, to be used at 1, which is the default.",
     ),
     keep: float | None = option(
-        HOW, None, "--keep", metavar="X", help="ties: the share of each vector's numbers that stays. [default: 0.2]"
+        HOW, None, "--keep", metavar="X", help="ties: the share of each vector's numbers that stays; 0.2 by default."
     ),
     drop: float | None = option(
-        HOW, None, "--drop", metavar="P", help="dare: the probability of being dropped. [default: 0.9]"
+        HOW, None, "--drop", metavar="P", help="dare: the probability of being dropped; 0.9 by default."
     ),
-    seed: int | None = option(HOW, None, "--seed", help="dare: decides what is dropped. [default: 0]"),
+    seed: int | None = option(HOW, None, "--seed", help="dare: decides what is dropped; 0 by default."),
     common: float | None = option(
-        HOW, None, "--common", metavar="X", help="iso-cts: the share of directions that the sum gives. [default: 0.8]"
+        HOW, None, "--common", metavar="X", help="iso-cts: the share of directions that the sum gives; 0.8 by default."
     ),
     mean: bool = option(
         HOW,

@@ -115,6 +115,8 @@ def test_manifests_that_lie_are_refused(path):
         "tensor 'kfacpack.head.0.weight': is F32 of shape": lambda h, m: m["tasks"][0]["head"]["classes"].append("x"),
         "tensor 'kfacpack.head.0.weight': is neither": lambda h, m: m["tasks"][0].pop("head"),
         "tensor '0.weight': is not there": lambda h, m: m.update(tensors=m["tensors"][1:]),
+        "it was made by 'ties', but no vectors are listed": lambda h, m: m.update(method={"name": "ties"}),
+        "manifest: method.name": lambda h, m: m.update(method={"settings": {}}),
         "the task 'toy' is there twice": lambda h, m: m["tasks"].append(m["tasks"][0]),
     }
     for words, lie in lies.items():

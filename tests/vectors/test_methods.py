@@ -436,8 +436,8 @@ def peak(method: str, tasks: int, layers: int) -> int:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_layer_at_a_time_and_of_most_methods_one_vector(method):
     layer = 160 * 120 * 8
-    few, many = peak(method, tasks=2, layers=2), peak(method, tasks=12, layers=2)
-    assert peak(method, tasks=2, layers=6) == few
+    few, many = peak(method, tasks=4, layers=2), peak(method, tasks=12, layers=2)
+    assert peak(method, tasks=4, layers=6) == few
     if method in ("tsv", "iso-cts"):
         assert many < few + 12 * layer, "at most one layer of all vectors"
     else:

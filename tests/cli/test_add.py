@@ -1,0 +1,204 @@
+"""`kfacpack add` and `kfacpack negate`, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from kfacpack_cli.main import app
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.vectors.methods import METHODS
+
+PREFIX = "visual.transformer.resblocks.3."
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def made(model, task, seed, regime="full", size=0.01):
+    generator = torch.Generator().manual_seed(seed)
+    state = {name: value for name, value in model.module.state_dict().items() if name.startswith(PREFIX)}
+    tensors = {name: size * torch.randn(value.shape, generator=generator) for name, value in state.items()}
+    base = kp.identify(model.module, list(tensors), family=model.family, name=model.name)
+    tasks = (TaskEntry(source=kp.Source(task=task)),)
+    classes = ("one", "two")
+    head = kp.Head(torch.randn(2, model.function.width, generator=generator), torch.zeros(2), classes, "prototypes")
+    about = AboutVector(base=base, function=model.function, regime=regime, tasks=tasks)
+    return kp.TaskVector(tensors, about, {task: head})
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return kp.load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def vectors(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vectors")
+    for number, task in enumerate(("one", "two", "three")):
+        made(tiny, task, number).save(folder / f"{task}.safetensors")
+        made(tiny, task, number, "linear").save(folder / f"{task}-linear.safetensors")
+    made(kp.load_model("tiny", weights="random"), "four", 4).save(folder / "other-base.safetensors")
+    made(tiny, "one", 9).save(folder / "other-head.safetensors")
+    return folder
+
+
+@pytest.fixture
+def three(vectors):
+    return [vectors / f"{task}.safetensors" for task in ("one", "two", "three")]
+
+
+def test_a_sum_has_all_heads_and_says_how_it_was_made(three, tmp_path):
+    output = tmp_path / "sum.safetensors"
+    said = json.loads(run("add", *three, "-o", output, "--json").stdout)
+    read = kp.TaskVector.load(output)
+    one, two, last = map(kp.TaskVector.load, three)
+    assert (said["path"], said["sha256"], said["bytes"]) == (str(output), read.digest, output.stat().st_size)
+    assert (said["method"], said["alphas"], said["settings"]) == ("sum", [1.0, 1.0, 1.0], {})
+    assert said["tasks"] == ["one", "two", "three"] == list(read.heads)
+    assert said["model"] is None
+    assert [each["sha256"] for each in said["addends"]] == [one.digest, two.digest, last.digest]
+    assert read.digest == (one + two + last).digest
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "settings"),
+    [
+        ("ties", ["--keep", 0.3, "--mean"], {"keep": 0.3, "mean": True}),
+        ("dare", ["--drop", 0.5, "--seed", 7], {"drop": 0.5, "seed": 7}),
+        ("tsv", [], {"mean": False}),
+        ("iso", [], {"mean": False}),
+        ("iso-cts", ["--common", 0.6], {"common": 0.6, "mean": False}),
+    ],
+)
+def test_every_method_with_its_settings(method, options, settings, three, tmp_path):
+    output = tmp_path / "merged.safetensors"
+    alphas = ["--alpha", 0.5, "--alpha", 1, "--alpha", -2]
+    said = json.loads(run("add", *three, "-o", output, "--method", method, *options, *alphas, "--json").stdout)
+    assert (said["method"], said["settings"], said["alphas"]) == (method, settings, [0.5, 1.0, -2.0])
+    assert said["scale"] == METHODS[method].scale
+    expected = kp.add(three, method, [0.5, 1, -2], **settings)
+    read = kp.TaskVector.load(output)
+    assert read.digest == expected.digest == said["sha256"]
+    assert read.about.method.settings == settings
+
+
+def test_the_help_knows_every_method():
+    said = " ".join(run("add", "--help").stdout.replace("│", " ").split())
+    assert all(f"{method}:" in said for method in METHODS)
+    assert "not the mean" in said
+
+
+def test_a_vector_and_its_negative_are_nothing(three, tmp_path):
+    negative, nothing = tmp_path / "negative.safetensors", tmp_path / "nothing.safetensors"
+    said = json.loads(run("negate", three[0], "-o", negative, "--json").stdout)
+    assert (said["alpha"], said["sha256"]) == (1.0, kp.TaskVector.load(negative).digest)
+    run("add", three[0], negative, "-o", nothing, "-q")
+    assert all(not value.any() for name, value in load_file(nothing).items() if name.startswith(PREFIX))
+    run("negate", three[0], "-o", negative, "--alpha", 0.5, "-q")
+    one, half = kp.TaskVector.load(three[0]), kp.TaskVector.load(negative)
+    assert all(torch.equal(half[name], -0.5 * one[name]) for name in one)
+    assert list(half.heads) == ["one"]
+
+
+def test_a_person_is_told_what_was_written(three, tmp_path):
+    done = run("add", *three, "-o", tmp_path / "sum.safetensors")
+    assert f"wrote {tmp_path / 'sum.safetensors'}: one, two, three: " in done.stdout
+    assert not run("add", *three, "-o", tmp_path / "sum.safetensors", "--quiet").output
+
+
+def test_the_whole_model_is_saved_with_it(three, tiny, tmp_path):
+    output, whole = tmp_path / "sum.safetensors", tmp_path / "model.safetensors"
+    said = json.loads(run("add", *three, "-o", output, "--save-model", whole, "--json").stdout)
+    assert said["model"] == {
+        "path": str(whole),
+        "load": f"kfacpack.load_model('tiny', weights={str(whole)!r})",
+        "note": None,
+    }
+    expected = kp.TaskVector.load(output).apply(tiny.module).state_dict()
+    found = kp.load_model("tiny", weights=whole).module.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    run("negate", three[0], "-o", output, "--save-model", whole, "-q")
+    expected = (-kp.TaskVector.load(three[0])).apply(tiny.module).state_dict()
+    found = kp.load_model("tiny", weights=whole).module.state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_linearised_vector_comes_with_a_note(vectors, tmp_path):
+    common = [vectors / "one-linear.safetensors", "-o", tmp_path / "v.safetensors"]
+    done = run("add", *common, "--save-model", tmp_path / "m.safetensors", "--json")
+    assert "linearised" in json.loads(done.stdout)["model"]["note"]
+    assert "note: the vector was trained in the linearised model" in done.stderr
+    done = run("negate", *common, "--save-model", tmp_path / "m.safetensors", "-q")
+    assert not done.output
+
+
+def test_a_model_in_half_precision_and_at_another_size(tmp_path):
+    """The vector says in which precision its base model was, and the size is given as for training."""
+    base = kp.load_model("tiny", image_size=64, dtype=torch.bfloat16)
+    made(base, "one", 1).save(tmp_path / "one.safetensors")
+    one, whole = tmp_path / "one.safetensors", tmp_path / "whole.safetensors"
+    common = ["add", one, "-o", tmp_path / "sum.safetensors", "--save-model", whole]
+    said = json.loads(run(*common, "--image-size", 64, "--json").stdout)
+    assert said["model"]["load"].endswith("image_size=64)")
+    found = kp.load_model("tiny", weights=whole, image_size=64, dtype=torch.bfloat16).module.state_dict()
+    expected = kp.TaskVector.load(one).apply(base.module).state_dict()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+WRONG = {
+    "other base": (["one", "other-base"], [], "different base models (tiny and tiny)"),
+    "other regime": (["one", "two-linear"], [], "different regimes: 'full' and 'linear'"),
+    "other head": (["one", "other-head"], [], "both have a head for 'one', but not the same one"),
+    "twice": (["one", "two", "one"], [], "are the same vector, which would count twice"),
+    "nothing": (["nothing"], [], "No such file"),
+    "no method": (["one"], ["--method", "average"], "there is no method 'average'"),
+    "no such setting": (["one"], ["--method", "tsv", "--keep", 0.1], "'tsv' has no setting 'keep'"),
+    "sum has no mean": (["one"], ["--mean"], "'sum' has no setting 'mean'"),
+    "wrong setting": (["one"], ["--method", "ties", "--keep", 2], "keep is 2.0, expected a number above 0 to 1"),
+    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "found 2 α for 3 vectors"),
+    "infinite alpha": (["one"], ["--alpha", "inf"], "α is inf"),
+    "no number": (["one"], ["--alpha", "much"], "as a number"),
+    "weights of nothing": (["one"], ["--weights", "random"], "give --save-model"),
+    "other weights": (["one"], ["--save-model", "MODEL.safetensors", "--weights", "random"], "which the model is not"),
+    "ending": (["one"], ["--save-model", "MODEL.bin"], "must end in .safetensors"),
+    "no model": (["one"], ["--save-model", "MODEL.safetensors", "--model", "tinny"], "close to it are tiny"),
+    "no folder": (["one"], ["--save-model", "nowhere/MODEL.safetensors"], "there is no folder"),
+    "same file": (["one"], ["--save-model", "out.safetensors"], "cannot be the same file"),
+}
+
+
+@pytest.mark.parametrize(("names", "options", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_input_is_named_and_nothing_written(names, options, words, vectors, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run("add", *(vectors / f"{name}.safetensors" for name in names), "-o", "out.safetensors", *options, code=2)
+    assert words in " ".join(done.stderr.replace("│", " ").split())
+    assert not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_input_is_not_written_over(three):
+    before = three[0].read_bytes()
+    for command in (["add", *three], ["negate", three[0]]):
+        assert "is also an input" in run(*command, "-o", three[0], code=2).stderr
+        done = run(*command, "-o", three[0].parent / "new.safetensors", "--save-model", three[0], code=2)
+        assert "is also an input" in done.stderr
+    assert three[0].read_bytes() == before
+    assert not (three[0].parent / "new.safetensors").exists()
+
+
+def test_a_damaged_vector_is_named(three, tmp_path):
+    damaged = tmp_path / "damaged.safetensors"
+    raw = three[1].read_bytes()
+    damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
+    done = run("add", three[0], damaged, "-o", tmp_path / "sum.safetensors", code=2)
+    assert f"{damaged}: tensor" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["damaged.safetensors"]

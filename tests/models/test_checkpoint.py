@@ -1,0 +1,135 @@
+"""Edited models, saved: their own libraries load them, and find f of the model that was saved."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import kfacpack
+from kfacpack.errors import KfacpackError
+from kfacpack.models import load_model
+from kfacpack.models.checkpoint import write_weights
+from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+
+
+def edited(spec, **how):
+    """A model that is no longer what its name stands for."""
+    model = load_model(spec, **how)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def loaded_by_its_line(model, path):
+    """What the line of Python gives that says how to load it."""
+    make_torchvision_importable()
+    import open_clip
+    import timm
+    import transformers
+
+    names = {"open_clip": open_clip, "timm": timm, "transformers": transformers, "kfacpack": kfacpack}
+    found = eval(model.checkpoint.how_to_load(path), names)
+    return getattr(found, "module", found).eval()
+
+
+def assert_same_weights(found, expected):
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("size", [None, 48])
+@pytest.mark.parametrize("which", ["clip", "tiny", "timm"])
+def test_image_models(which, size, tiny_clip, pictures, tmp_path):
+    spec = {"clip": tiny_clip, "tiny": "tiny", "timm": "timm:test_vit"}[which]
+    size = 160 if which == "timm" and size is None else size  # timm's own, of which no weights are here
+    model = edited(spec, image_size=size, **({} if which == "tiny" else {"weights": "random"}))
+    path = tmp_path / "edited.safetensors"
+    model.checkpoint.save(path)
+    stock = loaded_by_its_line(model, path)
+    assert_same_weights(stock.state_dict(), model.module.state_dict())
+    again = load_model(spec, weights=path, image_size=size)
+    batch = model.prepare(pictures, "task")
+    assert torch.equal(again.forward(batch), model.forward(batch))
+    assert [each.name for each in tmp_path.iterdir()] == ["edited.safetensors"]
+
+
+def test_what_it_takes_to_load_an_open_clip_model_is_said(tiny_clip, tmp_path):
+    said = load_model(tiny_clip, weights="random", image_size=48).checkpoint.how_to_load(tmp_path / "a.safetensors")
+    assert said.startswith(f"open_clip.create_model({tiny_clip!r}, pretrained=")
+    assert said.endswith("force_image_size=48)")
+
+
+def test_a_random_text_tower_is_not_saved(tiny_clip, pictures, tmp_path):
+    whole = load_model(tiny_clip, weights="random")
+    state = whole.module.state_dict()
+    write_weights(
+        tmp_path / "vision.safetensors", {name: value for name, value in state.items() if name.startswith("visual.")}
+    )
+    model = edited(tiny_clip, weights=tmp_path / "vision.safetensors")
+    model.checkpoint.save(tmp_path / "edited.safetensors")
+    assert all(name.startswith("visual.") for name in load_file(tmp_path / "edited.safetensors"))
+    again = loaded_by_its_line(model, tmp_path / "edited.safetensors")
+    batch = model.prepare(pictures, "task")
+    torch.testing.assert_close(again.encode_image(batch, normalize=True), model.forward(batch))
+
+
+@pytest.mark.parametrize("family", ["t5", "hf"])
+def test_text_models(family, t5_folder, bert_folder, pairs, tmp_path):
+    model = edited(f"{family}:{t5_folder if family == 't5' else bert_folder}")
+    path = tmp_path / "edited"
+    model.checkpoint.save(path)
+    stock = loaded_by_its_line(model, path)
+    assert_same_weights(stock.state_dict(), model.module.state_dict())
+    again = load_model(f"{family}:{path}")
+    batch = model.prepare(pairs, "mnli")
+    assert torch.equal(again.forward(**again.prepare(pairs, "mnli")), model.forward(**batch))
+    assert [each.name for each in tmp_path.iterdir()] == ["edited"]
+    with pytest.raises(KfacpackError, match="a folder with something in it"):
+        model.checkpoint.save(path)
+
+
+def test_what_an_encoder_never_had_is_not_saved(bert_folder, tmp_path):
+    model = load_model(f"hf:{bert_folder}")
+    state = {name: value for name, value in model.module.state_dict().items() if not name.startswith("pooler.")}
+    write_weights(tmp_path / "without.safetensors", state)
+    load_model(f"hf:{bert_folder}", weights=tmp_path / "without.safetensors").checkpoint.save(tmp_path / "saved")
+    assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(state)
+
+
+def test_what_goes_wrong_leaves_nothing(tiny_clip, t5_folder, tmp_path, monkeypatch):
+    image, text = load_model(tiny_clip, weights="random"), load_model(f"t5:{t5_folder}")
+    with pytest.raises(KfacpackError, match=r"must end in \.safetensors"):
+        image.checkpoint.save(tmp_path / "model.bin")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(KfacpackError, match="a checkpoint of this model is a folder"):
+        text.checkpoint.save(tmp_path / "file")
+    with pytest.raises(KfacpackError, match="could not be written"):
+        text.checkpoint.save(tmp_path / "nowhere" / "model")
+    with pytest.raises(KfacpackError, match="could not be written"):
+        image.checkpoint.save(tmp_path / "nowhere" / "model.safetensors")
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(text.module), "save_pretrained", full)
+    with pytest.raises(KfacpackError, match="No space left"):
+        text.checkpoint.save(tmp_path / "model")
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_any_tensor_of_a_state_dict_can_be_written(tmp_path):
+    state = {
+        "half": torch.randn(3, 5).half(),
+        "scalar": torch.tensor(3),
+        "strided": torch.randn(4, 6).T,
+        "flags": torch.tensor([True, False]),
+        "double": torch.randn(2, dtype=torch.float64),
+        "none": torch.zeros(0, 3),
+    }
+    write_weights(tmp_path / "a.safetensors", state)
+    found = load_file(tmp_path / "a.safetensors")
+    assert set(found) == set(state)
+    assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
