@@ -29,7 +29,11 @@ def mute(model):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    counts = {"train": {"red": 3, "green": 5, "blue": 4}, "test": {"red": 2, "green": 2, "blue": 2}}
+    counts = {
+        "train": {"red": 3, "green": 5, "blue": 4},
+        "validation": {"red": 1},
+        "test": {"red": 2, "green": 2, "blue": 2},
+    }
     return load_task("colours", paint(tmp_path_factory.mktemp("colours"), counts))
 
 

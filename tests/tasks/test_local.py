@@ -66,6 +66,76 @@ def test_pictures_in_the_hubs_layout(tmp_path, place):
     assert (task.source, task.license) == (task.folder.resolve().name, None)
 
 
+def numbered(count):
+    features = datasets.Features(text=datasets.Value("string"), label=datasets.ClassLabel(names=["even", "odd"]))
+    rows = {"text": [str(k) for k in range(count)], "label": [k % 2 for k in range(count)]}
+    return datasets.Dataset.from_dict(rows, features)
+
+
+def texts_of(split):
+    return [int(split[k]["text"]) for k in range(len(split))]
+
+
+@pytest.mark.parametrize("count", [10, 107, 1000])
+def test_a_tenth_of_train_is_held_out_for_validation(tmp_path, count):
+    write(numbered(count), tmp_path)
+    write(numbered(4), tmp_path, "test.parquet")
+    task = load_task("mine", tmp_path)
+    assert task.splits == ("train", "validation", "test")
+    assert task.sizes == {"train": count - count // 10, "validation": count // 10, "test": 4}
+    train, held = task.split("train"), task.split("validation")
+    assert (len(train), len(held)) == (task.sizes["train"], task.sizes["validation"])
+    assert sorted(texts_of(train) + texts_of(held)) == list(range(count)), "none is lost, none is in both"
+    assert texts_of(train) == sorted(texts_of(train))
+    assert texts_of(held) == texts_of(load_task("again", tmp_path).split("validation"))
+    for split in (train, held):
+        assert [split.label(k) for k in range(len(split))] == [number % 2 for number in texts_of(split)]
+    assert (train.source.split, held.source.split) == ("train", "validation")
+    if count == 1000:
+        # In order of the classes, or class by turns: each has its share.
+        assert all(sum(number // 100 == k for number in texts_of(held)) == 10 for k in range(10))
+        assert 30 < sum(number % 2 for number in texts_of(held)) < 70
+
+
+def test_no_more_than_five_thousand_are_held_out(tmp_path):
+    features = datasets.Features(text=datasets.Value("string"))
+    write(datasets.Dataset.from_dict({"text": ["same"] * 60_000}, features), tmp_path)
+    assert load_task("mine", tmp_path).sizes == {"train": 55_000, "validation": 5_000}
+
+
+@pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
+def test_a_split_of_its_own_is_validation_whatever_it_is_called(tmp_path, name):
+    write(numbered(30), tmp_path)
+    write(numbered(7), tmp_path, f"{name}-00000-of-00001.parquet")
+    task = load_task("mine", tmp_path)
+    assert task.sizes == {"train": 30, "validation": 7}
+    assert texts_of(task.split("validation")) == list(range(7))
+    pictures = tmp_path / "pictures"
+    for split, count in (("train", 12), (name, 2)):
+        (pictures / split / "ant").mkdir(parents=True)
+        for k in range(count):
+            PICTURES[0].save(pictures / split / "ant" / f"{k}.png")
+    assert load_task("mine", pictures).sizes == {"train": 12, "validation": 2}
+
+
+def test_what_is_wrong_in_a_held_out_row_is_named_by_its_place_in_the_file(tmp_path):
+    (tmp_path / "cat").mkdir()
+    for k in range(10):
+        (tmp_path / "cat" / f"{k}.png").write_bytes(b"no picture")
+    task = load_task("mine", tmp_path)
+    named = set()
+    for split in ("train", "validation"):
+        for k in range(task.sizes[split]):
+            with pytest.raises(KfacpackError, match=r"cat/\d\.png: its picture cannot be read") as caught:
+                task.split(split)[k]
+            named.add(str(caught.value).split(".png")[0][-1])
+    assert named == set("0123456789")
+    write(numbered(20).map(lambda row: {"text": None}), tmp_path / "holes")
+    held = load_task("mine", tmp_path / "holes").split("validation")
+    with pytest.raises(KfacpackError, match=r"split 'train', row 1\d: 'text' is null"):
+        held[1]
+
+
 def test_texts_keep_their_columns_and_order(tmp_path):
     task = load_task("rte", write(text_data(), tmp_path / "rte"))
     assert (task.sizes, task.templates) == ({"train": 3}, ())

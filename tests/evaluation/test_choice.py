@@ -1,0 +1,95 @@
+"""The best α is one of validation's; test is asked at it alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from made_up import made_up
+from toys import ToyTask, toy_model
+
+import kfacpack as kp
+from kfacpack.errors import KfacpackError
+from kfacpack.evaluation.accuracy import Exam, score
+from kfacpack.evaluation.choice import Subject, choose, validation_exam
+from kfacpack.evaluation.results import result
+
+ALPHAS = [0.0, 0.4, 0.8, 1.2, 1.6]
+
+
+class Task(ToyTask):
+    splits = ("train", "validation", "test")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def subjects(model):
+    tasks = [Task("one", 1, 60), Task("two", 2, 60)]
+    return [Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task)) for task in tasks]
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_by_brute_force(model, subjects, regime):
+    vector = made_up(model, regime=regime, size=0.8)
+    heard = []
+    found = choose(model, subjects, vector, ALPHAS, on_progress=lambda done, total: heard.append((done, total)))
+
+    def accuracies(alpha, split):
+        return [score(model, each.head, getattr(each, split), vector=alpha * vector).accuracy for each in subjects]
+
+    means = {alpha: sum(accuracies(alpha, "validation")) / 2 for alpha in ALPHAS}
+    largest = [alpha for alpha in ALPHAS if means[alpha] == max(means.values())]
+    assert found.alpha == min(largest, key=lambda alpha: abs(alpha - 1))
+    assert [each.accuracy for each in found.test.values()] == accuracies(found.alpha, "test")
+    assert found.alphas == tuple(ALPHAS)
+    for k, alpha in enumerate(ALPHAS):
+        assert [found.validation[name][k].accuracy for name in ("one", "two")] == accuracies(alpha, "validation")
+    assert heard[-1][0] == heard[-1][1] == 120 * (1 if regime == "linear" else 5) + 120
+    assert sorted(done for done, _ in heard) == [done for done, _ in heard]
+
+
+def test_of_equal_ones_the_nearest_to_one_is_taken(model, subjects):
+    nothing = made_up(model, size=0.0)
+    assert choose(model, subjects, nothing, [0.0, 0.5, 1.1, 2.0]).alpha == 1.1
+
+
+def test_test_is_never_asked_at_another_alpha(model, subjects):
+    asked = []
+
+    class Watching(ToyTask):
+        splits = ("train", "validation", "test")
+
+        def split(self, name):
+            found = super().split(name)
+            if name == "test":
+                label = found.label
+                found.label = lambda index: (asked.append(index), label(index))[1]
+            return found
+
+    task = Watching("one", 1, 20)
+    subject = Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task))
+    found = choose(model, [subject], made_up(model), ALPHAS)
+    assert len(asked) == 20, "each label of test is looked at once"
+    assert set(found.test) == {"one"}
+    assert len(found.validation["one"]) == len(ALPHAS)
+
+
+def test_without_a_validation_split_there_is_nothing_to_choose_on():
+    with pytest.raises(KfacpackError, match=r"toy: α is chosen on .* 'validation'.*only train, test\. Add valid"):
+        validation_exam(ToyTask())
+
+
+def test_normalised_by_the_individual_accuracies(model, subjects):
+    scores = {each.name: score(model, each.head, each.test) for each in subjects}
+    one, two = (each.accuracy for each in scores.values())
+    found = result(scores, {"one": 0.5, "two": 0.8})
+    assert found["tasks"]["one"] == {"accuracy": one, "normalized": one / 0.5, "examples": 60}
+    assert found["mean"]["accuracy"] == pytest.approx((one + two) / 2)
+    assert found["mean"]["normalized"] == pytest.approx((one / 0.5 + two / 0.8) / 2)
+    part = result(scores, {"one": 0.5, "two": 0.0}, dict.fromkeys(scores, "text"))
+    assert part["tasks"]["one"]["normalized"] == one / 0.5
+    assert part["tasks"]["two"] == {"accuracy": two, "normalized": None, "examples": 60, "head": "text"}
+    assert part["mean"]["normalized"] is None, "a mean over some of the tasks is none"

@@ -1,0 +1,92 @@
+"""Negation takes what the control bears, and not more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from made_up import made_up
+from toys import ToyTask, toy_model
+
+import kfacpack as kp
+from kfacpack.errors import KfacpackError
+from kfacpack.evaluation.accuracy import Exam, Score, score
+from kfacpack.evaluation.choice import Subject, validation_exam
+from kfacpack.evaluation.negation import chosen, negate
+
+ALPHAS = [0.2, 0.5, 1.0, 2.0, 4.0]
+
+
+class Task(ToyTask):
+    splits = ("train", "validation", "test")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def subjects(model):
+    tasks = [Task(name, seed, 60) for seed, name in enumerate(("one", "two", "control"))]
+    return [Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task)) for task in tasks]
+
+
+@pytest.mark.parametrize(("regime", "keep"), [("linear", 0.95), ("linear", 0.6), ("full", 0.8)])
+def test_by_brute_force(model, subjects, regime, keep):
+    vector = made_up(model, regime=regime, size=0.5)
+    *targets, control = subjects
+    heard = []
+    tell = lambda done, total: heard.append((done, total))  # noqa: E731
+    found = negate(model, targets, control, vector, ALPHAS, keep=keep, on_progress=tell)
+
+    def accuracy(subject, alpha, split):
+        return score(model, subject.head, getattr(subject, split), vector=-alpha * vector).accuracy
+
+    base = accuracy(control, 0.0, "validation")
+    borne = [alpha for alpha in (0.0, *ALPHAS) if accuracy(control, alpha, "validation") >= keep * base]
+    alpha = min(borne, key=lambda alpha: round(sum(accuracy(each, alpha, "validation") for each in targets), 9))
+    assert (found["control"], found["keep"], list(found["tasks"])) == ("control", keep, ["one", "two"])
+    for target in targets:
+        before, after = accuracy(target, 0.0, "test"), accuracy(target, alpha, "test")
+        assert found["tasks"][target.name] == {
+            "alpha": alpha,
+            "accuracy": after,
+            "before": before,
+            "chance": 1 / 3,
+            "removed": pytest.approx((before - after) / (before - 1 / 3)),
+            "control": accuracy(control, alpha, "test"),
+            "control_before": accuracy(control, 0.0, "test"),
+        }
+    assert heard[-1][0] == heard[-1][1]
+
+
+def test_the_choice():
+    control = [Score(k, 100) for k in (80, 79, 76, 75, 90)]
+    target = [Score(k, 50) for k in (40, 30, 20, 1, 20)]
+    assert chosen([target], control, 0.95) == 2, "76 is exactly 95 % of 80; 4 is as good, but further away"
+    assert chosen([target], control, 0.96) == 4
+    assert chosen([target], control, 0.5) == 3
+    assert chosen([target[:4]], control[:4], 1.0) == 0, "nothing may be lost"
+    other = [Score(k, 10) for k in (1, 1, 9, 1, 9)]
+    assert chosen([target, other], control, 0.95) == 1, "the mean over the targets counts"
+
+
+def test_where_there_is_no_margin_nothing_is_removed(model, subjects):
+    worst = Subject(
+        kp.Head(torch.zeros(3, 6), torch.tensor([1.0, 0.0, 0.0]), subjects[0].head.classes, "prototypes"),
+        subjects[0].validation,
+        subjects[0].test,
+    )
+    entry = negate(model, [worst], subjects[2], made_up(model), ALPHAS)["tasks"]["one"]
+    assert (entry["accuracy"], entry["before"], entry["removed"], entry["alpha"]) == (1 / 3, 1 / 3, None, 0.0)
+
+
+def test_what_makes_no_sense_is_refused(model, subjects):
+    vector = made_up(model)
+    with pytest.raises(KfacpackError, match=r"alpha -0.5: the vector is negated already.*zero or more"):
+        negate(model, subjects[:1], subjects[2], vector, [-0.5])
+    for keep in (0.0, 1.5):
+        with pytest.raises(KfacpackError, match="expected the share of the control's accuracy"):
+            negate(model, subjects[:1], subjects[2], vector, ALPHAS, keep=keep)
+    with pytest.raises(KfacpackError, match="'two' is to be forgotten, and cannot be the control"):
+        negate(model, subjects[:2], subjects[1], vector, ALPHAS)

@@ -1,0 +1,194 @@
+"""A sweep is what its α give one by one, to the bit; and in the linearised model, f + α J τ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from made_up import made_up
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from toys import CLASSES, WIDTH, ToyTask, toy_model
+
+import kfacpack as kp
+from kfacpack.errors import KfacpackError
+from kfacpack.evaluation.accuracy import Exam, Score, score, scores
+from kfacpack.evaluation.alphas import parse_alphas
+from kfacpack.evaluation.edited import edited
+from kfacpack.evaluation.sweep import as_table, best, mean
+
+ALPHAS = parse_alphas("-1:2:0.15")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model(dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def head():
+    generator = torch.Generator().manual_seed(5)
+    return kp.Head(torch.randn(len(CLASSES), WIDTH, generator=generator), torch.zeros(3), CLASSES, "prototypes")
+
+
+@pytest.fixture(scope="module")
+def exam():
+    return Exam.of(ToyTask(size=90))
+
+
+def batch_of(model, exam):
+    return model.prepare([exam.split[number] for number in exam.numbers], exam.task.name)
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_a_sweep_is_its_evaluations(model, head, exam, regime):
+    vector = made_up(model, regime=regime, size=1.5)
+    found = scores(model, head, exam, vector, ALPHAS, batch_size=32)
+    assert len({each.correct for each in found}) > 2, "α makes a difference"
+    for alpha, each in zip(ALPHAS, found, strict=True):
+        assert each == score(model, head, exam, vector=vector, alpha=alpha, batch_size=32)
+        assert each == score(model, head, exam, vector=alpha * vector, batch_size=32)
+    halves = scores(model, head, exam, 0.5 * vector, ALPHAS, batch_size=32)
+    assert halves == [score(model, head, exam, vector=0.5 * alpha * vector, batch_size=32) for alpha in ALPHAS]
+    public = kp.sweep(model, exam.task, vector, ALPHAS, head, batch_size=32)
+    assert public == found
+    assert public[3] == kp.evaluate(model, exam.task, head, vector=vector, alpha=ALPHAS[3], batch_size=32)
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_alpha_and_a_multiple_are_the_same_to_the_bit(model, exam, regime):
+    sum_ = 0.7 * made_up(model, regime=regime) + 0.3 * made_up(model, "other", regime, seed=2)
+    x = batch_of(model, exam)
+    for alpha in (0.3, -1.1, 1 / 3):
+        with edited(model, sum_, alpha) as one:
+            first = one(x)
+        with edited(model, alpha * sum_) as other:
+            assert torch.equal(first, other(x))
+
+
+def test_it_is_f_plus_alpha_j_tau(exam):
+    model = toy_model(dtype=torch.float64)
+    vector = made_up(model)
+    x = batch_of(model, exam)
+    names = dict(model.module.named_parameters())
+
+    def f(*values):
+        return torch.func.functional_call(model.module, dict(zip(names, values, strict=True)), (x,))
+
+    tau = tuple(vector[name].double() for name in names)
+    with sdpa_kernel(SDPBackend.MATH):
+        f0, change = torch.autograd.functional.jvp(f, tuple(names.values()), tau)
+    for alpha in (0.0, 0.4, -2.0):
+        with edited(model, vector, alpha) as forward:
+            torch.testing.assert_close(forward(x), (f0 + alpha * change).detach())
+
+
+def test_alpha_zero_is_the_model_itself(model, head, exam):
+    for regime in ("linear", "full"):
+        assert scores(model, head, exam, made_up(model, regime=regime), [0.0, 1.0])[0] == score(model, head, exam)
+
+
+def test_pictures_are_read_once(model, head):
+    asked = []
+
+    class Counting(ToyTask):
+        def split(self, name):
+            numbers = super().split(name)
+            return replace(numbers, x=Watched(numbers.x))
+
+    class Watched:
+        def __init__(self, x):
+            self.x = x
+
+        def __getitem__(self, index):
+            asked.append(index)
+            return self.x[index]
+
+    exam = Exam.of(Counting())
+    found = scores(model, head, exam, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
+    assert asked == list(range(30))
+    assert [each.examples for each in found] == [30] * 3
+
+
+def test_progress_goes_over_every_pass(model, head):
+    exam = Exam.of(ToyTask())
+    for regime, passes in (("linear", 1), ("full", 3)):
+        heard = []
+        vector, tell = made_up(model, regime=regime), lambda *counts, heard=heard: heard.append(counts)
+        scores(model, head, exam, vector, [0, 1, 2], batch_size=20, on_progress=tell)
+        assert heard[0] == (0, 30 * passes)
+        assert heard[-1] == (30 * passes, 30 * passes)
+        assert len(heard) == 1 + 2 * passes
+
+
+def test_another_f_is_refused(model, head, exam):
+    seen = model.function.model_copy(update={"detail": "of 64x64 pixels"})
+    other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
+    for regime in ("linear", "full"):
+        vector = made_up(model, regime=regime, function=seen)
+        with pytest.raises(kp.TaskVectorError, match=r"another f than the model's: .*64x64 pixels.*96x96 pixels"):
+            score(other, head, exam, vector=vector)
+
+
+def test_what_makes_no_sense_is_refused(model, head, exam):
+    vector = made_up(model)
+    with pytest.raises(KfacpackError, match="no alpha to evaluate at"):
+        scores(model, head, exam, vector, [])
+    with pytest.raises(KfacpackError, match="multiplied by nan"):
+        scores(model, head, exam, vector, [1.0, float("nan")])
+    with pytest.raises(KfacpackError, match="give a vector as well"):
+        score(model, head, exam, alpha=0.5)
+    with pytest.raises(KfacpackError, match="toy, split 'test', examples 0 to 63: f is not finite"):
+        score(model, head, exam, vector=made_up(model, size=float("inf")))
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("1.0", [1.0]),
+        ("0:2:0.1", [float(f"{k // 10}.{k % 10}") for k in range(21)]),
+        ("-0.3:0:0.1", [-0.3, -0.2, -0.1, 0.0]),
+        ("0.3, 0.5", [0.3, 0.5]),
+        ("0:1:0.3", [0.0, 0.3, 0.6, 0.9]),
+        ("2,0:1:0.5", [2.0, 0.0, 0.5, 1.0]),
+        ("1:1:0.1", [1.0]),
+        ("1e-1", [0.1]),
+    ],
+)
+def test_alphas_as_people_write_them(said, meant):
+    assert parse_alphas(said) == meant
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("", "'' is no number"),
+        ("a lot", "'a lot' is no number"),
+        ("0:2", "a range has three numbers, found 2"),
+        ("0:2:0", "the step of a range is greater than zero, found 0"),
+        ("2:0:-0.1", "the step of a range is greater than zero, found -0.1"),
+        ("2:0:0.1", "a range goes upwards, found 2 to 0"),
+        ("0:1:0.0001", "more than 1,000 values"),
+        ("0:1:1e-999999", "1e-999999 is no number that a vector is multiplied by"),
+        ("nan", "nan is no number that"),
+        ("1e999999", "1e999999 is no number that"),
+        ("0.5,0.50", "0.50 is there twice"),
+        ("0:1:0.5,", "'' is no number"),
+    ],
+)
+def test_other_alphas_are_refused(said, words):
+    with pytest.raises(KfacpackError, match=f"^alpha '{said}': .*{words}.*; expected a number"):
+        parse_alphas(said)
+
+
+def test_the_best_alpha():
+    found = [[Score(k, 10) for k in (3, 8, 8, 5)], [Score(k, 5) for k in (5, 2, 2, 4)]]
+    assert mean([found[0][0], found[1][0]]) == pytest.approx(0.65)
+    assert best([0.5, 0.7, 1.0, 2.0], found) == 0, "the means are 0.65, 0.6, 0.6, 0.65; 0.5 is nearer to 1 than 2"
+    assert best([2.5, 0.7, 1.0, 1.2], found) == 3, "of equal means, the α nearest to 1"
+    same = [[Score(1, 3)] * 3]
+    assert best([1.3, 0.7, 5.0], same) == 1, "as near as 1.3, and smaller"
+    thirds = [[Score(1, 3), Score(2, 3)], [Score(2, 3), Score(1, 3)], [Score(1, 10)] * 2]
+    assert best([1.0, 0.0], thirds) == 0, "equal as fractions, whatever floats say"
+    table = as_table([0.5, 1.0], {"one": found[0][:2], "two": found[1][:2]})
+    assert table == {"alphas": [0.5, 1.0], "tasks": {"one": [0.3, 0.8], "two": [1.0, 0.4]}, "mean": [0.65, 0.6]}

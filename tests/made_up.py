@@ -1,0 +1,23 @@
+"""Vectors that nobody trained."""
+
+from __future__ import annotations
+
+import torch
+
+import kfacpack as kp
+from kfacpack.vectors.manifest import AboutVector, TaskEntry
+
+
+def made_up(model, task="toy", regime="linear", size=0.3, seed=1, params=None, **about) -> kp.TaskVector:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: size * torch.randn(zero.shape, generator=generator)
+        for name, zero in kp.linearize(model, params).zeros().items()
+    }
+    said = {
+        "base": kp.identify(model.module, list(tensors), family=model.family, name=model.name),
+        "function": model.function,
+        "regime": regime,
+        "tasks": (TaskEntry(source=kp.Source(task=task)),),
+    }
+    return kp.TaskVector(tensors, AboutVector(**{**said, **about}))
