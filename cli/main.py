@@ -13,7 +13,7 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import compress, estimate, eval, inspect, merge, models, tasks, train, verify
+from . import compress, estimate, eval, inspect, measure, merge, models, tasks, train, verify
 from .console import show_error
 
 
@@ -68,6 +68,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "merge": merge.merge,
     "train": train.train,
     "eval": eval.evaluate,
+    "measure": measure.measure,
     "models": models.models,
     "tasks": tasks.tasks,
 }

@@ -8,6 +8,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kfacpack.analysis.disentanglement import disentanglement
+    from kfacpack.analysis.drift import drift
+    from kfacpack.analysis.localisation import localisation
+    from kfacpack.analysis.spectra import spectra
     from kfacpack.bundle.manifest import EXPAND, REDUCE, About, Base, Estimate, Function, Join, Piece, Source
     from kfacpack.bundle.reader import Bundle
     from kfacpack.compression.compress import compress
@@ -58,6 +62,8 @@ _HOMES = {
     "TaskVectorError": "errors",
     "Whole": "curvature.block",
     "compress": "compression.compress",
+    "disentanglement": "analysis.disentanglement",
+    "drift": "analysis.drift",
     "estimate": "estimation.estimate",
     "evaluate": "evaluation.accuracy",
     "head_for": "heads",
@@ -66,7 +72,9 @@ _HOMES = {
     "load": "curvature.loading",
     "load_model": "models",
     "load_task": "tasks",
+    "localisation": "analysis.localisation",
     "merge": "merging.merge",
+    "spectra": "analysis.spectra",
     "verify": "verification",
 }
 
@@ -101,6 +109,8 @@ __all__ = [
     "TaskVectorError",
     "Whole",
     "compress",
+    "disentanglement",
+    "drift",
     "estimate",
     "evaluate",
     "head_for",
@@ -109,7 +119,9 @@ __all__ = [
     "load",
     "load_model",
     "load_task",
+    "localisation",
     "merge",
+    "spectra",
     "verify",
 ]  # fmt: skip
 
