@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.evaluation.alphas import parse_alphas
 
-from .console import out, print_json
+from . import individual as individuals
+from .console import print_json
 from .options import (
     DATA,
     DATA_FOLDER,
@@ -25,14 +24,15 @@ from .options import (
     RUN,
     WEIGHTS,
     HeadKind,
+    check_output,
     load_named,
     option,
 )
-from .progress import examples_bar, loading
+from .progress import loading
+from .room import Room
+from .scores import write_csv
 
-if TYPE_CHECKING:
-    from kfacpack.evaluation.accuracy import Exam, Score
-    from kfacpack.heads import Head
+VECTOR = "The vector"
 
 
 def evaluate(
@@ -42,8 +42,41 @@ def evaluate(
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     vector: Path | None = option(
-        MODEL, None, "--vector", metavar="FILE.safetensors", help="A task vector to add; its own heads are used."
+        VECTOR,
+        None,
+        "--vector",
+        metavar="FILE.safetensors",
+        help="A task vector to add. Its own heads are used, unless --head names another kind.",
     ),
+    alpha: str | None = option(
+        VECTOR,
+        None,
+        "--alpha",
+        metavar="A|A,B|FROM:TO:STEP",
+        help="What it is multiplied by: one number, several, or a range with its end, as 0:2:0.1. "
+        "[default: 1.0; 0:2:0.1 with --choose, 0:1:0.05 with --control]",
+    ),
+    individual: list[str] | None = option(
+        VECTOR,
+        None,
+        "--individual",
+        metavar="FILE|TASK=X|FILE.json",
+        help="Normalise a task's accuracy by that of its own vector: the file of that vector, the number, or what "
+        "eval --json printed for it; repeatable.",
+    ),
+    choose: bool = option(
+        VECTOR, False, "--choose", help="Choose α by the mean accuracy on validation; evaluate on test at this α alone."
+    ),
+    control: str | None = option(
+        VECTOR,
+        None,
+        "--control",
+        metavar="TASK",
+        help="Subtract the vector, as much of it as this task bears: α, chosen on validation, is the one that leaves "
+        "the other tasks least while this one keeps --keep of its accuracy.",
+    ),
+    control_data: Path | None = option(VECTOR, None, "--control-data", metavar="DIR", help="The control task's data."),
+    keep: str | None = option(VECTOR, None, "--keep", metavar="P%", help="See --control. [default: 95%]"),
     device: str = DEVICE,
     dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's."),
     head: HeadKind = HEAD,
@@ -52,11 +85,13 @@ def evaluate(
     examples: str = option(DATA, "all", "--examples", metavar="N|P%|all", help="How many; always the same ones."),
     batch_size: int = option(RUN, 64, "--batch-size", min=1, help="Examples at a time."),
     as_json: bool = option(RUN, False, "--json", help="Print the accuracies as JSON."),
+    csv: Path | None = option(RUN, None, "--csv", metavar="FILE", help="Write them as a table, a row for each task."),
     quiet: bool = QUIET,
 ) -> None:
     """Measure a model's accuracy on one or several tasks, and its mean over them.
 
-    With --vector, of the model with that task vector: one that was trained linearised is used in the linearised model.
+    With --vector, of the model with α times that task vector: one that was trained linearised is used in the
+    linearised model, where a range of α costs no more than one.
     """
     names = [*task, *(more or [])]
     if not names:
@@ -65,9 +100,19 @@ def evaluate(
         raise KfacpackError(f"task {printable(twice[0])!r} is named twice; once is enough")
     if data is not None and len(names) > 1:
         raise KfacpackError(f"--data is the data of one task, found {len(names)}: {printable(', '.join(names))}")
+    needing = {"alpha": alpha, "individual": individual, "choose": choose, "control": control}
+    if vector is None and (first := next((name for name, given in needing.items() if given), None)):
+        raise KfacpackError(f"--{first} is about a task vector: give --vector FILE.safetensors as well")
+    _check_combination(choose, control, control_data, keep, individual, split)
+    alphas = parse_alphas(alpha or ("0:2:0.1" if choose else "0:1:0.05" if control else "1.0"))
+    if choose and len(alphas) == 1:
+        raise KfacpackError(f"--choose needs several α to choose from, found {alpha}; give --alpha 0:2:0.1")
+    share = _share(keep or "95%")
+    if csv:
+        check_output(csv, [each for each in (vector, *map(Path, individual or ())) if each])
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.evaluation.accuracy import Exam, score
-    from kfacpack.heads import head_for
+    from kfacpack.evaluation.accuracy import Exam
+    from kfacpack.evaluation.choice import validation_exam
     from kfacpack.running.processes import local_device
     from kfacpack.tasks import load_task
     from kfacpack.vectors.vector import TaskVector
@@ -75,51 +120,63 @@ def evaluate(
     show = not (quiet or as_json)
     place = local_device(device)
     with loading(", ".join([*names, model]), show=show):
-        exams = [Exam.of(load_task(name, data), split, examples) for name in names]
+        tasks = [load_task(name, data) for name in names]
+        if control is not None:
+            if control in names:
+                raise KfacpackError(f"--control {printable(control)}: is to be forgotten as well; name another task")
+            tasks.append(load_task(control, control_data))
+        exams = {each.name: Exam.of(each, split, examples) for each in tasks}
+        chosen_on = {each.name: validation_exam(each, examples) for each in tasks} if choose or control else {}
+        known = individuals.read(individual or [], exams)
+        tau = TaskVector.load(vector) if vector else None
         loaded = load_named(model, weights, image_size, dtype, place)
-    tau = TaskVector.load(vector) if vector else None
-    heads: list[Head] = []
-    for exam in exams:
-        if tau and exam.task.name in tau.heads:
-            heads.append(tau.heads[exam.task.name])
-            continue
-        with examples_bar(f"{exam.task.name}: head", show=show) as advance:
-            heads.append(head_for(loaded, exam.task, head, batch_size=batch_size, on_progress=advance))
-    scores: list[Score] = []
-    for exam, made in zip(exams, heads, strict=True):
-        with examples_bar(exam.task.name, show=show) as advance:
-            scores.append(score(loaded, made, exam, vector=tau, batch_size=batch_size, on_progress=advance))
+    for each in (tau, *known.values()):
+        if isinstance(each, TaskVector):
+            each.check(loaded.module, loaded.function)  # before anything takes long
+    room = Room(loaded, head, batch_size, show)
+    made = {each.name: room.head(each, tau) for each in tasks}
+    if control is not None:
+        assert tau is not None
+        found = room.negation(made, chosen_on, exams, tau, alphas, share)
+    elif choose:
+        assert tau is not None
+        found = room.choice(made, chosen_on, exams, tau, alphas, room.accuracies(known, exams))
+    else:
+        found = room.sweep(made, exams, tau, alphas, room.accuracies(known, exams), split)
+    if csv:
+        write_csv(csv, found.rows)
     if as_json:
-        print_json(_as_json(exams, heads, scores))
+        print_json(found.as_json)
     elif show:
-        _print(exams, heads, scores)
+        found.print()
 
 
-def _as_json(exams: list[Exam], heads: list[Head], scores: list[Score]) -> dict[str, Any]:
-    tasks = {
-        exam.task.name: {
-            "accuracy": score.accuracy,
-            "normalized": None,
-            "examples": score.examples,
-            "head": head.origin,
-        }
-        for exam, head, score in zip(exams, heads, scores, strict=True)
-    }
-    return {"tasks": tasks, "mean": {"accuracy": _mean(scores), "normalized": None}}
+def _check_combination(
+    choose: bool,
+    control: str | None,
+    control_data: Path | None,
+    keep: str | None,
+    individual: list[str] | None,
+    split: str,
+) -> None:
+    if choose and control:
+        raise KfacpackError("--choose looks for the best α, --control for the one that forgets most; give one of them")
+    if (choose or control) and split != "test":
+        asked = "--choose" if choose else "--control"
+        problem = f"{asked} chooses α on validation and evaluates on test, found --split {printable(split)}"
+        raise KfacpackError(f"{problem}. Leave out one of them")
+    if control is None and (control_data or keep):
+        asked = "--control-data" if control_data else "--keep"
+        raise KfacpackError(f"{asked} is about the control task: name it with --control TASK")
+    if control and individual:
+        raise KfacpackError("--individual normalises what a vector adds, and --control takes it away; give one of them")
 
 
-def _print(exams: list[Exam], heads: list[Head], scores: list[Score]) -> None:
-    table = Table("task", box=None, header_style="bold", pad_edge=False)
-    for heading in ("accuracy", "examples"):
-        table.add_column(heading, justify="right")
-    table.add_column("head")
-    for exam, head, score in zip(exams, heads, scores, strict=True):
-        name = Text(printable(exam.task.name), overflow="fold")
-        table.add_row(name, f"{score.accuracy:.1%}", f"{score.examples:,}", head.origin)
-    if len(scores) > 1:
-        table.add_row("mean", f"{_mean(scores):.1%}", style="bold")
-    out.print(table)
-
-
-def _mean(scores: list[Score]) -> float:
-    return sum(score.accuracy for score in scores) / len(scores)
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise KfacpackError(f"--keep {printable(text)}: expected a share such as 95%, above 0%, up to 100%")
+    return share

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kfacpack.errors import BundleError, CorruptTensor, KfacpackError, MatrixError, TaskVectorError
     from kfacpack.estimation.estimate import estimate
     from kfacpack.evaluation.accuracy import evaluate
+    from kfacpack.evaluation.sweep import sweep
     from kfacpack.heads import Head, head_for
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
@@ -75,6 +76,7 @@ _HOMES = {
     "localisation": "analysis.localisation",
     "merge": "merging.merge",
     "spectra": "analysis.spectra",
+    "sweep": "evaluation.sweep",
     "verify": "verification",
 }
 
@@ -122,6 +124,7 @@ __all__ = [
     "localisation",
     "merge",
     "spectra",
+    "sweep",
     "verify",
 ]  # fmt: skip
 

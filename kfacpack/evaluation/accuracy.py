@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
+from torch import Tensor
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.evaluation.edited import device_of, edited
+from kfacpack.evaluation.edited import device_of, passes
+from kfacpack.function.batch import tensors_of
 from kfacpack.heads import Head, head_for, known_classes
-from kfacpack.models.base import Model
-from kfacpack.models.outputs import outputs
+from kfacpack.models.base import Batch, Model
+from kfacpack.models.outputs import naming, prepared
 from kfacpack.tasks.base import Split, Task
 from kfacpack.tasks.sampling import drawn, how_many
 from kfacpack.vectors.vector import TaskVector
@@ -55,18 +58,24 @@ def evaluate(
     split: str = "test",
     *,
     vector: TaskVector | None = None,
+    alpha: float = 1.0,
     examples: str = "all",
     seed: int = 0,
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
-    """The share of examples whose own class has the largest logit, with a task vector if one is given.
+    """The share of examples whose own class has the largest logit, with α times a task vector if one is given.
 
     The head is the one given, else the vector's own for this task, else `kp.head_for(model, task)`.
     """
     exam = Exam.of(task, split, examples, seed)
-    head = head or (vector.heads.get(task.name) if vector else None) or head_for(model, task)
-    return score(model, head, exam, vector=vector, batch_size=batch_size, on_progress=on_progress)
+    head = head or head_with(model, task, vector)
+    return score(model, head, exam, vector=vector, alpha=alpha, batch_size=batch_size, on_progress=on_progress)
+
+
+def head_with(model: Model, task: Task, vector: TaskVector | None) -> Head:
+    """The vector's own head for the task, or the one that is made without it."""
+    return (vector.heads.get(task.name) if vector else None) or head_for(model, task)
 
 
 def score(
@@ -75,21 +84,92 @@ def score(
     exam: Exam,
     *,
     vector: TaskVector | None = None,
+    alpha: float = 1.0,
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Score:
     """`on_progress` hears how many examples are done, and how many there are."""
-    task, total = exam.task, len(exam.numbers)
+    return scores(model, head, exam, vector, (alpha,), batch_size=batch_size, on_progress=on_progress)[0]
+
+
+def scores(
+    model: Model,
+    head: Head,
+    exam: Exam,
+    vector: TaskVector | None,
+    alphas: Sequence[float],
+    *,
+    batch_size: int = 64,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Score]:
+    """The score with each α τ: what asking for them one by one gives, to the bit, since one by one is done here, too.
+
+    `on_progress` hears how many examples are done and how many there are: in one pass for a linearised vector, else
+    in one for each α.
+    """
+    task = exam.task
     if head.classes != task.classes:
         raise KfacpackError(f"the head's classes are not those of {printable(task.name)}: make it for this task")
-    label_of = dict(zip(exam.numbers, exam.labels, strict=True))
-    done = correct = 0
-    on_progress(done, total)
+    check_alphas(vector, alphas)
     head = head.to(device_of(model))
-    with edited(model, vector) as forward:
-        for chosen, f in outputs(model, exam.split, task.name, exam.numbers, batch_size, forward):
-            labels = torch.tensor([label_of[number] for number in chosen])
-            correct += int((head.logits(f).argmax(1).cpu() == labels).sum())
-            done += len(chosen)
-            on_progress(done, total)
-    return Score(correct, total)
+    runs = passes(model, vector, alphas)
+    batches = _Prepared(model, exam, batch_size, keep=len(runs) > 1)
+    total = work(vector, alphas, [exam])
+    correct: list[int] = []
+    done = 0
+    on_progress(done, total)
+    for each in runs:
+        found: Sequence[int] = ()
+        with each as forwards:
+            for chosen, batch, labels in batches:
+                with torch.no_grad(), naming(exam.split, task.name, chosen):
+                    right = [int((head.logits(f).argmax(1).cpu() == labels).sum()) for f in forwards(batch)]
+                found = [before + more for before, more in zip(found or [0] * len(right), right, strict=True)]
+                done += len(chosen)
+                on_progress(done, total)
+        correct += found
+    return [Score(count, len(exam.numbers)) for count in correct]
+
+
+def work(vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[Exam]) -> int:
+    """How many examples `scores` goes through for these exams."""
+    times = len(alphas) if vector is not None and vector.regime != "linear" else 1
+    return times * sum(len(exam.numbers) for exam in exams)
+
+
+def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
+    if vector is None and tuple(alphas) != (1.0,):
+        raise KfacpackError("alpha is what a vector is multiplied by: give a vector as well")
+    if not alphas:
+        raise KfacpackError("there is no alpha to evaluate at; name at least one")
+    if wrong := [alpha for alpha in alphas if not isfinite(alpha)]:
+        raise KfacpackError(f"a task vector cannot be multiplied by {wrong[0]}")
+
+
+class _Prepared:
+    """An exam's batches, to go through several times: read and prepared once, as long as they need little memory."""
+
+    MOST = 512_000_000
+
+    def __init__(self, model: Model, exam: Exam, batch_size: int, *, keep: bool) -> None:
+        self._model, self._exam, self._batch_size = model, exam, batch_size
+        self._room = self.MOST if keep else 0
+        self._kept: list[tuple[Sequence[int], Batch, Tensor]] | None = None
+
+    def __iter__(self) -> Iterator[tuple[Sequence[int], Batch, Tensor]]:
+        """The examples' numbers, the batch, and their labels, (N,)."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        exam, kept = self._exam, []
+        label_of = dict(zip(exam.numbers, exam.labels, strict=True))
+        for chosen, batch in prepared(self._model, exam.split, exam.task.name, exam.numbers, self._batch_size):
+            made = chosen, batch, torch.tensor([label_of[number] for number in chosen])
+            self._room -= sum(tensor.nbytes for tensor in tensors_of(batch))
+            if self._room >= 0:
+                kept.append(made)
+            else:
+                kept.clear()
+            yield made
+        if self._room >= 0:
+            self._kept = kept

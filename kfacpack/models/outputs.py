@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,13 +27,26 @@ def outputs(
 
     `forward` takes the place of the model's own, for a model that is edited.
     """
-    for chosen in batched(numbers, batch_size):
-        batch = model.prepare([split[number] for number in chosen], task)
-        try:
-            with torch.no_grad():
-                f = forward(batch) if forward else run(model.forward, batch)
-        except NotFiniteError as error:
-            place = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
-            problem = "f is not finite; check the weights, or use another dtype for the model"
-            raise KfacpackError(f"{place}: {problem}") from error
+    for chosen, batch in prepared(model, split, task, numbers, batch_size):
+        with torch.no_grad(), naming(split, task, chosen):
+            f = forward(batch) if forward else run(model.forward, batch)
         yield chosen, f.to(torch.promote_types(f.dtype, torch.float32))
+
+
+def prepared(
+    model: Model, split: Split, task: str, numbers: Sequence[int], batch_size: int
+) -> Iterator[tuple[Sequence[int], Batch]]:
+    """The numbers of each batch's examples, and what the model takes them as."""
+    for chosen in batched(numbers, batch_size):
+        yield chosen, model.prepare([split[number] for number in chosen], task)
+
+
+@contextmanager
+def naming(split: Split, task: str, chosen: Sequence[int]) -> Iterator[None]:
+    """An f that is not finite is told with the examples it is of."""
+    try:
+        yield
+    except NotFiniteError as error:
+        place = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
+        problem = "f is not finite; check the weights, or use another dtype for the model"
+        raise KfacpackError(f"{place}: {problem}") from error

@@ -7,9 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from glob import escape
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+import numpy as np
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.tasks.base import Example, Origin
@@ -24,8 +27,19 @@ TEMPLATES = ("a photo of a {}.",)
 SHARD = re.compile(r"(.+?)(-\d+-of-\d+)?\.parquet")
 
 
+VALIDATION = ("validation", "valid", "val", "dev")
+"""What a split to choose on may be called; it is `validation` to us. The first that is there is taken."""
+SHARE, MOST = 10, 5000
+"""Without one, a tenth of `train` takes its place, and at most so many examples: as in the task arithmetic papers."""
+
+
 class LocalTask:
-    """Splits are found by looking at names; files are opened when a split is asked for."""
+    """Splits are found by looking at names; files are opened when a split is asked for.
+
+    There is always a split `validation` where there is `train`, unless that has fewer than ten examples: the folder's
+    own (it may be called valid, val or dev), or else a tenth of `train`, at most 5000, always the same ones; `train`
+    is then the rest.
+    """
 
     def __init__(self, name: str, folder: Path):
         self.name = name
@@ -33,17 +47,23 @@ class LocalTask:
         try:
             if not folder.is_dir():
                 raise KfacpackError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; {EXPECTED}")
-            self._shards = _shards(folder)
-            self._pictures = {} if self._shards else _pictures(folder)
+            self._shards = _arranged(_shards(folder))
+            self._pictures = {} if self._shards else _arranged(_pictures(folder))
         except OSError as error:
             raise KfacpackError(f"{folder}: cannot be read: {error.strerror}") from error
-        if not self.splits:
+        if not self._found:
             found = ", ".join(sorted(each.name for each in folder.iterdir())[:5]) or "nothing"
             raise KfacpackError(f"{folder}: found {printable(found)}; {EXPECTED}")
 
     @property
+    def _found(self) -> Mapping[str, Sequence[Path]]:
+        """Split -> its files, of those splits that have files of their own."""
+        return self._shards or self._pictures
+
+    @property
     def splits(self) -> tuple[str, ...]:
-        return tuple(self._shards or self._pictures)
+        own = tuple(self._found)
+        return (own[0], "validation", *own[1:]) if self._held_out else own
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
@@ -53,9 +73,7 @@ class LocalTask:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        if self._pictures:
-            return {split: len(files) for split, files in self._pictures.items()}
-        return {split: self._rows(split) for split in self._shards}
+        return {split: len(self._taken(split)) for split in self.splits}
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -75,18 +93,39 @@ class LocalTask:
         return find_columns(_looked_into(first)[0], first)
 
     def _rows(self, split: str) -> int:
+        """How many examples are in its files."""
+        if self._pictures:
+            return len(self._pictures[split])
         return sum(_looked_into(file)[1] for file in self._shards[split])
+
+    @cached_property
+    def _held_out(self) -> Sequence[int]:
+        """Which examples of `train` are those of `validation`, by their place there."""
+        if "train" not in self._found or "validation" in self._found:
+            return ()
+        return _spread(self._rows("train"))
+
+    def _taken(self, name: str) -> Sequence[int]:
+        """Which examples of its files are in a split."""
+        if not self._held_out or name not in ("train", "validation"):
+            return range(self._rows(name))
+        if name == "validation":
+            return self._held_out
+        held = set(self._held_out)
+        return [row for row in range(self._rows("train")) if row not in held]
 
     def split(self, name: str) -> LocalSplit:
         if name not in self.splits:
             raise KfacpackError(
                 f"{self.folder}: no split {printable(name)!r}; there are {', '.join(self.splits)}. {EXPECTED}"
             )
-        data = self._read_pictures(name) if self._pictures else self._read_shards(name)
+        stored = name if name in self._found else "train"
+        data = self._read_pictures(stored) if self._pictures else self._read_shards(stored)
         columns = find_columns(data.features, self.folder)
         if columns.classes != self.classes:
             raise KfacpackError(f"{self.folder}: the classes of {name!r} are not those of {self.splits[0]!r}")
-        return LocalSplit(data, columns, Origin(dataset=self.source, split=name), self._pictures.get(name))
+        origin = Origin(dataset=self.source, split=name)
+        return LocalSplit(data, columns, origin, self._taken(name), stored, self._pictures.get(stored))
 
     def _read_shards(self, name: str) -> Any:
         import datasets
@@ -113,20 +152,29 @@ class LocalTask:
 
 
 class LocalSplit:
-    def __init__(self, data: Any, columns: Columns, source: Origin, files: Sequence[Path] | None):
-        """`files`: the picture of each example, where each has one."""
+    def __init__(
+        self,
+        data: Any,
+        columns: Columns,
+        source: Origin,
+        rows: Sequence[int],
+        stored: str,
+        files: Sequence[Path] | None,
+    ):
+        """`rows`: which of the data are its examples. `stored`: the split the files are of, and `files`: the picture
+        of each row, where each has one."""
         self.source = source
-        self._files = files
+        self._rows, self._stored, self._files = rows, stored, files
         self._columns = columns
         self._data = data
         self._examples = data.select_columns(list(columns.inputs.values()))
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
         try:
-            row = self._examples[index]
+            row = self._examples[self._rows[index]]
         except (OSError, SyntaxError, ValueError) as error:  # all that Pillow raises
             raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {error}") from error
         example = {column: row[stored] for column, stored in self._columns.inputs.items()}
@@ -137,7 +185,7 @@ class LocalSplit:
     def label(self, index: int) -> int:
         if self._columns.label is None:
             raise KfacpackError(f"{self.source.dataset}: there is no column of class labels")
-        label = self._labels[index]
+        label = self._labels[self._rows[index]]
         classes = self._columns.classes
         if label is None or label < 0 or (classes is not None and label >= len(classes)):
             raise KfacpackError(f"{self._place(index)}: its label is {label}, which is no class; leave such rows out")
@@ -148,18 +196,35 @@ class LocalSplit:
         return list(self._data[self._columns.label])
 
     def _place(self, index: int) -> str:
-        if self._files:
-            return str(self._files[index])
-        return f"{self.source.dataset}, split {self.source.split!r}, row {index}"
+        row = self._rows[index]
+        return str(self._files[row]) if self._files else f"{self.source.dataset}, split {self._stored!r}, row {row}"
+
+
+def _spread(size: int) -> list[int]:
+    """A tenth of `size` numbers below it, rising: one drawn from each of as many equal stretches.
+
+    So every class of examples that lie in order of their classes has its share, and those that come in turns have, too.
+    """
+    count = min(size // SHARE, MOST)
+    edges = [k * size // count for k in range(count + 1)] if count else []
+    generator = np.random.Generator(np.random.Philox(key=0, counter=[0, 0, 2, 0]))
+    return [int(generator.integers(start, stop)) for start, stop in pairwise(edges)]
+
+
+def _arranged(splits: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
+    """Train first; and the first of the names that a validation split may have is `validation`."""
+    own = next((name for name in VALIDATION if name in splits), None)
+    renamed = {"validation" if name == own else name: files for name, files in splits.items()}
+    return dict(sorted(renamed.items(), key=lambda item: item[0] != "train"))
 
 
 def _shards(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its files, train first."""
+    """Split -> its files."""
     files: dict[str, list[Path]] = {}
     for file in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
         if match := SHARD.fullmatch(file.name):
             files.setdefault(match[1], []).append(file)
-    return dict(sorted(files.items(), key=lambda item: item[0] != "train"))
+    return files
 
 
 def _pictures(folder: Path) -> dict[str, list[Path]]:
@@ -173,7 +238,7 @@ def _pictures(folder: Path) -> dict[str, list[Path]]:
         splits.setdefault(file.parts[-3], []).append(file)
     if not splits and (files := below("*/*")):
         splits["train"] = files
-    return dict(sorted(splits.items(), key=lambda item: item[0] != "train"))
+    return splits
 
 
 def _looked_into(file: Path) -> tuple[Any, int]:

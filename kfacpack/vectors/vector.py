@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from kfacpack.bundle.identity import difference
+from kfacpack.bundle.identity import difference, function_difference
 from kfacpack.curvature.identify import weights_of_model
 from kfacpack.errors import TaskVectorError
 from kfacpack.vectors.leaf import InFile, InMemory, Leaf, digest_of, reader, write
@@ -21,6 +21,7 @@ from kfacpack.vectors.manifest import AboutVector, HeadEntry
 from kfacpack.vectors.sums import about_sum, check_addable, heads_of
 
 if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import Function
     from kfacpack.vectors.head import Head
 
 Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
@@ -32,6 +33,9 @@ class TaskVector(Mapping[str, Tensor]):
     Nothing is added up before it is asked for: `tv[name]` reads one tensor of each addend. What it gives is not to be
     changed in place.
     """
+
+    _multiple: tuple[float, TaskVector] | None = None
+    """Of one that was made by multiplying: the number, and the vector it was multiplied by."""
 
     def __init__(self, tensors: Mapping[str, Tensor], about: AboutVector, heads: Mapping[str, Head] | None = None):
         """From the change of each parameter that `about.base` lists, and a head for each task that has one.
@@ -157,14 +161,29 @@ class TaskVector(Mapping[str, Tensor]):
             return NotImplemented
         if not isfinite(factor):
             raise TaskVectorError(f"a task vector cannot be multiplied by {factor}")
-        return TaskVector._of((factor * coefficient, leaf) for coefficient, leaf in self._terms)
+        made = TaskVector._of((factor * coefficient, leaf) for coefficient, leaf in self._terms)
+        before, direction = self.as_multiple()
+        made._multiple = factor * before, direction
+        return made
 
     __rmul__ = __mul__
 
-    def check(self, model: nn.Module | Mapping[str, Tensor]) -> None:
-        """Refuse a model that is not the one it was trained from, naming the first parameter that differs."""
+    def as_multiple(self) -> tuple[float, TaskVector]:
+        """(α, τ) where this is α τ, as it was written; a vector that nobody has multiplied is 1.0 times itself.
+
+        What is linear in τ can be had for every α from τ alone, and is then the same number whoever asks.
+        """
+        return self._multiple or (1.0, self)
+
+    def check(self, model: nn.Module | Mapping[str, Tensor], function: Function | None = None) -> None:
+        """Refuse a model that is not the one it was trained from, naming the first parameter that differs, or whose f,
+        if it is given, is another."""
         weights = weights_of_model(model)
-        base = self._terms[0][1].about.base
+        about = self._terms[0][1].about
+        base = about.base
+        if function and (words := function_difference(about.function, function)):
+            problem = f"this vector was trained for another f than the model's: {words}"
+            raise TaskVectorError(f"{problem}. Load the model as it was for training, at the same image size")
         for parameter in base.parameters:
             if found := difference(parameter, weights):
                 problem = f"parameter {parameter.name!r} {found}"
@@ -189,9 +208,12 @@ class TaskVector(Mapping[str, Tensor]):
         return state
 
     @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[nn.Module]:
-        """The model itself with the vector added, as long as the context lasts; then its very bytes as before."""
-        self.check(model)
+    def applied(self, model: nn.Module, function: Function | None = None) -> Iterator[nn.Module]:
+        """The model itself with the vector added, as long as the context lasts; then its very bytes as before.
+
+        `function`: what its f is, which is then checked as well.
+        """
+        self.check(model, function)
         state = model.state_dict()
         before = {name: state[name].clone() for name in self}
         try:

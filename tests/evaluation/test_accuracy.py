@@ -80,7 +80,7 @@ def test_progress_counts_the_examples(eye, task, by_colour):
 
 
 def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):
-    with pytest.raises(KfacpackError, match="no split 'dev'; there are train, test"):
+    with pytest.raises(KfacpackError, match="no split 'dev'; there are train, validation, test"):
         evaluate(eye, task, by_colour, "dev")
     with pytest.raises(KfacpackError, match="the head's classes are not those of colours"):
         evaluate(eye, task, replace(by_colour, classes=("a", "b", "c")))
