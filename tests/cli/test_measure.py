@@ -48,7 +48,7 @@ def things(tmp_path_factory):
         )
         kp.TaskVector(tau, about, {name: kp.head_for(model, task)}).save(folder / f"{name}.safetensors")
         split = task.split("train")
-        batch = model.prepare([split[number] for number in range(12)], name)
+        batch = model.prepare([split[number] for number in range(len(split))], name)
         said = {"name": model.name, "function": model.function, "source": kp.Source(task=name, dataset_size=12)}
         made = kp.estimate(model.module, [batch], params=list(PARAMS), forward=model.forward, **said)
         made.save(folder / f"{name}.kfac")
