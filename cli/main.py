@@ -13,7 +13,23 @@ from typer.core import TyperGroup
 
 import kfacpack
 
-from . import add, compress, demo, estimate, eval, inspect, merge, models, negate, report, run, tasks, train, verify
+from . import (
+    add,
+    compress,
+    demo,
+    estimate,
+    eval,
+    inspect,
+    measure,
+    merge,
+    models,
+    negate,
+    report,
+    run,
+    tasks,
+    train,
+    verify,
+)
 from .console import show_error
 
 
@@ -70,6 +86,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "add": add.add,
     "negate": negate.negate,
     "eval": eval.evaluate,
+    "measure": measure.measure,
     "run": run.run,
     "report": report.report,
     "demo": demo.demo,

@@ -8,6 +8,10 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kfacpack.analysis.disentanglement import disentanglement
+    from kfacpack.analysis.drift import drift
+    from kfacpack.analysis.localisation import localisation
+    from kfacpack.analysis.spectra import spectra
     from kfacpack.bundle.manifest import EXPAND, REDUCE, About, Base, Estimate, Function, Join, Piece, Source
     from kfacpack.bundle.reader import Bundle
     from kfacpack.compression.compress import compress
@@ -62,6 +66,8 @@ _HOMES = {
     "Whole": "curvature.block",
     "add": "vectors.add",
     "compress": "compression.compress",
+    "disentanglement": "analysis.disentanglement",
+    "drift": "analysis.drift",
     "estimate": "estimation.estimate",
     "evaluate": "evaluation.accuracy",
     "head_for": "heads",
@@ -70,8 +76,10 @@ _HOMES = {
     "load": "curvature.loading",
     "load_model": "models",
     "load_task": "tasks",
+    "localisation": "analysis.localisation",
     "merge": "merging.merge",
     "report": "reporting.report",
+    "spectra": "analysis.spectra",
     "sweep": "evaluation.sweep",
     "verify": "verification",
 }
@@ -108,6 +116,8 @@ __all__ = [
     "Whole",
     "add",
     "compress",
+    "disentanglement",
+    "drift",
     "estimate",
     "evaluate",
     "head_for",
@@ -116,8 +126,10 @@ __all__ = [
     "load",
     "load_model",
     "load_task",
+    "localisation",
     "merge",
     "report",
+    "spectra",
     "sweep",
     "verify",
 ]  # fmt: skip

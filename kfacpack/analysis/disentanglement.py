@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kfacpack.analysis.moves import Count, OnProgress, by_task, f_of, moves, require_one_kind
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.evaluation.accuracy import Exam, head_with
 from kfacpack.evaluation.edited import device_of, edited
-from kfacpack.heads import Head, head_for
 
 if TYPE_CHECKING:
-    from kfacpack.evaluation.accuracy import Exam
+    from kfacpack.heads import Head
     from kfacpack.models.base import Model
     from kfacpack.vectors.vector import TaskVector
 
@@ -123,7 +123,7 @@ def _head(model: Model, exam: Exam, vector: TaskVector, heads: Mapping[str, Head
     if task.name not in vector.tasks:
         expected = f"expected those of {printable(', '.join(vector.tasks))}, which the vector is of"
         raise KfacpackError(f"these are examples of {printable(task.name)}; {expected}")
-    head = heads.get(task.name) or vector.heads.get(task.name) or head_for(model, task)
+    head = heads.get(task.name) or head_with(model, task, vector)
     if head.classes != task.classes:
         raise KfacpackError(f"the head's classes are not those of {printable(task.name)}: make it for this task")
     return head

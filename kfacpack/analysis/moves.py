@@ -87,7 +87,7 @@ def by_task(exams: Sequence[Exam]) -> dict[str, Exam]:
 
 def _tangents(model: Model, vectors: Sequence[TaskVector]) -> Forward:
     """A batch -> f and J τ of each vector side by side, (N, (1 + V) C)."""
-    vectors[0].check(model.module)  # the others are of the same base model
+    vectors[0].check(model.module, model.function)  # the others are of the same base model
     wanted = choose(model.module, list(vectors[0]))
     linearized = Linearized(model.module, model.forward, wanted)
     taus = [{name: vector[name].to(parameter.device) for name, parameter in wanted.items()} for vector in vectors]

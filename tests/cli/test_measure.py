@@ -1,0 +1,149 @@
+"""`kfacpack measure`, as a shell sees it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from kfacpack_cli.main import app
+from pictures import paint
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.models import load_model
+from kfacpack.tasks import load_task
+from kfacpack.vectors.manifest import AboutVector, TaskEntry
+
+COUNTS = {split: dict.fromkeys(("red", "green", "blue"), 4) for split in ("train", "test")}
+PARAMS = ("visual.transformer.resblocks.3.mlp.c_proj.weight", "visual.transformer.resblocks.3.mlp.c_proj.bias")
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, ["measure", *map(str, arguments)], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def found(*arguments):
+    done = run(*arguments, "--json")
+    assert not done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def things(tmp_path_factory):
+    """Two tasks' pictures, vectors and bundles, and the options that say where the pictures are."""
+    folder = tmp_path_factory.mktemp("things")
+    model = load_model("tiny")
+    for seed, name in enumerate(("morning", "evening")):
+        task = load_task(name, paint(folder / name, COUNTS, seed))
+        generator = torch.Generator().manual_seed(seed)
+        tau = {each: 0.05 * torch.randn(model.module.get_parameter(each).shape, generator=generator) for each in PARAMS}
+        about = AboutVector(
+            base=kp.identify(model.module, list(PARAMS), family=model.family, name=model.name),
+            function=model.function,
+            regime="linear",
+            tasks=(TaskEntry(source=kp.Source(task=name, dataset_size=12)),),
+        )
+        kp.TaskVector(tau, about, {name: kp.head_for(model, task)}).save(folder / f"{name}.safetensors")
+        split = task.split("train")
+        batch = model.prepare([split[number] for number in range(len(split))], name)
+        said = {"name": model.name, "function": model.function, "source": kp.Source(task=name, dataset_size=12)}
+        made = kp.estimate(model.module, [batch], params=list(PARAMS), forward=model.forward, **said)
+        made.save(folder / f"{name}.kfac")
+    both = sum(kp.TaskVector.load(folder / f"{name}.safetensors") for name in ("morning", "evening"))
+    both.save(folder / "both.safetensors")
+    kp.merge([kp.load(folder / f"{name}.kfac") for name in ("morning", "evening")]).save(folder / "both.kfac")
+    return folder
+
+
+def vectors(things):
+    return [things / "morning.safetensors", things / "evening.safetensors"]
+
+
+def data(things, *names):
+    return [word for name in names or ("morning", "evening") for word in ("--data", f"{name}={things / name}")]
+
+
+def test_disentanglement_with_its_file_and_its_figure(things, tmp_path):
+    files = ["-o", tmp_path / "d.json", "--figure", tmp_path / "d.png"]
+    said = found("disentanglement", *vectors(things), *data(things), "--alpha", "-1:1:1", *files)
+    assert (said["tasks"], said["alphas"]) == (["morning", "evening"], [-1.0, 0.0, 1.0])
+    assert said["examples"] == {"morning": 12, "evening": 12}
+    assert [len(row) for row in said["xi"]] == [3, 3, 3]
+    assert said["xi"][1][1] == 0
+    assert json.loads((tmp_path / "d.json").read_text()) == said
+    assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_localisation_and_its_table(things):
+    said = found("localisation", *vectors(things), *data(things), "--examples", 6)
+    assert list(said["vectors"]) == ["morning", "evening"]
+    assert said["vectors"]["morning"]["off"]["examples"] == 6
+    alone = [things / "morning.safetensors", "--task", "evening", *data(things)]
+    assert found("localisation", *alone, "--examples", 6)["vectors"]["morning"] == said["vectors"]["morning"]
+    lines = run("localisation", *alone).stdout.splitlines()
+    assert lines[0].split() == ["vector", "on", "task", "off", "task", "AUROC"]
+    assert lines[1].split()[0] == "morning"
+    assert not run("localisation", *alone, "--quiet").output
+
+
+def test_drift_and_its_table(things, tmp_path):
+    common = ["drift", *vectors(things), "--bundle", things / "evening.kfac", *data(things, "evening")]
+    said = found(*common, "--split", "train")
+    assert [(each["vector"], each["task"]) for each in said["pairs"]] == [
+        ("morning", "evening"),
+        ("evening", "evening"),
+    ]
+    for pair, layer in zip(said["pairs"], said["layers"], strict=True):
+        assert layer["block"] == PARAMS[0]
+        # There is only one block, and it was estimated on these very examples.
+        assert pair["predicted"] == layer["predicted"]
+        assert pair["measured"] == pytest.approx(layer["measured"], rel=1e-5)
+    table = run(*common, "--figure", tmp_path / "drift.svg").stdout
+    assert "ratios of 2 single layers" in table
+    assert (tmp_path / "drift.svg").read_text().lstrip().startswith("<?xml")
+    assert "single layers" not in run(*common, "--layer-examples", 0).stdout
+
+
+def test_spectra_and_its_table(things):
+    said = found("spectra", "--bundle", things / "morning.kfac")
+    assert [(each["name"], each["side"]) for each in said["blocks"]] == [(PARAMS[0], "B"), (PARAMS[0], "A")]
+    lines = run("spectra", "--bundle", things / "both.kfac").stdout.splitlines()
+    assert lines[0].split() == ["block", "side", "size", "trace", "largest", "effective", "rank"]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (["disentanglement", "morning.safetensors"], "expected two vectors, found 1 vector and 0 bundles"),
+        (["localisation"], "expected one vector or more"),
+        (["drift", "morning.safetensors"], "--bundle once or more"),
+        (["spectra", "morning.safetensors", "--bundle", "morning.kfac"], "and no vector"),
+        (["weight", "morning.safetensors"], "weight"),
+        (["localisation", "both.safetensors"], "is of 2 tasks (morning, evening), expected a vector of one"),
+        (["localisation", "morning.safetensors", "morning.safetensors"], "give one for each task"),
+        (["localisation", "morning.kfac"], "morning.kfac"),
+        (["drift", "morning.safetensors", "--bundle", "both.kfac"], "is of no single task"),
+        (["localisation", "morning.safetensors"], "--data morning=DIR"),
+        (["localisation", "morning.safetensors", "--data", "morning"], "expected a task and its folder"),
+        (["localisation", "morning.safetensors", "--data", "noon=x"], "task 'noon' is not measured on"),
+        (["localisation", "morning.safetensors", "--data", "morning=morning"], "another task is needed"),
+        (["localisation", "morning.safetensors", "--alpha", "1"], "--alpha is about disentanglement"),
+        (["disentanglement", "morning.safetensors", "evening.safetensors", "--alpha", "x"], "'x'"),
+        (["localisation", "morning.safetensors", "--figure", "out.pdf"], "ends in .png or .svg"),
+        (["localisation", "morning.safetensors", "-o", "morning.safetensors"], "is also an input"),
+        (["spectra", "--bundle", "nowhere.kfac"], "nowhere.kfac"),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
+)
+def test_wrong_input_is_told(things, monkeypatch, wrong, words):
+    monkeypatch.chdir(things)
+    before = (things / "morning.safetensors").read_bytes()
+    done = run(*wrong, code=2)
+    assert words in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+    assert not done.stdout
+    assert (things / "morning.safetensors").read_bytes() == before
