@@ -55,8 +55,8 @@ def summary(results: Results) -> Section:
         ]
 
     columns = [
-        "arm", "method", "own vector", "all added", "normalised", "recovered", "best α", "at best α", "removed",
-        "control kept", "AUROC", "penalty", "regime",
+        "arm", "method", "own vector", "all added", "normalised", "recovered", "best\u00a0α", "at best\u00a0α",
+        "removed", "control kept", "AUROC", "penalty", "regime",
     ]  # fmt: skip
     rows = [cells(row) for row in results.summary]
     kept = [k for k in range(len(columns)) if any(row[k].value is not None for row in rows)]

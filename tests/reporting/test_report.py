@@ -287,7 +287,7 @@ SEED = ("arms", 0, "seeds", 0)
         (changed([*SEED, "disentanglement", 0, "xi"], [[0.1]]), "xi needs 16 rows of 16 numbers"),
         (changed(["spectra", "blocks", 0, "ranks"], [1]), "as many ranks as eigenvalues"),
         (changed(["arms", 1, "name"], "without"), "names an arm twice"),
-        (changed(["bundles", 0, "bytes"], "\x1b[31mred"), r"bundles.0.bytes: .* found '\\\\x1b\[31mred'"),
+        (changed(["bundles", 0, "bytes"], "\x1b[31mred"), r"bundles.0.bytes: .* found '\\x1b\[31mred'"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, words):
