@@ -25,11 +25,11 @@ from . import (
     models,
     negate,
     report,
-    run,
     tasks,
     train,
     verify,
 )
+from . import run as carry_out
 from .console import show_error
 
 
@@ -87,7 +87,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "negate": negate.negate,
     "eval": eval.evaluate,
     "measure": measure.measure,
-    "run": run.run,
+    "run": carry_out.run,
     "report": report.report,
     "demo": demo.demo,
     "models": models.models,

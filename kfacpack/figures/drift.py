@@ -12,7 +12,7 @@ from kfacpack.figures.style import canvas, is_shown, legend_below, log_limits, l
 
 @themed
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """τᵀGτ over the mean of ‖Jτ‖²: each pair of a vector and a task, and each layer of each."""
+    """The mean of ‖Δf‖² over τᵀGτ: each pair of a vector and a task, and each layer of each."""
     look = theme_of(theme)
     layers, pairs = data.get("layers") or [], data["pairs"]
     groups = (
@@ -39,6 +39,6 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     axes.set_ylim(*limits)
     axes.set_aspect("equal")
     axes.set_xlabel("predicted by the bundle, τᵀGτ")
-    axes.set_ylabel("measured on data, mean ‖Jτ‖²")
+    axes.set_ylabel("measured on data, mean ‖Δf‖²")
     legend_below(figure, axes, 2)
     return figure

@@ -12,7 +12,10 @@ from kfacpack.figures.style import canvas, is_shown, legend_below, log_limits, l
 
 @themed
 def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """For each vector: the quantiles 5, 25, 50, 75 and 95 % of ‖Jτ‖², on its task and off it, and the AUROC."""
+    """For each vector: the quantiles 5, 25, 50, 75 and 95 % of ‖Δf‖², on its task and off it, and the AUROC.
+
+    Δf is J τ in the linearised model, f(θ₀ + τ) − f(θ₀) in others.
+    """
     look = theme_of(theme)
     vectors = data["vectors"]
     figure = canvas(1.5 + 0.46 * len(vectors))
@@ -48,7 +51,7 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     axes.set_ylim(len(vectors) - 0.5, -0.5)
     axes.set_yticks(range(len(vectors)), [shortened(name, 16) for name in vectors])
     axes.grid(False, axis="y")
-    axes.set_xlabel("‖Jτ‖², how far f moves (5, 25, 50, 75, 95 %)")
+    axes.set_xlabel("‖Δf‖², how far f moves (5, 25, 50, 75, 95 %)")
     axes.set_ylabel("vector of")
     legend_below(figure, axes, 2)
     return figure

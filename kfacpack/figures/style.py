@@ -99,7 +99,12 @@ def themed(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     @functools.wraps(draw)
     def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with _settings(theme_of(str(kwargs.get("theme", "light")))):
-            return draw(*args, **kwargs)
+            figure = draw(*args, **kwargs)
+            # Once and for all: else each file that is made of it would move things a little, after the one before.
+            if engine := figure.get_layout_engine():
+                engine.execute(figure)
+            figure.set_layout_engine("none")
+            return figure
 
     return drawn
 

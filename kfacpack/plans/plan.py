@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from kfacpack.bundle.container import repeated
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.alphas import parse_alphas
@@ -181,9 +182,9 @@ class Plan(Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Plan:
         names = [task.name for task in self.tasks]
-        for what, values in (("task", names), ("seed", list(self.seeds))):
-            if twice := [value for value in values if values.count(value) > 1]:
-                raise ValueError(f"the {what} {twice[0]!r} is there twice")
+        for what, values in (("task", names), ("seed", self.seeds), ("method", self.evaluation.methods)):
+            if twice := repeated(values):
+                raise ValueError(f"the {what} {twice!r} is there twice")
         asked = [("negation.control", self.evaluation.negation.control)] if self.evaluation.negation else []
         pairs = self.evaluation.disentanglement
         asked += [("disentanglement.pairs", name) for pair in (pairs.pairs or () if pairs else ()) for name in pair]

@@ -11,11 +11,13 @@ from kfacpack.reporting.statistics import mean_sweep, over_seeds
 
 
 def headline(results: Results) -> list[Cell]:
-    """The best penalty beside none, or the best arm if that is all there is."""
+    """The best penalty that takes no data of other tasks, beside none; or the best arm, if there are no two such."""
     rows = [row for row in results.summary if row.method == "sum"] or results.summary
     arms = {arm.name: arm for arm in results.arms}
-    best = max(rows, key=lambda row: row.added)
-    plain = next((row for row in rows if row.arm in arms and arms[row.arm].penalty is None), None)
+    penalties = {row.arm: arm.penalty for row in rows if (arm := arms.get(row.arm))}
+    dataless = [row for row in rows if (penalty := penalties.get(row.arm)) and not penalty.data]
+    best = max(dataless or rows, key=lambda row: row.added)
+    plain = next((row for row in rows if row.arm in penalties and penalties[row.arm] is None), None)
     sentence = [
         text(f"{results.model.name}, with the vectors of"),
         Cell(kind="count", value=len(results.tasks)),
@@ -41,20 +43,20 @@ def summary(results: Results) -> Section:
         arm = arms.get(row.arm)
         return [
             text(row.arm),
-            text(_penalty(arm.penalty) if arm else None),
-            text(arm.regime if arm else None),
             text(row.method),
             Cell(kind="percent", value=row.individual, std=row.individual_std if several else None),
             Cell(kind="percent", value=row.added, std=row.added_std if several else None),
             *map(_share, (row.normalized, row.recovered)),
             Cell(kind="number", value=row.best_alpha),
             *map(_share, (row.best, row.removed, row.control_kept)),
-            Cell(kind="number", value=row.auroc),
+            Cell(kind="score", value=row.auroc),
+            text(_penalty(arm.penalty) if arm else None),
+            text(arm.regime if arm else None),
         ]
 
     columns = [
-        "arm", "penalty", "regime", "method", "own vector", "all added", "normalised", "recovered", "best α",
-        "at best α", "removed", "control kept", "AUROC",
+        "arm", "method", "own vector", "all added", "normalised", "recovered", "best\u00a0α", "at best\u00a0α",
+        "removed", "control kept", "AUROC", "penalty", "regime",
     ]  # fmt: skip
     rows = [cells(row) for row in results.summary]
     kept = [k for k in range(len(columns)) if any(row[k].value is not None for row in rows)]

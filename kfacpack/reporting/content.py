@@ -10,12 +10,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kfacpack.reporting.numbers import NOTHING, count, human_bytes, human_seconds, percent, plain
+from kfacpack.reporting.numbers import NOTHING, count, human_bytes, human_seconds, percent, plain, score
 
-Kind = Literal["text", "code", "percent", "number", "count", "bytes", "seconds"]
+Kind = Literal["text", "code", "percent", "number", "score", "count", "bytes", "seconds"]
 _SHOWN: dict[str, Callable[..., str]] = {
     "percent": percent,
     "number": plain,
+    "score": score,
     "count": count,
     "bytes": human_bytes,
     "seconds": human_seconds,

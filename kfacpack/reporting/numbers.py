@@ -32,5 +32,10 @@ def plain(value: float, std: float | None = None) -> str:
     return f"{value:.3g}" if std is None else f"{value:.3g} ± {std:.2g}"
 
 
+def score(value: float, std: float | None = None) -> str:
+    """Three decimals, for what lies between 0 and 1 and is no share."""
+    return f"{value:.3f}" if std is None else f"{value:.3f} ± {std:.3f}"
+
+
 def count(number: float) -> str:
     return f"{number:,.0f}"

@@ -58,13 +58,13 @@ def localisation(results: Results) -> Section | None:
         columns.append(arm.name)
     rows = [
         [text(task)] + [
-            over_seeds("number", (s.localisation.vectors[task].auroc for s in seeds
+            over_seeds("score", (s.localisation.vectors[task].auroc for s in seeds
                                   if s.localisation and task in s.localisation.vectors))
             for _, _, seeds in found
         ]
         for task in results.names
     ]  # fmt: skip
-    last = [over_seeds("number", (s.localisation.auroc for s in seeds if s.localisation)) for _, _, seeds in found]
+    last = [over_seeds("score", (s.localisation.auroc for s in seeds if s.localisation)) for _, _, seeds in found]
     table = Table(
         caption="AUROC: how well the size of the move tells a vector's own examples from others",
         columns=columns,
@@ -75,7 +75,8 @@ def localisation(results: Results) -> Section | None:
         id="localisation",
         title="Where does a vector act?",
         how_to_read="A vector should move f on its own task's examples and leave all others alone: the further apart "
-        "the two marks of a row, the better; an AUROC of 1 is perfect, of 0.5 chance.",
+        "the two marks of a row, the better; an AUROC of 1 is perfect, of 0.5 chance. Δf is J τ for linearised "
+        "vectors, and f with the vector minus f without it for others.",
         tables=[table],
         pictures=pictures,
     )

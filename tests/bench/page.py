@@ -4,7 +4,7 @@
 
 Opens the page in headless Chromium (Debian's package `chromium`) at the widths of phones and of a desk, light and dark,
 and writes a screenshot of each, and the page as it is printed. Exits with 1 on any message in the console, any request
-but that for the page, and any width that the page overflows. Chromium is spoken to through a pipe: no library is needed.
+but that for the page, and any width that the page overflows. Chromium is spoken to through a pipe; no library needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-WIDTHS, THEMES = (360, 390, 1280), ("light", "dark")
+SCREENS = [(width, theme, "screen") for width in (360, 390, 1280) for theme in ("light", "dark")]
+PAPER = (700, "dark", "print")
+"""A4 between its margins, asked for by somebody whose screen is dark."""
 FLAGS = ("--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
 
@@ -79,12 +81,12 @@ class Browser:
         return json.loads(message)
 
 
-def look(browser: Browser, page: Path, width: int, theme: str, out: Path) -> list[str]:
+def look(browser: Browser, page: Path, width: int, theme: str, media: str, out: Path) -> list[str]:
     """What is wrong with the page at this width."""
     browser.events.clear()
     browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
     scheme = [{"name": "prefers-color-scheme", "value": theme}]
-    browser.ask("Emulation.setEmulatedMedia", media="", features=scheme)
+    browser.ask("Emulation.setEmulatedMedia", media=media, features=scheme)
     browser.ask("Page.navigate", url=page.as_uri())
     browser.wait_for("Page.loadEventFired")
 
@@ -99,7 +101,7 @@ def look(browser: Browser, page: Path, width: int, theme: str, out: Path) -> lis
     size = browser.ask("Page.getLayoutMetrics")["cssContentSize"]
     clip = {"x": 0, "y": 0, "width": width, "height": size["height"], "scale": 1}
     picture = browser.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
-    (out / f"{width}-{theme}.png").write_bytes(base64.b64decode(picture))
+    (out / f"{width}-{theme if media == 'screen' else media}.png").write_bytes(base64.b64decode(picture))
     problems = [f"is {shown} pixels wide on a screen of {width}"] if shown > width else []
     problems += [f"{unseen} pictures are not shown"] if unseen else []
     for said in browser.events:
@@ -128,11 +130,10 @@ def main() -> None:
             browser.session = browser.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
             for domain in ("Page", "Network", "Runtime", "Log"):
                 browser.ask(f"{domain}.enable")
-            for width in WIDTHS:
-                for theme in THEMES:
-                    problems = look(browser, page, width, theme, out)
-                    failed |= bool(problems)
-                    print(f"{width} pixels, {theme}: {'; '.join(problems) or 'fine'}")
+            for width, theme, media in (*SCREENS, PAPER):
+                problems = look(browser, page, width, theme, media, out)
+                failed |= bool(problems)
+                print(f"{width} pixels, {theme}, {media}: {'; '.join(problems) or 'fine'}")
             printed = browser.ask("Page.printToPDF", printBackground=False, paperWidth=8.27, paperHeight=11.69)["data"]
             (out / "printed.pdf").write_bytes(base64.b64decode(printed))
         finally:

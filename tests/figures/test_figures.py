@@ -149,6 +149,12 @@ def test_zeros_have_no_place_on_a_logarithmic_axis():
     assert [power_of_ten(x) for x in (1e-12, 1.0, 1000.0, 0.0)] == ["10⁻¹²", "10⁰", "10³", ""]
 
 
+def test_files_do_not_depend_on_those_made_before():
+    first, second = (FIGURES["sweep"](data_of("sweep")) for _ in range(2))
+    render(first, "png")
+    assert render(first, "svg") == render(second, "svg")
+
+
 def test_few_spectra_are_named_and_many_coloured_by_side():
     few = words(FIGURES["spectra"](invented.make_spectra(2)))
     assert "visual.blocks.1.mlp B" in few

@@ -129,7 +129,7 @@ def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], 
         "sweep": make_sweep(tasks, loss, dice),
         "best": {"alpha": 0.9, "validation": 0.915 - loss, "test": 0.91 - loss},
         "negation": make_negation(tasks, tasks[0], dice) if full else None,
-        "disentanglement": [make_disentanglement(tasks[0], tasks[k], loss) for k in (1, 2)] if full else None,
+        "disentanglement": [make_disentanglement(tasks[0], each, loss) for each in tasks[1:3]] if full else None,
         "localisation": make_localisation(tasks, loss, dice) if full else None,
         "drift": make_drift(tasks, loss, dice) if full else None,
     }
