@@ -8,7 +8,7 @@ from kfacpack.errors import KfacpackError
 
 from .console import out, show_note
 from .options import DEVICE, QUIET, RUN, option
-from .run import carry_out
+from .plan import carry_out
 
 
 def demo(

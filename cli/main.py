@@ -24,12 +24,12 @@ from . import (
     merge,
     models,
     negate,
+    plan,
     report,
     tasks,
     train,
     verify,
 )
-from . import run as carry_out
 from .console import show_error
 
 
@@ -87,7 +87,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "negate": negate.negate,
     "eval": eval.evaluate,
     "measure": measure.measure,
-    "run": carry_out.run,
+    "run": plan.run,
     "report": report.report,
     "demo": demo.demo,
     "models": models.models,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
-from kfacpack.bundle.writer import replacing
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.running.files import write_whole
 
 from .console import out, print_json
 from .options import (
@@ -224,9 +223,7 @@ def _exams(names: list[str], data: Iterable[str], split: str, examples: str) -> 
 
 def _write(what: What, found: dict[str, Any], output: Path | None, figure: Path | None) -> None:
     if output:
-        with replacing(output) as descriptor, os.fdopen(descriptor, "w", encoding="utf-8", closefd=False) as stream:
-            json.dump(found, stream, indent=2)
-            stream.write("\n")
+        write_whole(output, f"{json.dumps(found, indent=2)}\n".encode())
     if figure:
         from kfacpack.figures import FIGURES, save
 

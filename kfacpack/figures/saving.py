@@ -8,9 +8,9 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from kfacpack.bundle.writer import replacing
 from kfacpack.errors import KfacpackError
 from kfacpack.figures.style import saving
+from kfacpack.running.files import write_whole
 
 # What would say when, and by which version, a file was made.
 _UNSAID: dict[str, dict[str, None]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
@@ -31,7 +31,5 @@ def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
     target = Path(path)
     if target.suffix[1:].lower() not in _UNSAID:
         raise KfacpackError(f"{target}: a figure's file ends in .svg or .png, found {target.suffix!r}")
-    content = render(figure, target.suffix[1:].lower())
-    with replacing(target) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
-        stream.write(content)
+    write_whole(target, render(figure, target.suffix[1:].lower()))
     return target

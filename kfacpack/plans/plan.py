@@ -182,7 +182,7 @@ class Plan(Part):
     @model_validator(mode="after")
     def _fits_together(self) -> Plan:
         names = [task.name for task in self.tasks]
-        for what, values in (("task", names), ("seed", self.seeds), ("method", self.evaluation.methods)):
+        for what, values in (("task", names), ("seed", map(str, self.seeds)), ("method", self.evaluation.methods)):
             if twice := repeated(values):
                 raise ValueError(f"the {what} {twice!r} is there twice")
         asked = [("negation.control", self.evaluation.negation.control)] if self.evaluation.negation else []

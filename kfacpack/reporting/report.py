@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kfacpack.bundle.writer import replacing
 from kfacpack.errors import KfacpackError
 from kfacpack.reporting.content import Picture, Report
 from kfacpack.reporting.results import read_results, read_times
 from kfacpack.reporting.sections import compose
+from kfacpack.running.files import write_whole
 
 
 def report(
@@ -33,8 +33,8 @@ def report(
     from kfacpack.reporting.page import render_page
 
     html = render_page(content, drawings)
-    _write(page.with_suffix(".json"), content.model_dump_json(indent=1) + "\n")
-    _write(page, html)
+    write_whole(page.with_suffix(".json"), f"{content.model_dump_json(indent=1)}\n".encode(errors="replace"))
+    write_whole(page, html.encode(errors="replace"))
     return page
 
 
@@ -77,8 +77,3 @@ def _draw_one(picture: Picture, folder: Path) -> dict[str, bytes]:
         if theme == "light":
             save(figure, folder / f"{name}.png")
     return drawn
-
-
-def _write(path: Path, text: str) -> None:
-    with replacing(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
-        stream.write(text.encode("utf-8", errors="replace"))

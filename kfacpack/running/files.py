@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import os
-import secrets
-from pathlib import Path
 
-from kfacpack.errors import KfacpackError
+from kfacpack.bundle.writer import replacing
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Written beside, synced, renamed: who is killed half-way leaves the old file."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        raise KfacpackError(f"{path}: could not be written: {error.strerror}. Nothing was changed") from error
-    finally:
-        beside.unlink(missing_ok=True)
+def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
+    """Who is killed half-way leaves the old file."""
+    with replacing(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
+        stream.write(data)
