@@ -46,6 +46,7 @@ bench: $(READY) ## the measured promises, as ratios; fails when one does not hol
 	$(BIN)/python tests/bench/linear.py
 	$(BIN)/python tests/bench/penalty.py
 	$(BIN)/python tests/bench/sweep.py
+	$(BIN)/python tests/bench/interrupted.py
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
 

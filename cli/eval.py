@@ -54,7 +54,7 @@ def evaluate(
         "--alpha",
         metavar="A|A,B|FROM:TO:STEP",
         help="What it is multiplied by: one number, several, or a range with its end, as 0:2:0.1. "
-        "[default: 1.0; 0:2:0.1 with --choose, 0:1:0.05 with --control]",
+        "If it is not given: 1.0; with --choose 0:2:0.1, with --control 0:1:0.05.",
     ),
     individual: list[str] | None = option(
         VECTOR,
@@ -76,7 +76,7 @@ def evaluate(
         "the other tasks least while this one keeps --keep of its accuracy.",
     ),
     control_data: Path | None = option(VECTOR, None, "--control-data", metavar="DIR", help="The control task's data."),
-    keep: str | None = option(VECTOR, None, "--keep", metavar="P%", help="See --control. [default: 95%]"),
+    keep: str | None = option(VECTOR, None, "--keep", metavar="P%", help="See --control; 95% if it is not given."),
     device: str = DEVICE,
     dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's."),
     head: HeadKind = HEAD,

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.training.groups import Preset
+from kfacpack.training.groups import STRENGTH, Preset
 from kfacpack.vectors.manifest import Regime
 
 from .console import human_bytes, human_seconds, noting, out, print_json, show_note
@@ -60,7 +60,9 @@ def train(
     reg: list[Path] | None = option(
         PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
     ),
-    strength: float | None = option(PENALTY, None, "--strength", metavar="λ", help="Of the penalty. [default: 3.0]"),
+    strength: float | None = option(
+        PENALTY, None, "--strength", metavar="λ", help=f"Of the penalty; {STRENGTH:g} if it is not given."
+    ),
     reg_every: int = option(PENALTY, 1, "--reg-every", min=1, metavar="N", help="Apply it at every N-th step only."),
     weight: list[str] | None = option(
         PENALTY,
@@ -86,7 +88,9 @@ def train(
         "--regime",
         help="linear: the linearised model. full: the model itself. attention: itself, only its attention layers move.",
     ),
-    steps: int | None = option(HOW, None, "--steps", min=1, help="How many. [default: 500]"),
+    steps: int | None = option(
+        HOW, None, "--steps", min=1, help="How many; 500 if neither these nor epochs are given."
+    ),
     epochs: float | None = option(HOW, None, "--epochs", help="Instead of steps."),
     batch_size: int = option(HOW, 32, "--batch-size", min=1, help="Examples of one step, of all processes together."),
     at_once: int | None = option(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kfacpack.training.groups import STRENGTH
+
 THREE = ("digits", "mnist", "weaves")
 EIGHT = ("digits", "mnist", "materials", "faces", "hebrew", "syllabics", "emblems", "weaves")
 
@@ -20,19 +22,20 @@ training:             # of each task's vector, apart from the others
 
 arms:                 # ways of training that are compared
   without: {{penalty: none}}
-  kfac: {{penalty: kronecker, strength: 3.0}}
+  kfac: {{penalty: kronecker, strength: {strength:g}}}
 
 evaluation:
   methods: [sum]
   alphas: 0:2:0.1     # how much of the sum is added; 1 is as it is, untuned
+  examples: 200
   negation: {{control: {control}, keep: 0.95}}
   disentanglement: {{examples: 100}}
   localisation: {{examples: 100}}
-  drift: {{examples: 64}}
+  drift: {{examples: 64, layer_examples: 8}}
   spectra: true
 """
 
 
 def plan_text(*, every: bool = False) -> str:
     tasks = EIGHT if every else THREE
-    return _TEXT.format(tasks=", ".join(tasks), control=tasks[0], steps=100)
+    return _TEXT.format(tasks=", ".join(tasks), control=tasks[0], steps=40, strength=STRENGTH)

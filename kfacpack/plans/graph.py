@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.plans.stages.curvature import Estimate, Merge
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kfacpack.plans.plan import Plan
     from kfacpack.plans.shop import Shop
     from kfacpack.plans.stages.base import Stage
+
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,11 @@ class Graph:
     def __post_init__(self) -> None:
         plan = self.plan
         self.alphas = with_one(parse_alphas(plan.evaluation.alphas))
-        self.base = {task.name: Base(self.shop, self.root, task.name) for task in plan.tasks}
+        self.base = {task.name: self._stage(Base, task.name) for task in plan.tasks}
         # Seeds go last, so that a first comparison is there soon.
         self.trials = [self._trial(arm, seed) for seed in plan.seeds for arm in plan.arms]
         first = next(iter(self.bundles.values()), None)
-        self.spectra = Spectra(self.shop, self.root, first) if plan.evaluation.spectra and first else None
+        self.spectra = self._stage(Spectra, first) if plan.evaluation.spectra and first else None
 
     @property
     def plan(self) -> Plan:
@@ -90,53 +92,31 @@ class Graph:
         plan, told = self.plan, self.plan.evaluation
         names = [task.name for task in plan.tasks]
         vectors = {name: self._train(name, arm, seed) for name in names}
-        added = {method: Add(self.shop, self.root, tuple(vectors.values()), method) for method in told.methods}
-        first_seed = seed == plan.seeds[0]
-        pairs = told.disentanglement if first_seed else None
-        wanted_pairs = (pairs.pairs or tuple((names[0], other) for other in names[1:])) if pairs else ()
-        every = tuple(vectors.values())
-        drift = told.drift if first_seed else None
+        added = {method: self._stage(Add, tuple(vectors.values()), method) for method in told.methods}
+        first = next(iter(added.values()))
+        deep = told.in_depth is None or arm in told.in_depth
         return Trial(
             arm,
             seed,
             vectors,
-            own={name: Sweep(self.shop, self.root, vectors[name], name, (1.0,)) for name in names},
+            own={name: self._stage(Sweep, vectors[name], name, (1.0,)) for name in names},
             sums={
                 method: {
-                    name: Sweep(self.shop, self.root, total, name, self.alphas if number == 0 else (1.0,))
-                    for name in names
+                    name: self._stage(Sweep, total, name, self.alphas if total is first else (1.0,)) for name in names
                 }
-                for number, (method, total) in enumerate(added.items())
+                for method, total in added.items()
             },
-            validation={
-                name: Sweep(self.shop, self.root, next(iter(added.values())), name, self.alphas, "validation")
-                for name in names
-            },
-            negated={name: self._negate(vectors[name], name) for name in names} if told.negation else {},
-            pairs=tuple(
-                Disentanglement(
-                    self.shop,
-                    self.root,
-                    (vectors[one], vectors[two]),
-                    str(pairs.examples),
-                    tuple(parse_alphas(pairs.alphas)),
-                )
-                for one, two in wanted_pairs
-                if pairs
-            ),
-            localisation=Localisation(self.shop, self.root, every, str(told.localisation.examples))
-            if told.localisation
+            validation={name: self._stage(Sweep, first, name, self.alphas, "validation") for name in names},
+            negated={name: self._negate(vectors[name]) for name in names} if told.negation and deep else {},
+            pairs=self._pairs(vectors) if deep and seed == plan.seeds[0] else (),
+            localisation=self._stage(Localisation, tuple(vectors.values()), str(told.localisation.examples))
+            if told.localisation and deep
             else None,
-            drift=Drift(
-                self.shop,
-                self.root,
-                every,
-                str(drift.examples),
-                tuple(self._bundle("kronecker", name, seed) for name in names),
-            )
-            if drift
-            else None,
+            drift=self._drift(vectors, seed) if deep and seed == plan.seeds[0] else None,
         )
+
+    def _stage(self, kind: Callable[..., Made], *settings: Any) -> Made:
+        return kind(self.shop, self.root, *settings)
 
     def _train(self, task: str, arm: str, seed: int) -> Train:
         said = self.plan.arms[arm]
@@ -145,21 +125,39 @@ class Graph:
             key = (said.penalty, said.rule, said.rank, task, seed)
             if key not in self.merges:
                 others = [self._bundle(said.penalty, other.name, seed) for other in self.plan.others(task)]
-                self.merges[key] = Merge(self.shop, self.root, task, tuple(others), said.rule, said.rank)
+                self.merges[key] = self._stage(Merge, task, tuple(others), said.rule, said.rank)
             merged = self.merges[key]
-        return Train(self.shop, self.root, task, arm, seed, merged)
+        return self._stage(Train, task, arm, seed, merged)
 
     def _bundle(self, structure: str, task: str, seed: int) -> Estimate:
         key = (structure, task, seed)
         if key not in self.bundles:
-            self.bundles[key] = Estimate(self.shop, self.root, task, structure, seed)  # type: ignore[arg-type]
+            self.bundles[key] = self._stage(Estimate, task, structure, seed)
         return self.bundles[key]
 
-    def _negate(self, vector: Train, task: str) -> Negate:
+    def _negate(self, vector: Train) -> Negate:
         said = self.plan.evaluation.negation
         assert said is not None
-        control = said.control if said.control != task else self.plan.others(task)[0].name
-        return Negate(self.shop, self.root, vector, control, said.keep, tuple(parse_alphas(said.alphas)))
+        control = said.control if said.control != vector.task else self.plan.others(vector.task)[0].name
+        return self._stage(Negate, vector, control, said.keep, tuple(parse_alphas(said.alphas)))
+
+    def _pairs(self, vectors: Mapping[str, Train]) -> tuple[Disentanglement, ...]:
+        said = self.plan.evaluation.disentanglement
+        if said is None:
+            return ()
+        first, *others = vectors
+        alphas = tuple(parse_alphas(said.alphas))
+        return tuple(
+            self._stage(Disentanglement, (vectors[one], vectors[two]), str(said.examples), alphas)
+            for one, two in said.pairs or [(first, other) for other in others]
+        )
+
+    def _drift(self, vectors: Mapping[str, Train], seed: int) -> Drift | None:
+        said = self.plan.evaluation.drift
+        if said is None:
+            return None
+        bundles = tuple(self._bundle("kronecker", name, seed) for name in vectors)
+        return self._stage(Drift, tuple(vectors.values()), str(said.examples), bundles, said.layer_examples)
 
 
 def _visit(stage: Stage, found: dict[str, Stage]) -> None:

@@ -133,6 +133,11 @@ class SomePart(Part):
     examples: str | Positive = 200
 
 
+class DriftPart(SomePart):
+    layer_examples: Annotated[int, Field(ge=0)] = 8
+    """Each layer's drift is measured on fewer, for it takes a pass of its own; 0 leaves layers out."""
+
+
 class EvaluationPart(Part):
     examples: str | Positive = "all"
     batch_size: Positive = 64
@@ -141,8 +146,10 @@ class EvaluationPart(Part):
     negation: NegationPart | None = None
     disentanglement: PairsPart | None = None
     localisation: SomePart | None = None
-    drift: SomePart | None = None
+    drift: DriftPart | None = None
     spectra: bool = False
+    in_depth: tuple[Text, ...] | None = None
+    """The arms of which negation, disentanglement, localisation and drift are measured; None: all."""
 
 
 class Plan(Part):
@@ -185,6 +192,9 @@ class Plan(Part):
         for what, values in (("task", names), ("seed", map(str, self.seeds)), ("method", self.evaluation.methods)):
             if twice := repeated(values):
                 raise ValueError(f"the {what} {twice!r} is there twice")
+        if unknown := [arm for arm in self.evaluation.in_depth or () if arm not in self.arms]:
+            known = ", ".join(self.arms)
+            raise ValueError(f"evaluation.in_depth names {unknown[0]!r}, which is none of the arms: {known}")
         asked = [("negation.control", self.evaluation.negation.control)] if self.evaluation.negation else []
         pairs = self.evaluation.disentanglement
         asked += [("disentanglement.pairs", name) for pair in (pairs.pairs or () if pairs else ()) for name in pair]

@@ -108,7 +108,7 @@ def _expected(place: Sequence[str | int]) -> list[str]:
         ("evaluation", "negation"): plan.NegationPart,
         ("evaluation", "disentanglement"): plan.PairsPart,
         ("evaluation", "localisation"): plan.SomePart,
-        ("evaluation", "drift"): plan.SomePart,
+        ("evaluation", "drift"): plan.DriftPart,
     }
     names = [str(each) for each in place if not isinstance(each, int)]
     if names[:1] == ["arms"]:

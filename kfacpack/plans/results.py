@@ -132,7 +132,9 @@ def _trial(trial: Trial, negation: NegationPart | None) -> dict[str, Any]:
         "added": added,
         "sweep": table,
         "best": {"alpha": alphas[chosen], "validation": held_out["mean"][chosen], "test": table["mean"][chosen]},
-        "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated} if negation else None,
+        "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated}
+        if negation and negated
+        else None,
         "disentanglement": [stage.read() for stage in trial.pairs] or None,
         "localisation": trial.localisation.read() if trial.localisation else None,
         "drift": trial.drift.read() if trial.drift else None,

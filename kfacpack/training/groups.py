@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kfacpack.curvature.curvature import Curvature
 
 Preset = Literal["tak"]
-STRENGTH = 3.0
+STRENGTH = 20.0
 """λ where none is given. In this scaling the published 100 for ViT-B/32 is 2.0, and the 500 for ViT-B/16 is 2.5;
 examples/vision_tasks.py shows what it does to a ViT-Tiny."""
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}

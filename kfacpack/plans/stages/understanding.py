@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from kfacpack.plans.stages.curvature import Estimate
     from kfacpack.plans.stages.train import Train
 
-LAYER_EXAMPLES = 32
-"""The drift of each layer is measured on fewer examples: it takes a pass for every layer."""
-
 
 @dataclass(frozen=True, eq=False)
 class Understanding(Measurement):
@@ -92,10 +89,18 @@ class Localisation(Understanding):
 @dataclass(frozen=True, eq=False)
 class Drift(Understanding):
     bundles: tuple[Estimate, ...] = ()
+    layer_examples: int = 0
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
         return (*self.vectors, *self.bundles)
+
+    def settings(self) -> dict[str, Any]:
+        return {**super().settings(), "layer_examples": self.layer_examples}
+
+    def cost(self) -> float:
+        layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)  # of some thirty blocks
+        return super().cost() + 3.0 * layers
 
     def measure(self, watch: Watch) -> dict[str, Any]:
         bundles = {each.task: load(each.path) for each in self.bundles}
@@ -104,7 +109,7 @@ class Drift(Understanding):
             self.exams(),
             self.loaded(),
             bundles,
-            layer_examples=LAYER_EXAMPLES,
+            layer_examples=self.layer_examples,
             on_progress=watch.counted,
         )
 

@@ -1,0 +1,113 @@
+"""`kfacpack run` and `kfacpack demo`, as a shell sees them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from kfacpack_cli.main import app
+from plans.small import TEXT
+from typer.testing import CliRunner
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a plan and its run."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "small.yaml").write_text(TEXT)
+    done = run("run", folder / "small.yaml", "-o", folder / "out")
+    assert done.exit_code == 0, done.output
+    return folder, done.stdout
+
+
+def test_a_table_and_a_report(finished):
+    folder, printed = finished
+    for words in ("individual", "recovered", "without", "kfac", "report.html", "of memory"):
+        assert words in printed
+    assert {"results.json", "times.json", "report.html", "report.json", "figures"} <= {
+        each.name for each in (folder / "out").iterdir()
+    }
+
+
+def test_json_is_what_is_in_the_file(finished):
+    folder, _ = finished
+    done = run("run", folder / "small.yaml", "-o", folder / "out", "--json")
+    assert json.loads(done.stdout) == json.loads((folder / "out" / "results.json").read_text())
+
+
+def test_a_dry_run_writes_nothing(finished, tmp_path):
+    folder, _ = finished
+    done = run("run", folder / "small.yaml", "-o", tmp_path / "new", "--dry-run")
+    assert done.exit_code == 0
+    assert "vectors/faces.kfac.seed-0" in done.stdout
+    assert "0 are there already" in done.stdout
+    assert not (tmp_path / "new").exists()
+    said = json.loads(run("run", folder / "small.yaml", "-o", folder / "out", "--dry-run", "--json").stdout)
+    assert all(stage["done"] for stage in said["stages"])
+    assert said["seconds"] == 0
+
+
+def test_every_commands_words_are_ones_the_shell_knows(finished):
+    folder, _ = finished
+    commands = json.loads((folder / "out" / "results.json").read_text())["commands"]
+    kinds = {command.split()[1] for command in commands}
+    assert kinds == {"estimate", "merge", "train", "add"}
+    for kind in kinds:
+        command = next(each for each in commands if each.split()[1] == kind)
+        options = [word for word in command.split() if word.startswith("--")]
+        known = run(kind, "--help").stdout
+        assert all(option in known for option in options)
+
+
+def test_a_wrong_plan_is_refused(tmp_path):
+    (tmp_path / "plan.yaml").write_text(TEXT.replace("steps: 3", "steps: many"))
+    done = run("run", tmp_path / "plan.yaml")
+    assert done.exit_code == 2
+    assert "plan.yaml, line 5: training.steps" in done.stderr.replace("\n", " ")
+
+
+def test_an_unknown_task_is_told_before_anything_is_made(tmp_path):
+    (tmp_path / "plan.yaml").write_text(TEXT.replace("[faces, weaves]", "[faces, nowhere]"))
+    done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out")
+    assert done.exit_code == 2
+    assert "'nowhere' is no registered task" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_demo_does_not_write_over_somebodys_plan(tmp_path):
+    (tmp_path / "plan.yaml").write_text(TEXT)
+    done = run("demo", "-o", tmp_path)
+    assert done.exit_code == 2
+    assert "is not the demo's" in done.stderr
+    assert (tmp_path / "plan.yaml").read_text() == TEXT
+
+
+def test_interrupted_and_killed_it_goes_on_to_the_same(finished, tmp_path):
+    folder, _ = finished
+    command = [
+        sys.executable,
+        "-m",
+        "kfacpack_cli",
+        "run",
+        str(folder / "small.yaml"),
+        "-o",
+        str(tmp_path / "out"),
+        "-q",
+    ]
+    for how, after in ((signal.SIGINT, "bundles/*.kfac"), (signal.SIGKILL, "vectors/*.safetensors")):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE)
+        while not list((tmp_path / "out").glob(after)) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(how)
+        process.communicate()
+        assert process.returncode == (130 if how == signal.SIGINT else -how)
+    assert run("run", folder / "small.yaml", "-o", tmp_path / "out", "-q").exit_code == 0
+    assert (tmp_path / "out" / "results.json").read_bytes() == (folder / "out" / "results.json").read_bytes()
