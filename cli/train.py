@@ -61,7 +61,7 @@ def train(
         PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
     ),
     strength: float | None = option(
-        PENALTY, None, "--strength", metavar="λ", help=f"Of the penalty; {STRENGTH:g} if it is not given."
+        PENALTY, None, "--strength", metavar="λ", help=f"Of the penalty; else {STRENGTH:g}."
     ),
     reg_every: int = option(PENALTY, 1, "--reg-every", min=1, metavar="N", help="Apply it at every N-th step only."),
     weight: list[str] | None = option(
@@ -88,9 +88,7 @@ def train(
         "--regime",
         help="linear: the linearised model. full: the model itself. attention: itself, only its attention layers move.",
     ),
-    steps: int | None = option(
-        HOW, None, "--steps", min=1, help="How many; 500 if neither these nor epochs are given."
-    ),
+    steps: int | None = option(HOW, None, "--steps", min=1, help="How many; 500 without --epochs."),
     epochs: float | None = option(HOW, None, "--epochs", help="Instead of steps."),
     batch_size: int = option(HOW, 32, "--batch-size", min=1, help="Examples of one step, of all processes together."),
     at_once: int | None = option(

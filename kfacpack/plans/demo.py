@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kfacpack.training.groups import STRENGTH
 
-THREE = ("digits", "mnist", "weaves")
+THREE = ("digits", "hebrew", "weaves")
 EIGHT = ("digits", "mnist", "materials", "faces", "hebrew", "syllabics", "emblems", "weaves")
 
 _TEXT = """\
@@ -31,7 +31,7 @@ evaluation:
   negation: {{control: {control}, keep: 0.95}}
   disentanglement: {{examples: 100}}
   localisation: {{examples: 100}}
-  drift: {{examples: 64, layer_examples: 8}}
+  drift: {{examples: 50, layer_examples: 4}}
   spectra: true
 """
 

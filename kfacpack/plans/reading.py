@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,25 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.plans.plan import Plan
 
 _LARGEST = 1 << 20
+_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """YAML as people read it: 0:2:0.1 is no number of seconds, and no is no truth value."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - it is what PyYAML calls it
+        first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
+
 Place = tuple[str | int, ...]
 
 
@@ -32,7 +52,7 @@ def read_plan(path: Path) -> tuple[Plan, str]:
 def parse(text: str, name: str) -> Plan:
     """`name` is what messages call the file."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise KfacpackError(f"{name}, line {line}: is no YAML: {printable(str(error.problem))}") from error
@@ -42,7 +62,7 @@ def parse(text: str, name: str) -> Plan:
         raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, found none")
     lines: dict[Place, int] = {}
     _note_lines(root, (), lines, name)
-    said = yaml.load(text, Loader=yaml.SafeLoader)
+    said = yaml.load(text, Loader=_Loader)
     try:
         return Plan.model_validate(_plain(said), strict=False)
     except ValidationError as error:

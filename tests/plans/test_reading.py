@@ -68,6 +68,12 @@ def test_paths_may_be_of_the_environment(monkeypatch):
         plan.place("$KFACPACK_UNSET/mine")
 
 
+def test_a_range_is_no_number_of_seconds():
+    assert parse(changed("alphas: 0,1\n", "alphas: 0:2:0.1\n"), "plan.yaml").evaluation.alphas == "0:2:0.1"
+    assert parse(changed("name: small", "name: no"), "plan.yaml").name == "no"
+    assert parse(changed("strength: 3", "strength: 1e-3"), "plan.yaml").arms["kfac"].strength == 0.001
+
+
 def test_an_arm_changes_only_what_it_says():
     plan = parse(changed("strength: 3}", "strength: 3, training: {steps: 7}}"), "plan.yaml")
     assert plan.training_of("kfac").steps == 7
