@@ -14,20 +14,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
 
-demo: $(READY) ## the curvature of a small CLIP and of small networks; look at it and check it
-	mkdir -p demo
-	$(BIN)/kfacpack estimate --model tiny --task digits -o demo/digits.kfac
-	$(BIN)/kfacpack inspect demo/digits.kfac
-	$(BIN)/kfacpack verify demo/digits.kfac --model tiny
-	$(BIN)/kfacpack compress demo/digits.kfac --budget 5% -o demo/digits-small.kfac
-	$(BIN)/kfacpack estimate --model tiny --task mnist -o demo/mnist.kfac
-	$(BIN)/kfacpack merge demo/digits.kfac demo/mnist.kfac -o demo/both.kfac
-	$(BIN)/kfacpack eval --model tiny --task digits mnist
+demo: $(READY) ## the whole story on a small CLIP, and bundles of small networks; ends in demo/report.html
+	$(BIN)/kfacpack demo -o demo
 	$(BIN)/python examples/small_network.py demo/small.kfac
-	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack inspect demo/small.kfac --blocks
 	$(BIN)/kfacpack verify demo/small.kfac --model demo/small.safetensors
-	$(BIN)/kfacpack inspect demo/own.kfac
+	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack verify demo/own.kfac
 
 test: $(READY) ## every test that needs nothing but this clone

@@ -183,12 +183,13 @@ def negation(results: Results) -> Section | None:
                     over_seeds("percent", (n.accuracy for n in each)),
                     over_seeds("percent", (n.chance for n in each)),
                     over_seeds("percent", (n.removed for n in each)),
+                    text(each[0].control_task or found[0].control),
                     over_seeds("percent", (n.control_before for n in each)),
                     over_seeds("percent", (n.control for n in each)),
                 ]
             )
-        columns = ["task", "α", "before", "after", "chance", "removed", "control before", "control after"]
-        caption = f"{arm.name}: control task {found[0].control}{_seeds(results)}"
+        columns = ["task", "α", "before", "after", "chance", "removed", "control", "its before", "its after"]
+        caption = f"{arm.name}: the control keeps {found[0].keep:.0%} on validation{_seeds(results)}"
         tables.append(Table(caption=caption, columns=columns, rows=rows))
     if not tables:
         return None

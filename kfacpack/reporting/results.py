@@ -108,6 +108,8 @@ class Negated(Read):
     removed: FiniteFloat | None
     control: FiniteFloat
     control_before: FiniteFloat
+    control_task: str | None = None
+    """Where it is another than the others'."""
 
 
 class Negation(Read):

@@ -113,7 +113,8 @@ def drift(results: Results) -> Section | None:
         id="drift",
         title="Is a bundle any good?",
         how_to_read="A bundle foretells how far a vector moves f on its task, without the data. On the dashed line it "
-        "is right; below it, it foretells too much, above it too little.",
+        "is right; below it, it foretells too much, above it too little. Single layers lie near it; whole vectors lie "
+        "above, since a bundle has nothing between layers, and all layers of a trained vector pull the same way.",
         pictures=pictures,
         tables=[table],
     )
