@@ -73,7 +73,10 @@ def main(
         False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
     ),
 ) -> None:
-    """Curvature as an artifact: estimate, check, compress and merge bundles of Kronecker factors (.kfac files)."""
+    """Curvature as an artifact, for task arithmetic: estimate it, merge it, train under it, add vectors up, measure.
+
+    To see what it is about: kfacpack demo.
+    """
 
 
 COMMANDS: dict[str, Callable[..., None]] = {

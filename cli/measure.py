@@ -46,7 +46,7 @@ LAYER_EXAMPLES = 64
 def measure(
     what: What = typer.Argument(..., metavar="WHAT", help="disentanglement, localisation, drift or spectra."),
     vectors: list[Path] | None = typer.Argument(
-        None, metavar="FILE.safetensors...", help="Task vectors, of one task each; none for spectra."
+        None, metavar="FILE.safetensors...", help="Task vectors, of one task each; for spectra, a bundle."
     ),
     bundle: list[Path] | None = option(
         MEASURE,
@@ -100,6 +100,8 @@ def measure(
     spectra: the eigenvalues of a bundle's matrices.
     """
     files, bundles = list(vectors or ()), list(bundle or ())
+    if what == "spectra":
+        files, bundles = [], [*files, *bundles]
     _check_counts(what, files, bundles)
     for name, given, belongs in (
         ("--alpha", alpha, "disentanglement"),
@@ -150,7 +152,7 @@ def _check_counts(what: What, vectors: list[Path], bundles: list[Path]) -> None:
         "disentanglement": ("two vectors", len(vectors) == 2 and not bundles),
         "localisation": ("one vector or more", bool(vectors) and not bundles),
         "drift": ("one vector or more, and --bundle once or more", bool(vectors) and bool(bundles)),
-        "spectra": ("--bundle once, and no vector", not vectors and len(bundles) == 1),
+        "spectra": ("one bundle", len(bundles) == 1),
     }[what]
     if not fits:
         found = f"{len(vectors)} vector{'s' * (len(vectors) != 1)} and {len(bundles)} bundle{'s' * (len(bundles) != 1)}"

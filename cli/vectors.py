@@ -93,7 +93,7 @@ def _fitting(tau: TaskVector, wanted: Wanted, *, show: bool) -> Model | None:
     with loading(wanted.model, show=show):
         loaded = load_named(wanted.model, wanted.weights, wanted.image_size, dtype)
     loaded.checkpoint.check(wanted.path)
-    tau.check(loaded.module)
+    tau.check(loaded.module, loaded.function)
     return loaded
 
 

@@ -159,6 +159,7 @@ WRONG = {
     "other regime": (["one", "two-linear"], [], "different regimes: 'full' and 'linear'"),
     "other head": (["one", "other-head"], [], "both have a head for 'one', but not the same one"),
     "twice": (["one", "two", "one"], [], "are the same vector, which would count twice"),
+    "in a sum": (["one", "sum"], [], "have a vector in common, which would count twice"),
     "nothing": (["nothing"], [], "No such file"),
     "no method": (["one"], ["--method", "average"], "there is no method 'average'"),
     "no such setting": (["one"], ["--method", "tsv", "--keep", 0.1], "'tsv' has no setting 'keep'"),
