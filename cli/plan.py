@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from .stopping import stopping
 
 if TYPE_CHECKING:
     from kfacpack.plans.run import Run
-    from kfacpack.plans.stages.base import Stage, Watch
+    from kfacpack.plans.stages.base import Stage
 
 SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_kept")
 
@@ -78,14 +78,12 @@ def _shower(show: bool, explain: bool) -> Any:
     told: set[str] = set()
 
     @contextmanager
-    def watched(stage: Stage, number: int, total: int) -> Iterator[Watch]:
-        from kfacpack.plans.stages.base import Watch
-
+    def watched(stage: Stage, number: int, total: int) -> Iterator[Callable[[int, int, str], None]]:
         if explain and show and stage.kind not in told:
             told.add(stage.kind)
             out.print(Text(f"{stage.kind}: {stage.why}"), soft_wrap=True)
         with work_bar(f"{number}/{total} {stage.kind}/{stage.name}", show=show) as advance:
-            yield Watch(advance)
+            yield advance
 
     return watched
 

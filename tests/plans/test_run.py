@@ -11,7 +11,6 @@ from plans.small import TEXT
 
 from kfacpack.plans.reading import parse
 from kfacpack.plans.run import RESULTS, TIMES, Run
-from kfacpack.plans.stages.base import Watch
 from kfacpack.running.partial import Interrupted
 
 
@@ -33,7 +32,7 @@ class Record:
 
     @contextmanager
     def __call__(self, stage, number, total):
-        yield Watch(stopped=self.stopped)
+        yield lambda done, total, words: None
         self.made.append(f"{stage.kind}/{stage.name}")
 
 
@@ -97,6 +96,22 @@ def test_interrupted_anywhere_it_finds_the_same(found, tmp_path):
             run_of(tmp_path).execute(record, record.stopped)
     run_of(tmp_path).execute()
     assert (tmp_path / RESULTS).read_bytes() == found
+
+
+@pytest.mark.parametrize(("kind", "left"), [("bundles", "*.partial"), ("vectors", "*.partial"), ("scores", None)])
+def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
+    at_work = []
+
+    @contextmanager
+    def show(stage, number, total):
+        yield lambda done, total, words: at_work.append(stage.kind) if done else None
+
+    run = run_of(tmp_path, TEXT.replace("examples: 8, batch_size: 8", "examples: 8, batch_size: 4"))
+    with pytest.raises(Interrupted):
+        run.execute(show, lambda: at_work[-1:] == [kind])
+    assert at_work[-1] == kind
+    assert len([stage for stage in run.stages if stage.kind == kind and stage.done]) == 0
+    assert left is None or list((tmp_path / kind).glob(left))
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):

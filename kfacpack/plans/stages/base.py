@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfacpack.errors import KfacpackError
 from kfacpack.running.files import write_whole
+from kfacpack.running.partial import Interrupted
 
 if TYPE_CHECKING:
     from kfacpack.plans.shop import Shop
@@ -33,6 +34,16 @@ class Watch:
 
     def counted(self, done: int, total: int) -> None:
         self.progress(done, total, "")
+
+    def of_one_piece(self) -> Watch:
+        """For work that stores nothing on the way: asked to stop, it ends where it is."""
+
+        def progress(done: int, total: int, words: str) -> None:
+            self.progress(done, total, words)
+            if self.stopped():
+                raise Interrupted
+
+        return replace(self, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +115,13 @@ class Measurement(Stage):
     def measure(self, watch: Watch) -> Mapping[str, Any]: ...
 
     def make(self, watch: Watch) -> None:
-        write_whole(self.path, json.dumps(self.measure(watch), indent=1).encode())
+        write_whole(self.path, json.dumps(self.measure(watch.of_one_piece()), indent=1).encode())
 
     def read(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = json.loads(self.path.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError("expected what was measured, by name")
         except (OSError, ValueError) as error:
             raise KfacpackError(f"{self.path}: cannot be read: {error}. Remove it, and run the plan again") from error
         return found
