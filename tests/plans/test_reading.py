@@ -35,6 +35,13 @@ def changed(old: str, new: str) -> str:
         (changed("tasks: [faces, weaves]\n", ""), "plan.yaml, line 1: tasks: is missing"),
         (changed("control: faces", "control: mnist"), "evaluation.negation.control names 'mnist'"),
         (changed("alphas: 0,1\n", "alphas: 0:2\n"), "plan.yaml, line 11: evaluation.alphas: "),
+        (changed("examples: 20", "examples: lots"), "plan.yaml, line 10: evaluation.examples: examples 'lots'"),
+        (changed("examples: 20", "examples: 0"), "plan.yaml, line 10: evaluation.examples: "),
+        (changed("examples: 20", "examples: [1]"), "plan.yaml, line 10: evaluation.examples: "),
+        (
+            changed("{examples: 8,", "{compress: zip, examples: 8,"),
+            "plan.yaml, line 4: curvature.compress: codec 'zip'",
+        ),
         (changed("name: small", "name: small\n\tx: 1"), "plan.yaml, line 2: is no YAML"),
         (TEXT + "  methods: [sun]\n", "evaluation.methods.0: there is no method 'sun'"),
         ("- a\n- b\n", "plan.yaml, line 1: expected keys"),

@@ -9,8 +9,10 @@ import pytest
 import torch
 from plans.small import TEXT
 
+import kfacpack as kp
 from kfacpack.plans.reading import parse
 from kfacpack.plans.run import RESULTS, TIMES, Run
+from kfacpack.plans.shop import Shop
 from kfacpack.running.partial import Interrupted
 
 
@@ -115,7 +117,6 @@ def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path):
-    import kfacpack as kp
     from kfacpack.plans.run import _alone
 
     with _alone(tmp_path), pytest.raises(kp.KfacpackError, match="another run is at work"):
@@ -129,3 +130,34 @@ def test_the_forecast_covers_what_is_missing(finished, tmp_path):
     assert all(value > 0 for value in seconds.values())
     assert run_of(finished).forecast() == {}
     assert not any(tmp_path.iterdir())
+
+
+def test_a_name_may_be_longer_than_a_files(tmp_path):
+    long = "ä" * 150
+    stages = run_of(tmp_path, TEXT.replace("kfac:", f"{long}:")).stages
+    assert any(long in stage.name for stage in stages)
+    assert all(len(f".{stage.path.name}.partial".encode()) < 255 for stage in stages)
+
+
+def test_other_names_of_classes_are_other_data(tmp_path):
+    from PIL import Image
+
+    def key(*classes):
+        for number, name in enumerate(classes):
+            folder = tmp_path / "-".join(classes) / "train" / name
+            folder.mkdir(parents=True)
+            Image.new("RGB", (8, 8), (90 * number, 0, 0)).save(folder / "1.png")
+        data = TEXT.replace("weaves]", f"{{name: mine, data: {tmp_path / '-'.join(classes)}}}]")
+        return Shop(parse(data, "plan"), torch.device("cpu")).data_key("mine", "train")
+
+    assert key("cat", "dog") != key("cow", "dog")
+
+
+def test_a_damaged_measurement_is_named(finished):
+    stage = next(each for each in run_of(finished).stages if each.kind == "scores")
+    content = stage.path.read_bytes()
+    for damaged in (b"", b"[]", b'{"acc'):
+        stage.path.write_bytes(damaged)
+        with pytest.raises(kp.KfacpackError, match=r"cannot be read.*Remove it, and run the plan again"):
+            stage.read()
+    stage.path.write_bytes(content)

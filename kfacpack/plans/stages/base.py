@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from kfacpack.plans.shop import Shop
 
 
+_LONGEST = 160
+"""Bytes of a stage's name in that of its file. File systems take 255, and a key and endings follow."""
+
+
 @dataclass
 class Watch:
     """Who is told how far a stage is, and asked whether it should stop."""
@@ -97,7 +101,9 @@ class Stage(ABC):
     def path(self) -> Path:
         """The file of this key that is there, whatever it is called; else the one that will be."""
         end = f"{self.key[:12]}{self.suffix}"
-        place = self.root / self.kind / f"{self.name.replace('/', '-').replace(' ', '-')}.{end}"
+        # What is longer than a file's name may be is known by its key all the same.
+        name = self.name.replace("/", "-").replace(" ", "-").encode()[:_LONGEST].decode(errors="ignore")
+        place = self.root / self.kind / f"{name}.{end}"
         if place.exists():
             return place
         return next(iter(sorted(place.parent.glob(f"[!.]*.{end}"))), place)
