@@ -108,6 +108,8 @@ class Negated(Read):
     removed: FiniteFloat | None
     control: FiniteFloat
     control_before: FiniteFloat
+    control_task: str | None = None
+    """Where it is not the one of all the others: a control cannot be negated and kept."""
 
 
 class Negation(Read):

@@ -40,10 +40,11 @@ def changed(old: str, new: str) -> str:
         (changed("examples: 20", "examples: [1]"), "plan.yaml, line 10: evaluation.examples: "),
         (
             changed("{examples: 8,", "{compress: zip, examples: 8,"),
-            "plan.yaml, line 4: curvature.compress: codec 'zip'",
+            "line 4: curvature.compress: codec 'zip'",
         ),
         (changed("name: small", "name: small\n\tx: 1"), "plan.yaml, line 2: is no YAML"),
         (TEXT + "  methods: [sun]\n", "evaluation.methods.0: there is no method 'sun'"),
+        (changed("[faces, weaves]", "&all [faces, *all]"), "plan.yaml: is no YAML: it contains itself"),
         ("- a\n- b\n", "plan.yaml, line 1: expected keys"),
         ("", "plan.yaml, line 1: expected keys"),
         ("!!python/object/apply:os.system [true]", "plan.yaml, line 1"),
