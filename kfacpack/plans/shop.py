@@ -16,6 +16,7 @@ from kfacpack.heads import head_for
 from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
+from kfacpack.tasks.local import LocalTask
 
 if TYPE_CHECKING:
     from kfacpack.heads import Head
@@ -62,12 +63,21 @@ class Shop:
     def data_key(self, task: str, split: str) -> str:
         """Of a split's content."""
         if (task, split) not in self._prints:
-            found = self.task(task)
-            made = fingerprint(self.model, found.split(split), task, labels=True)
-            # Heads are made of the classes' names. Those of registered tasks change with the version alone.
-            named = repr((made, found.classes)).encode()
-            self._prints[task, split] = sha256(named).hexdigest() if self.plan.task(task).data else made
+            made = fingerprint(self.model, self.task(task).split(split), task, labels=True)
+            self._prints[task, split] = self._of_folder(task, split, made)
         return self._prints[task, split]
+
+    def _of_folder(self, task: str, split: str, made: str) -> str:
+        """A fingerprint with what it does not see of a folder's data; a registered task's changes with the version.
+
+        It looks at some examples, so that all files have to be as large as they were; and heads are made of the
+        classes' names.
+        """
+        data = self.plan.task(task).data
+        if data is None:
+            return made
+        found = LocalTask(task, self.plan.place(data))
+        return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
         if task not in self._heads:

@@ -139,18 +139,22 @@ def test_a_name_may_be_longer_than_a_files(tmp_path):
     assert all(len(f".{stage.path.name}.partial".encode()) < 255 for stage in stages)
 
 
-def test_other_names_of_classes_are_other_data(tmp_path):
+def test_other_names_or_pictures_are_other_data(tmp_path):
+    """Also where they are not among the few examples that are looked at."""
     from PIL import Image
 
-    def key(*classes):
-        for number, name in enumerate(classes):
-            folder = tmp_path / "-".join(classes) / "train" / name
-            folder.mkdir(parents=True)
-            Image.new("RGB", (8, 8), (90 * number, 0, 0)).save(folder / "1.png")
-        data = TEXT.replace("weaves]", f"{{name: mine, data: {tmp_path / '-'.join(classes)}}}]")
+    def key(name, first, changed=None):
+        for number in range(80):
+            file = tmp_path / name / "train" / (first if number < 40 else "dog") / f"{number:02}.bmp"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8 if number != changed else 9, 8), (number, 0, 0)).save(file)
+        data = TEXT.replace("weaves]", f"{{name: mine, data: {tmp_path / name}}}]")
         return Shop(parse(data, "plan"), torch.device("cpu")).data_key("mine", "train")
 
-    assert key("cat", "dog") != key("cow", "dog")
+    before = key("one", "cat")
+    assert key("two", "cat") == before
+    assert key("three", "cow") != before
+    assert all(key(f"changed {number}", "cat", number) != before for number in (1, 2, 3))
 
 
 def test_a_damaged_measurement_is_named(finished):
