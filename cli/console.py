@@ -65,5 +65,10 @@ def facts_table(facts: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
+def percent(share: float | None) -> str:
+    """0.9312 -> '93.1%'; nothing for what is not known."""
+    return "" if share is None else f"{share:.1%}"
+
+
 def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
 
 from .compress import print_report, report_json
-from .console import human_bytes, human_seconds, out, print_json, show_note
+from .console import human_bytes, human_seconds, out, print_json
 from .options import (
     DATA,
     DATA_FOLDER,
@@ -126,15 +125,11 @@ def _part(shard: str | None) -> tuple[int, int]:
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
     from kfacpack.running import processes
-    from kfacpack.running.partial import Interrupted
 
     start = time.perf_counter()
-    with stopping() as stopped, examples_bar(job.task.name, show=show) as advance:
-        try:
-            curvature = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
-        except Interrupted as interruption:
-            show_note(f"interrupted; what is done is stored beside {output}. Go on with --resume")
-            raise typer.Exit(130) from interruption
+    kept = f"what is done is stored beside {output}. Go on with --resume"
+    with stopping(kept) as stopped, examples_bar(job.task.name, show=show) as advance:
+        curvature = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
     if processes.rank() != 0:
         return
     seconds, bundle = time.perf_counter() - start, Bundle(output)

@@ -16,9 +16,9 @@ from .options import (
     DATA,
     DATA_FOLDER,
     DEVICE,
+    DTYPE,
     HEAD,
     IMAGE_SIZE,
-    MODEL,
     MODEL_NAME,
     QUIET,
     RUN,
@@ -78,7 +78,7 @@ def evaluate(
     control_data: Path | None = option(VECTOR, None, "--control-data", metavar="DIR", help="The control task's data."),
     keep: str | None = option(VECTOR, None, "--keep", metavar="P%", help="See --control; 95% if it is not given."),
     device: str = DEVICE,
-    dtype: FloatType = option(MODEL, "float32", "--dtype", help="The model's."),
+    dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,
     data: Path | None = DATA_FOLDER,
     split: str = option(DATA, "test", "--split", help="The split to take examples from."),
@@ -94,12 +94,7 @@ def evaluate(
     linearised model, where a range of α costs no more than one.
     """
     names = [*task, *(more or [])]
-    if not names:
-        raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise KfacpackError(f"task {printable(twice[0])!r} is named twice; once is enough")
-    if data is not None and len(names) > 1:
-        raise KfacpackError(f"--data is the data of one task, found {len(names)}: {printable(', '.join(names))}")
+    _check_names(names, data, control)
     needing = {"alpha": alpha, "individual": individual, "choose": choose, "control": control}
     if vector is None and (first := next((name for name, given in needing.items() if given), None)):
         raise KfacpackError(f"--{first} is about a task vector: give --vector FILE.safetensors as well")
@@ -122,8 +117,6 @@ def evaluate(
     with loading(", ".join([*names, model]), show=show):
         tasks = [load_task(name, data) for name in names]
         if control is not None:
-            if control in names:
-                raise KfacpackError(f"--control {printable(control)}: is to be forgotten as well; name another task")
             tasks.append(load_task(control, control_data))
         exams = {each.name: Exam.of(each, split, examples) for each in tasks}
         chosen_on = {each.name: validation_exam(each, examples) for each in tasks} if choose or control else {}
@@ -149,6 +142,17 @@ def evaluate(
         print_json(found.as_json)
     elif show:
         found.print()
+
+
+def _check_names(names: list[str], data: Path | None, control: str | None) -> None:
+    if not names:
+        raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise KfacpackError(f"task {printable(twice[0])!r} is named twice; once is enough")
+    if data is not None and len(names) > 1:
+        raise KfacpackError(f"--data is the data of one task, found {len(names)}: {printable(', '.join(names))}")
+    if control in names:
+        raise KfacpackError(f"--control {printable(str(control))}: is to be forgotten as well; name another task")
 
 
 def _check_combination(

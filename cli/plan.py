@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ from rich.text import Text
 
 from kfacpack.errors import printable
 
-from .console import human_bytes, human_seconds, out, print_json, show_note
+from .console import human_bytes, human_seconds, out, percent, print_json
 from .options import DEVICE, QUIET, RUN, option
 from .progress import work_bar
 from .stopping import stopping
 
 if TYPE_CHECKING:
     from kfacpack.plans.run import Run
-    from kfacpack.plans.stages.base import Stage, Watch
+    from kfacpack.plans.stages.base import Stage
 
 SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_kept")
 
@@ -52,20 +52,16 @@ def carry_out(
     # They bring torch, which --help has no need to wait for.
     from kfacpack.plans.run import Run
     from kfacpack.reporting.report import report
-    from kfacpack.running.partial import Interrupted
     from kfacpack.running.processes import local_device
 
     show = not (quiet or as_json)
     begun = Run(plan, text, root, local_device(device))
     if dry_run:
-        _print_forecast(begun, as_json=as_json)
+        if as_json or not quiet:
+            _print_forecast(begun, as_json=as_json)
         return
-    with stopping() as stopped:
-        try:
-            results = begun.execute(_shower(show, explain), stopped)
-        except Interrupted as interruption:
-            show_note(f"interrupted; what is done is kept in {root}. The same command goes on from there")
-            raise typer.Exit(130) from interruption
+    with stopping(f"what is done is kept in {root}. The same command goes on from there") as stopped:
+        results = begun.execute(_shower(show, explain), stopped)
     page = report(root, root / "report.html")
     if as_json:
         print_json(results)
@@ -78,14 +74,12 @@ def _shower(show: bool, explain: bool) -> Any:
     told: set[str] = set()
 
     @contextmanager
-    def watched(stage: Stage, number: int, total: int) -> Iterator[Watch]:
-        from kfacpack.plans.stages.base import Watch
-
+    def watched(stage: Stage, number: int, total: int) -> Iterator[Callable[[int, int, str], None]]:
         if explain and show and stage.kind not in told:
             told.add(stage.kind)
             out.print(Text(f"{stage.kind}: {stage.why}"), soft_wrap=True)
         with work_bar(f"{number}/{total} {stage.kind}/{stage.name}", show=show) as advance:
-            yield Watch(advance)
+            yield advance
 
     return watched
 
@@ -118,19 +112,15 @@ def print_summary(results: dict[str, Any]) -> None:
     table = Table("arm", "added by", box=None, header_style="bold", pad_edge=False)
     for heading in ("individual", "sum", "normalised", "recovered", "negated", "control kept", "AUROC"):
         table.add_column(heading, justify="right")
-    table.add_row("base model", "", "", _share(results["base"]["mean"]))
+    table.add_row("base model", "", "", percent(results["base"]["mean"]))
     for line in results["summary"]:
         table.add_row(
             Text(printable(line["arm"])),
             line["method"],
-            *(_share(line[key]) for key in SHARES),
+            *(percent(line[key]) for key in SHARES),
             "" if line["auroc"] is None else f"{line['auroc']:.3f}",
         )
     out.print(table)
-
-
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
 
 
 def _print_end(root: Path, page: Path) -> None:

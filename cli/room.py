@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from .console import out
+from .console import out, percent
 from .options import HeadKind
 from .progress import examples_bar
-from .scores import percent, print_negation, print_result, print_sweep, rows
+from .scores import print_negation, print_result, print_sweep, rows
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import Exam, Score

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import os
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,10 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from kfacpack.bundle.writer import replacing
 from kfacpack.errors import printable
+from kfacpack.running.files import write_whole
 
-from .console import out
+from .console import out, percent
 
 COLUMNS = ("task", "split", "alpha", "accuracy", "normalized", "examples", "head")
 WIDTH, WIDEST = 80, 12
@@ -83,16 +83,9 @@ def rows(found: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
 
 
 def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
-    """Whole or not at all."""
-    with (
-        replacing(path) as descriptor,
-        os.fdopen(descriptor, "w", encoding="utf-8", newline="", closefd=False) as stream,
-    ):
-        csv.writer(stream, lineterminator="\n").writerows([COLUMNS, *lines])
-
-
-def percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
+    table = io.StringIO(newline="")
+    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
+    write_whole(path, table.getvalue().encode())
 
 
 def _means(found: Sequence[Result]) -> dict[str, str]:

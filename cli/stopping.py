@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import typer
+
 from .console import show_note
 
 AT_LEAST = 1.0
@@ -14,8 +16,13 @@ AT_LEAST = 1.0
 
 
 @contextmanager
-def stopping() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C, or a polite request to end, lets the batch at hand finish; the second one does not wait."""
+def stopping(kept: str) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C, or a polite request to end, lets the batch at hand finish; the second one does not wait.
+
+    Work that has stopped ends the command. `kept`: what is said of it then.
+    """
+    from kfacpack.running.partial import Interrupted
+
     asked: list[float] = []
 
     def ask(number: int, frame: object) -> None:
@@ -30,6 +37,9 @@ def stopping() -> Iterator[Callable[[], bool]]:
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: bool(asked)
+    except Interrupted as interruption:
+        show_note(f"interrupted; {kept}")
+        raise typer.Exit(130) from interruption
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kfacpack.bundle.writer import replacing
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.running.files import write_whole
 
 from .console import facts_table, out, print_json
 
@@ -61,8 +61,9 @@ def _draw(task: Task, split: str, file: Path) -> dict[str, Any]:
     if file.suffix.lower() != ".png":
         raise KfacpackError(f"{file}: a sheet is a PNG; give it a name that ends in .png")
     sheet = draw_sheet(task, split)
-    with replacing(file) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
-        sheet.image.save(stream, format="PNG")
+    picture = io.BytesIO()
+    sheet.image.save(picture, format="PNG")
+    write_whole(file, picture.getvalue())
     return {"sheet": {"path": str(file), "split": split, "classes": sheet.classes, "left_out": sheet.left_out}}
 
 

@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
@@ -219,20 +218,15 @@ def _drift(others: list[Task], strength: float | None, task: str, batch_size: in
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_json: bool) -> None:
     from kfacpack.running import processes
-    from kfacpack.running.partial import Interrupted
     from kfacpack.training.metrics import MetricsWarning, metrics_path
 
     start = time.perf_counter()
     with (
-        stopping() as stopped,
+        stopping(f"what is done is stored beside {output}. Go on with --resume") as stopped,
         noting(MetricsWarning, show=not quiet),
         training_bar(job.task.name, job.steps, show=show) as advance,
     ):
-        try:
-            vector = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
-        except Interrupted as interruption:
-            show_note(f"interrupted; what is done is stored beside {output}. Go on with --resume")
-            raise typer.Exit(130) from interruption
+        vector = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
     if processes.rank() != 0:
         return
     seconds, last = time.perf_counter() - start, advance.last

@@ -35,6 +35,7 @@ LAYERS = [
     "figures",
     "training",
     "reporting",
+    "plans",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfacpack.analysis.moves import Count, OnProgress, by_task, f_of, moves, require_one_kind
+from kfacpack.analysis.moves import by_task, f_of, moves, require_one_kind
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import Exam, head_with
 from kfacpack.evaluation.edited import device_of, edited
+from kfacpack.running.progress import Count, OnProgress
 
 if TYPE_CHECKING:
     from kfacpack.heads import Head

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfacpack.analysis.moves import Count, OnProgress, by_task, looks, moves, require_one_kind
+from kfacpack.analysis.moves import by_task, looks, moves, require_one_kind
 from kfacpack.bundle.identity import function_difference
 from kfacpack.curvature.join import gather, scatter
 from kfacpack.errors import KfacpackError, TaskVectorError, printable
 from kfacpack.function.parameters import choose
 from kfacpack.linear.linearize import Linearized
+from kfacpack.running.progress import Count, OnProgress
 from kfacpack.tasks.sampling import batched
 
 if TYPE_CHECKING:

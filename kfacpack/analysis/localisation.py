@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfacpack.analysis.moves import Count, OnProgress, by_task, looks, moves, require_one_kind
+from kfacpack.analysis.moves import by_task, looks, moves, require_one_kind
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.running.progress import Count, OnProgress
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import Exam

@@ -5,8 +5,8 @@ In the linear regime f moves by J τ, in the others by f(θ0 + τ) − f(θ0).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,20 +21,8 @@ if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.evaluation.edited import Forward
     from kfacpack.models.base import Batch, Model
+    from kfacpack.running.progress import Count
     from kfacpack.vectors.vector import TaskVector
-
-OnProgress: TypeAlias = Callable[[int, int], None]
-"""Hears how many examples are done, and how many there are; one that is looked at n times counts n times."""
-
-
-class Count:
-    def __init__(self, total: int, on_progress: OnProgress):
-        self._done, self._total, self._on_progress = 0, total, on_progress
-        on_progress(0, total)
-
-    def add(self, more: int) -> None:
-        self._done += more
-        self._on_progress(self._done, self._total)
 
 
 def moves(
@@ -59,7 +47,7 @@ def moves(
 
 
 def looks(vectors: Sequence[TaskVector]) -> int:
-    """How many times `moves` looks at each example."""
+    """How many times `moves` looks at each example, and counts it."""
     return 1 if vectors[0].regime == "linear" else 1 + len(vectors)
 
 

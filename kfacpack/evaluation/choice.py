@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import Exam, Score, check_alphas, scores, work
 from kfacpack.evaluation.sweep import best
+from kfacpack.running.progress import Count, OnProgress
 
 if TYPE_CHECKING:
     from kfacpack.heads import Head
@@ -59,7 +60,7 @@ def choose(
     alphas: Sequence[float],
     *,
     batch_size: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Choice:
     """The α with the largest mean accuracy over the tasks' validation splits; of several, the nearest to 1.
 
@@ -67,33 +68,12 @@ def choose(
     """
     check_alphas(vector, alphas)
     total = work(vector, alphas, [each.validation for each in subjects])
-    tally = Tally(total + work(vector, alphas[:1], [each.test for each in subjects]), on_progress)
-    validation = {
-        each.name: tally.scores(model, each.head, each.validation, vector, alphas, batch_size) for each in subjects
-    }
+    count = Count(total + work(vector, alphas[:1], [each.test for each in subjects]), on_progress)
+
+    def asked(head: Head, exam: Exam, alphas: Sequence[float]) -> list[Score]:
+        return scores(model, head, exam, vector, alphas, batch_size=batch_size, on_progress=count.piece())
+
+    validation = {each.name: asked(each.head, each.validation, alphas) for each in subjects}
     alpha = alphas[best(alphas, list(validation.values()))]
-    test = {each.name: tally.scores(model, each.head, each.test, vector, [alpha], batch_size)[0] for each in subjects}
+    test = {each.name: asked(each.head, each.test, [alpha])[0] for each in subjects}
     return Choice(alpha, tuple(alphas), validation, test)
-
-
-class Tally:
-    """Several evaluations, heard of as one."""
-
-    def __init__(self, total: int, on_progress: Callable[[int, int], None]) -> None:
-        self._total, self._tell, self._before = total, on_progress, 0
-
-    def scores(
-        self,
-        model: Model,
-        head: Head,
-        exam: Exam,
-        vector: TaskVector | None,
-        alphas: Sequence[float],
-        batch_size: int,
-    ) -> list[Score]:
-        def advance(done: int, total: int) -> None:
-            self._tell(self._before + done, self._total)
-
-        found = scores(model, head, exam, vector, alphas, batch_size=batch_size, on_progress=advance)
-        self._before += work(vector, alphas, [exam])
-        return found

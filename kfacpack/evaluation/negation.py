@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import Score, check_alphas, work
-from kfacpack.evaluation.choice import Subject, Tally
+from kfacpack.evaluation.accuracy import Score, check_alphas, scores, work
 from kfacpack.evaluation.sweep import exact_mean
+from kfacpack.running.progress import Count, OnProgress
 
 if TYPE_CHECKING:
+    from kfacpack.evaluation.accuracy import Exam
+    from kfacpack.evaluation.choice import Subject
+    from kfacpack.heads import Head
     from kfacpack.models.base import Model
     from kfacpack.vectors.vector import TaskVector
 
@@ -28,7 +31,7 @@ def negate(
     *,
     keep: float = KEEP,
     batch_size: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
     """What −α τ takes from the targets, at the α that takes most while the control keeps its share.
 
@@ -51,14 +54,15 @@ def negate(
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     everyone = [*targets, control]
     total = work(vector, candidates, [each.validation for each in everyone])
-    tally = Tally(total + work(vector, [0.0, 1.0], [each.test for each in everyone]), on_progress)
+    count = Count(total + work(vector, [0.0, 1.0], [each.test for each in everyone]), on_progress)
     negated = -vector
-    found = [tally.scores(model, each.head, each.validation, negated, candidates, batch_size) for each in everyone]
+
+    def asked(head: Head, exam: Exam, alphas: Sequence[float]) -> list[Score]:
+        return scores(model, head, exam, negated, alphas, batch_size=batch_size, on_progress=count.piece())
+
+    found = [asked(each.head, each.validation, candidates) for each in everyone]
     alpha = candidates[chosen(found[:-1], found[-1], keep)]
-    before, after = zip(
-        *(tally.scores(model, each.head, each.test, negated, [0.0, alpha], batch_size) for each in everyone),
-        strict=True,
-    )
+    before, after = zip(*(asked(each.head, each.test, [0.0, alpha]) for each in everyone), strict=True)
     tasks = {
         target.name: {
             "alpha": alpha,

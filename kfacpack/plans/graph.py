@@ -109,7 +109,7 @@ class Graph:
             validation={name: self._stage(Sweep, first, name, self.alphas, "validation") for name in names},
             negated={name: self._negate(vectors[name]) for name in names} if told.negation and deep else {},
             pairs=self._pairs(vectors) if deep and seed == plan.seeds[0] else (),
-            localisation=self._stage(Localisation, tuple(vectors.values()), str(told.localisation.examples))
+            localisation=self._stage(Localisation, tuple(vectors.values()), told.localisation.examples)
             if told.localisation and deep
             else None,
             drift=self._drift(vectors, seed) if deep and seed == plan.seeds[0] else None,
@@ -148,7 +148,7 @@ class Graph:
         first, *others = vectors
         alphas = tuple(parse_alphas(said.alphas))
         return tuple(
-            self._stage(Disentanglement, (vectors[one], vectors[two]), str(said.examples), alphas)
+            self._stage(Disentanglement, (vectors[one], vectors[two]), said.examples, alphas)
             for one, two in said.pairs or [(first, other) for other in others]
         )
 
@@ -157,7 +157,7 @@ class Graph:
         if said is None:
             return None
         bundles = tuple(self._bundle("kronecker", name, seed) for name in vectors)
-        return self._stage(Drift, tuple(vectors.values()), str(said.examples), bundles, said.layer_examples)
+        return self._stage(Drift, tuple(vectors.values()), said.examples, bundles, said.layer_examples)
 
 
 def _visit(stage: Stage, found: dict[str, Stage]) -> None:

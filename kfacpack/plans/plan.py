@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,10 @@ from pydantic import (
 
 from kfacpack.bundle.container import repeated
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe
+from kfacpack.compression.chain import Chain
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.alphas import parse_alphas
+from kfacpack.tasks.sampling import how_many
 from kfacpack.training.groups import STRENGTH
 from kfacpack.vectors.manifest import Regime
 from kfacpack.vectors.methods import METHODS
@@ -60,12 +63,51 @@ class TaskPart(Part):
         return name
 
 
+def _examples(said: str) -> str:
+    how_many(said, 1)
+    return said
+
+
+def _codec(spec: str) -> str:
+    Chain.parse(spec)
+    return spec
+
+
+def _alphas(text: str) -> str:
+    parse_alphas(text)
+    return text
+
+
+def _method(name: str) -> str:
+    if name not in METHODS:
+        raise KfacpackError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
+    return name
+
+
+def _telling(check: Callable[[str], str]) -> AfterValidator:
+    """What the library refuses is refused, with its words, where it stands in the plan."""
+
+    def checked(said: str) -> str:
+        try:
+            return check(said)
+        except KfacpackError as error:
+            raise ValueError(str(error)) from error
+
+    return AfterValidator(checked)
+
+
+Examples = Annotated[str, BeforeValidator(str), _telling(_examples)]
+Codec = Annotated[Text, _telling(_codec)]
+Alphas = Annotated[Text, BeforeValidator(str), _telling(_alphas)]
+Method = Annotated[Text, _telling(_method)]
+
+
 class CurvaturePart(Part):
-    examples: str | Positive = 256
+    examples: Examples = "256"
     fisher: Fisher = "mc"
     samples: Positive = 1
     probe: Probe = "orthogonal"
-    compress: Text | None = None
+    compress: Codec | None = None
     """A codec for the Kronecker factors, as `kfacpack compress` takes it."""
     batch_size: Positive = 32
 
@@ -97,24 +139,6 @@ class ArmPart(Part):
         return self
 
 
-def _alphas(text: str) -> str:
-    try:
-        parse_alphas(text)
-    except KfacpackError as error:
-        raise ValueError(str(error)) from error
-    return text
-
-
-def _method(name: str) -> str:
-    if name not in METHODS:
-        raise ValueError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
-    return name
-
-
-Alphas = Annotated[Text, BeforeValidator(str), AfterValidator(_alphas)]
-Method = Annotated[Text, AfterValidator(_method)]
-
-
 class NegationPart(Part):
     control: Text
     """The task that is to be kept; when it is the one that is negated, the first of the others is kept in its place."""
@@ -126,11 +150,11 @@ class PairsPart(Part):
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[Text, Text], ...] | None = None
     """None: the first task with each of the others."""
-    examples: str | Positive = 200
+    examples: Examples = "200"
 
 
 class SomePart(Part):
-    examples: str | Positive = 200
+    examples: Examples = "200"
 
 
 class DriftPart(SomePart):
@@ -139,7 +163,7 @@ class DriftPart(SomePart):
 
 
 class EvaluationPart(Part):
-    examples: str | Positive = "all"
+    examples: Examples = "all"
     batch_size: Positive = 64
     methods: Annotated[tuple[Method, ...], Field(min_length=1)] = ("sum",)
     alphas: Alphas = "0:2:0.1"

@@ -61,10 +61,13 @@ def parse(text: str, name: str) -> Plan:
     if not isinstance(root, yaml.MappingNode):
         raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, found none")
     lines: dict[Place, int] = {}
-    _note_lines(root, (), lines, name)
-    said = yaml.load(text, Loader=_Loader)
     try:
-        return Plan.model_validate(_plain(said), strict=False)
+        _note_lines(root, (), lines, name)
+        said = _plain(yaml.load(text, Loader=_Loader))
+    except RecursionError as error:
+        raise KfacpackError(f"{name}: is no YAML: it contains itself; see its anchors (&) and aliases (*)") from error
+    try:
+        return Plan.model_validate(said, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = tuple(first["loc"])

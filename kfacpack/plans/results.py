@@ -6,19 +6,19 @@ import platform
 from collections.abc import Iterable
 from hashlib import sha256
 from importlib.metadata import version
-from math import sqrt
+from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.bundle.reader import Bundle
+from kfacpack.evaluation.results import normalized, result
 from kfacpack.evaluation.sweep import as_table, best
 from kfacpack.plans.plan import BASELINE
+from kfacpack.reporting.results import FORMAT
 
 if TYPE_CHECKING:
     from kfacpack.plans.graph import Graph, Trial
     from kfacpack.plans.plan import ArmPart, NegationPart
     from kfacpack.plans.stages.curvature import Estimate, Merge
-
-FORMAT = "kfacpack.run/1"
 
 
 def results(graph: Graph, text: str) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def results(graph: Graph, text: str) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "bundles": [_bundle(stage, graph) for stage in graph.bundles.values()],
         "merges": [_merge(stage, graph) for stage in graph.merges.values()],
-        "base": {"tasks": base, "mean": mean(each["accuracy"] for each in base.values())},
+        "base": {"tasks": base, "mean": fmean(each["accuracy"] for each in base.values())},
         "arms": arms,
         "spectra": graph.spectra.read() if graph.spectra else None,
         "summary": summary(arms),
@@ -103,19 +103,11 @@ def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
 
 
 def _trial(trial: Trial, negation: NegationPart | None) -> dict[str, Any]:
-    own = {task: stage.at(1.0) for task, stage in trial.own.items()}
-    added = {}
-    for method, stages in trial.sums.items():
-        scores = {task: stage.at(1.0) for task, stage in stages.items()}
-        by_task = {task: {"accuracy": x, "normalized": _share(x, own[task])} for task, x in scores.items()}
-        added[method] = {
-            "alpha": 1.0,
-            "tasks": by_task,
-            "mean": {
-                "accuracy": mean(scores.values()),
-                "normalized": mean(each["normalized"] for each in by_task.values() if each["normalized"] is not None),
-            },
-        }
+    own = {task: stage.at(1.0).accuracy for task, stage in trial.own.items()}
+    added = {
+        method: {"alpha": 1.0, **result({task: stage.at(1.0) for task, stage in stages.items()}, own)}
+        for method, stages in trial.sums.items()
+    }
     first = next(iter(trial.sums.values()))
     alphas = next(iter(first.values())).alphas
     table = as_table(alphas, {task: stage.scores() for task, stage in first.items()})
@@ -154,36 +146,32 @@ def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
     seeds = arm["seeds"]
-    own = [mean(each["individual"].values()) for each in seeds]
+    own = [fmean(each["individual"].values()) for each in seeds]
     added = [each["added"][method]["mean"] for each in seeds]
     first = method == next(iter(seeds[0]["added"]))
     negated = [entry for each in seeds if each["negation"] for entry in each["negation"]["tasks"].values()]
     return {
         "arm": arm["name"],
         "method": method,
-        "individual": mean(own),
+        "individual": fmean(own),
         "individual_std": spread(own),
-        "added": mean(each["accuracy"] for each in added),
+        "added": fmean(each["accuracy"] for each in added),
         "added_std": spread([each["accuracy"] for each in added]),
-        "normalized": mean(each["normalized"] for each in added),
-        "best_alpha": mean(each["best"]["alpha"] for each in seeds) if first else None,
-        "best": mean(each["best"]["test"] for each in seeds) if first else None,
-        "removed": mean(each["removed"] for each in negated if each["removed"] is not None) if negated else None,
-        "control_kept": mean(each["control"] / each["control_before"] for each in negated) if negated else None,
-        "auroc": mean(each["localisation"]["auroc"] for each in seeds) if seeds[0]["localisation"] else None,
+        "normalized": _mean(each["normalized"] for each in added),
+        "best_alpha": fmean(each["best"]["alpha"] for each in seeds) if first else None,
+        "best": fmean(each["best"]["test"] for each in seeds) if first else None,
+        "removed": _mean(each["removed"] for each in negated),
+        "control_kept": _mean(normalized(each["control"], each["control_before"]) for each in negated),
+        "auroc": _mean(each["localisation"]["auroc"] for each in seeds if each["localisation"]),
     }
 
 
-def _share(value: float, whole: float) -> float | None:
-    return value / whole if whole else None
-
-
-def mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Of those that there are, if there are any: a task that was never above chance has no margin to lose."""
+    found = [each for each in values if each is not None]
+    return fmean(found) if found else None
 
 
 def spread(values: list[float]) -> float:
     """The standard deviation of a sample; 0 of a single one."""
-    middle = mean(values)
-    return sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return stdev(values) if len(values) > 1 else 0.0

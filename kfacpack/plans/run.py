@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from kfacpack.plans.plan import Plan
     from kfacpack.plans.stages.base import Stage
 
-    Show = Callable[[Stage, int, int], AbstractContextManager[Watch]]
-    """A stage, its number from 1, how many there are -> who watches it."""
+    Progress = Callable[[int, int, str], None]
+    Show = Callable[[Stage, int, int], AbstractContextManager[Progress]]
+    """A stage, its number from 1, how many there are -> who is told how far it is."""
 
 RESULTS, TIMES = "results.json", "times.json"
 _PROBED = 32
@@ -63,12 +64,12 @@ class Run:
 
     def execute(
         self,
-        show: Show = lambda stage, number, total: nullcontext(Watch()),
+        show: Show = lambda stage, number, total: nullcontext(Watch.progress),
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
         """Make what is missing, and write what was found: results.json, and times.json beside it.
 
-        Once `stopped` says so, what is done is kept and `Interrupted` is raised.
+        Once `stopped` says so, also in the middle of a stage, what is done is kept and `Interrupted` is raised.
         """
         start = time.perf_counter()
         with _alone(self.root):
@@ -82,8 +83,8 @@ class Run:
                 if stopped():
                     raise Interrupted
                 begun = time.perf_counter()
-                with show(stage, number, len(self.stages)) as watch:
-                    stage.make(watch)
+                with show(stage, number, len(self.stages)) as progress:
+                    stage.make(Watch(progress, stopped))
                 made.add(stage.key)
                 times[stage.key] = time.perf_counter() - begun
                 self._write_times(times, made, start)
@@ -113,7 +114,7 @@ class Run:
 def _read_times(path: Path) -> dict[str, float]:
     """What stages took before. It is only told, nothing depends on it: one that cannot be read is begun anew."""
     try:
-        return {each["key"]: each["seconds"] for each in json.loads(path.read_bytes())["stages"]}
+        return {each["key"]: float(each["seconds"]) for each in json.loads(path.read_bytes())["stages"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -16,6 +16,7 @@ from kfacpack.heads import head_for
 from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
+from kfacpack.tasks.local import LocalTask
 
 if TYPE_CHECKING:
     from kfacpack.heads import Head
@@ -62,8 +63,21 @@ class Shop:
     def data_key(self, task: str, split: str) -> str:
         """Of a split's content."""
         if (task, split) not in self._prints:
-            self._prints[task, split] = fingerprint(self.model, self.task(task).split(split), task, labels=True)
+            made = fingerprint(self.model, self.task(task).split(split), task, labels=True)
+            self._prints[task, split] = self._of_folder(task, split, made)
         return self._prints[task, split]
+
+    def _of_folder(self, task: str, split: str, made: str) -> str:
+        """A fingerprint with what it does not see of a folder's data; a registered task's changes with the version.
+
+        It looks at some examples, so that all files have to be as large as they were; and heads are made of the
+        classes' names.
+        """
+        data = self.plan.task(task).data
+        if data is None:
+            return made
+        found = LocalTask(task, self.plan.place(data))
+        return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
         if task not in self._heads:
@@ -71,6 +85,5 @@ class Shop:
             self._heads[task] = head_for(self.model, self.task(task), kind, batch_size=size, on_progress=on_progress)
         return self._heads[task]
 
-    def exam(self, task: str, split: str = "test", examples: str | int | None = None) -> Exam:
-        asked = self.plan.evaluation.examples if examples is None else examples
-        return Exam.of(self.task(task), split, str(asked))
+    def exam(self, task: str, split: str = "test", examples: str | None = None) -> Exam:
+        return Exam.of(self.task(task), split, examples or self.plan.evaluation.examples)

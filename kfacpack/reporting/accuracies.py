@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from statistics import fmean
-from typing import Any
 
 from kfacpack.reporting.content import Cell, Picture, Section, Table, text
 from kfacpack.reporting.results import Arm, Penalty, Results, Summary
@@ -36,6 +35,20 @@ def headline(results: Results) -> list[Cell]:
 
 
 def summary(results: Results) -> Section:
+    picture = _bars(results)
+    return Section(
+        id="summary",
+        title="In short",
+        how_to_read="“Own vector” is the accuracy of each task with its vector alone, “all added” that of one model "
+        "with every vector; “normalised” is their ratio, “recovered” the share of what the arm without a penalty loses "
+        "by adding that this arm does not, “removed” the share of its margin over chance that a negated task loses.",
+        tables=[_summary_table(results)],
+        pictures=[picture] if picture else [],
+    )
+
+
+def _summary_table(results: Results) -> Table:
+    """Columns that no arm has anything in are left out."""
     several = len(results.seeds) > 1
     arms = {arm.name: arm for arm in results.arms}
 
@@ -60,38 +73,31 @@ def summary(results: Results) -> Section:
     ]  # fmt: skip
     rows = [cells(row) for row in results.summary]
     kept = [k for k in range(len(columns)) if any(row[k].value is not None for row in rows)]
-    table = Table(
+    return Table(
         caption=f"Means over {len(results.tasks)} tasks{_seeds(results)}",
         columns=[columns[k] for k in kept],
         rows=[[row[k] for k in kept] for row in rows],
     )
+
+
+def _bars(results: Results) -> Picture | None:
     method = _first_method(results)
-    data: dict[str, dict[str, Any]] = {
-        "base": {task: results.base.tasks[task].accuracy for task in results.names},
-        "arms": {
-            arm.name: {
-                "individual": {t: fmean(s.individual[t] for s in arm.seeds) for t in results.names},
-                "added": {t: fmean(s.added[method].tasks[t].accuracy for s in arm.seeds) for t in results.names},
-            }
-            for arm in results.arms
-            if method in arm.seeds[0].added
-        },
+    arms = {
+        arm.name: {
+            "individual": {t: fmean(s.individual[t] for s in arm.seeds) for t in results.names},
+            "added": {t: fmean(s.added[method].tasks[t].accuracy for s in arm.seeds) for t in results.names},
+        }
+        for arm in results.arms
+        if method in arm.seeds[0].added
     }
-    picture = Picture(
+    if not arms:
+        return None
+    return Picture(
         file="bars",
         figure="bars",
-        data=data,
-        alt=f"Bars of accuracy by task, for {_listed(list(data['arms']))}: base model, own vector, all added.",
+        data={"base": {task: results.base.tasks[task].accuracy for task in results.names}, "arms": arms},
+        alt=f"Bars of accuracy by task, for {_listed(list(arms))}: base model, own vector, all added.",
         caption=f"Accuracy by task: the base model, with the task's own vector, and with all vectors ({method}).",
-    )
-    return Section(
-        id="summary",
-        title="In short",
-        how_to_read="“Own vector” is the accuracy of each task with its vector alone, “all added” that of one model "
-        "with every vector; “normalised” is their ratio, “recovered” the share of what the arm without a penalty loses "
-        "by adding that this arm does not, “removed” the share of its margin over chance that a negated task loses.",
-        tables=[table],
-        pictures=[picture] if data["arms"] else [],
     )
 
 

@@ -7,48 +7,10 @@ from kfacpack.reporting.results import Results, Times
 
 
 def bundles(results: Results) -> Section | None:
-    tables = []
-    if results.bundles:
-        tables.append(
-            Table(
-                caption="Bundles of single tasks",
-                columns=["task", "structure", "seed", "size", "held dense", "share", "file", "SHA-256"],
-                rows=[
-                    [
-                        text(each.task),
-                        text(each.structure),
-                        _seed(each.seed),
-                        Cell(kind="bytes", value=each.bytes),
-                        Cell(kind="bytes", value=each.dense_bytes),
-                        Cell(kind="percent", value=each.bytes / each.dense_bytes if each.dense_bytes else None),
-                        Cell(kind="code", value=each.file),
-                        Cell(kind="code", value=each.sha256),
-                    ]
-                    for each in results.bundles
-                ],
-                folded=len(results.bundles) > 12,
-            )
-        )
-    if results.merges:
-        tables.append(
-            Table(
-                caption="Merged bundles: of all tasks but one, which that one is trained against",
-                columns=["without", "rule", "structure", "seed", "size", "relative error", "file"],
-                rows=[
-                    [
-                        text(each.without),
-                        text(each.rule),
-                        text(each.structure),
-                        _seed(each.seed),
-                        Cell(kind="bytes", value=each.bytes),
-                        Cell(kind="percent", value=each.error),
-                        Cell(kind="code", value=each.file),
-                    ]
-                    for each in results.merges
-                ],
-                folded=len(results.merges) > 12,
-            )
-        )
+    tables = [
+        *([_single(results)] if results.bundles else []),
+        *([_merged(results)] if results.merges else []),
+    ]
     if not tables:
         return None
     return Section(
@@ -57,6 +19,47 @@ def bundles(results: Results) -> Section | None:
         how_to_read="What is shared instead of data: the size of each file, and how far a merged one is from "
         "the sum of its parts.",
         tables=tables,
+    )
+
+
+def _single(results: Results) -> Table:
+    return Table(
+        caption="Bundles of single tasks",
+        columns=["task", "structure", "seed", "size", "held dense", "share", "file", "SHA-256"],
+        rows=[
+            [
+                text(each.task),
+                text(each.structure),
+                _seed(each.seed),
+                Cell(kind="bytes", value=each.bytes),
+                Cell(kind="bytes", value=each.dense_bytes),
+                Cell(kind="percent", value=each.bytes / each.dense_bytes if each.dense_bytes else None),
+                Cell(kind="code", value=each.file),
+                Cell(kind="code", value=each.sha256),
+            ]
+            for each in results.bundles
+        ],
+        folded=len(results.bundles) > 12,
+    )
+
+
+def _merged(results: Results) -> Table:
+    return Table(
+        caption="Merged bundles: of all tasks but one, which that one is trained against",
+        columns=["without", "rule", "structure", "seed", "size", "relative error", "file"],
+        rows=[
+            [
+                text(each.without),
+                text(each.rule),
+                text(each.structure),
+                _seed(each.seed),
+                Cell(kind="bytes", value=each.bytes),
+                Cell(kind="percent", value=each.error),
+                Cell(kind="code", value=each.file),
+            ]
+            for each in results.merges
+        ],
+        folded=len(results.merges) > 12,
     )
 
 

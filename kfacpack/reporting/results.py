@@ -109,7 +109,7 @@ class Negated(Read):
     control: FiniteFloat
     control_before: FiniteFloat
     control_task: str | None = None
-    """Where it is another than the others'."""
+    """Where it is not the one of all the others: a control cannot be negated and kept."""
 
 
 class Negation(Read):

@@ -114,6 +114,11 @@ class LocalTask:
         held = set(self._held_out)
         return [row for row in range(self._rows("train")) if row not in held]
 
+    def listing(self, split: str) -> list[tuple[str, int]]:
+        """The files that a split's examples are in, from the folder on, with their sizes in bytes."""
+        files = self._found[split if split in self._found else "train"]
+        return [(file.relative_to(self.folder).as_posix(), file.stat().st_size) for file in files]
+
     def split(self, name: str) -> LocalSplit:
         if name not in self.splits:
             raise KfacpackError(

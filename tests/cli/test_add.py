@@ -48,6 +48,7 @@ def vectors(tiny, tmp_path_factory):
         made(tiny, task, number, "linear").save(folder / f"{task}-linear.safetensors")
     made(kp.load_model("tiny", weights="random"), "four", 4).save(folder / "other-base.safetensors")
     made(tiny, "one", 9).save(folder / "other-head.safetensors")
+    kp.add([folder / "one.safetensors", folder / "two.safetensors"]).save(folder / "sum.safetensors")
     return folder
 
 

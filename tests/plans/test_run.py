@@ -9,9 +9,10 @@ import pytest
 import torch
 from plans.small import TEXT
 
+import kfacpack as kp
 from kfacpack.plans.reading import parse
 from kfacpack.plans.run import RESULTS, TIMES, Run
-from kfacpack.plans.stages.base import Watch
+from kfacpack.plans.shop import Shop
 from kfacpack.running.partial import Interrupted
 
 
@@ -33,7 +34,7 @@ class Record:
 
     @contextmanager
     def __call__(self, stage, number, total):
-        yield Watch(stopped=self.stopped)
+        yield lambda done, total, words: None
         self.made.append(f"{stage.kind}/{stage.name}")
 
 
@@ -99,8 +100,23 @@ def test_interrupted_anywhere_it_finds_the_same(found, tmp_path):
     assert (tmp_path / RESULTS).read_bytes() == found
 
 
+@pytest.mark.parametrize(("kind", "left"), [("bundles", "*.partial"), ("vectors", "*.partial"), ("scores", None)])
+def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
+    at_work = []
+
+    @contextmanager
+    def show(stage, number, total):
+        yield lambda done, total, words: at_work.append(stage.kind) if done else None
+
+    run = run_of(tmp_path, TEXT.replace("examples: 8, batch_size: 8", "examples: 8, batch_size: 4"))
+    with pytest.raises(Interrupted):
+        run.execute(show, lambda: at_work[-1:] == [kind])
+    assert at_work[-1] == kind
+    assert len([stage for stage in run.stages if stage.kind == kind and stage.done]) == 0
+    assert left is None or list((tmp_path / kind).glob(left))
+
+
 def test_two_runs_in_one_folder_are_refused(tmp_path):
-    import kfacpack as kp
     from kfacpack.plans.run import _alone
 
     with _alone(tmp_path), pytest.raises(kp.KfacpackError, match="another run is at work"):
@@ -114,3 +130,38 @@ def test_the_forecast_covers_what_is_missing(finished, tmp_path):
     assert all(value > 0 for value in seconds.values())
     assert run_of(finished).forecast() == {}
     assert not any(tmp_path.iterdir())
+
+
+def test_a_name_may_be_longer_than_a_files(tmp_path):
+    long = "ä" * 150
+    stages = run_of(tmp_path, TEXT.replace("kfac:", f"{long}:")).stages
+    assert any(long in stage.name for stage in stages)
+    assert all(len(f".{stage.path.name}.partial".encode()) < 255 for stage in stages)
+
+
+def test_other_names_or_pictures_are_other_data(tmp_path):
+    """Also where they are not among the few examples that are looked at."""
+    from PIL import Image
+
+    def key(name, first, changed=None):
+        for number in range(80):
+            file = tmp_path / name / "train" / (first if number < 40 else "dog") / f"{number:02}.bmp"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8 if number != changed else 9, 8), (number, 0, 0)).save(file)
+        data = TEXT.replace("weaves]", f"{{name: mine, data: {tmp_path / name}}}]")
+        return Shop(parse(data, "plan"), torch.device("cpu")).data_key("mine", "train")
+
+    before = key("one", "cat")
+    assert key("two", "cat") == before
+    assert key("three", "cow") != before
+    assert all(key(f"changed {number}", "cat", number) != before for number in (1, 2, 3))
+
+
+def test_a_damaged_measurement_is_named(finished):
+    stage = next(each for each in run_of(finished).stages if each.kind == "scores")
+    content = stage.path.read_bytes()
+    for damaged in (b"", b"[]", b'{"acc'):
+        stage.path.write_bytes(damaged)
+        with pytest.raises(kp.KfacpackError, match=r"cannot be read.*Remove it, and run the plan again"):
+            stage.read()
+    stage.path.write_bytes(content)

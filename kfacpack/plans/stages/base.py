@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
@@ -19,9 +19,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfacpack.errors import KfacpackError
 from kfacpack.running.files import write_whole
+from kfacpack.running.partial import Interrupted
 
 if TYPE_CHECKING:
     from kfacpack.plans.shop import Shop
+
+
+_LONGEST = 160
+"""Bytes of a stage's name in that of its file. File systems take 255, and a key and endings follow."""
 
 
 @dataclass
@@ -33,6 +38,16 @@ class Watch:
 
     def counted(self, done: int, total: int) -> None:
         self.progress(done, total, "")
+
+    def of_one_piece(self) -> Watch:
+        """For work that stores nothing on the way: asked to stop, it ends where it is."""
+
+        def progress(done: int, total: int, words: str) -> None:
+            self.progress(done, total, words)
+            if self.stopped():
+                raise Interrupted
+
+        return replace(self, progress=progress)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +101,9 @@ class Stage(ABC):
     def path(self) -> Path:
         """The file of this key that is there, whatever it is called; else the one that will be."""
         end = f"{self.key[:12]}{self.suffix}"
-        place = self.root / self.kind / f"{self.name.replace('/', '-').replace(' ', '-')}.{end}"
+        # What is longer than a file's name may be is known by its key all the same.
+        name = self.name.replace("/", "-").replace(" ", "-").encode()[:_LONGEST].decode(errors="ignore")
+        place = self.root / self.kind / f"{name}.{end}"
         if place.exists():
             return place
         return next(iter(sorted(place.parent.glob(f"[!.]*.{end}"))), place)
@@ -104,11 +121,13 @@ class Measurement(Stage):
     def measure(self, watch: Watch) -> Mapping[str, Any]: ...
 
     def make(self, watch: Watch) -> None:
-        write_whole(self.path, json.dumps(self.measure(watch), indent=1).encode())
+        write_whole(self.path, json.dumps(self.measure(watch.of_one_piece()), indent=1).encode())
 
     def read(self) -> dict[str, Any]:
         try:
             found: dict[str, Any] = json.loads(self.path.read_bytes())
+            if not isinstance(found, dict):
+                raise ValueError("expected what was measured, by name")
         except (OSError, ValueError) as error:
             raise KfacpackError(f"{self.path}: cannot be read: {error}. Remove it, and run the plan again") from error
         return found

@@ -39,18 +39,18 @@ class Estimate(Stage):
             **asdict(self.options),
             "task": self.task,
             "data": self.shop.data_key(self.task, "train"),
-            "examples": str(said.examples),
+            "examples": said.examples,
             "batch_size": said.batch_size,
         }
 
     def make(self, watch: Watch) -> None:
         said = self.shop.plan.curvature
-        job = Job(self.shop.model, self.shop.task(self.task), self.options, str(said.examples), said.batch_size)
+        job = Job(self.shop.model, self.shop.task(self.task), self.options, said.examples, said.batch_size)
         job.run(self.path, resume=True, on_progress=watch.counted, stopped=watch.stopped)
 
     def cost(self) -> float:
         said = self.shop.plan.curvature
-        return 8.0 * how_many(str(said.examples), self.shop.task(self.task).sizes["train"]) * said.samples
+        return 8.0 * how_many(said.examples, self.shop.task(self.task).sizes["train"]) * said.samples
 
     def command(self) -> str:
         said, options = self.shop.plan.curvature, self.options
@@ -59,7 +59,7 @@ class Estimate(Stage):
             *for_model(self.shop.plan),
             *for_task(self.shop.plan, self.task),
             *("--examples", said.examples, "--fisher", options.fisher, "--samples", options.samples),
-            *("--probe", options.probe, "--structure", options.structure),
+            *("--probe", options.probe, "--structure", options.structure, "--batch-size", said.batch_size),
             *(("--compress", options.compress) if options.compress else ()),
             *("--seed", self.seed, "-o", self.path.relative_to(self.root)),
         )

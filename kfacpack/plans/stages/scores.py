@@ -90,8 +90,8 @@ class Sweep(Measurement):
         found = self.read()
         return [Score(correct, found["examples"]) for correct in found["correct"]]
 
-    def at(self, alpha: float) -> float:
-        return self.scores()[self.alphas.index(alpha)].accuracy
+    def at(self, alpha: float) -> Score:
+        return self.scores()[self.alphas.index(alpha)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +149,7 @@ def examined(stage: Stage, tasks: Sequence[str], splits: Sequence[str]) -> dict[
     """What decides which examples are looked at."""
     shop = stage.shop
     data = {f"{task} {split}": shop.data_key(task, split) for task in tasks for split in splits}
-    return {"examples": str(shop.plan.evaluation.examples), "data": data}
+    return {"examples": shop.plan.evaluation.examples, "data": data}
 
 
 def examples_of(stage: Stage, task: str, split: str = "test") -> float:

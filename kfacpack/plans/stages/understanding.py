@@ -55,6 +55,9 @@ class Understanding(Measurement):
     def _count(self, task: str) -> int:
         return how_many(self.examples, self.shop.task(task).sizes["test"])
 
+    def how(self, watch: Watch) -> dict[str, Any]:
+        return {"batch_size": self.shop.plan.evaluation.batch_size, "on_progress": watch.counted}
+
     def exams(self) -> list[Exam]:
         return [self.shop.exam(task, "test", self.examples) for task in self.tasks]
 
@@ -77,13 +80,13 @@ class Disentanglement(Understanding):
     def measure(self, watch: Watch) -> dict[str, Any]:
         first, second = self.exams()
         one, two = self.loaded().values()
-        return disentanglement(self.shop.model, (first, second), (one, two), self.alphas, on_progress=watch.counted)
+        return disentanglement(self.shop.model, (first, second), (one, two), self.alphas, **self.how(watch))
 
 
 @dataclass(frozen=True, eq=False)
 class Localisation(Understanding):
     def measure(self, watch: Watch) -> dict[str, Any]:
-        return localisation(self.shop.model, self.exams(), self.loaded(), on_progress=watch.counted)
+        return localisation(self.shop.model, self.exams(), self.loaded(), **self.how(watch))
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,14 +107,8 @@ class Drift(Understanding):
 
     def measure(self, watch: Watch) -> dict[str, Any]:
         bundles = {each.task: load(each.path) for each in self.bundles}
-        return drift(
-            self.shop.model,
-            self.exams(),
-            self.loaded(),
-            bundles,
-            layer_examples=self.layer_examples,
-            on_progress=watch.counted,
-        )
+        few = self.layer_examples
+        return drift(self.shop.model, self.exams(), self.loaded(), bundles, layer_examples=few, **self.how(watch))
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from kfacpack.bundle.writer import replacing
 from kfacpack.errors import BundleError
+from kfacpack.running.files import write_whole
 from kfacpack.tasks.embedded.pictures import Pictures, labelled
 
 
@@ -51,5 +51,4 @@ def write(file: Path | None, pictures: Pictures) -> None:
     arrays = {f"{split}.{kind}": array for split, each in pictures.items() for kind, array in each._asdict().items()}
     with suppress(OSError, BundleError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
-            stream.write(save(arrays))
+        write_whole(file, save(arrays))
