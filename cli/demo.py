@@ -33,7 +33,7 @@ def demo(
     except (OSError, UnicodeDecodeError) as error:
         raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Give another folder with -o") from error
     if before is not None and before != text:
-        remedy = f"Carry it out with 'kfacpack run {path}', or give another folder with -o"
+        remedy = f"Carry it out with 'kfacpack run {path} -o {output}', or give another folder with -o"
         raise KfacpackError(f"{path}: is there already, and is not the demo's. {remedy}")
     write_whole(path, text.encode())
     if not (quiet or as_json):

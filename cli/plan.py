@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +28,7 @@ SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_
 
 def run(
     plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="The plan; paths in it are meant from its folder."),
-    output: Path | None = option(RUN, None, "--output", "-o", metavar="DIR", help="Where to; else the plan's name."),
+    output: Path | None = option(RUN, None, "--output", "-o", metavar="DIR", help="Where to; else ./PLAN."),
     device: str = DEVICE,
     dry_run: bool = option(RUN, False, "--dry-run", help="Show what would run and about how long; write nothing."),
     as_json: bool = option(RUN, False, "--json", help="Print the results as JSON."),
@@ -49,8 +50,9 @@ def carry_out(
     plan: Any, text: str, root: Path, device: str, *, dry_run: bool, as_json: bool, quiet: bool, explain: bool = False
 ) -> None:
     """`explain`: a line for each kind of stage."""
+    start = time.perf_counter()
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.plans.run import Run
+    from kfacpack.plans.run import Run, peak_bytes
     from kfacpack.reporting.report import report
     from kfacpack.running.processes import local_device
 
@@ -67,7 +69,8 @@ def carry_out(
         print_json(results)
     elif show:
         print_summary(results)
-        _print_end(root, page)
+        took = f"{human_seconds(time.perf_counter() - start)}, at most {human_bytes(peak_bytes())} of memory"
+        out.print(Text(f"wrote {page} and {root / 'results.json'}: {took}"), soft_wrap=True)
 
 
 def _shower(show: bool, explain: bool) -> Any:
@@ -121,13 +124,3 @@ def print_summary(results: dict[str, Any]) -> None:
             "" if line["auroc"] is None else f"{line['auroc']:.3f}",
         )
     out.print(table)
-
-
-def _print_end(root: Path, page: Path) -> None:
-    import json
-
-    from kfacpack.plans.run import TIMES
-
-    times = json.loads((root / TIMES).read_bytes())
-    took = f"{human_seconds(times['seconds'])}, at most {human_bytes(times['peak_bytes'])} of memory"
-    out.print(Text(f"wrote {page} and {root / 'results.json'}: {took}"), soft_wrap=True)

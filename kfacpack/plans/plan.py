@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,7 +33,16 @@ from kfacpack.vectors.methods import METHODS
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 Text = Annotated[str, Field(min_length=1, max_length=200)]
 Positive = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+def _no_truth(said: Any) -> Any:
+    """Python takes true for 1."""
+    return str(said) if isinstance(said, bool) else said
+
+
+Seed = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=2**32)]
+Place = tuple[str | int, ...]
+"""Where something stands in a plan: keys, and numbers in lists."""
 BASELINE = "without"
 """The arm without a penalty, if there is one of this name: what the others are measured against."""
 
@@ -124,7 +134,7 @@ class TrainingPart(Part):
 class ArmPart(Part):
     """One way of training all tasks' vectors."""
 
-    penalty: Literal["none", "kronecker", "diagonal", "data"] = "none"
+    penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
     strength: Annotated[float, Field(ge=0)] = STRENGTH
@@ -136,6 +146,8 @@ class ArmPart(Part):
         for key, needs in (("rule", ("kronecker", "diagonal")), ("rank", ("kronecker",)), ("strength", ())):
             if key in self.model_fields_set and self.penalty not in (needs or ("kronecker", "diagonal", "data")):
                 raise ValueError(f"{key} belongs to a penalty, found penalty: {self.penalty}")
+        if self.rank > 1 and self.rule != "optimal":
+            raise ValueError(f"rank belongs to rule: optimal, found rule: {self.rule}")
         return self
 
 
@@ -186,6 +198,7 @@ class Plan(Part):
     arms: Annotated[dict[Text, ArmPart], Field(min_length=1)]
     evaluation: EvaluationPart = EvaluationPart()
     _folder: Path = PrivateAttr(default=Path())
+    _where: Callable[[Place], str] = PrivateAttr(default=lambda place: ".".join(map(str, place)))
 
     @field_validator("model", mode="before")
     @classmethod
@@ -210,22 +223,32 @@ class Plan(Part):
                 raise ValueError(f"the arm {name!r}: expected letters, digits and -_.+")
         return arms
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Plan:
+    def contradiction(self) -> tuple[Place, str] | None:
+        """What does not go together with the rest, and where it stands."""
         names = [task.name for task in self.tasks]
-        for what, values in (("task", names), ("seed", map(str, self.seeds)), ("method", self.evaluation.methods)):
+        told = self.evaluation
+        for place, values in (
+            (("tasks",), names),
+            (("seeds",), [str(seed) for seed in self.seeds]),
+            (("evaluation", "methods"), list(told.methods)),
+        ):
             if twice := repeated(values):
-                raise ValueError(f"the {what} {twice!r} is there twice")
-        if unknown := [arm for arm in self.evaluation.in_depth or () if arm not in self.arms]:
-            known = ", ".join(self.arms)
-            raise ValueError(f"evaluation.in_depth names {unknown[0]!r}, which is none of the arms: {known}")
-        asked = [("negation.control", self.evaluation.negation.control)] if self.evaluation.negation else []
-        pairs = self.evaluation.disentanglement
-        asked += [("disentanglement.pairs", name) for pair in (pairs.pairs or () if pairs else ()) for name in pair]
-        for where, name in asked:
+                return (*place, len(values) - 1 - values[::-1].index(twice)), f"{twice!r} is there twice"
+        for number, arm in enumerate(told.in_depth or ()):
+            if arm not in self.arms:
+                return ("evaluation", "in_depth", number), f"{arm!r} is none of the arms: {', '.join(self.arms)}"
+        asked: list[tuple[Place, str]] = []
+        if told.negation:
+            asked.append((("evaluation", "negation", "control"), told.negation.control))
+        for number, pair in enumerate((told.disentanglement and told.disentanglement.pairs) or ()):
+            there: Place = ("evaluation", "disentanglement", "pairs", number)
+            if pair[0] == pair[1]:
+                return there, f"a pair is of two tasks, found {pair[0]!r} twice"
+            asked += [((*there, k), name) for k, name in enumerate(pair)]
+        for there, name in asked:
             if name not in names:
-                raise ValueError(f"evaluation.{where} names {name!r}, which is none of the tasks: {', '.join(names)}")
-        return self
+                return there, f"{name!r} is none of the tasks: {', '.join(names)}"
+        return None
 
     def training_of(self, arm: str) -> TrainingPart:
         return self.training.model_copy(update=self.arms[arm].training.model_dump(exclude_unset=True))
@@ -238,9 +261,21 @@ class Plan(Part):
 
     def based_at(self, folder: Path) -> Plan:
         """The same plan, its paths meant from a folder."""
-        made = self.model_copy()
-        made._folder = folder
-        return made
+        self._folder = folder
+        return self
+
+    def told_by(self, where: Callable[[Place], str]) -> Plan:
+        """The same plan, which can say in which line of which file something stands."""
+        self._where = where
+        return self
+
+    @contextmanager
+    def at(self, *place: str | int) -> Iterator[None]:
+        """What is wrong with something that the plan names is told with the line that names it."""
+        try:
+            yield
+        except KfacpackError as error:
+            raise KfacpackError(f"{self._where(place)}: {error}") from error
 
     def place(self, said: str) -> Path:
         """A path of the plan; $NAME in it is taken from the environment."""

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.plans.plan import Plan
+from kfacpack.plans.plan import Place, Plan
 
 _LARGEST = 1 << 20
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
@@ -32,8 +32,6 @@ for _tag, _pattern, _first in (
     ("float", r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", "-+.0123456789"),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
-
-Place = tuple[str | int, ...]
 
 
 def read_plan(path: Path) -> tuple[Plan, str]:
@@ -65,13 +63,31 @@ def parse(text: str, name: str) -> Plan:
         _note_lines(root, (), lines, name)
         said = _plain(yaml.load(text, Loader=_Loader))
     except RecursionError as error:
-        raise KfacpackError(f"{name}: is no YAML: it contains itself; see its anchors (&) and aliases (*)") from error
+        raise KfacpackError(f"{name}: is no YAML: it contains itself, or is nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise KfacpackError(f"{name}, line {line}: is no plan: {printable(str(error.problem))}") from error
+    except ValueError as error:
+        raise KfacpackError(f"{name}: is no plan: {printable(str(error))}") from error
+
+    def where(place: Place) -> str:
+        """The file, the line, and the key."""
+        known = place
+        while known not in lines:
+            known = known[:-1]
+        key = ".".join(map(str, place))
+        return f"{name}, line {lines[known]}: {printable(key)}" if key else f"{name}, line {lines[known]}"
+
     try:
-        return Plan.model_validate(said, strict=False)
+        plan = Plan.model_validate(said, strict=False).told_by(where)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = tuple(first["loc"])
-        raise KfacpackError(_message(name, place, lines, first)) from error
+        # Of what may be one thing or another, pydantic also says which; a plan has no such key.
+        place = tuple(each for each in first["loc"] if each not in ("[key]", "TaskPart", "str"))
+        raise KfacpackError(f"{where(place)}: {_problem(place, first)}") from error
+    if found := plan.contradiction():
+        raise KfacpackError(f"{where(found[0])}: {found[1]}")
+    return plan
 
 
 def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], name: str) -> None:
@@ -81,7 +97,8 @@ def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], name: st
             inner = (*place, str(key.value))
             line = key.start_mark.line + 1
             if inner in lines:
-                raise KfacpackError(f"{name}, line {line}: {_key(inner)} is there twice, first in line {lines[inner]}")
+                key, first = ".".join(map(str, inner)), lines[inner]
+                raise KfacpackError(f"{name}, line {line}: {printable(key)} is there twice, first in line {first}")
             lines[inner] = line
             _note_lines(value, inner, lines, name)
     elif isinstance(node, yaml.SequenceNode):
@@ -96,23 +113,35 @@ def _plain(said: Any) -> Any:
     return [_plain(each) for each in said] if isinstance(said, list) else said
 
 
-def _message(name: str, place: Place, lines: dict[Place, int], error: Any) -> str:
-    known = place
-    while known not in lines:
-        known = known[:-1]
-    problem = str(error["msg"]).removeprefix("Value error, ")
-    key = _key(place)
-    if error["type"] == "extra_forbidden":
-        problem = f"is no key of a plan there. Expected {', '.join(_expected(place[:-1]))}"
-    elif error["type"] == "missing":
-        problem = "is missing"
-    else:
-        problem = f"{problem}, found {printable(repr(error.get('input')))[:80]}" if place else problem
-    return f"{name}, line {lines[known]}: {printable(key)}{': ' if key else ''}{printable(problem, longest=1000)}"
+_WORDS = {
+    "missing": "is missing",
+    "dict_type": "expected keys and values",
+    "model_type": "expected keys and values",
+    "list_type": "expected a list",
+    "tuple_type": "expected a list",
+    "string_type": "expected text",
+    "int_type": "expected a whole number",
+    "int_parsing": "expected a whole number",
+    "int_from_float": "expected a whole number",
+    "float_type": "expected a number",
+    "float_parsing": "expected a number",
+    "bool_type": "expected true or false",
+    "bool_parsing": "expected true or false",
+}
+"""What pydantic calls an error, where its own words speak of Python."""
 
 
-def _key(place: Place) -> str:
-    return ".".join(str(each) for each in place)
+def _problem(place: Place, error: Any) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return _WORDS[kind]
+    if kind == "extra_forbidden":
+        return f"is no key of a plan there. Expected {', '.join(_expected(place[:-1]))}"
+    words = _WORDS.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
+    if kind == "too_short":
+        words = f"expected at least {context['min_length']}"
+    found = error.get("input")
+    return printable(f"{words}, found {printable(repr(found))[:80]}", longest=1000)
 
 
 def _expected(place: Sequence[str | int]) -> list[str]:

@@ -36,9 +36,10 @@ class Shop:
     @cached_property
     def model(self) -> Model:
         said = self.plan.model
-        weights = self.plan.place(said.weights) if said.weights not in (None, "random") else said.weights
         dtype = getattr(torch, said.dtype)
-        return load_model(said.name, weights=weights, image_size=said.image_size, dtype=dtype, device=self.device)
+        with self.plan.at("model"):
+            weights = self.plan.place(said.weights) if said.weights not in (None, "random") else said.weights
+            return load_model(said.name, weights=weights, image_size=said.image_size, dtype=dtype, device=self.device)
 
     @cached_property
     def model_key(self) -> str:
@@ -56,8 +57,10 @@ class Shop:
 
     def task(self, name: str) -> Task:
         if name not in self._tasks:
-            data = self.plan.task(name).data
-            self._tasks[name] = load_task(name, self.plan.place(data) if data else None)
+            number = next(k for k, task in enumerate(self.plan.tasks) if task.name == name)
+            data = self.plan.tasks[number].data
+            with self.plan.at("tasks", number):
+                self._tasks[name] = load_task(name, self.plan.place(data) if data else None)
         return self._tasks[name]
 
     def data_key(self, task: str, split: str) -> str:

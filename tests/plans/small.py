@@ -9,7 +9,7 @@ tasks: [faces, weaves]
 curvature: {examples: 8, batch_size: 8}
 training: {steps: 3, batch_size: 8}
 arms:
-  without:
+  without: {penalty: none}
   kfac: {penalty: kronecker, strength: 3}
 evaluation:
   examples: 20

@@ -157,11 +157,13 @@ def test_other_names_or_pictures_are_other_data(tmp_path):
     assert all(key(f"changed {number}", "cat", number) != before for number in (1, 2, 3))
 
 
-def test_a_damaged_measurement_is_named(finished):
-    stage = next(each for each in run_of(finished).stages if each.kind == "scores")
+@pytest.mark.parametrize("kind", ["scores", "bundles", "vectors"])
+def test_what_is_damaged_is_made_again(finished, kind):
+    stage = next(each for each in run_of(finished).stages if each.kind == kind)
     content = stage.path.read_bytes()
-    for damaged in (b"", b"[]", b'{"acc'):
+    for damaged in (b"", b"[]", b'{"found": {}, "sha256": ""}', content[: len(content) // 2]):
         stage.path.write_bytes(damaged)
-        with pytest.raises(kp.KfacpackError, match=r"cannot be read.*Remove it, and run the plan again"):
-            stage.read()
-    stage.path.write_bytes(content)
+        record = Record()
+        run_of(finished).execute(record)
+        assert record.made == [f"{stage.kind}/{stage.name}"]
+        assert stage.path.read_bytes() == content

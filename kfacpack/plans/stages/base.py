@@ -17,9 +17,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kfacpack.errors import KfacpackError
+from kfacpack.bundle.reader import Bundle
+from kfacpack.errors import BundleError, KfacpackError
 from kfacpack.running.files import write_whole
 from kfacpack.running.partial import Interrupted
+from kfacpack.vectors.leaf import VectorFile
 
 if TYPE_CHECKING:
     from kfacpack.plans.shop import Shop
@@ -110,7 +112,12 @@ class Stage(ABC):
 
     @property
     def done(self) -> bool:
-        return self.path.exists()
+        """Whether its file is there, and is one that was written whole; else it is made, again."""
+        return self.path.exists() and self.intact()
+
+    @abstractmethod
+    def intact(self) -> bool:
+        """Of tensors the header alone is looked at, which seals them: each is checked when it is used."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,13 +128,41 @@ class Measurement(Stage):
     def measure(self, watch: Watch) -> Mapping[str, Any]: ...
 
     def make(self, watch: Watch) -> None:
-        write_whole(self.path, json.dumps(self.measure(watch.of_one_piece()), indent=1).encode())
+        found = self.measure(watch.of_one_piece())
+        write_whole(self.path, json.dumps({"sha256": _digest(found), "found": found}, indent=1).encode())
 
     def read(self) -> dict[str, Any]:
-        try:
-            found: dict[str, Any] = json.loads(self.path.read_bytes())
-            if not isinstance(found, dict):
-                raise ValueError("expected what was measured, by name")
-        except (OSError, ValueError) as error:
-            raise KfacpackError(f"{self.path}: cannot be read: {error}. Remove it, and run the plan again") from error
+        if (found := self._found()) is None:
+            raise KfacpackError(f"{self.path}: is not what was measured. Remove it, and run the plan again")
         return found
+
+    def intact(self) -> bool:
+        return self._found() is not None
+
+    def _found(self) -> dict[str, Any] | None:
+        """What was measured, if the file still says so."""
+        try:
+            said = json.loads(self.path.read_bytes())
+            found: dict[str, Any] = said["found"]
+            return found if said["sha256"] == _digest(found) else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _digest(found: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Sealed(Stage):
+    """A stage whose file is a bundle or a vector."""
+
+    opens: ClassVar[type[Bundle] | type[VectorFile]]
+    """Refuses a file whose header is not what was sealed, or that is not as long as it says."""
+
+    def intact(self) -> bool:
+        try:
+            self.opens(self.path)
+        except BundleError:
+            return False
+        return True

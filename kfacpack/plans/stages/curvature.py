@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from kfacpack.bundle.reader import Bundle
 from kfacpack.estimation.job import Job
 from kfacpack.estimation.options import Options, Structure
 from kfacpack.merging.merge import merge_and_report
 from kfacpack.plans.commands import command, for_model, for_task
-from kfacpack.plans.stages.base import Stage, Watch
+from kfacpack.plans.stages.base import Sealed, Stage, Watch
 from kfacpack.tasks.sampling import how_many
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate(Stage):
+class Estimate(Sealed):
     kind: ClassVar[str] = "bundles"
     suffix: ClassVar[str] = ".kfac"
+    opens = Bundle
     why: ClassVar[str] = "each task's curvature, from its own data: what its owner would publish"
 
     task: str
@@ -66,9 +68,10 @@ class Estimate(Stage):
 
 
 @dataclass(frozen=True, eq=False)
-class Merge(Stage):
+class Merge(Sealed):
     kind: ClassVar[str] = "merged"
     suffix: ClassVar[str] = ".kfac"
+    opens = Bundle
     why: ClassVar[str] = "for each task, the others' curvature in one bundle: what training must not disturb"
 
     without: str

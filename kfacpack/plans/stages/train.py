@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfacpack.plans.commands import command, for_model, for_task
-from kfacpack.plans.stages.base import Stage, Watch
+from kfacpack.plans.stages.base import Sealed, Stage, Watch
 from kfacpack.training.drift import Drift
 from kfacpack.training.job import Job
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.regularizer import Regularizer
 from kfacpack.training.settings import Settings
 from kfacpack.vectors.add import add
+from kfacpack.vectors.leaf import VectorFile
 from kfacpack.vectors.vector import TaskVector
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Train(Stage):
+class Train(Sealed):
     kind: ClassVar[str] = "vectors"
     suffix: ClassVar[str] = ".safetensors"
+    opens = VectorFile
     why: ClassVar[str] = "each task's vector, fine-tuned apart: with the others' curvature as a penalty, or without"
 
     task: str
@@ -116,9 +118,10 @@ class Train(Stage):
 
 
 @dataclass(frozen=True, eq=False)
-class Add(Stage):
+class Add(Sealed):
     kind: ClassVar[str] = "sums"
     suffix: ClassVar[str] = ".safetensors"
+    opens = VectorFile
     why: ClassVar[str] = "all tasks' vectors in one, as they are (α = 1)"
 
     vectors: tuple[Train, ...]
