@@ -99,11 +99,13 @@ def evaluate(
     if vector is None and (first := next((name for name, given in needing.items() if given), None)):
         raise KfacpackError(f"--{first} is about a task vector: give --vector FILE.safetensors as well")
     _check_combination(choose, control, control_data, keep, individual, split)
-    alphas = parse_alphas(alpha or ("0:2:0.1" if choose else "0:1:0.05" if control else "1.0"))
+    alphas = parse_alphas(alpha if alpha is not None else "0:2:0.1" if choose else "0:1:0.05" if control else "1.0")
     if choose and len(alphas) == 1:
         raise KfacpackError(f"--choose needs several α to choose from, found {alpha}; give --alpha 0:2:0.1")
     share = _share(keep or "95%")
     if csv:
+        if csv.is_dir():
+            raise KfacpackError(f"{csv}: is a folder; give the path of a file")
         check_output(csv, [each for each in (vector, *map(Path, individual or ())) if each])
     # They bring torch, which --help has no need to wait for.
     from kfacpack.evaluation.accuracy import Exam
