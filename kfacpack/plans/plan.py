@@ -198,7 +198,7 @@ class Plan(Part):
     arms: Annotated[dict[Text, ArmPart], Field(min_length=1)]
     evaluation: EvaluationPart = EvaluationPart()
     _folder: Path = PrivateAttr(default=Path())
-    _where: Callable[[Place], str] = PrivateAttr(default=lambda place: ".".join(map(str, place)))
+    _where: Callable[[Place], str] | None = PrivateAttr(default=None)
 
     @field_validator("model", mode="before")
     @classmethod
@@ -275,7 +275,8 @@ class Plan(Part):
         try:
             yield
         except KfacpackError as error:
-            raise KfacpackError(f"{self._where(place)}: {error}") from error
+            where = self._where(place) if self._where else ".".join(map(str, place))
+            raise KfacpackError(f"{where}: {error}") from error
 
     def place(self, said: str) -> Path:
         """A path of the plan; $NAME in it is taken from the environment."""

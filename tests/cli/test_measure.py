@@ -110,7 +110,7 @@ def test_drift_and_its_table(things, tmp_path):
 def test_spectra_and_its_table(things):
     said = found("spectra", "--bundle", things / "morning.kfac")
     assert [(each["name"], each["side"]) for each in said["blocks"]] == [(PARAMS[0], "B"), (PARAMS[0], "A")]
-    lines = run("spectra", "--bundle", things / "both.kfac").stdout.splitlines()
+    lines = run("spectra", things / "both.kfac").stdout.splitlines()
     assert lines[0].split() == ["block", "side", "size", "trace", "largest", "effective", "rank"]
     assert len(lines) == 3
 
@@ -121,7 +121,7 @@ def test_spectra_and_its_table(things):
         (["disentanglement", "morning.safetensors"], "expected two vectors, found 1 vector and 0 bundles"),
         (["localisation"], "expected one vector or more"),
         (["drift", "morning.safetensors"], "--bundle once or more"),
-        (["spectra", "morning.safetensors", "--bundle", "morning.kfac"], "and no vector"),
+        (["spectra", "morning.kfac", "--bundle", "evening.kfac"], "expected one bundle"),
         (["weight", "morning.safetensors"], "weight"),
         (["localisation", "both.safetensors"], "is of 2 tasks (morning, evening), expected a vector of one"),
         (["localisation", "morning.safetensors", "morning.safetensors"], "give one for each task"),

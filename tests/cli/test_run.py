@@ -78,7 +78,7 @@ def test_an_unknown_task_is_told_before_anything_is_made(tmp_path):
     (tmp_path / "plan.yaml").write_text(TEXT.replace("[faces, weaves]", "[faces, nowhere]"))
     done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out")
     assert done.exit_code == 2
-    assert "'nowhere' is no registered task" in done.stderr
+    assert "plan.yaml, line 3: tasks.1: 'nowhere' is no registered task" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
