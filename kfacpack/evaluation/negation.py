@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import Score, check_alphas, scores, work
-from kfacpack.evaluation.sweep import exact_mean
 from kfacpack.running.progress import Count, OnProgress
 
 if TYPE_CHECKING:
@@ -35,9 +34,9 @@ def negate(
 ) -> dict[str, Any]:
     """What −α τ takes from the targets, at the α that takes most while the control keeps its share.
 
-    On the validation splits, α is the one of `alphas`, magnitudes, at which the targets' mean accuracy is least among
-    those at which the control has at least `keep` of its accuracy without the vector; of several, the smallest. Zero
-    is always among them. Then the test splits are asked, at this α and at zero:
+    On the validation splits, α is the one of `alphas`, magnitudes, at which the targets' mean accuracy is least, chance
+    being the least there is, among those at which the control has at least `keep` of its accuracy without the vector;
+    of several, the smallest. Zero is always among them. Then the test splits are asked, at this α and at zero:
 
     {"control": its name, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance", "removed",
     "control", "control_before"}}}, where `removed` is the share of the margin over chance, one in the number of
@@ -61,7 +60,7 @@ def negate(
         return scores(model, head, exam, negated, alphas, batch_size=batch_size, on_progress=count.piece())
 
     found = [asked(each.head, each.validation, candidates) for each in everyone]
-    alpha = candidates[chosen(found[:-1], found[-1], keep)]
+    alpha = candidates[chosen(found[:-1], found[-1], keep, [len(each.head.classes) for each in targets])]
     before, after = zip(*(asked(each.head, each.test, [0.0, alpha]) for each in everyone), strict=True)
     tasks = {
         target.name: {
@@ -75,11 +74,20 @@ def negate(
     return {"control": control.name, "keep": keep, "tasks": tasks}
 
 
-def chosen(targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float) -> int:
-    """The number of the α, given the scores of each target and of the control at rising α, the first at zero."""
+def chosen(targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float, classes: Sequence[int]) -> int:
+    """The number of the α, given the scores of each target and of the control at rising α, the first at zero.
+
+    Below chance nothing is left to forget, so that an α which only goes further there does not pay with the control.
+    """
+
+    def left(k: int) -> Fraction:
+        scores = [each[k] for each in targets]
+        shares = (Fraction(each.correct, each.examples) for each in scores)
+        return sum((max(share, Fraction(1, count)) for share, count in zip(shares, classes, strict=True)), Fraction(0))
+
     least = Fraction(str(keep)) * control[0].correct
     borne = [k for k, each in enumerate(control) if each.correct >= least]
-    return min(borne, key=lambda k: exact_mean([each[k] for each in targets]))
+    return min(borne, key=left)
 
 
 def _taken(after: Score, before: Score, classes: int) -> dict[str, float | None]:
