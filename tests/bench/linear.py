@@ -34,8 +34,6 @@ BATCH, PIXELS, PATCH, HEAD, OUTPUT, CLASSES, THREADS = 16, 224, 32, 64, 512, 10,
 FULL, SMALL = (12, 768), (2, 128)  # layers, width
 FROZEN = ("conv1", "positional_embedding")
 SLOWER, FASTER, LARGER = 2.0, 1.3, 1.2
-FLOOR = 5 / 3
-"""Of a plain step: forward and backward pass are three products for each weight, the tangent two more."""
 
 
 class Embedding(nn.Module):
@@ -150,12 +148,9 @@ def main(rounds: int, small: bool) -> int:
     slower = seconds["linearised"] / seconds["plain"]
     faster = seconds["jvp"] / seconds["linearised"]
     larger = peaks["linearised"] / peaks["plain"]
-    # Backpropagating through jvp takes the same products; where it wastes little, 1.3 would be below the floor.
-    possible = seconds["jvp"] / (1.05 * FLOOR * seconds["plain"])
-    wanted = min(FASTER, possible)
     made = [
         ("time / plain", slower, "<=", SLOWER, slower <= SLOWER),
-        ("torch.func.jvp's time / ours", faster, ">=", wanted, faster >= wanted),
+        ("torch.func.jvp's time / ours", faster, ">=", FASTER, faster >= FASTER),
         ("peak memory / plain", larger, "<=", LARGER, larger <= LARGER),
     ]
     for promise, found, relation, bound, holds in made:
