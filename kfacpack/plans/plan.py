@@ -25,12 +25,12 @@ from kfacpack.bundle.manifest import Fisher, FloatType, Probe
 from kfacpack.compression.chain import Chain
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.alphas import parse_alphas
+from kfacpack.heads import Kind as HeadKind
 from kfacpack.tasks.sampling import how_many
 from kfacpack.training.groups import STRENGTH
 from kfacpack.vectors.manifest import Regime
 from kfacpack.vectors.methods import METHODS
 
-HeadKind = Literal["auto", "text", "words", "prototypes"]
 Text = Annotated[str, Field(min_length=1, max_length=200)]
 Positive = Annotated[int, Field(ge=1)]
 

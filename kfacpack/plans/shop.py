@@ -31,6 +31,7 @@ class Shop:
         self.device = device
         self._tasks: dict[str, Task] = {}
         self._heads: dict[str, Head] = {}
+        self._exams: dict[tuple[str, str, str], Exam] = {}
         self._prints: dict[tuple[str, str], str] = {}
 
     @cached_property
@@ -89,4 +90,7 @@ class Shop:
         return self._heads[task]
 
     def exam(self, task: str, split: str = "test", examples: str | None = None) -> Exam:
-        return Exam.of(self.task(task), split, examples or self.plan.evaluation.examples)
+        asked = task, split, examples or self.plan.evaluation.examples
+        if asked not in self._exams:
+            self._exams[asked] = Exam.of(self.task(task), *asked[1:])
+        return self._exams[asked]
