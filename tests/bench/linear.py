@@ -6,10 +6,12 @@
 cross-entropy and the gradient. "plain" is the gradient at the parameters themselves, "linearised" that at τ by
 `kp.linearize`, "jvp" that at τ by backpropagating through torch.func.jvp. Everybody has a process of its own, as in
 training, and they take turns; times are the best of the rounds. In one process they would share a heap, and what one
-leaves in it decides how many pages the next has to ask for: jvp, which asks for a million in a step, then takes
-anything from 1.1 to 1.9 times as long as ours. Peak memory is what the first step needs on top of the model, the data
-and τ. The least that arithmetic allows is 5/3 of a plain step. Prints ratios, and exits with 1 when a promise does not
-hold. `--small` only shows that everything runs.
+leaves in it decides how many pages the next has to ask for: jvp asks for a million in a step, which is a third of its
+time, and took anything from 1.1 to 1.9 times as long as ours. In arithmetic both are the same 5/3 of a plain step, the
+least there is: what jvp loses, it loses to memory. With an allocator that gives no page back (MALLOC_TRIM_THRESHOLD_
+and MALLOC_MMAP_THRESHOLD_ at 1e11) it takes 1.2 times as long as ours. Peak memory is what the first step needs on top
+of the model, the data and τ. Prints ratios, and exits with 1 when a promise does not hold. `--small` only shows that
+everything runs.
 """
 
 from __future__ import annotations
