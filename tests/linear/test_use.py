@@ -256,6 +256,8 @@ def bag(h):
     ("how", "message"),
     [
         (lambda h: 2 * Cut.apply(h), "custom autograd function 'Cut'"),
+        (Cut.apply, "custom autograd function 'Cut'"),
+        (lambda h: 2 * Cut.apply(h).flatten().view_as(h), "custom autograd function 'Cut'"),
         (bag, "no forward-mode derivative of aten._embedding_bag"),
         (lambda h: torch.complex(h, h).abs() + torch.view_as_real(torch.complex(h, h))[..., 0], "complex"),
     ],
