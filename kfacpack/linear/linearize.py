@@ -8,6 +8,7 @@ without one, and a backward pass; its memory is that of fine-tuning.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,9 @@ from kfacpack.models.base import Model
 
 if TYPE_CHECKING:
     from kfacpack.function.batch import Batch, Forward
+
+_ONE_AT_A_TIME = threading.RLock()
+"""A module's flags are changed for the time of a call: a second thread would find or leave them as the first needs."""
 
 
 def linearize(
@@ -92,7 +96,7 @@ class Linearized:
     def _follow(self, batch: Batch, tau: Mapping[str, Tensor]) -> Point:
         require_fit(tau, self._shapes, "lin")
         chosen = {name: self._wanted[name] for name in tau}
-        with torch.inference_mode(False), borrowed(self._module, chosen), _no_autocast_cache():
+        with _ONE_AT_A_TIME, torch.inference_mode(False), borrowed(self._module, chosen), _no_autocast_cache():
             edges = {name: get_gradient_edge(parameter) for name, parameter in chosen.items()}
             tangents = Tangents({parameter: _plain(tau[name]).to(parameter) for name, parameter in chosen.items()})
             device = next(iter(chosen.values())).device
