@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,7 +157,7 @@ def train(
                 reg,
                 quiet=quiet or processes.rank() != 0,
                 strength=strength,
-                weights=dict(map(_group, weight or ())),
+                weights=_weights(weight or ()),
                 preset=preset,
                 every=reg_every,
                 offload=offload,
@@ -197,12 +198,17 @@ def _named(text: str) -> tuple[str, str, str]:
     return text.partition("=")
 
 
-def _group(text: str) -> tuple[str, float]:
-    name, _, number = text.partition("=")
-    try:
-        return name, float(number)
-    except ValueError as error:
-        raise KfacpackError(f"--weight {text!r}: expected a group and a number, such as norm=10") from error
+def _weights(given: Sequence[str]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name in found:
+            raise KfacpackError(f"--weight {printable(text)}: {printable(name)} is given twice; give it once")
+        try:
+            found[name] = float(number)
+        except ValueError as error:
+            raise KfacpackError(f"--weight {text!r}: expected a group and a number, such as norm=10") from error
+    return found
 
 
 def _drift(others: list[Task], strength: float | None, task: str, batch_size: int, seed: int) -> Drift | None:

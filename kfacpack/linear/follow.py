@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kfacpack.errors import KfacpackError
 from kfacpack.linear.rules import RULES
-from kfacpack.linear.tangents import Tangents
+from kfacpack.linear.tangents import Tangents, owner_of
 
 
 class Follow(TorchDispatchMode):
@@ -59,8 +59,8 @@ class Follow(TorchDispatchMode):
         for tensor in _tensors(arguments):
             if (tangent := self._tangents.get(tensor)) is not None:
                 found[id(tensor)] = tangent
-            elif isinstance(tensor.grad_fn, BackwardCFunction):
-                _refuse_unseen(tensor.grad_fn)
+            else:
+                require_seen(tensor)
         return found
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
@@ -130,8 +130,15 @@ def _tangent_of(tensor: Tensor) -> Tensor | None:
     return None if tangent is None or tangent._is_zerotensor() else tangent
 
 
-def _refuse_unseen(made_by: Any) -> None:
-    """A function of the model's own is followed like everything else, unless it leaves torch or detaches its input."""
+def require_seen(tensor: Tensor) -> None:
+    """Refuse a tensor without tangent that autograd knows the way back from: its tangent is not zero, but was lost.
+
+    A function of the model's own is followed like everything else, unless it leaves torch or detaches its input.
+    """
+    made_by = owner_of(tensor).grad_fn
+    constant = torch.is_grad_enabled() and not tensor.requires_grad
+    if constant or not isinstance(made_by, BackwardCFunction):
+        return
     name = made_by.name().removesuffix("Backward")
     problem = f"cannot linearise: what the custom autograd function {name!r} computes is cut off from its input"
     raise KfacpackError(f"{problem} (a detach, numpy, a kernel of its own). Use a plain implementation of it")

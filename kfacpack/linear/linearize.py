@@ -8,6 +8,7 @@ without one, and a backward pass; its memory is that of fine-tuning.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,15 @@ from kfacpack.errors import KfacpackError
 from kfacpack.function.batch import map_tensors, run
 from kfacpack.function.borrowed import borrowed
 from kfacpack.function.parameters import choose, zeros_for
-from kfacpack.linear.follow import Follow
+from kfacpack.linear.follow import Follow, require_seen
 from kfacpack.linear.tangents import Tangents
 from kfacpack.models.base import Model
 
 if TYPE_CHECKING:
     from kfacpack.function.batch import Batch, Forward
+
+_ONE_AT_A_TIME = threading.RLock()
+"""A module's flags are changed for the time of a call: a second thread would find or leave them as the first needs."""
 
 
 def linearize(
@@ -92,16 +96,16 @@ class Linearized:
     def _follow(self, batch: Batch, tau: Mapping[str, Tensor]) -> Point:
         require_fit(tau, self._shapes, "lin")
         chosen = {name: self._wanted[name] for name in tau}
-        tangents = Tangents()
-        with torch.inference_mode(False), borrowed(self._module, chosen), _no_autocast_cache():
+        with _ONE_AT_A_TIME, torch.inference_mode(False), borrowed(self._module, chosen), _no_autocast_cache():
             edges = {name: get_gradient_edge(parameter) for name, parameter in chosen.items()}
-            for name, parameter in chosen.items():
-                tangents.put(parameter, _plain(tau[name]).to(parameter))
+            tangents = Tangents({parameter: _plain(tau[name]).to(parameter) for name, parameter in chosen.items()})
             device = next(iter(chosen.values())).device
             arguments = map_tensors(batch, lambda tensor: _plain(tensor).to(device, non_blocking=True))
             with _eagerly(), Follow(tangents):
                 f = run(self._forward, arguments)
-            return Point(f, tangents.get(f), edges, {name: value.dtype for name, value in tau.items()})
+            if (change := tangents.get(f)) is None:
+                require_seen(f)
+            return Point(f, change, edges, {name: value.dtype for name, value in tau.items()})
 
 
 class Point:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,18 +17,26 @@ class Tangents:
     So views, parts and whatever is written into them need no bookkeeping.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: Mapping[Tensor, Tensor] | None = None) -> None:
+        """`of` the parameters: where the tangents of all others come from."""
         self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._starts = {id(tensor) for tensor in of or ()}
+        for tensor, tangent in (of or {}).items():
+            self.put(tensor, tangent)
 
     def get(self, tensor: Tensor) -> Tensor | None:
         """None stands for zero. What the model computes without gradient is a constant to its gradient, and to us."""
-        if torch.is_grad_enabled() and not tensor.requires_grad:
-            return None
-        owner = tensor._base if tensor._is_view() else tensor
+        owner = owner_of(tensor)
         found: Tensor | None = self._of.get(owner)
-        if found is None or owner is tensor or owner is None:
+        if found is None or (torch.is_grad_enabled() and self._cut_off(tensor, owner)):
+            return None
+        if owner is tensor:
             return found
         return _viewed(self._laid_out(owner, found), tensor, owner)
+
+    def _cut_off(self, tensor: Tensor, owner: Tensor) -> bool:
+        """Whether autograd knows of no way from it to the parameters, be it that it was made to start a graph anew."""
+        return not tensor.requires_grad or (owner.grad_fn is None and id(owner) not in self._starts)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
         """For a new tensor, or for one that was written to; a view's goes into its owner's."""
@@ -55,6 +65,12 @@ class Tangents:
         if tangent.stride() != owner.stride():
             self._of[owner] = tangent = _like(owner).copy_(tangent)
         return tangent
+
+
+def owner_of(tensor: Tensor) -> Tensor:
+    """Itself, or what it is a view of."""
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
 
 
 def _like(owner: Tensor) -> Tensor:

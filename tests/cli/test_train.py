@@ -165,6 +165,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty)
         (["--reg-data", "digits"], "that is the task that is trained"),
         (["--strength", "-1", "--reg", "BUNDLE"], "strength -1"),
         (["--weight", "norm", "--reg", "BUNDLE"], "such as norm=10"),
+        (["--weight", "norm=2", "--weight", "norm=3", "--reg", "BUNDLE"], "norm is given twice"),
         (["--weight", "nothing=2", "--reg", "BUNDLE"], "there is no group 'nothing'"),
         (["--reg", "BUNDLE", "--reg-data", "faces"], "from bundles (--reg) or from data (--reg-data), found both"),
         (["--reg-every", "4"], "belong to a penalty"),

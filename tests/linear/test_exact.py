@@ -201,6 +201,7 @@ def test_constants_are_constants_forwards_and_backwards():
     def with_constants(w, x):
         with torch.no_grad():
             scale = (x @ w).sum(1, keepdim=True)
+        scale.requires_grad_()  # begins a graph of its own, which does not lead to w
         return (x @ w) * scale + (x @ w).detach() ** 2
 
     model = seeded(lambda: Written(with_constants))

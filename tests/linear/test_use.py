@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -48,6 +50,24 @@ def test_dropout_is_off():
     lin = kp.linearize(model)
     tau = a_tau(lin)
     assert torch.equal(lin(sentences(), tau), lin(sentences(), tau))
+
+
+def test_threads_may_share_a_model():
+    """Else the one that is done first would switch dropout on for the other, and the last leave it off."""
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            time.sleep(0.02)
+            return x
+
+    model = nn.Sequential(nn.Linear(5, 6), Slow(), nn.Dropout(), nn.Linear(6, 3)).double().train()
+    lin = kp.linearize(model)
+    tau = a_tau(lin)
+    expected = lin(vectors(5), tau).detach()
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(lambda _: sum(lin.outputs(vectors(5), tau)), range(6)):
+            assert torch.equal(found, expected)
+    assert all(module.training for module in model.modules())
 
 
 def test_params_are_chosen_as_in_an_estimate():
@@ -256,6 +276,8 @@ def bag(h):
     ("how", "message"),
     [
         (lambda h: 2 * Cut.apply(h), "custom autograd function 'Cut'"),
+        (Cut.apply, "custom autograd function 'Cut'"),
+        (lambda h: 2 * Cut.apply(h).flatten().view_as(h), "custom autograd function 'Cut'"),
         (bag, "no forward-mode derivative of aten._embedding_bag"),
         (lambda h: torch.complex(h, h).abs() + torch.view_as_real(torch.complex(h, h))[..., 0], "complex"),
     ],
