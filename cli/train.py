@@ -222,6 +222,12 @@ def _drift(others: list[Task], strength: float | None, task: str, batch_size: in
     return Drift(others, strength, batch_size, seed) if others else None
 
 
+def _held(job: Job) -> tuple[str, ...]:
+    """The tasks whose outputs the penalty holds: after a subtraction, not all that a bundle was merged from."""
+    penalty = job.regularizer or job.drift
+    return penalty.tasks if penalty else ()
+
+
 def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_json: bool) -> None:
     from kfacpack.running import processes
     from kfacpack.training.metrics import MetricsWarning, metrics_path
@@ -245,7 +251,7 @@ def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_js
             "regime": vector.regime,
             "parameters": len(vector),
             "steps": job.steps,
-            "held": list(job.regularizer.tasks if job.regularizer else job.drift.tasks if job.drift else ()),
+            "held": list(_held(job)),
             "unpenalised": list(job.unpenalised),
             "loss": last.loss if last else None,
             "penalty": last.penalty if last else None,
@@ -256,6 +262,8 @@ def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_js
     elif show:
         size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}"
         out.print(Text(f"wrote {output}: {size}, after {job.steps} steps in {human_seconds(seconds)}"))
+        if held := _held(job):
+            out.print(Text(f"the penalty held {printable(', '.join(held))}"))
         if last:
             penalty = "" if last.penalty is None else f", penalty {last.penalty:.3g}"
             out.print(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")

@@ -24,6 +24,7 @@ from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
 from kfacpack.merging.alike import check_addable
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.subtract import leave_out
+from kfacpack.models.base import Model
 from kfacpack.training.factors import Factors
 from kfacpack.training.groups import Preset, check_weights, checked_strength, factors_of, published_strength
 
@@ -131,8 +132,13 @@ class Regularizer:
         """Whether step number `step`, from 0, is one with a penalty."""
         return step % self.every == 0
 
-    def check(self, model: nn.Module | Mapping[str, Tensor], function: Function | None = None) -> None:
-        """Refuse another base model than the bundles', naming the first parameter that differs, or another f."""
+    def check(self, model: Model | nn.Module | Mapping[str, Tensor], function: Function | None = None) -> None:
+        """Refuse another base model than the bundles', naming the first parameter that differs, or another f.
+
+        A kfacpack model says itself what its f is.
+        """
+        if isinstance(model, Model):
+            model, function = model.module, function or model.function
         weights = weights_of_model(model)
         for each in self._inputs:
             about = each.curvature.about

@@ -66,6 +66,7 @@ def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
     done = run(*common, "--reg", bundles / "both.kfac")
     assert done.exit_code == 0
     assert "the penalty holds back 'digits' itself" in done.stderr.replace("\n", " ")
+    assert "the penalty held digits, mnist" in done.stdout
     assert "holds back 'digits'" in run(*common, "--reg", bundles / "both.kfac", "--json").stderr.replace("\n", " ")
     before = (bundles / "both.kfac").read_bytes()
     done = run(*common[:-1], bundles / "both.kfac", "--reg", bundles / "both.kfac")

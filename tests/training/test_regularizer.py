@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -243,6 +244,25 @@ def test_another_model_or_another_f_is_refused():
         kp.Regularizer([curvature, _with_width(of_task("other", seed=1), 2)])
     with pytest.raises(kp.KfacpackError, match="count twice"):
         kp.Regularizer([of_task("one"), of_task("one")])
+
+
+def test_a_model_of_ours_is_checked_with_its_own_f():
+    curvature = small_curvature("packed")
+    generator = torch.Generator().manual_seed(0)
+    state = {p.name: torch.randn(p.shape, generator=generator) for p in curvature.about.base.parameters}
+
+    class Holder(torch.nn.Module):
+        def state_dict(self, *args, **kwargs):
+            return state
+
+    model = replace(kp.load_model("tiny"), module=Holder(), function=curvature.about.function)
+    regularizer = kp.Regularizer(curvature)
+    regularizer.check(model)
+    with pytest.raises(kp.KfacpackError, match="another f than the model's"):
+        regularizer.check(replace(model, function=kp.Function(output="logits", normalized=False, width=9)))
+    state["norm.bias"] = state["norm.bias"] + 1
+    with pytest.raises(kp.KfacpackError, match=r"parameter 'norm.bias' has sha256"):
+        regularizer.check(model)
 
 
 def test_a_vector_that_does_not_fit_is_refused():
