@@ -237,6 +237,10 @@ class Plan(Part):
         for number, arm in enumerate(told.in_depth or ()):
             if arm not in self.arms:
                 return ("evaluation", "in_depth", number), f"{arm!r} is none of the arms: {', '.join(self.arms)}"
+        drifting = told.drift is not None and told.in_depth != ()
+        if told.spectra and not drifting and all(arm.penalty != "kronecker" for arm in self.arms.values()):
+            problem = "spectra are those of Kronecker factors, and no arm has a penalty: kronecker"
+            return ("evaluation", "spectra"), f"{problem}. Add such an arm, or leave spectra out"
         asked: list[tuple[Place, str]] = []
         if told.negation:
             asked.append((("evaluation", "negation", "control"), told.negation.control))
