@@ -36,7 +36,18 @@ def echoed(words, root):
 
 
 @pytest.mark.parametrize(
-    "data", ["data", "./data", "../plans/data", "$HERE/data", "${HERE}/data", "~/data", "$NEAR", 'a "b`c$-\\d']
+    "data",
+    [
+        "data",
+        "./data",
+        "../plans/data",
+        "$HERE/data",
+        "${HERE}/data",
+        "~/data",
+        "$NEAR",
+        'a "b`c$-d',
+        '$HERE/a "b`c$-d',
+    ],
 )
 def test_paths_are_those_of_the_plan(folders, monkeypatch, data):
     folder, root = folders
