@@ -11,7 +11,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.alphas import parse_alphas
 
 from . import individual as individuals
-from .console import print_json
+from .console import print_json, show_note
 from .options import (
     DATA,
     DATA_FOLDER,
@@ -46,7 +46,8 @@ def evaluate(
         None,
         "--vector",
         metavar="FILE.safetensors",
-        help="A task vector to add. Its own heads are used, unless --head names another kind.",
+        help="A task vector to add. Its own heads are used, unless --head names another kind; for a task that it has "
+        "none for, one is made, and a note says so.",
     ),
     alpha: str | None = option(
         VECTOR,
@@ -130,6 +131,12 @@ def evaluate(
             each.check(loaded.module, loaded.function)  # before anything takes long
     room = Room(loaded, head, batch_size, show)
     made = {each.name: room.head(each, tau) for each in tasks}
+    if vector and tau and head == "auto" and not quiet:
+        for name in names:
+            if name not in tau.heads:
+                own = f"its heads are for {', '.join(tau.heads)}" if tau.heads else "it has none"
+                problem = f"{vector} has no head for {name!r}, {own}"
+                show_note(f"note: {problem}; what is told of it is with one made for the model ({made[name].origin})")
     if control is not None:
         assert tau is not None
         found = room.negation(made, chosen_on, exams, tau, alphas, share)

@@ -28,6 +28,7 @@ from .options import (
     check_output,
     load_named,
     option,
+    task_and_folder,
 )
 from .progress import examples_bar, loading, steps_bar
 
@@ -205,11 +206,9 @@ def _exams(names: list[str], data: Iterable[str], split: str, examples: str) -> 
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.tasks import TASKS, load_task
 
-    folders: dict[str, str] = {}
+    folders: dict[str, str | None] = {}
     for each in data:
-        name, equals, folder = each.partition("=")
-        if not (name and equals and folder):
-            raise KfacpackError(f"--data {printable(each)!r}: expected a task and its folder, such as cars=data/cars")
+        name, folder = task_and_folder("--data", each)
         if name not in names or name in folders:
             problem = "is given twice" if name in folders else f"is not measured on; that are {', '.join(names)}"
             raise KfacpackError(f"--data {printable(each)!r}: task {printable(name)!r} {printable(problem)}")

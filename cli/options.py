@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, printable
 
 if TYPE_CHECKING:
     import torch
@@ -62,6 +62,16 @@ DATA_FOLDER = option(
     help="The task's data: train-*.parquet as on the Hub, or pictures in a folder for each class.",
 )
 QUIET = option(RUN, False, "--quiet", "-q", help="Print nothing but errors.")
+
+
+def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, str | None]:
+    """What TASK=DIR says; where it may be `bare`, TASK alone, too. `name` is the option's."""
+    task, equals, folder = text.partition("=")
+    if not task or not (folder or (bare and not equals)):
+        or_alone = ", or a task alone" if bare else ""
+        problem = f"expected a task and its folder, such as cars=data/cars{or_alone}"
+        raise KfacpackError(f"{name} {printable(text)!r}: {problem}")
+    return task, folder or None
 
 
 def load_named(

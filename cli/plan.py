@@ -37,7 +37,9 @@ def run(
     """Carry out a plan: estimate, merge, train, add, negate, measure, and write a report.
 
     Every file that is made is called by what decides its content. So a second call makes only what has changed, and
-    one that was interrupted goes on where it was. The numbers are in DIR/results.json, the page is DIR/report.html.
+    one that was interrupted goes on where it was. The numbers are in DIR/results.json, the page is DIR/report.html,
+    both with the commands that make the files, as typed in DIR.
+
     'kfacpack demo' writes a plan to start from.
     """
     from kfacpack.plans.reading import read_plan

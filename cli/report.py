@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kfacpack.errors import printable
 
-from .console import human_bytes, out, print_json
+from .console import human_bytes, noting, out, print_json
 from .options import QUIET, RUN, option
 from .progress import steps_bar
 
@@ -27,9 +27,10 @@ def report(
     name with .json) and every figure as SVG and PNG (in the folder figures).
     """
     from kfacpack.reporting.report import report as write_report
+    from kfacpack.reporting.unknown import UnknownKeyWarning
 
     show = not (quiet or as_json)
-    with steps_bar("figures", show=show) as advance:
+    with noting(UnknownKeyWarning, show=not quiet), steps_bar("figures", show=show) as advance:
         page = write_report(run_dir, output, on_progress=advance)
     numbers = page.with_suffix(".json")
     said = json.loads(numbers.read_text(encoding="utf-8"))

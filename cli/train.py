@@ -31,6 +31,7 @@ from .options import (
     check_output,
     load_named,
     option,
+    task_and_folder,
 )
 from .progress import examples_bar, loading, training_bar
 from .stopping import stopping
@@ -150,7 +151,7 @@ def train(
         with loading(f"{task}, {model}", show=show):
             # The task first: a slip of the pen should not wait for a model.
             found_task = load_task(task, data)
-            others = [load_task(name, folder or None) for name, _, folder in map(_named, reg_data or ())]
+            others = [load_task(*task_and_folder("--reg-data", each, bare=True)) for each in reg_data or ()]
             found_model = load_named(model, weights, image_size, dtype, place, seed)
             chosen = REGIMES[regime](found_model, tuple(params) if params else None)
             regularizer = _regularizer(
@@ -192,10 +193,6 @@ def _regularizer(reg: list[Path] | None, *, quiet: bool, **how: Any) -> Regulari
         return None
     with noting(OwnTaskWarning, show=not quiet):
         return Regularizer(reg, **how)
-
-
-def _named(text: str) -> tuple[str, str, str]:
-    return text.partition("=")
 
 
 def _weights(given: Sequence[str]) -> dict[str, float]:

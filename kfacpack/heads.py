@@ -25,7 +25,7 @@ from kfacpack.models.outputs import outputs
 from kfacpack.tasks.base import Split, Task
 from kfacpack.vectors.head import Head
 
-__all__ = ["Head", "head_for", "known_classes", "prototype_head", "text_head", "word_head"]
+__all__ = ["Head", "check_head", "head_for", "known_classes", "prototype_head", "text_head", "word_head"]
 
 Kind = Literal["auto", "text", "words", "prototypes"]
 PER_CLASS = 256
@@ -45,31 +45,62 @@ def head_for(
 
     For prototypes, `on_progress` hears how many training examples are done, and how many there are.
     """
-    if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
+    found = _chosen(model, task, kind)
+    if found == "text":
         return text_head(model, task)
-    if kind == "words" or (kind == "auto" and _speaks(model, task)):
+    if found == "words":
         return word_head(model, task)
+    return prototype_head(model, task, batch_size=batch_size, on_progress=on_progress)
+
+
+def check_head(model: Model, task: Task, kind: Kind = "auto") -> None:
+    """Refuse what `head_for` would refuse, without asking the model for anything that takes long."""
+    found = _chosen(model, task, kind)
+    if found == "text":
+        _text_tower(model, task)
+    elif found == "words":
+        _word_rows(model, task)
+    else:
+        _members(task.split("train"), task, known_classes(task))
+
+
+def _chosen(model: Model, task: Task, kind: Kind) -> Kind:
+    """What `auto` stands for."""
+    if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
+        return "text"
+    if kind == "words" or (kind == "auto" and _speaks(model, task)):
+        return "words"
     if kind in ("auto", "prototypes"):
-        return prototype_head(model, task, batch_size=batch_size, on_progress=on_progress)
+        return "prototypes"
     raise KfacpackError(f"head {kind!r}: expected auto, text, words or prototypes")
 
 
-def text_head(model: Model, task: Task) -> Head:
-    """CLIP's zero-shot classifier. An underscore in a class's name, as folders have them, is read as a space."""
-    classes = known_classes(task)
+def _text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], Tensor]:
+    known_classes(task)
     if model.encode_text is None:
         problem = f"{model.name} has no text tower, or the weights file has none of its weights"
         raise KfacpackError(f"{problem}; classes can have prototypes instead: --head prototypes")
     if not task.templates:
         raise KfacpackError(f"{printable(task.name)} has no templates to make texts from; choose --head prototypes")
+    return model.encode_text
+
+
+def text_head(model: Model, task: Task) -> Head:
+    """CLIP's zero-shot classifier. An underscore in a class's name, as folders have them, is read as a space."""
+    encode, classes = _text_tower(model, task), known_classes(task)
     texts = [template.replace("{}", name.replace("_", " ")) for name in classes for template in task.templates]
-    embeddings = _exact_enough(model.encode_text(texts)).unflatten(0, (len(classes), -1))
+    embeddings = _exact_enough(encode(texts)).unflatten(0, (len(classes), -1))
     weight = model.logit_scale * normalize(embeddings.mean(1), dim=-1)
     return Head(weight, weight.new_zeros(len(classes)), classes, "text")
 
 
 def word_head(model: Model, task: Task) -> Head:
     """The classes' names, as the model would say them."""
+    weight, classes = _word_rows(model, task), known_classes(task)
+    return Head(weight, weight.new_zeros(len(classes)), classes, "words")
+
+
+def _word_rows(model: Model, task: Task) -> Tensor:
     classes = known_classes(task)
     if model.word_weights is None:
         raise KfacpackError(f"{model.name} predicts no words; classes can have prototypes instead: --head prototypes")
@@ -77,7 +108,7 @@ def word_head(model: Model, task: Task) -> Head:
     if (alike := _first_alike(weight)) is not None:
         names = " and ".join(repr(printable(classes[k])) for k in alike)
         raise KfacpackError(f"{printable(task.name)}: the classes {names} begin with the same word for {model.name}")
-    return Head(weight, weight.new_zeros(len(classes)), classes, "words")
+    return weight
 
 
 def _speaks(model: Model, task: Task) -> bool:

@@ -15,7 +15,7 @@ from kfacpack.bundle.consistency import check_consistency
 from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES, Container, TensorSpec, parse_json
 from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.manifest import VERSION, Manifest, first_problem
-from kfacpack.bundle.seal import BUNDLE, Keys, seal
+from kfacpack.bundle.seal import BUNDLE, KINDS, Keys, seal
 from kfacpack.errors import BundleError, CorruptTensor
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class Bundle(SealedFile):
 
 def _check_seal(container: Container, keys: Keys) -> str:
     if keys.manifest not in container.metadata or keys.seal not in container.metadata:
+        if other := next((each for each in KINDS if each.manifest in container.metadata), None):
+            raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.use)
         missing = f"its metadata has no {keys.manifest!r} and {keys.seal!r}"
         problem = f"is a safetensors file, but no {keys.kind}: {missing}"
         raise BundleError(container.path, problem, None, "Are these a model's weights?")

@@ -12,11 +12,25 @@ class Keys(NamedTuple):
     manifest: str
     seal: str
     kind: str
+    use: str
+    """What takes such files, for somebody who gave one to something else."""
 
 
 MANIFEST_KEY = "kfac"
 SEAL_KEY = "kfac.sha256"
-BUNDLE = Keys(MANIFEST_KEY, SEAL_KEY, "bundle")
+BUNDLE = Keys(
+    MANIFEST_KEY,
+    SEAL_KEY,
+    "bundle",
+    "Bundles are added up by `kfacpack merge`, shown by `kfacpack inspect` and used by `kfacpack train --reg`",
+)
+VECTOR = Keys(
+    "kfacpack.vector",
+    "kfacpack.vector.sha256",
+    "task vector",
+    "Task vectors are added up by `kfacpack add`, negated by `kfacpack negate` and used by `kfacpack eval --vector`",
+)
+KINDS = (BUNDLE, VECTOR)
 UNSEALED = "0" * 64
 
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from kfacpack.bundle.container import Container
+from kfacpack.bundle.seal import VECTOR
 from kfacpack.curvature.matrices.components import TORCH_TYPES
 from kfacpack.errors import BundleError
-from kfacpack.vectors.manifest import VECTOR
 from kfacpack.vectors.vector import TaskVector
 
 if TYPE_CHECKING:

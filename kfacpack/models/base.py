@@ -77,6 +77,8 @@ class Family(Protocol):
     """What a `Model` and a manifest call it."""
     form: str
     """What `--model` may say."""
+    takes_folder: bool
+    """Whether what follows the colon may be a folder."""
     f: str
     """What f is, in words."""
     has_text: bool

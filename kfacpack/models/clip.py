@@ -42,6 +42,7 @@ class OpenClip:
     prefix = ""
     name = "open_clip"
     form = "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
+    takes_folder = False
     f = "the image embedding, normalised"
     has_text = True
 

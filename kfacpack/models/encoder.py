@@ -18,6 +18,7 @@ from kfacpack.tasks.base import Example
 class Encoder:
     prefix = name = "hf"
     form = "hf:NAME_OR_DIR"
+    takes_folder = True
     f = "the mean over the tokens of a text encoder of transformers, normalised"
     has_text = False
 

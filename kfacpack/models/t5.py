@@ -19,6 +19,7 @@ FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_he
 class T5:
     prefix = name = "t5"
     form = "t5:NAME_OR_DIR"
+    takes_folder = True
     f = "the decoder's last hidden state where it predicts the label"
     has_text = False
 

@@ -26,6 +26,7 @@ RESIZED = ("*pos_embed*",)
 class Timm:
     prefix = name = "timm"
     form = "timm:NAME"
+    takes_folder = False
     f = "the pooled features before the classifier, normalised"
     has_text = False
 

@@ -65,8 +65,9 @@ class Graph:
         self.base = {task.name: self._stage(Base, task.name) for task in plan.tasks}
         # Seeds go last, so that a first comparison is there soon.
         self.trials = [self._trial(arm, seed) for seed in plan.seeds for arm in plan.arms]
-        first = next(iter(self.bundles.values()), None)
-        self.spectra = self._stage(Spectra, first) if plan.evaluation.spectra and first else None
+        # A plan that asks for them has made this one for an arm or for drift, or it was refused.
+        first = ("kronecker", plan.tasks[0].name, plan.seeds[0])
+        self.spectra = self._stage(Spectra, self.bundles[first]) if plan.evaluation.spectra else None
 
     @property
     def plan(self) -> Plan:

@@ -26,6 +26,7 @@ from kfacpack.compression.chain import Chain
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.heads import Kind as HeadKind
+from kfacpack.models import FAMILIES
 from kfacpack.tasks.sampling import how_many
 from kfacpack.training.groups import STRENGTH
 from kfacpack.vectors.manifest import Regime
@@ -237,6 +238,10 @@ class Plan(Part):
         for number, arm in enumerate(told.in_depth or ()):
             if arm not in self.arms:
                 return ("evaluation", "in_depth", number), f"{arm!r} is none of the arms: {', '.join(self.arms)}"
+        drifting = told.drift is not None and told.in_depth != ()
+        if told.spectra and not drifting and all(arm.penalty != "kronecker" for arm in self.arms.values()):
+            problem = "spectra are those of Kronecker factors, and no arm has a penalty: kronecker"
+            return ("evaluation", "spectra"), f"{problem}. Add such an arm, or leave spectra out"
         asked: list[tuple[Place, str]] = []
         if told.negation:
             asked.append((("evaluation", "negation", "control"), told.negation.control))
@@ -277,6 +282,19 @@ class Plan(Part):
         except KfacpackError as error:
             where = self._where(place) if self._where else ".".join(map(str, place))
             raise KfacpackError(f"{where}: {error}") from error
+
+    def model_folder(self) -> Path | None:
+        """The folder of a model that is named by one, as t5:DIR is; a name of the Hub's stands for none."""
+        prefix, _, name = self.model.name.partition(":")
+        if prefix not in FAMILIES or not FAMILIES[prefix].takes_folder or not name:
+            return None
+        folder = self.place(name)
+        if name.startswith((".", "/", "~", "$")) or folder.is_dir():
+            return folder
+        if Path(name).is_dir():
+            problem = f"there is a folder {name!r} here, but none in {self._folder.absolute()}"
+            raise KfacpackError(f"{problem}; paths in a plan are meant from the plan's own folder")
+        return None
 
     def place(self, said: str) -> Path:
         """A path of the plan; $NAME in it is taken from the environment."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
         for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        # Nine lines of aliases of aliases stand for a billion keys.
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            problem = f"an alias, *{event.anchor}; a plan has none: write out what it stands for"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        return super().compose_node(parent, index)
 
 
 for _tag, _pattern, _first in (
@@ -49,26 +58,14 @@ def read_plan(path: Path) -> tuple[Plan, str]:
 
 def parse(text: str, name: str) -> Plan:
     """`name` is what messages call the file."""
-    try:
-        root = yaml.compose(text, Loader=_Loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise KfacpackError(f"{name}, line {line}: is no YAML: {printable(str(error.problem))}") from error
-    except yaml.YAMLError as error:
-        raise KfacpackError(f"{name}: is no YAML: {printable(str(error))}") from error
-    if not isinstance(root, yaml.MappingNode):
-        raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, found none")
     lines: dict[Place, int] = {}
-    try:
+    with _telling(name):
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if not isinstance(root, yaml.MappingNode):
+            raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, found none")
         _note_lines(root, (), lines, name)
-        said = _plain(yaml.load(text, Loader=_Loader))
-    except RecursionError as error:
-        raise KfacpackError(f"{name}: is no YAML: it contains itself, or is nested too deeply") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise KfacpackError(f"{name}, line {line}: is no plan: {printable(str(error.problem))}") from error
-    except ValueError as error:
-        raise KfacpackError(f"{name}: is no plan: {printable(str(error))}") from error
+        said = _plain(loader.construct_document(root))
 
     def where(place: Place) -> str:
         """The file, the line, and the key."""
@@ -88,6 +85,20 @@ def parse(text: str, name: str) -> Plan:
     if found := plan.contradiction():
         raise KfacpackError(f"{where(found[0])}: {found[1]}")
     return plan
+
+
+@contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Whatever PyYAML has against a text is told with the file, and the line if it knows it."""
+    try:
+        yield
+    except RecursionError as error:
+        raise KfacpackError(f"{name}: is no plan: it is nested too deeply") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise KfacpackError(f"{name}, line {line}: is no plan: {printable(str(error.problem))}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise KfacpackError(f"{name}: is no plan: {printable(str(error))}") from error
 
 
 def _note_lines(node: yaml.Node, place: Place, lines: dict[Place, int], name: str) -> None:

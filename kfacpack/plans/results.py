@@ -39,8 +39,8 @@ def results(graph: Graph, text: str) -> dict[str, Any]:
         "name": plan.name,
         "versions": {
             "kfacpack": version("kfacpack"),
-            "torch": version("torch"),
             "python": platform.python_version(),
+            **shop.environment,
         },
         "plan": {"sha256": sha256(text.encode()).hexdigest(), "text": text},
         "commands": [command for stage in graph.in_order() if (command := stage.command())],

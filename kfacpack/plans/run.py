@@ -43,7 +43,9 @@ class Run:
         self.plan = plan
         self.text = text
         self.root = root
-        self.graph = Graph(Shop(plan, device), root)
+        shop = Shop(plan, device)
+        shop.check()
+        self.graph = Graph(shop, root)
         self.stages = self.graph.in_order()
 
     def pending(self) -> list[Stage]:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from kfacpack.curvature.identify import identify
+from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import Exam
 from kfacpack.function.parameters import choose
-from kfacpack.heads import head_for
+from kfacpack.heads import check_head, head_for, known_classes
 from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
@@ -30,6 +31,7 @@ class Shop:
         self.plan = plan
         self.device = device
         self._tasks: dict[str, Task] = {}
+        self._folders: dict[str, LocalTask] = {}
         self._heads: dict[str, Head] = {}
         self._exams: dict[tuple[str, str, str], Exam] = {}
         self._prints: dict[tuple[str, str], str] = {}
@@ -40,7 +42,9 @@ class Shop:
         dtype = getattr(torch, said.dtype)
         with self.plan.at("model"):
             weights = self.plan.place(said.weights) if said.weights not in (None, "random") else said.weights
-            return load_model(said.name, weights=weights, image_size=said.image_size, dtype=dtype, device=self.device)
+            folder = self.plan.model_folder()
+            name = f"{said.name.partition(':')[0]}:{folder}" if folder else said.name
+            return load_model(name, weights=weights, image_size=said.image_size, dtype=dtype, device=self.device)
 
     @cached_property
     def model_key(self) -> str:
@@ -55,6 +59,16 @@ class Shop:
         )
         said = (base.sha256, model.function.model_dump_json(), model.preprocessing, self.plan.model.dtype)
         return sha256(repr(said).encode()).hexdigest()
+
+    @cached_property
+    def environment(self) -> dict[str, str]:
+        """What else decides the last digits: another torch, or another kind of device, rounds otherwise.
+
+        Two devices of one kind are the same. In which precision the model computes, `model_key` knows.
+        """
+        kind = self.device.type
+        device = f"{kind}, {torch.cuda.get_device_name(self.device)}" if kind == "cuda" else kind
+        return {"torch": str(torch.__version__), "device": device}
 
     def task(self, name: str) -> Task:
         if name not in self._tasks:
@@ -74,14 +88,26 @@ class Shop:
     def _of_folder(self, task: str, split: str, made: str) -> str:
         """A fingerprint with what it does not see of a folder's data; a registered task's changes with the version.
 
-        It looks at some examples, so that all files have to be as large as they were; and heads are made of the
-        classes' names.
+        It looks at some examples, so that all files have to have the bytes they had; and heads are made of the classes'
+        names.
         """
         data = self.plan.task(task).data
         if data is None:
             return made
-        found = LocalTask(task, self.plan.place(data))
+        found = self._folders.setdefault(task, LocalTask(task, self.plan.place(data)))
         return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()
+
+    def check(self) -> None:
+        """Refuse what a stage would refuse after others have taken their time."""
+        tasks = [self.task(said.name) for said in self.plan.tasks]
+        for number, task in enumerate(tasks):
+            with self.plan.at("tasks", number):
+                if len(classes := known_classes(task)) < 2:
+                    only = printable(classes[0])
+                    raise KfacpackError(f"{printable(task.name)} has one class, {only!r}: there is nothing to learn")
+        with self.plan.at("model", "head"):
+            for task in tasks:
+                check_head(self.model, task, self.plan.model.head)
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
         if task not in self._heads:

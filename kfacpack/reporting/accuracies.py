@@ -219,7 +219,8 @@ def _seeds(results: Results) -> str:
 def _penalty(penalty: Penalty | None) -> str:
     if penalty is None:
         return "none"
-    source = "data of the other tasks" if penalty.data else " ".join(filter(None, (penalty.structure, penalty.rule)))
+    words = (penalty.structure, penalty.rule, f"of rank {penalty.rank}" if penalty.rank > 1 else None)
+    source = "data of the other tasks" if penalty.data else " ".join(filter(None, words))
     return f"{source}, λ = {penalty.strength:g}"
 
 

@@ -50,7 +50,7 @@ def _merged(results: Results) -> Table:
         rows=[
             [
                 text(each.without),
-                text(each.rule),
+                text(f"{each.rule} of rank {each.rank}" if each.rank > 1 else each.rule),
                 text(each.structure),
                 _seed(each.seed),
                 Cell(kind="bytes", value=each.bytes),
@@ -103,7 +103,10 @@ def made(results: Results, times: Times | None) -> Section:
         how_to_read="The plan below, given to these commands under these versions, makes this page again.",
         tables=tables,
         listings=[
-            Listing(caption="Commands", text="\n".join(results.commands)),
+            Listing(
+                caption="Commands, as typed in the run’s folder (where results.json is)",
+                text="\n".join(results.commands),
+            ),
             Listing(caption="The plan", text=results.plan.text),
         ],
     )

@@ -12,6 +12,9 @@ from kfacpack.reporting.results import read_results, read_times
 from kfacpack.reporting.sections import compose
 from kfacpack.running.files import write_whole
 
+_ENDS = (".svg", "-dark.svg", ".png")
+"""Of the files of a figure."""
+
 
 def report(
     run_dir: str | os.PathLike[str],
@@ -22,8 +25,9 @@ def report(
     """Read RUN_DIR/results.json and times.json, and write the page `output`; give its path.
 
     Beside it are made: a file of the same name that ends in .json, which has every number of the page, and the folder
-    `figures` with each figure as SVG and PNG. The page is written last. The same results give the same bytes.
-    `on_progress` hears how many figures are drawn, and how many there are.
+    `figures` with each figure as SVG and PNG; those that only the report had that is replaced are removed. The page is
+    written last. The same results give the same bytes. `on_progress` hears how many figures are drawn, and how many
+    there are.
     """
     folder, page = Path(run_dir), Path(output)
     _check_output(folder, page)
@@ -33,6 +37,7 @@ def report(
     from kfacpack.reporting.page import render_page
 
     html = render_page(content, drawings)
+    _clear(page, content)
     write_whole(page.with_suffix(".json"), f"{content.model_dump_json(indent=1)}\n".encode(errors="replace"))
     write_whole(page, html.encode(errors="replace"))
     return page
@@ -47,6 +52,28 @@ def _check_output(folder: Path, page: Path) -> None:
     for name in ("results.json", "times.json"):
         if beside.exists() and (folder / name).exists() and beside.samefile(folder / name):
             raise KfacpackError(f"{page}: its numbers would be written over {beside}; give it another name")
+
+
+def _clear(page: Path, content: Report) -> None:
+    """Remove the figures that the report that is replaced says it has, and this one has not."""
+    try:
+        before = Report.model_validate_json(page.with_suffix(".json").read_bytes())
+    except (OSError, ValueError):
+        return  # there is none, or it is not ours
+    for name in _files(before) - _files(content):
+        if Path(name).name == name:
+            try:
+                (page.parent / "figures" / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise KfacpackError(
+                    f"{page.parent / 'figures' / name}: could not be removed: {error.strerror}"
+                ) from error
+
+
+def _files(content: Report) -> set[str]:
+    """The names of all files in the folder of figures."""
+    pictures = [picture.file for section in content.sections for picture in section.pictures]
+    return {f"{name}{end}" for name in pictures for end in _ENDS}
 
 
 def _draw(content: Report, folder: Path, on_progress: Callable[[int, int], None]) -> dict[str, dict[str, bytes]]:

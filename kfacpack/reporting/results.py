@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.reporting.unknown import UnknownKeyWarning, unknown_keys
 
 FORMAT = "kfacpack.run/1"
 Tasks = dict[str, FiniteFloat]
@@ -16,8 +18,8 @@ Number = Annotated[int, Field(ge=0)]
 
 
 class Read(BaseModel):
-    # What a later version adds is no harm.
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    # What a later version adds is no harm, and is told: it may also be a word that is misspelt.
+    model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class Sweep(Read):
@@ -121,6 +123,7 @@ class Negation(Read):
 class Accuracy(Read):
     accuracy: FiniteFloat
     normalized: FiniteFloat | None
+    examples: Number | None = None
 
 
 class Added(Read):
@@ -150,6 +153,7 @@ class Seed(Read):
 class Penalty(Read):
     structure: str | None = None
     rule: str | None = None
+    rank: int = 1
     data: bool = False
     strength: FiniteFloat
 
@@ -208,6 +212,7 @@ class BundleSaid(Read):
 
 class MergeSaid(Read):
     rule: str
+    rank: int = 1
     structure: str
     without: str | None
     seed: int | None
@@ -270,6 +275,7 @@ class Results(Read):
 
 class Stage(Read):
     name: str
+    key: str | None = None
     seconds: FiniteFloat
     reused: bool = False
 
@@ -313,13 +319,18 @@ def _read_json(file: Path) -> Any:
 
 def _checked(file: Path, said: Any, kind: type[Kind]) -> Kind:
     try:
-        return kind.model_validate(said)
+        found = kind.model_validate(said)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = printable(".".join(map(str, first["loc"])))
-        found = printable(repr(first["input"]), longest=60) if first["type"] != "value_error" else ""
+        value = printable(repr(first["input"]), longest=60) if first["type"] != "value_error" else ""
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
-            f"{file}: {place + ': ' if place else ''}{problem}{f', found {found}' if found else ''}. "
+            f"{file}: {place + ': ' if place else ''}{problem}{f', found {value}' if value else ''}. "
             "It is not as `kfacpack run` writes it; make it again"
         ) from error
+    if unknown := list(unknown_keys(found)):
+        some = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        problem = f"{file}: has keys that are not known here and are left out: {printable(some)}"
+        warnings.warn(UnknownKeyWarning(f"{problem}. Are they misspelt, or of a newer kfacpack?"), stacklevel=4)
+    return found

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from glob import escape
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -44,6 +45,7 @@ class LocalTask:
     def __init__(self, name: str, folder: Path):
         self.name = name
         self.folder = folder
+        self._listings: dict[str, list[tuple[str, str]]] = {}
         try:
             if not folder.is_dir():
                 raise KfacpackError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; {EXPECTED}")
@@ -114,10 +116,18 @@ class LocalTask:
         held = set(self._held_out)
         return [row for row in range(self._rows("train")) if row not in held]
 
-    def listing(self, split: str) -> list[tuple[str, int]]:
-        """The files that a split's examples are in, from the folder on, with their sizes in bytes."""
-        files = self._found[split if split in self._found else "train"]
-        return [(file.relative_to(self.folder).as_posix(), file.stat().st_size) for file in files]
+    def listing(self, split: str) -> list[tuple[str, str]]:
+        """The files that a split's examples are in, from the folder on, with the SHA-256 of their bytes.
+
+        All bytes are read, once: a size stays as it was when pixels change, and a date changes by copying. A run reads
+        them anyway, and takes longer to decode them.
+        """
+        stored = split if split in self._found else "train"
+        if stored not in self._listings:
+            self._listings[stored] = [
+                (file.relative_to(self.folder).as_posix(), _digest(file)) for file in self._found[stored]
+            ]
+        return self._listings[stored]
 
     def split(self, name: str) -> LocalSplit:
         if name not in self.splits:
@@ -203,6 +213,17 @@ class LocalSplit:
     def _place(self, index: int) -> str:
         row = self._rows[index]
         return str(self._files[row]) if self._files else f"{self.source.dataset}, split {self._stored!r}, row {row}"
+
+
+def _digest(file: Path) -> str:
+    try:
+        found = sha256()
+        with file.open("rb") as opened:
+            while chunk := opened.read(1 << 20):
+                found.update(chunk)
+        return found.hexdigest()
+    except OSError as error:
+        raise KfacpackError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def _spread(size: int) -> list[int]:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES
 from kfacpack.bundle.reader import SealedFile, validated
-from kfacpack.bundle.seal import UNSEALED
+from kfacpack.bundle.seal import UNSEALED, VECTOR
 from kfacpack.bundle.writer import bundle_digest, write_sealed
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import BundleError
 from kfacpack.vectors.head import Head
-from kfacpack.vectors.manifest import VECTOR, VERSION, AboutVector, Stored, VectorManifest, head_name
+from kfacpack.vectors.manifest import VERSION, AboutVector, Stored, VectorManifest, head_name
 
 if TYPE_CHECKING:
     import os

@@ -13,10 +13,8 @@ from pydantic import FailFast, Field, StrictBool, StrictFloat, StrictInt, Strict
 
 from kfacpack.bundle.container import Spec, repeated
 from kfacpack.bundle.manifest import Base, Digest, Entry, Function, Name, Source, Text
-from kfacpack.bundle.seal import Keys
 
 VERSION = "1.0"
-VECTOR = Keys("kfacpack.vector", "kfacpack.vector.sha256", "task vector")
 HEAD = "kfacpack.head"
 """What the names of a head's tensors begin with, and no parameter's does."""
 

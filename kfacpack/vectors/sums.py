@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from kfacpack.bundle.identity import function_difference
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
     from kfacpack.vectors.leaf import Leaf
 
     Terms = Sequence[tuple[float, Leaf]]
+
+_LARGEST = (2 - 2**-23) * 2.0**127
 
 
 def check_addable(ours: Leaf, theirs: Leaf) -> None:
@@ -39,9 +40,11 @@ def check_addable(ours: Leaf, theirs: Leaf) -> None:
 
 
 def require_finite(coefficient: float) -> float:
-    """Factors of factors may be larger than any float, though each of them is not."""
-    if not isfinite(coefficient):
-        raise TaskVectorError(f"an addend's coefficient would be {coefficient}; multiply by smaller numbers")
+    """Vectors are float32: what is multiplied by more than that can hold is no vector. Factors of factors may be so
+    large, though each of them is not."""
+    if not abs(coefficient) <= _LARGEST:
+        most = f"float32 holds {_LARGEST:.2g} at most"
+        raise TaskVectorError(f"an addend's coefficient would be {coefficient:g}, {most}; multiply by smaller numbers")
     return coefficient
 
 

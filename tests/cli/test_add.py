@@ -168,6 +168,8 @@ WRONG = {
     "wrong setting": (["one"], ["--method", "ties", "--keep", 2], "keep is 2.0, expected a number above 0 to 1"),
     "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "found 2 α for 3 vectors"),
     "infinite alpha": (["one"], ["--alpha", "inf"], "α is inf"),
+    "alpha over float32": (["one", "two"], ["--alpha", "1e39"], "would be 1e+39, float32 holds 3.4e+38 at most"),
+    "one of them": (["one", "two"], ["--method", "tsv", "--alpha", 1, "--alpha=-1e39"], "would be -1e+39"),
     "no number": (["one"], ["--alpha", "much"], "as a number"),
     "weights of nothing": (["one"], ["--weights", "random"], "give --save-model"),
     "other weights": (["one"], ["--save-model", "MODEL.safetensors", "--weights", "random"], "which the model is not"),
@@ -185,6 +187,18 @@ def test_wrong_input_is_named_and_nothing_written(names, options, words, vectors
     assert words in " ".join(done.stderr.replace("│", " ").split())
     assert not done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_a_bundle_and_a_vector_are_not_the_same(three, tmp_path):
+    bundle = tmp_path / "one.kfac"
+    kp.estimate(torch.nn.Linear(2, 2), [torch.ones(3, 2)]).save(bundle)
+    for command in (["add", three[0], bundle], ["negate", bundle]):
+        said = run(*command, "-o", tmp_path / "new.safetensors", code=2).stderr
+        assert f"{bundle}: is a bundle, expected a task vector. Bundles are added up by `kfacpack merge`" in said
+    for command in (["merge", bundle, three[0], "-o", tmp_path / "new.kfac"], ["inspect", three[0]]):
+        said = run(*command, code=2).stderr
+        assert f"{three[0]}: is a task vector, expected a bundle. Task vectors are added up by `kfacpack add`" in said
+    assert not list(tmp_path.glob("new*"))
 
 
 def test_an_input_is_not_written_over(three):

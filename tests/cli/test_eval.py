@@ -210,6 +210,21 @@ def test_individual_vectors_are_evaluated_or_read(vectors, tmp_path):
 
 
 @pytest.mark.usefixtures("_registered")
+def test_a_head_that_the_vector_has_not_is_told(vectors):
+    common = [*VECTOR, vectors / "morning.safetensors", "--json"]
+    done = run(*common)
+    assert json.loads(done.stdout)["tasks"]["evening"]["head"] == "text"
+    said = (
+        "has no head for 'evening', its heads are for morning; what is told of it is with one made for the model (text)"
+    )
+    assert said in done.stderr
+    assert done.stderr.count("note") == 1
+    assert not run(*common, "--quiet").stderr
+    assert not run(*common, "--head", "prototypes").stderr
+    assert not run(*VECTOR, vectors / "sum.safetensors", "--json").stderr
+
+
+@pytest.mark.usefixtures("_registered")
 def test_the_head_that_is_asked_for_goes_before_the_vectors_own(vectors):
     common = [*RANDOM, "--task", "morning", "--vector", vectors / "morning.safetensors", "--json"]
     for asked, head in (([], "prototypes"), (["--head", "auto"], "prototypes"), (["--head", "text"], "text")):

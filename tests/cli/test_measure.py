@@ -129,6 +129,7 @@ def test_spectra_and_its_table(things):
         (["drift", "morning.safetensors", "--bundle", "both.kfac"], "is of no single task"),
         (["localisation", "morning.safetensors"], "--data morning=DIR"),
         (["localisation", "morning.safetensors", "--data", "morning"], "expected a task and its folder"),
+        (["localisation", "morning.safetensors", "--data", "morning="], "expected a task and its folder"),
         (["localisation", "morning.safetensors", "--data", "noon=x"], "task 'noon' is not measured on"),
         (["localisation", "morning.safetensors", "--data", "morning=morning"], "another task is needed"),
         (["localisation", "morning.safetensors", "--alpha", "1"], "--alpha is about disentanglement"),

@@ -7,11 +7,16 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 from kfacpack_cli.main import app
+from pictures import paint
 from plans.small import TEXT
 from typer.testing import CliRunner
+
+from kfacpack.reporting.results import read_results, read_times
+from kfacpack.reporting.unknown import UnknownKeyWarning
 
 
 def run(*arguments):
@@ -80,6 +85,30 @@ def test_an_unknown_task_is_told_before_anything_is_made(tmp_path):
     assert done.exit_code == 2
     assert "plan.yaml, line 3: tasks.1: 'nowhere' is no registered task" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "expected"),
+    [
+        ("prototypes", ("red",), "line 3: tasks.1: mine has one class, 'red': there is nothing to learn"),
+        ("words", ("red", "blue"), "line 2: model.head: tiny predicts no words"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(tmp_path, kind, classes, expected):
+    paint(tmp_path / "mine", {split: dict.fromkeys(classes, 1) for split in ("train", "validation", "test")})
+    text = TEXT.replace("weaves]", "{name: mine, data: mine}]").replace("head: prototypes", f"head: {kind}")
+    (tmp_path / "plan.yaml").write_text(text)
+    done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out", "--dry-run")
+    assert done.exit_code == 2
+    assert expected in done.stderr
+
+
+def test_nothing_in_a_runs_files_is_unknown_to_the_report(finished):
+    folder, _ = finished
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnknownKeyWarning)
+        read_results(folder / "out")
+        read_times(folder / "out")
 
 
 def test_the_demo_does_not_write_over_somebodys_plan(tmp_path):

@@ -175,6 +175,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty)
         (["--epochs", "0"], "epochs 0"),
         (["--reg-data", "faces", "--strength", "nan"], "strength nan"),
         (["--reg-data", "nothing"], "nothing"),
+        (["--reg-data", "faces="], "expected a task and its folder, such as cars=data/cars, or a task alone"),
         (["--preset", "tak", "--reg", "BUNDLE"], "published for no model like tiny"),
         (["--steps", "2", "--epochs", "1"], "by steps or by epochs"),
         (["--lr", "nan"], "learning rate nan"),

@@ -21,6 +21,10 @@ def changed(old: str, new: str) -> str:
     return TEXT.replace(old, new)
 
 
+BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12))
+"""Twelve lines that stand for 9¹¹ numbers."""
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -53,14 +57,25 @@ def changed(old: str, new: str) -> str:
             changed("{examples: 8,", "{compress: zip, examples: 8,"),
             "line 4: curvature.compress: codec 'zip'",
         ),
-        (changed("name: small", "name: small\n\tx: 1"), "plan.yaml, line 2: is no YAML"),
+        (changed("name: small", "name: small\n\tx: 1"), "plan.yaml, line 2: is no plan: "),
         (TEXT + "  methods: [sun]\n", "evaluation.methods.0: there is no method 'sun'"),
-        (changed("[faces, weaves]", "&all [faces, *all]"), "plan.yaml: is no YAML: it contains itself"),
+        (changed("[faces, weaves]", "&all [faces, *all]"), "plan.yaml, line 3: is no plan: an alias, *all"),
+        (BOMB, "plan.yaml, line 2: is no plan: an alias, *a0"),
+        ("[" * 100_000, "plan.yaml: is no plan: it is nested too deeply"),
+        (TEXT + "name: \x00\n", "plan.yaml: is no plan: "),
+        (
+            changed("kronecker, strength", "diagonal, strength").replace("  drift: {examples: 4}\n", ""),
+            "plan.yaml, line 15: evaluation.spectra: spectra are those of Kronecker factors",
+        ),
+        (
+            changed("kronecker, strength", "diagonal, strength") + "  in_depth: []\n",
+            "plan.yaml, line 16: evaluation.spectra: ",
+        ),
         (changed('alphas: "0,1", examples: 5', "pairs: [[faces, faces]], examples: 5"), "found 'faces' twice"),
         (TEXT + "seeds: [true]\n", "seeds.0: expected a whole number"),
         (TEXT + "seeds: [!!int foo]\n", "plan.yaml: is no plan"),
         (changed("name: small", "name: !foo small"), "plan.yaml, line 1: is no plan"),
-        (changed("name: small", "name: &a [*a]"), "contains itself"),
+        (changed("name: small", "name: &a [*a]"), "an alias, *a"),
         ("- a\n- b\n", "plan.yaml, line 1: expected keys"),
         ("", "plan.yaml, line 1: expected keys"),
         ("!!python/object/apply:os.system [true]", "plan.yaml, line 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -132,6 +133,33 @@ def test_the_forecast_covers_what_is_missing(finished, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_what_another_torch_or_device_made_is_not_taken(tmp_path, monkeypatch):
+    stage = run_of(tmp_path).stages[0]
+    shop = stage.shop
+    before = dict(shop.environment)
+
+    def key():
+        vars(shop).pop("environment", None)
+        return replace(stage).key
+
+    assert key() == stage.key
+    shop.device = torch.device("meta")
+    assert key() != stage.key
+    shop.device = torch.device("cpu")
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "2.0.0")
+        assert key() != stage.key
+    assert key() == stage.key
+    assert before == shop.environment
+
+
+def test_two_devices_of_one_kind_are_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    first, second = (Shop(parse(TEXT, "plan"), torch.device(f"cuda:{k}")).environment for k in (0, 1))
+    assert first == second
+    assert first["device"] == "cuda, Some GPU"
+
+
 def test_a_name_may_be_longer_than_a_files(tmp_path):
     long = "ä" * 150
     stages = run_of(tmp_path, TEXT.replace("kfac:", f"{long}:")).stages
@@ -140,14 +168,14 @@ def test_a_name_may_be_longer_than_a_files(tmp_path):
 
 
 def test_other_names_or_pictures_are_other_data(tmp_path):
-    """Also where they are not among the few examples that are looked at."""
+    """Also where they are not among the few examples that are looked at, and their files are as large as before."""
     from PIL import Image
 
     def key(name, first, changed=None):
         for number in range(80):
             file = tmp_path / name / "train" / (first if number < 40 else "dog") / f"{number:02}.bmp"
             file.parent.mkdir(parents=True, exist_ok=True)
-            Image.new("RGB", (8 if number != changed else 9, 8), (number, 0, 0)).save(file)
+            Image.new("RGB", (8, 8), (number, 0 if number != changed else 1, 0)).save(file)
         data = TEXT.replace("weaves]", f"{{name: mine, data: {tmp_path / name}}}]")
         return Shop(parse(data, "plan"), torch.device("cpu")).data_key("mine", "train")
 

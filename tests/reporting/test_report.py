@@ -315,6 +315,45 @@ def test_what_is_no_results_is_refused(tmp_path, content, words):
         report(tmp_path, tmp_path / "report.html")
 
 
+def test_figures_of_the_report_before_do_not_stay(tmp_path):
+    """What somebody else has put there does."""
+    before = make_results(2, 1, full=False)
+    page, figures = tmp_path / "report.html", tmp_path / "figures"
+    report(write_run(tmp_path / "run", before), page)
+    ours = {file.name for file in figures.iterdir()}
+    assert {"sweep.svg", "sweep-dark.svg", "sweep.png"} <= ours
+    (figures / "mine.svg").write_text("mine")
+    for arm in before["arms"]:
+        for seed in arm["seeds"]:
+            seed["sweep"] = None
+    report(write_run(tmp_path / "run", before), page)
+    assert {file.name for file in figures.iterdir()} == {name for name in ours if "sweep" not in name} | {"mine.svg"}
+
+
+def test_what_only_claims_to_be_a_report_removes_nothing(tmp_path):
+    run, page = write_run(tmp_path / "run", make_results(2, 1, full=False)), tmp_path / "report.html"
+    report(run, page)
+    said = json.loads(page.with_suffix(".json").read_text())
+    next(section for section in said["sections"] if section["pictures"])["pictures"][0]["file"] = "../mine"
+    (tmp_path / "mine.svg").write_text("mine")
+    for content in (json.dumps(said), "{}", "no JSON"):
+        page.with_suffix(".json").write_text(content)
+        report(run, page)
+        assert (tmp_path / "mine.svg").read_text() == "mine"
+
+
+def test_keys_that_are_not_known_are_told(tmp_path):
+    results = make_results(2, 1, full=False)
+    results["arms"][0]["seeds"][0]["negatoin"] = None
+    run = write_run(tmp_path / "run", results, {"stages": [], "seconds": 1.0, "hours": 0})
+    arguments = ["report", str(run), "-o", str(tmp_path / "report.html")]
+    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert (done.exit_code, json.loads(done.stdout)["page"]) == (0, str(tmp_path / "report.html"))
+    assert "results.json: has keys that are not known here and are left out: arms.0.seeds.0.negatoin." in done.stderr
+    assert "times.json: has keys that are not known here and are left out: hours." in done.stderr
+    assert not CliRunner().invoke(app, [*arguments, "--quiet"], catch_exceptions=False).output
+
+
 def test_times_are_checked_too(tmp_path):
     write_run(tmp_path, make_results(2, 1, full=False), {"stages": "none"})
     with pytest.raises(KfacpackError, match=r"times.json: stages: .*list"):

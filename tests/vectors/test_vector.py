@@ -49,17 +49,17 @@ def test_numbers_that_are_too_large_are_refused(tmp_path):
     one = vector("one", 1)
     for wrong, words in (
         (lambda: 10**400 * one, "multiplied by a number that is larger than any float"),
-        (lambda: 1e200 * (1e200 * one), "coefficient would be inf"),
-        (lambda: 1e308 * one + 1e308 * one, "coefficient would be inf"),
+        (lambda: 1e30 * (1e30 * one), r"coefficient would be 1e\+60, float32 holds 3.4e\+38 at most"),
+        (lambda: 3e38 * one + 3e38 * one, r"coefficient would be 6e\+38"),
         (lambda: one / 0, "divided by 0"),
         (lambda: one / 1e-320, "coefficient would be inf"),
         (lambda: one / float("nan"), "divided by nan"),
     ):
         with pytest.raises(kp.TaskVectorError, match=words):
             wrong()
-    base = one.about.model_copy(update={"addends": ({"sha256": "b" * 64, "coefficient": 1e200},)})
-    with pytest.raises(kp.TaskVectorError, match="coefficient would be inf"):
-        (1e200 * kp.TaskVector(dict(one), base)).save(tmp_path / "t.safetensors")
+    base = one.about.model_copy(update={"addends": ({"sha256": "b" * 64, "coefficient": 1e30},)})
+    with pytest.raises(kp.TaskVectorError, match=r"coefficient would be 1e\+60"):
+        (1e30 * kp.TaskVector(dict(one), base)).save(tmp_path / "t.safetensors")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,8 +1,8 @@
 """What a stage is: one file, made from others, called by what decides its content.
 
-A stage's key is the hash of its kind, its settings, the keys of its inputs, the model, the data and the version of
-kfacpack. It is part of the file's name, so a file that is there need not be made again, and one that was made
-otherwise has another name.
+A stage's key is the hash of its kind, its settings, the keys of its inputs, the model, the data, the versions of
+kfacpack and torch and the kind of device. It is part of the file's name, so a file that is there need not be made
+again, and one that was made otherwise has another name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Stage(ABC):
         """Roughly, how many examples' forward passes it takes."""
 
     def command(self) -> str | None:
-        """What a person would type to make the same file; None where there is no such command."""
+        """What a person would type in the run's folder for the same file; None where there is no such command."""
         return None
 
     @cached_property
@@ -96,6 +96,7 @@ class Stage(ABC):
             "inputs": [each.key for each in self.inputs],
             "model": self.shop.model_key,
             "version": version("kfacpack"),
+            "environment": self.shop.environment,
         }
         return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 

@@ -58,8 +58,8 @@ class Estimate(Sealed):
         said, options = self.shop.plan.curvature, self.options
         return command(
             "estimate",
-            *for_model(self.shop.plan),
-            *for_task(self.shop.plan, self.task),
+            *for_model(self.shop.plan, self.root),
+            *for_task(self.shop.plan, self.task, self.root),
             *("--examples", said.examples, "--fisher", options.fisher, "--samples", options.samples),
             *("--probe", options.probe, "--structure", options.structure, "--batch-size", said.batch_size),
             *(("--compress", options.compress) if options.compress else ()),

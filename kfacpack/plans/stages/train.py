@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kfacpack.plans.commands import command, for_model, for_task
+from kfacpack.plans.commands import command, for_data, for_model, for_task
 from kfacpack.plans.stages.base import Sealed, Stage, Watch
 from kfacpack.training.drift import Drift
 from kfacpack.training.job import Job
@@ -101,13 +101,12 @@ class Train(Sealed):
         if self.merged:
             penalty = ("--reg", self.merged.path.relative_to(self.root), "--strength", self._arm.strength)
         elif self._held:
-            others = (plan.task(name) for name in self._held)
-            named = [f"{each.name}={each.data}" if each.data else each.name for each in others]
+            named = [for_data(plan, name, self.root) for name in self._held]
             penalty = (*(word for each in named for word in ("--reg-data", each)), "--strength", self._arm.strength)
         return command(
             "train",
-            *for_model(plan),
-            *for_task(plan, self.task),
+            *for_model(plan, self.root),
+            *for_task(plan, self.task, self.root),
             *(("--head", plan.model.head) if plan.model.head != "auto" else ()),
             *(("--regime", said.regime) if said.regime != "linear" else ()),
             *("--steps", said.steps, "--batch-size", said.batch_size, "--warmup", said.warmup),
