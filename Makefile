@@ -9,7 +9,10 @@ export KFACPACK_CACHE := $(VENV)/cache
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test check bench golden wheel clean
+# Tests compute with one thread, so two processes share them: one takes these folders, the other all that there are besides.
+COMMANDS := tests/cli tests/plans
+
+.PHONY: help demo test testcommands testlibrary check bench golden wheel clean
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -22,8 +25,14 @@ demo: $(READY) ## the whole story on a small CLIP, and bundles of small networks
 	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack verify demo/own.kfac
 
-test: $(READY) ## every test that needs nothing but this clone
-	$(BIN)/python -m pytest
+test: $(READY) ## every test that needs nothing but this clone, in two processes
+	$(MAKE) --no-print-directory --jobs=2 testcommands testlibrary
+
+testcommands: $(READY)
+	$(BIN)/python -m pytest $(COMMANDS)
+
+testlibrary: $(READY)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMMANDS))
 
 check: $(READY) ## style and types
 	$(BIN)/ruff check .

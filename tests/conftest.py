@@ -1,6 +1,8 @@
 """Timings on a shared machine say nothing, so no deadline; the same examples every time, so a failure comes back.
 
-Tasks are cached in a temporary folder, in the commands that tests start as well.
+Tasks are cached in a temporary folder, nothing is asked of the Hub, and one thread computes: tensors of tests are so
+small that a second one mostly waits, which costs as much as work. All of it holds in the commands that tests start too,
+so that what they write can be compared with what is made here, byte by byte.
 """
 
 import os
@@ -15,4 +17,4 @@ settings.load_profile("here")
 def pytest_configure(config):
     folder = TemporaryDirectory(prefix="kfacpack-cache-")
     config.add_cleanup(folder.cleanup)
-    os.environ["KFACPACK_CACHE"] = folder.name
+    os.environ.update(KFACPACK_CACHE=folder.name, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,19 +13,28 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from kfacpack_cli.main import app
 from PIL import Image
+from typer.testing import CliRunner
 
 import kfacpack as kp
 from kfacpack.running.partial import Partial
 
 COMMAND = [sys.executable, "-m", "kfacpack_cli"]
-OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 TIMM = ["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--image-size", "32"]
 SMALL = [*TIMM, "--params", "blocks.11.*", "--params", "cls_token"]
 
 
+def run(*arguments, code=0):
+    """In this process: to start another takes seconds, most of them for imports."""
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
 def kfacpack(*arguments, code=0, launcher=COMMAND):
-    done = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True, env=OFFLINE)
+    """As a process of its own."""
+    done = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     return done
 
@@ -65,8 +73,8 @@ def test_a_bundle_from_a_folder_of_pictures(pictures, bundle):
 
 def test_the_same_command_gives_the_same_bytes_and_another_seed_others(pictures, tmp_path):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--examples", "50%", "--batch-size", "5", "-q"]
-    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
-        done = kfacpack(*common, "--seed", seed, "--weights", "random", "-o", tmp_path / name)
+    for name, seed, start in (("one", 1, run), ("again", 1, kfacpack), ("other", 2, run)):
+        done = start(*common, "--seed", seed, "--weights", "random", "-o", tmp_path / name)
         assert not done.stdout + done.stderr
     one, again, other = ((tmp_path / name).read_bytes() for name in ("one", "again", "other"))
     assert one == again
@@ -75,7 +83,7 @@ def test_the_same_command_gives_the_same_bytes_and_another_seed_others(pictures,
 
 def test_a_dry_run_shows_the_plan_and_writes_nothing(pictures, bundle):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--dry-run"]
-    shown = kfacpack(*common).stdout
+    shown = run(*common).stdout
     for words in (
         "blocks.11.attn.qkv.weight",
         "blocks.11.attn.qkv.bias",
@@ -85,9 +93,9 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(pictures, bundle):
         "peak memory",
     ):
         assert words in shown
-    said = json.loads(kfacpack(*common, "--json").stdout)
+    said = json.loads(run(*common, "--json").stdout)
     assert not bundle.exists()
-    kfacpack(*common[:-1])
+    run(*common[:-1])
     manifest = kp.Bundle(bundle).manifest
     assert [block["name"] for block in said["blocks"]] == [block.name for block in manifest.blocks]
     tensors = kp.Bundle(bundle).tensors.values()
@@ -99,7 +107,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(pictures, bundle):
 def whole(pictures, tmp_path_factory):
     """A run that nobody interrupted."""
     path = tmp_path_factory.mktemp("whole") / "whole.kfac"
-    kfacpack("estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "1", "-o", path)
+    run("estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "1", "-o", path)
     return path
 
 
@@ -116,10 +124,10 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
         "import kfacpack_cli; kfacpack_cli.run()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", slow, *map(str, [*common, resumed])], env=OFFLINE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", slow, *map(str, [*common, resumed])], stderr=subprocess.PIPE, text=True
     )
     partial = tmp_path / "resumed.kfac.partial"
-    until = time.monotonic() + 60
+    until = time.monotonic() + 300
     while not partial.exists():
         assert process.poll() is None
         assert time.monotonic() < until
@@ -135,9 +143,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
     assert not resumed.exists()
     assert partial.exists()
     if number == signal.SIGKILL:
-        assert "--resume" in kfacpack(*common, resumed, code=2).stderr
-        assert "begun with batch_size = 1" in kfacpack(*common, resumed, "--resume", "--batch-size", 2, code=2).stderr
-    kfacpack(*common, resumed, "--resume")
+        assert "--resume" in run(*common, resumed, code=2).stderr
+        assert "begun with batch_size = 1" in run(*common, resumed, "--resume", "--batch-size", 2, code=2).stderr
+    run(*common, resumed, "--resume")
     assert resumed.read_bytes() == whole.read_bytes()
     assert not partial.exists()
 
@@ -157,13 +165,13 @@ def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
 def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
     bundle.with_name("made.kfac.partial").write_bytes(b"no such thing")
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle]
-    assert "Remove it to start anew" in kfacpack(*common, "--resume", code=2).stderr
+    assert "Remove it to start anew" in run(*common, "--resume", code=2).stderr
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
 def test_two_processes_give_what_one_gives(pictures, tmp_path, launcher):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "5", "--samples", "2", "-o"]
-    kfacpack(*common, tmp_path / "one.kfac")
+    run(*common, tmp_path / "one.kfac")
     if launcher == "torchrun":
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
     else:
@@ -200,14 +208,14 @@ def test_two_processes_give_what_one_gives(pictures, tmp_path, launcher):
 )
 def test_wrong_input_is_told_and_nothing_is_written(pictures, tmp_path, wrong, words):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", tmp_path / "t.kfac"]
-    done = kfacpack(*common, *wrong, code=2)
+    done = run(*common, *wrong, code=2)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.iterdir())
 
 
 def test_an_unknown_task_says_what_to_do():
-    assert "--data DIR" in kfacpack("estimate", *SMALL, "--task", "unheard-of", code=2).stderr
+    assert "--data DIR" in run("estimate", *SMALL, "--task", "unheard-of", code=2).stderr
 
 
 def test_the_script_of_the_readme_predicts_the_drift_it_measures(tmp_path):

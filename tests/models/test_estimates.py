@@ -149,7 +149,7 @@ def test_text_families_through_the_command(family, request, text_data, tmp_path)
 
 
 def test_a_full_vit_b_32_through_the_command(tmp_path):
-    """The stock model at its full size, on two cores; block:8, so that the file is small."""
+    """The stock model at its full size; block:8, so that the file is small."""
     import numpy as np
     from PIL import Image
 
