@@ -31,7 +31,7 @@ def models(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
-    """List the families of models and the models that come with the package, or show one model."""
+    """List the models in the package, the families of models and what of them is downloaded, or show one model."""
     if name is not None:
         with loading(name, show=not as_json):
             about = _of_model(load_named(name, weights, image_size))
@@ -39,13 +39,16 @@ def models(
         return
     if weights or image_size:
         raise KfacpackError("--weights and --image-size belong to a model: give its name as well")
-    listed = {"embedded": list(_embedded()), "families": list(_families())}
+    listed = {"embedded": list(_embedded()), "families": list(_families()), "downloaded": list(_downloaded())}
     if as_json:
         print_json(listed)
         return
     _print_embedded(listed["embedded"])
     out.print()
     _print_families(listed["families"])
+    out.print()
+    _print_downloaded(listed["downloaded"])
+    out.print(Text("models NAME shows one of them", style="dim"))
 
 
 def _embedded() -> Iterator[dict[str, Any]]:
@@ -68,8 +71,20 @@ def _families() -> Iterator[dict[str, str]]:
     from kfacpack.models import FAMILIES
 
     for family in FAMILIES.values():
-        head = "text" if family.has_text else "prototypes"
-        yield {"family": family.name, "named": family.form, "f": family.f, "head": head}
+        yield {"family": family.name, "named": family.form, "f": family.f, "head": family.head}
+
+
+def _downloaded() -> Iterator[dict[str, Any]]:
+    from kfacpack.models import downloaded
+
+    for each in downloaded():
+        yield {
+            "model": each.model,
+            "family": each.family,
+            "repository": each.repository,
+            "revision": each.revision,
+            "bytes": each.nbytes,
+        }
 
 
 def _of_model(model: Model) -> dict[str, Any]:
@@ -81,7 +96,7 @@ def _of_model(model: Model) -> dict[str, Any]:
         "width": model.function.width,
         "f": model.function.detail,
         "preprocessing": model.preprocessing,
-        "head": "text" if model.encode_text else "prototypes",
+        "head": "text" if model.encode_text else "words" if model.word_weights else "prototypes",
         "frozen": model.frozen,
     }
 
@@ -104,7 +119,20 @@ def _print_families(listed: list[dict[str, str]]) -> None:
     for each in listed:
         table.add_row(*map(Text, each.values()))
     out.print(table)
-    out.print(Text("models NAME shows one of them", style="dim"))
+
+
+def _print_downloaded(listed: list[dict[str, Any]]) -> None:
+    if not listed:
+        out.print(Text("downloaded: none; a model of the Hub is downloaded when it is first used", style="dim"))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("downloaded", overflow="fold")
+    table.add_column("from", overflow="fold")
+    table.add_column("on disk", justify="right", no_wrap=True)
+    for each in listed:
+        source = f"{each['repository']}@{each['revision'][:8]}"
+        table.add_row(Text(each["model"]), Text(source), human_bytes(each["bytes"]))
+    out.print(table)
 
 
 def _print_facts(about: dict[str, Any]) -> None:

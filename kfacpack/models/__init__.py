@@ -4,24 +4,47 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.base import Batch, Family, Model, Request, Weights
 from kfacpack.models.clip import OpenClip
+from kfacpack.models.downloaded import repositories
 from kfacpack.models.embedded import EMBEDDED
 from kfacpack.models.encoder import Encoder
 from kfacpack.models.names import UnknownModel
 from kfacpack.models.t5 import T5
 from kfacpack.models.timm_family import Timm
 
-__all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "load_model"]
+__all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "downloaded", "load_model"]
 
 FAMILIES: dict[str, Family] = {family.prefix: family for family in (OpenClip(), Timm(), T5(), Encoder())}
 """By what stands before the colon; a name without one is open_clip's."""
 FORMS = ", ".join([*EMBEDDED, *(family.form for family in FAMILIES.values())])
 """What `--model` may say."""
+
+
+class Downloaded(NamedTuple):
+    """A model whose weights are on this machine."""
+
+    model: str
+    """As `--model` names it."""
+    family: str
+    repository: str
+    revision: str
+    nbytes: int
+
+
+def downloaded() -> list[Downloaded]:
+    """The models that need no network: what of the Hub's is in its cache. A repository may serve several names."""
+    return [
+        Downloaded(model, family.name, repository.name, repository.revision, repository.nbytes)
+        for repository in repositories()
+        for family in FAMILIES.values()
+        for model in family.downloaded(repository)
+    ]
 
 
 def load_model(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from kfacpack.bundle.manifest import Function
 from kfacpack.models.checkpoint import Checkpoint
+from kfacpack.models.downloaded import Repository
 from kfacpack.tasks.base import Example
 
 Batch = Tensor | dict[str, Tensor]
@@ -81,10 +82,13 @@ class Family(Protocol):
     """Whether what follows the colon may be a folder."""
     f: str
     """What f is, in words."""
-    has_text: bool
-    """Whether a text tower comes with it, to make heads from."""
+    head: str
+    """What heads its models have, unless another is asked for: of texts, of words or of prototypes."""
 
     def load(self, asked: Request) -> Model: ...
+
+    def downloaded(self, repository: Repository) -> Iterator[str]:
+        """Which of its models have their weights in a repository of the Hub's cache, as `--model` names them."""
 
 
 @contextmanager

@@ -19,12 +19,13 @@ from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request, seeded
 from kfacpack.models.checkpoint import WeightsFile, as_call
 from kfacpack.models.compiler_deferred import compiler_deferred
+from kfacpack.models.downloaded import Repository
 from kfacpack.models.embedded import EMBEDDED, register
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
-from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, first_line, misfit, refuse
+from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, first_line, misfit, refuse, safe_name
 
 EMBEDDINGS = (
     "visual.conv1.weight",
@@ -44,7 +45,7 @@ class OpenClip:
     form = "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
     takes_folder = False
     f = "the image embedding, normalised"
-    has_text = True
+    head = "text"
 
     def load(self, asked: Request) -> Model:
         """A tag says where weights are and what they were trained with; with a weights file, only the latter counts.
@@ -121,6 +122,15 @@ class OpenClip:
             logit_scale=float(module.logit_scale.detach().exp()),
         )
 
+    def downloaded(self, repository: Repository) -> Iterator[str]:
+        make_torchvision_importable()
+        import open_clip
+
+        for name, tag in open_clip.list_pretrained():
+            place, filename = _place(open_clip.get_pretrained_cfg(name, tag))
+            if place.partition("@")[0] == repository.name and safe_name(filename) in repository.files:
+                yield f"{name}/{tag}"
+
 
 class Entry(NamedTuple):
     """What a name stands for."""
@@ -166,10 +176,16 @@ def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
 
 def _published(trained: Mapping[str, Any], model: str) -> Path:
     """The file behind a tag. open_clip's own download falls back to a pickle, so only the safetensors is asked for."""
-    repository, _, filename = trained.get("hf_hub", "").rpartition("/")
+    repository, filename = _place(trained)
     if not repository:
         raise KfacpackError(f"{model} is not published as safetensors on the Hub. {LOCAL_WEIGHTS}")
-    return fetched(repository, filename or "open_clip_pytorch_model.bin", model)
+    return fetched(repository, filename, model)
+
+
+def _place(trained: Mapping[str, Any]) -> tuple[str, str]:
+    """The repository of a tag's weights, or nothing, and their file there."""
+    repository, _, filename = trained.get("hf_hub", "").rpartition("/")
+    return repository, filename or "open_clip_pytorch_model.bin"
 
 
 def _built(build: Callable[[Path | None], Any], name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.nn.functional import normalize
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
+from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
@@ -20,7 +21,7 @@ class Encoder:
     form = "hf:NAME_OR_DIR"
     takes_folder = True
     f = "the mean over the tokens of a text encoder of transformers, normalised"
-    has_text = False
+    head = "prototypes"
 
     def load(self, asked: Request) -> Model:
         name, weights, image_size, dtype, device, seed = asked
@@ -66,6 +67,17 @@ class Encoder:
             checkpoint=folder_of(module, tokenizer, missing),
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
+
+    def downloaded(self, repository: Repository) -> Iterator[str]:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
+
+        config = repository.config
+        if (
+            config.get("model_type") in ENCODERS
+            and not config.get("is_encoder_decoder")
+            and repository.is_for_transformers
+        ):
+            yield f"hf:{repository.name}"
 
 
 def _encoder_class(config: Any, name: str) -> Any:

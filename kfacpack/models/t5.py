@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from kfacpack.bundle.manifest import Function
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
+from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
@@ -21,7 +22,7 @@ class T5:
     form = "t5:NAME_OR_DIR"
     takes_folder = True
     f = "the decoder's last hidden state where it predicts the label"
-    has_text = False
+    head = "words"
 
     def load(self, asked: Request) -> Model:
         name, weights, image_size, dtype, device, seed = asked
@@ -88,3 +89,7 @@ class T5:
             word_weights=word_weights,
             preprocessing=f"'TASK column: text column: text', at most {limit} tokens",
         )
+
+    def downloaded(self, repository: Repository) -> Iterator[str]:
+        if repository.config.get("model_type") == "t5" and repository.is_for_transformers:
+            yield f"t5:{repository.name}"

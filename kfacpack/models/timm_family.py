@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request, seeded
 from kfacpack.models.checkpoint import WeightsFile, as_call
 from kfacpack.models.compiler_deferred import compiler_deferred
+from kfacpack.models.downloaded import Repository
 from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
-from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, first_line, refuse
+from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, first_line, refuse, safe_name
 
 RESIZED = ("*pos_embed*",)
 
@@ -28,7 +30,7 @@ class Timm:
     form = "timm:NAME"
     takes_folder = False
     f = "the pooled features before the classifier, normalised"
-    has_text = False
+    head = "prototypes"
 
     def load(self, asked: Request) -> Model:
         name, weights, image_size, dtype, device, seed = asked
@@ -77,6 +79,15 @@ class Timm:
             checkpoint=WeightsFile(module, how_to_load),
         )
 
+    def downloaded(self, repository: Repository) -> Iterator[str]:
+        make_torchvision_importable()
+        import timm
+
+        for name in timm.list_pretrained():
+            trained = timm.get_pretrained_cfg(name)
+            if trained and trained.hf_hub_id == repository.name and safe_name(_filename(trained)) in repository.files:
+                yield f"timm:{name}"
+
 
 def _trained(name: str) -> Any:
     """What timm knows of a model's pretrained weights: their size, classifier, place on the Hub."""
@@ -100,7 +111,11 @@ def _published(trained: Any, name: str) -> Path:
     """The file behind a name. timm's own download falls back to a pickle, so only the safetensors is asked for."""
     if not trained.hf_hub_id:
         raise KfacpackError(f"timm:{name} stands for no weights that are on the Hub. {LOCAL_WEIGHTS}")
-    return fetched(trained.hf_hub_id, trained.hf_hub_filename or "pytorch_model.bin", f"timm:{name}")
+    return fetched(trained.hf_hub_id, _filename(trained), f"timm:{name}")
+
+
+def _filename(trained: Any) -> str:
+    return trained.hf_hub_filename or "pytorch_model.bin"
 
 
 def _built(name: str, size: dict[str, Any], **how: Any) -> Any:

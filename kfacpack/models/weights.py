@@ -29,6 +29,11 @@ def checked(path: Path) -> Path:
     return path
 
 
+def safe_name(filename: str) -> str:
+    """What the safetensors file is called where a registry lists this one."""
+    return _SAFE_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
+
+
 def fetched(repository: str, filename: str, model: str) -> Path:
     """The safetensors file in a Hub repository, from the local cache if it is there.
 
@@ -37,7 +42,7 @@ def fetched(repository: str, filename: str, model: str) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    safe = _SAFE_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
+    safe = safe_name(filename)
     repository, _, revision = repository.partition("@")
     try:
         return checked(Path(hf_hub_download(repository, safe, revision=revision or None)))

@@ -30,6 +30,39 @@ def test_every_family_and_every_embedded_model_is_listed():
         assert words in shown
 
 
+def in_the_cache(cache, repository, files):
+    """As huggingface_hub keeps what it downloaded."""
+    snapshot = cache / f"models--{repository.replace('/', '--')}" / "snapshots" / ("0" * 39 + "1")
+    for name, content in files.items():
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).write_text(content)
+    refs = snapshot.parent.parent / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(snapshot.name)
+
+
+def test_what_is_downloaded_is_listed_as_a_model_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert json.loads(run("--json").stdout)["downloaded"] == []
+    whole = {"model.safetensors": "1234", "tokenizer.json": "{}"}
+    in_the_cache(tmp_path, "laion/CLIP-ViT-B-32-laion2B-s34B-b79K", {"open_clip_model.safetensors": "123"})
+    in_the_cache(tmp_path, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", {"open_clip_pytorch_model.bin": "a pickle"})
+    in_the_cache(tmp_path, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", {"model.safetensors": "1"})
+    in_the_cache(tmp_path, "google-t5/t5-small", {"config.json": '{"model_type": "t5"}', **whole})
+    in_the_cache(tmp_path, "somebody/bert", {"config.json": '{"model_type": "bert"}', **whole})
+    in_the_cache(tmp_path, "somebody/without-weights", {"config.json": '{"model_type": "bert"}'})
+    in_the_cache(tmp_path, "somebody/damaged", {"config.json": "{", **whole})
+    found = {each["model"]: each for each in json.loads(run("--json").stdout)["downloaded"]}
+    assert set(found) == {
+        "ViT-B-32/laion2b_s34b_b79k",
+        "timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+        "t5:google-t5/t5-small",
+        "hf:somebody/bert",
+    }
+    assert found["ViT-B-32/laion2b_s34b_b79k"]["bytes"] == 3
+    assert "timm:vit_tiny_patch16_224" in run().stdout
+
+
 def test_a_models_family_is_the_one_that_is_listed():
     for spec in ("tiny", "timm:test_vit"):
         model = load_model(spec, weights="random")
