@@ -19,6 +19,7 @@ LAYERS = [
     "curvature",
     "running",
     "verification",
+    "exporting",
     "packages",
     "drawing",
     "vectors",
@@ -30,6 +31,7 @@ LAYERS = [
     "heads",
     "linear",
     "estimation",
+    "importing",
     "evaluation",
     "analysis",
     "figures",
@@ -84,6 +86,16 @@ def test_every_public_name_is_there():
         assert getattr(kp, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = kp.nothing
+
+
+def test_pickles_are_read_in_one_place():
+    readers = {
+        str(path.relative_to(ROOT))
+        for top in ("kfacpack", "cli", "spec")
+        for path in (ROOT / top).rglob("*.py")
+        if imports_of(path) & {"pickle", "dill", "joblib", "cloudpickle"} or "torch.load(" in path.read_text("utf-8")
+    }
+    assert readers == {"kfacpack/importing/unpickle.py"}
 
 
 def test_the_bundle_package_needs_no_torch():
