@@ -24,9 +24,9 @@ def export(
 ) -> None:
     """Write a bundle's factors as plain safetensors, for programs that know nothing of kfacpack.
 
-    Every matrix is dense, whatever the bundle holds it in: PARAMETER/A and PARAMETER/B, or PARAMETER/G; diagonal ones are
-    vectors. The file's metadata says how parameters join to the matrix that they act on, how they are scaled, and in
-    three lines how to apply them.
+    Every matrix is dense, whatever the bundle holds it in: PARAMETER/A and PARAMETER/B, or PARAMETER/G; diagonal ones
+    are vectors. The file's metadata says how parameters join to the matrix that they act on, how they are scaled, and
+    in three lines how to apply them.
     """
     # It brings torch, which --help has no need to wait for.
     from kfacpack.curvature.loading import from_bundle

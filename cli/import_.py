@@ -36,7 +36,7 @@ def import_(
         None,
         "--files",
         metavar="DATASET_task_N",
-        help="How their names begin, where a folder has several tasks'.",
+        help="How their names begin, where there are several tasks'.",
     ),
     fisher: Fisher = option(DATA, "mc", "--fisher", help="How f was asked: in random directions, or in every one."),
     samples: int | None = option(

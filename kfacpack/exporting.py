@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 FORMAT = "kfacpack.factors/1"
 HOW = (
     "For each block, put the changes of its parameters together to dW (rows, columns), by its join: a piece is its "
-    "parameter, of that only rows [start, stop) if it has 'rows'; as a matrix (d0, all other dimensions), its transpose "
-    "or one column, by its 'view'; from [row, column] 'at' on.\n"
+    "parameter, of that only rows [start, stop) if it has 'rows'; as a matrix (d0, all other dimensions), its "
+    "transpose or one column, by its 'view'; from [row, column] 'at' on.\n"
     "Then G dW is the sum of weight * B @ dW @ A over its terms, or (G @ dW.reshape(-1)).reshape(rows, columns) where "
     "it has G; a matrix with one dimension is a diagonal, times which is a product with each row.\n"
     "And (dW * G dW).sum(), added up over the blocks, is the penalty; its gradient is 2 G dW."

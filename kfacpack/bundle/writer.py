@@ -103,7 +103,7 @@ def write_sealed(
 def write_plain(
     path: str | os.PathLike[str], tensors: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> Iterator[Put]:
-    """A context in which the bytes of every tensor are put, in any order; it makes a safetensors file without a seal."""
+    """A context in which the bytes of every tensor are put; it makes a safetensors file without a seal."""
     header = _framed(path, tensors, metadata, [], "file")
     places = places_of(tensors, start=len(header))
     with replacing(path) as descriptor:

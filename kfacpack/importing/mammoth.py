@@ -38,8 +38,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.function.parameters import choose
 from kfacpack.importing.imported import Imported
 from kfacpack.importing.sources import HubFolder, fetched, names_in, place_of
-from kfacpack.importing.unpickle import SINGLE
-from kfacpack.importing.unpickling import Tensors, unpickled
+from kfacpack.importing.unpickling import SINGLE, Tensors, unpickled
 
 if TYPE_CHECKING:
     from kfacpack.importing.imported import Progress

@@ -26,8 +26,6 @@ MEMBERS = 100_000
 PICKLE_BYTES = 16 * 2**20
 SPARE_MEMORY = 2**30
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
-SINGLE = "tensor"
-"""What a file's only tensor is called, where it is not in a dictionary."""
 
 
 class RefusedError(Exception):
@@ -45,7 +43,7 @@ def main() -> None:
     for number, each in enumerate(asked["files"]):
         try:
             require_plain_zip(each["path"])
-            write(each["target"], tensors_of(load(each["path"])))
+            write(each["target"], tensors_of(load(each["path"]), asked["single"]))
         except RefusedError as error:
             answer(refused=number, why=str(error))
         except MemoryError:
@@ -113,10 +111,11 @@ def load(path: str) -> Any:
         raise
 
 
-def tensors_of(loaded: Any) -> dict[str, Tensor]:
+def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
+    """By name; a tensor that is in no dictionary goes by `single`."""
     import torch
 
-    named = {SINGLE: loaded} if isinstance(loaded, torch.Tensor) else loaded
+    named = {single: loaded} if isinstance(loaded, torch.Tensor) else loaded
     if not isinstance(named, dict):
         raise RefusedError(f"holds a {type(named).__name__}, expected a dictionary of tensors")
     for name, tensor in named.items():

@@ -20,6 +20,8 @@ from kfacpack.errors import KfacpackError, printable
 
 PROGRAM = Path(__file__).with_name("unpickle.py")
 SECONDS = 60
+SINGLE = "tensor"
+"""What a file's only tensor is called, where it is in no dictionary."""
 BYTES_A_SECOND = 20e6
 """How slowly a file may be read before it is given up, beside SECONDS."""
 
@@ -72,6 +74,7 @@ def _run(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -
         "packages": sorted({str(Path(each.__file__ or "").parents[1]) for each in (torch, numpy)}),
         "files": [{"path": str(path.resolve()), "target": str(targets[key].resolve())} for key, path in files.items()],
         "seconds": seconds,
+        "single": SINGLE,
     }
     kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     try:
