@@ -70,6 +70,13 @@ def test_a_compressed_archive_is_refused(tmp_path):
     assert "is compressed" in refusal(path, tmp_path)
 
 
+def test_only_tensors_by_name_are_taken(tmp_path):
+    path = tmp_path / "x.pt"
+    for content, words in (([torch.eye(2)], "a list"), ({"a": "b"}, "is a str")):
+        torch.save(content, path)
+        assert words in refusal(path, tmp_path)
+
+
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path):
     path = tmp_path / "bomb.pt"
     torch.save({"a": torch.zeros(1).expand(2**20, 2**20)}, path)
@@ -81,11 +88,11 @@ def test_a_pickle_that_never_ends_is_stopped(tmp_path, monkeypatch):
     from kfacpack.importing import unpickling
 
     path = tmp_path / "slow.pt"
-    endless = b"\x80\x02" + b"}0" * (7 * 2**20) + b"}."
+    endless = b"\x80\x02]" + b"Na" * (7 * 2**20) + b"."
     torch.save({"a": torch.zeros(2)}, tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(path, "w") as made:
         for each in plain.infolist():
             made.writestr(each.filename, endless if each.filename.endswith("data.pkl") else plain.read(each))
-    monkeypatch.setattr(unpickling, "SECONDS", 3)
+    monkeypatch.setattr(unpickling, "SECONDS", 2)
     said = refusal(path, tmp_path)
     assert "stopped by signal" in said or "not read within" in said
