@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from kfacpack_cli.main import app
-from kit import HOLDS, random_tau, small_curvature
+from kit import HOLDS, of_task, random_tau, small_curvature
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -50,7 +50,7 @@ def test_every_form_is_exported_dense(held, tmp_path):
 
 
 def test_of_a_merged_bundle_every_term(tmp_path):
-    one, other = (small_curvature("packed", seed=seed) for seed in (0, 1))
+    one, other = (of_task(task, seed=seed) for seed, task in enumerate(("a", "b")))
     merged = kp.merge([one, other], rule="stack", weights=[1, 2])
     tau = random_tau(one)
     kp.export(merged, tmp_path / "factors.safetensors")
