@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from kfacpack.estimation.estimate import estimate
     from kfacpack.evaluation.accuracy import evaluate
     from kfacpack.evaluation.sweep import sweep
+    from kfacpack.exporting import export
     from kfacpack.heads import Head, head_for
+    from kfacpack.importing.mammoth import import_mammoth
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
@@ -70,8 +72,10 @@ _HOMES = {
     "drift": "analysis.drift",
     "estimate": "estimation.estimate",
     "evaluate": "evaluation.accuracy",
+    "export": "exporting",
     "head_for": "heads",
     "identify": "curvature.identify",
+    "import_mammoth": "importing.mammoth",
     "linearize": "linear.linearize",
     "load": "curvature.loading",
     "load_model": "models",
@@ -120,8 +124,10 @@ __all__ = [
     "drift",
     "estimate",
     "evaluate",
+    "export",
     "head_for",
     "identify",
+    "import_mammoth",
     "linearize",
     "load",
     "load_model",

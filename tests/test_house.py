@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ LAYERS = [
     "curvature",
     "running",
     "verification",
+    "exporting",
     "packages",
     "drawing",
     "vectors",
@@ -30,6 +32,7 @@ LAYERS = [
     "heads",
     "linear",
     "estimation",
+    "importing",
     "evaluation",
     "analysis",
     "figures",
@@ -84,6 +87,13 @@ def test_every_public_name_is_there():
         assert getattr(kp, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = kp.nothing
+
+
+def test_pickles_are_read_in_one_place():
+    reading = re.compile(r"^\s*(import|from) (pickle|dill|joblib|cloudpickle)\b|torch\.load\(", re.MULTILINE)
+    paths = [path for top in ("kfacpack", "cli", "spec") for path in (ROOT / top).rglob("*.py")]
+    readers = {str(path.relative_to(ROOT)) for path in paths if reading.search(path.read_text(encoding="utf-8"))}
+    assert readers == {"kfacpack/importing/unpickle.py"}
 
 
 def test_the_bundle_package_needs_no_torch():

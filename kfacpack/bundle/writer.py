@@ -93,12 +93,35 @@ def write_sealed(
         yield put
         if under_way is not None:
             under_way.result()
-        for name, place in places.items():
-            if written[name] != place.nbytes:
-                raise ValueError(f"tensor {name!r} was announced with {place.nbytes} bytes, put were {written[name]}")
+        _require_all(places, written)
         digests = {name: each.hexdigest() for name, each in hashes.items()}
         final = _header(path, manifest, tensors, digests, keys)
         _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
+
+
+@contextlib.contextmanager
+def write_plain(
+    path: str | os.PathLike[str], tensors: Mapping[str, Spec], metadata: Mapping[str, str]
+) -> Iterator[Put]:
+    """A context in which the bytes of every tensor are put; it makes a safetensors file without a seal."""
+    header = _framed(path, tensors, metadata, [], "file")
+    places = places_of(tensors, start=len(header))
+    with replacing(path) as descriptor:
+        written = dict.fromkeys(tensors, 0)
+
+        def put(name: str, data: memoryview) -> None:
+            _write_at(descriptor, data, places[name].start + written[name])
+            written[name] += data.nbytes
+
+        _write_at(descriptor, memoryview(header), 0)
+        yield put
+        _require_all(places, written)
+
+
+def _require_all(places: Mapping[str, TensorSpec], written: Mapping[str, int]) -> None:
+    for name, place in places.items():
+        if written[name] != place.nbytes:
+            raise ValueError(f"tensor {name!r} was announced with {place.nbytes} bytes, put were {written[name]}")
 
 
 def bundle_digest(
@@ -219,17 +242,28 @@ def _header(
 ) -> bytes:
     """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
     said = _compact(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
-    entries: dict[str, object] = {"__metadata__": {keys.seal: UNSEALED, keys.manifest: said}}
+    return _framed(path, tensors, {keys.seal: UNSEALED, keys.manifest: said}, [said], keys.kind)
+
+
+def _framed(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Spec],
+    metadata: Mapping[str, str],
+    texts: Iterable[str],
+    kind: str,
+) -> bytes:
+    """Length prefix and header; `texts` are those of the metadata that are JSON, and bounded themselves."""
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, place in places_of(tensors).items():
         offsets = [place.start, place.stop]
         entries[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
     body = _compact(entries).encode("ascii")
     body += b" " * (-len(body) % 8)
-    values = max(json_values(body), json_values(said.encode()))
+    values = max(json_values(each) for each in (body, *(text.encode() for text in texts)))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         found = f"{len(body)} bytes and {values} values"
         problem = f"its header would have {found}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
-        raise BundleError(path, problem, None, f"Save less in one {keys.kind}")
+        raise BundleError(path, problem, None, f"Save less in one {kind}")
     return len(body).to_bytes(8, "little") + body
 
 

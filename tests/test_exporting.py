@@ -1,0 +1,92 @@
+"""Exported factors, used with torch and safetensors alone, are the bundle's curvature."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from kfacpack_cli.main import app
+from kit import HOLDS, of_task, random_tau, small_curvature
+from safetensors import safe_open
+from typer.testing import CliRunner
+
+import kfacpack as kp
+
+
+def quadratic(path, tau):
+    """What the file's own words say to do; nothing here is kfacpack's."""
+    with safe_open(path, "pt") as file:
+        said, total = json.loads(file.metadata()["factors"]), 0.0
+        for block in said["blocks"]:
+            dW = torch.zeros(block["join"]["rows"], block["join"]["columns"], dtype=torch.float64)
+            for piece in block["join"]["pieces"]:
+                part = tau[piece["parameter"]].double()
+                part = part[slice(*piece["rows"])] if "rows" in piece else part
+                matrix = part.reshape(-1, 1) if piece["view"] == "column" else part.reshape(len(part), -1)
+                matrix = matrix.T if piece["view"] == "transposed" else matrix
+                top, left = piece["at"]
+                dW[top : top + matrix.shape[0], left : left + matrix.shape[1]] = matrix
+
+            def times(name, x):
+                M = file.get_tensor(name).double()
+                return M @ x if M.dim() == 2 else M[:, None] * x
+
+            if "G" in block:
+                GdW = times(block["G"], dW.reshape(-1, 1)).reshape(dW.shape)
+            else:
+                GdW = sum(term["weight"] * times(term["B"], times(term["A"], dW.T).T) for term in block["terms"])
+            total += float((dW * GdW).sum())
+    return total
+
+
+@pytest.mark.parametrize("held", HOLDS)
+def test_every_form_is_exported_dense(held, tmp_path):
+    curvature = small_curvature(held)
+    tau = random_tau(curvature)
+    kp.export(curvature, tmp_path / "factors.safetensors")
+    found = quadratic(tmp_path / "factors.safetensors", tau)
+    assert found == pytest.approx(float(curvature.quadratic(tau)), rel=1e-5)
+
+
+def test_of_a_merged_bundle_every_term(tmp_path):
+    one, other = (of_task(task, seed=seed) for seed, task in enumerate(("a", "b")))
+    merged = kp.merge([one, other], rule="stack", weights=[1, 2])
+    tau = random_tau(one)
+    kp.export(merged, tmp_path / "factors.safetensors")
+    assert quadratic(tmp_path / "factors.safetensors", tau) == pytest.approx(float(merged.quadratic(tau)), rel=1e-5)
+
+
+def test_the_command(tmp_path):
+    small_curvature("packed").save(tmp_path / "toy.kfac")
+    curvature, target = kp.load(tmp_path / "toy.kfac"), tmp_path / "factors.safetensors"
+
+    def run(*arguments):
+        return CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=False)
+
+    done = run(tmp_path / "toy.kfac", "-o", target, "--dtype", "bfloat16", "--json")
+    said = json.loads(done.stdout)
+    assert (said["bytes"], said["blocks"]) == (target.stat().st_size, len(curvature.blocks))
+    with safe_open(target, "pt") as file:
+        assert file.get_tensor(f"{curvature.blocks[0].name}/A").dtype is torch.bfloat16
+        about = json.loads(file.metadata()["factors"])
+        assert about["scaling"]["formula"] == curvature.about.scaling.formula
+        assert about["bundle"] == curvature.digest
+        assert "B @ dW @ A" in file.metadata()["how"]
+    assert "wrote" in run(tmp_path / "toy.kfac", "-o", target).stdout
+    assert run(tmp_path / "toy.kfac", "-o", tmp_path / "toy.kfac").exit_code == 2
+
+
+def test_what_a_type_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+    curvature = small_curvature("packed")
+    name = curvature.blocks[0].name
+    large = kp.Curvature(
+        [
+            kp.CurvatureBlock(b.name, b.operation, b.join, b.structure.replaced(lambda m: kp.Dense.of(m.dense() * 1e9)))
+            for b in curvature.blocks
+        ],
+        curvature.about,
+    )
+    with pytest.raises(kp.KfacpackError, match=f"{name}.*float16 cannot hold"):
+        kp.export(large, tmp_path / "factors.safetensors", dtype="float16")
+    assert not list(tmp_path.iterdir())
