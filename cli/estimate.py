@@ -125,8 +125,11 @@ def _part(shard: str | None) -> tuple[int, int]:
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
     from kfacpack.running import processes
+    from kfacpack.running.partial import require_unfinished
 
     start = time.perf_counter()
+    if resume:
+        require_unfinished(output)
     kept = f"what is done is stored beside {output}. Go on with --resume"
     with stopping(kept) as stopped, examples_bar(job.task.name, show=show) as advance:
         curvature = job.run(output, resume=resume, on_progress=advance, stopped=stopped)

@@ -227,8 +227,11 @@ def _held(job: Job) -> tuple[str, ...]:
 
 def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_json: bool) -> None:
     from kfacpack.running import processes
+    from kfacpack.running.partial import require_unfinished
     from kfacpack.training.metrics import MetricsWarning, metrics_path
 
+    if resume:
+        require_unfinished(output)
     start = time.perf_counter()
     with (
         stopping(f"what is done is stored beside {output}. Go on with --resume") as stopped,

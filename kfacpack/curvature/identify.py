@@ -53,4 +53,9 @@ def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> Weights:
 
 
 def _state(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return model.state_dict() if isinstance(model, nn.Module) else model
+    if isinstance(model, nn.Module):
+        return model.state_dict()
+    if not isinstance(model, Mapping):
+        own = "; of what kp.load_model gives, that is .module" if hasattr(model, "module") else ""
+        raise KfacpackError(f"expected an nn.Module or a state dict, found {type(model).__name__}{own}")
+    return model

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from dataclasses import dataclass, field
+from glob import escape
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -108,6 +109,13 @@ class Partial:
 
 def _digest(tensor: Tensor) -> str:
     return sha256(raw_bytes(tensor)).hexdigest()
+
+
+def require_unfinished(output: Path) -> None:
+    """Who wants to go on with work does not mean to make finished work anew, and write over it."""
+    if output.exists() and not any(output.parent.glob(f"{escape(output.name)}.partial*")):
+        problem = "is finished: there is nothing beside it to go on with"
+        raise KfacpackError(f"{output}: {problem}. Without --resume it is made anew")
 
 
 def require_place(output: Path) -> None:

@@ -83,3 +83,8 @@ def test_other_weights_are_told_apart_by_parameter(tmp_path):
     assert "shape" in failures({**state, "proj": state["proj"].T.contiguous()})["parameter 'proj'"]
     missing = {name: value for name, value in state.items() if name != "proj"}
     assert failures(missing) == {"parameter 'proj'": "is not among these weights"}
+
+
+def test_a_model_of_load_model_is_told_to_give_its_module():
+    with pytest.raises(kp.KfacpackError, match=r"expected an nn.Module or a state dict, found Model; .* \.module"):
+        kp.identify(kp.load_model("tiny"), ["visual.proj"], family="open_clip", name="tiny")

@@ -132,24 +132,23 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
     assert not parts.exists()
     assert run(*common, "-o", parts).exit_code == 2  # there is a run from before
     assert run(*common, "-o", parts, "--resume").exit_code == 0
+    again = run(*common, "-o", parts, "--resume")
+    assert again.exit_code == 2
+    assert "is finished: there is nothing beside it to go on with" in again.stderr
     assert parts.read_bytes() == whole.read_bytes()
     assert metrics.read_text() == whole.with_suffix(".metrics.jsonl").read_text()
     for path in (parts, whole):
         assert sorted(each.name for each in path.parent.iterdir()) == [f"{path.stem}.metrics.jsonl", path.name]
 
 
-@pytest.mark.parametrize(("launcher", "penalty"), [("torchrun", "--reg"), ("accelerate", "--reg-data")])
-def test_two_processes_give_what_one_gives(bundles, tmp_path, launcher, penalty):
+@pytest.mark.parametrize("penalty", ["--reg", "--reg-data"])
+def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
     # Adam divides by the gradient's own size: where that is nearly zero, rounding is all there is, except in float64.
     exact = penalty == "--reg-data"
     how = ["--reg-data", "faces", "--dtype", "float64"] if exact else ["--reg", bundles / "mnist.kfac"]
     common = ["train", "--task", "digits", *FEW, "--steps", "5", "--at-once", "2", *how, "-o"]
     assert run(*common, tmp_path / "one.safetensors").exit_code == 0
-    if launcher == "torchrun":
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
-    else:
-        pytest.importorskip("accelerate")
-        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "kfacpack_cli"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
     done = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 5
