@@ -41,11 +41,11 @@ class Repository:
 
 
 def repositories() -> Iterator[Repository]:
-    from huggingface_hub import scan_cache_dir
+    from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        cache = scan_cache_dir()
+        cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return
     for each in sorted(cache.repos, key=lambda each: each.repo_id):

@@ -138,8 +138,8 @@ class Regularizer:
         A kfacpack model says itself what its f is.
         """
         if isinstance(model, Model):
-            model, function = model.module, function or model.function
-        weights = weights_of_model(model)
+            function = function or model.function
+        weights = weights_of_model(model.module if isinstance(model, Model) else model)
         for each in self._inputs:
             about = each.curvature.about
             if function and (words := function_difference(about.function, function)):
