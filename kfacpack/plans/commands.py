@@ -24,5 +24,6 @@ def for_model(plan: Plan) -> tuple[object, ...]:
 
 
 def for_task(plan: Plan, name: str) -> tuple[object, ...]:
-    data = plan.task(name).data
-    return ("--task", name, *(("--data", data) if data else ()))
+    said = plan.task(name)
+    data = ("--data", said.data) if said.data else ()
+    return ("--task", name, *data, *(("--columns", said.columns) if said.columns else ()))

@@ -59,9 +59,12 @@ class Shop:
     def task(self, name: str) -> Task:
         if name not in self._tasks:
             number = next(k for k, task in enumerate(self.plan.tasks) if task.name == name)
-            data = self.plan.tasks[number].data
+            said = self.plan.tasks[number]
             with self.plan.at("tasks", number):
-                self._tasks[name] = load_task(name, self.plan.place(data) if data else None)
+                on_the_hub = said.data is None or said.data.startswith("hf://")
+                self._tasks[name] = load_task(
+                    name, said.data if on_the_hub else self.plan.place(said.data), said.columns
+                )
         return self._tasks[name]
 
     def data_key(self, task: str, split: str) -> str:
@@ -72,15 +75,14 @@ class Shop:
         return self._prints[task, split]
 
     def _of_folder(self, task: str, split: str, made: str) -> str:
-        """A fingerprint with what it does not see of a folder's data; a registered task's changes with the version.
+        """A fingerprint with what it does not see of data in files; an embedded task's changes with the version.
 
         It looks at some examples, so that all files have to be as large as they were; and heads are made of the
         classes' names.
         """
-        data = self.plan.task(task).data
-        if data is None:
+        found = self.task(task)
+        if not isinstance(found, LocalTask):
             return made
-        found = LocalTask(task, self.plan.place(data))
         return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
