@@ -18,8 +18,8 @@ from kfacpack.errors import KfacpackError
 from .compress import print_report, report_json
 from .console import human_bytes, human_seconds, out, print_json
 from .options import (
-    DATA,
     COLUMNS,
+    DATA,
     DATA_FOLDER,
     DEVICE,
     DTYPE,

@@ -13,8 +13,8 @@ from kfacpack.evaluation.alphas import parse_alphas
 from . import individual as individuals
 from .console import print_json
 from .options import (
-    DATA,
     COLUMNS,
+    DATA,
     DATA_FOLDER,
     DEVICE,
     DTYPE,

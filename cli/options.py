@@ -62,8 +62,8 @@ DATA_FOLDER = option(
     None,
     "--data",
     metavar="DIR|hf://…",
-    help="The task's data: a folder with train-*.parquet as on the Hub, or with pictures in a folder for each class; or "
-    "hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
+    help="The task's data: a folder with train-*.parquet as on the Hub, or with pictures in a folder for each class; "
+    "or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
 )
 COLUMNS = option(
     DATA,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,9 @@ def _print_published(known: list[Published]) -> None:
     out.print(Text(said, style="dim"))
 
 
-def _print_table(heading: str, origin: str, rows: list[tuple[str, int, Mapping[str, int], str, str | None]]) -> None:
+def _print_table(
+    heading: str, origin: str, rows: Sequence[tuple[str, int, Mapping[str, int], str, str | None]]
+) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(heading, no_wrap=True, min_width=max(len(name) for name, *_ in rows))
     for each in ("classes", *COUNTED):

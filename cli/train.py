@@ -15,8 +15,8 @@ from kfacpack.vectors.manifest import Regime
 
 from .console import human_bytes, human_seconds, noting, out, print_json, show_note
 from .options import (
-    DATA,
     COLUMNS,
+    DATA,
     DATA_FOLDER,
     DEVICE,
     DTYPE,

@@ -61,10 +61,9 @@ class Shop:
             number = next(k for k, task in enumerate(self.plan.tasks) if task.name == name)
             said = self.plan.tasks[number]
             with self.plan.at("tasks", number):
-                on_the_hub = said.data is None or said.data.startswith("hf://")
-                self._tasks[name] = load_task(
-                    name, said.data if on_the_hub else self.plan.place(said.data), said.columns
-                )
+                local = said.data is not None and not said.data.startswith("hf://")
+                data = self.plan.place(str(said.data)) if local else said.data
+                self._tasks[name] = load_task(name, data, said.columns)
         return self._tasks[name]
 
     def data_key(self, task: str, split: str) -> str:

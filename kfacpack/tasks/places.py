@@ -212,7 +212,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     hidden = are_progress_bars_disabled()
     if not hidden:
