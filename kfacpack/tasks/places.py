@@ -207,7 +207,7 @@ def _below(folder: Path, depth: int, start: str = "") -> Iterator[str]:
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip()
-    return printable(text.splitlines()[0] if text else type(error).__name__)
+    return printable(text.splitlines()[0] if text else type(error).__name__).rstrip(".")
 
 
 @contextmanager
