@@ -18,6 +18,7 @@ from kfacpack.errors import KfacpackError
 from .compress import print_report, report_json
 from .console import human_bytes, human_seconds, out, print_json
 from .options import (
+    COLUMNS,
     DATA,
     DATA_FOLDER,
     DEVICE,
@@ -28,6 +29,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    load_asked,
     load_named,
     option,
 )
@@ -51,7 +53,8 @@ def estimate(
     params: list[str] | None = PARAMS,
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
-    data: Path | None = DATA_FOLDER,
+    data: str | None = DATA_FOLDER,
+    columns: str | None = COLUMNS,
     split: str = option(DATA, "train", "--split", help="The split to draw examples from."),
     examples: str = option(
         DATA, "256", "--examples", metavar="N|P%|all", help="How many; drawn by the seed, none twice."
@@ -94,7 +97,6 @@ def estimate(
     from kfacpack.estimation.job import Job
     from kfacpack.estimation.options import Options
     from kfacpack.running import processes
-    from kfacpack.tasks import load_task
 
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
     place = processes.local_device(device)
@@ -102,7 +104,7 @@ def estimate(
         show = processes.rank() == 0 and not (quiet or as_json)
         with loading(model, show=show):
             # The task first: a slip of the pen should not wait for a model.
-            found_task = load_task(task, data)
+            found_task = load_asked(task, data, columns, model, quiet=quiet or processes.rank() != 0)
             found_model = load_named(model, weights, image_size, dtype, place, seed)
         chosen = tuple(params) if params else None
         job = Job(found_model, found_task, options, examples, batch_size, split, chosen, _part(shard))

@@ -13,6 +13,7 @@ from kfacpack.evaluation.alphas import parse_alphas
 from . import individual as individuals
 from .console import print_json, show_note
 from .options import (
+    COLUMNS,
     DATA,
     DATA_FOLDER,
     DEVICE,
@@ -25,6 +26,7 @@ from .options import (
     WEIGHTS,
     HeadKind,
     check_output,
+    load_asked,
     load_named,
     option,
 )
@@ -76,12 +78,15 @@ def evaluate(
         help="Subtract the vector, as much of it as this task bears: α, chosen on validation, is the one that leaves "
         "the other tasks least while this one keeps --keep of its accuracy.",
     ),
-    control_data: Path | None = option(VECTOR, None, "--control-data", metavar="DIR", help="The control task's data."),
+    control_data: str | None = option(
+        VECTOR, None, "--control-data", metavar="DIR|hf://…", help="The control task's data."
+    ),
     keep: str | None = option(VECTOR, None, "--keep", metavar="P%", help="See --control; 95% if it is not given."),
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,
-    data: Path | None = DATA_FOLDER,
+    data: str | None = DATA_FOLDER,
+    columns: str | None = COLUMNS,
     split: str = option(DATA, "test", "--split", help="The split to take examples from."),
     examples: str = option(DATA, "all", "--examples", metavar="N|P%|all", help="How many; always the same ones."),
     batch_size: int = option(RUN, 64, "--batch-size", min=1, help="Examples at a time."),
@@ -112,15 +117,14 @@ def evaluate(
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.evaluation.choice import validation_exam
     from kfacpack.running.processes import local_device
-    from kfacpack.tasks import load_task
     from kfacpack.vectors.vector import TaskVector
 
     show = not (quiet or as_json)
     place = local_device(device)
     with loading(", ".join([*names, model]), show=show):
-        tasks = [load_task(name, data) for name in names]
+        tasks = [load_asked(name, data, columns, model, quiet=quiet) for name in names]
         if control is not None:
-            tasks.append(load_task(control, control_data))
+            tasks.append(load_asked(control, control_data, None, model, quiet=quiet))
         exams = {each.name: Exam.of(each, split, examples) for each in tasks}
         chosen_on = {each.name: validation_exam(each, examples) for each in tasks} if choose or control else {}
         known = individuals.read(individual or [], exams)
@@ -153,7 +157,7 @@ def evaluate(
         found.print()
 
 
-def _check_names(names: list[str], data: Path | None, control: str | None) -> None:
+def _check_names(names: list[str], data: str | None, control: str | None) -> None:
     if not names:
         raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -167,7 +171,7 @@ def _check_names(names: list[str], data: Path | None, control: str | None) -> No
 def _check_combination(
     choose: bool,
     control: str | None,
-    control_data: Path | None,
+    control_data: str | None,
     keep: str | None,
     individual: list[str] | None,
     split: str,

@@ -26,6 +26,7 @@ from .options import (
     RUN,
     WEIGHTS,
     check_output,
+    load_asked,
     load_named,
     option,
     task_and_folder,
@@ -79,7 +80,7 @@ def measure(
         DATA, None, "--task", metavar="TASK", help="For localisation, a task more that no vector is of; repeatable."
     ),
     data: list[str] | None = option(
-        DATA, None, "--data", metavar="TASK=DIR", help="Where a task's data is, unless it is ours; repeatable."
+        DATA, None, "--data", metavar="TASK=DIR", help="Where a task's data is, unless it is registered; repeatable."
     ),
     split: str = option(DATA, "test", "--split", help="The split to take examples from."),
     examples: str = option(DATA, "256", "--examples", metavar="N|P%|all", help="How many of each task."),
@@ -126,7 +127,7 @@ def measure(
         taus, curvatures = _vectors(files), _bundles(bundles)
         names = list(curvatures) or [*taus, *(task or ())]
         with loading(", ".join([*names, model]), show=show):
-            exams = _exams(names, data or (), split, examples)
+            exams = _exams(names, data or (), split, examples, model, quiet=quiet)
             loaded = load_named(model, weights, image_size, dtype, place)
         with examples_bar(what, show=show) as advance:
             how: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
@@ -202,9 +203,9 @@ def _put(found: dict[str, Any], task: str, what: Any, file: Path) -> None:
     found[task] = what
 
 
-def _exams(names: list[str], data: Iterable[str], split: str, examples: str) -> list[Exam]:
+def _exams(names: list[str], data: Iterable[str], split: str, examples: str, model: str, *, quiet: bool) -> list[Exam]:
     from kfacpack.evaluation.accuracy import Exam
-    from kfacpack.tasks import TASKS, load_task
+    from kfacpack.tasks import PUBLISHED, TASKS
 
     folders: dict[str, str | None] = {}
     for each in data:
@@ -215,10 +216,11 @@ def _exams(names: list[str], data: Iterable[str], split: str, examples: str) -> 
         folders[name] = folder
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise KfacpackError(f"--task {printable(twice[0])}: its examples are there already; name it once")
-    if unknown := [name for name in names if name not in folders and name not in TASKS]:
+    if unknown := [name for name in names if name not in {**folders, **TASKS, **PUBLISHED}]:
         name = printable(unknown[0])
         raise KfacpackError(f"{name!r} is no registered task; say where its data is: --data {name}=DIR")
-    return [Exam.of(load_task(name, folders.get(name)), split, examples) for name in names]
+    tasks = [load_asked(name, folders.get(name), None, model, quiet=quiet) for name in names]
+    return [Exam.of(task, split, examples) for task in tasks]
 
 
 def _write(what: What, found: dict[str, Any], output: Path | None, figure: Path | None) -> None:

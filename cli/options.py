@@ -10,11 +10,14 @@ import typer
 
 from kfacpack.errors import KfacpackError, printable
 
+from .console import show_note
+
 if TYPE_CHECKING:
     import torch
 
     from kfacpack.bundle.manifest import FloatType
     from kfacpack.models import Model
+    from kfacpack.tasks import Task
 
 MODEL, DATA, RUN = "The model", "The data", "The run"
 
@@ -58,8 +61,17 @@ DATA_FOLDER = option(
     DATA,
     None,
     "--data",
-    metavar="DIR",
-    help="The task's data: train-*.parquet as on the Hub, or pictures in a folder for each class.",
+    metavar="DIR|hf://…",
+    help="The task's data: a folder with train-*.parquet as on the Hub, or with pictures in a folder for each class; "
+    "or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
+)
+COLUMNS = option(
+    DATA,
+    None,
+    "--columns",
+    metavar="KEY=COLUMN,…",
+    help="What the columns of --data are: image=IMG,label=Y, or premise=A,hypothesis=B,label=Y. Else they are found by "
+    "the task's name, or by their types.",
 )
 QUIET = option(RUN, False, "--quiet", "-q", help="Print nothing but errors.")
 
@@ -89,6 +101,16 @@ def load_named(
 
     number_type = getattr(torch, dtype)
     return load_model(model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed)
+
+
+def load_asked(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:
+    """The task that the options name. What a person should be told of it goes to stderr, unless `quiet`."""
+    from kfacpack.tasks import load_task
+
+    found = load_task(name, data, columns)
+    for notice in () if quiet else found.notices(model):
+        show_note(f"warning: {notice}")
+    return found
 
 
 def check_output(output: Path, inputs: Sequence[Path]) -> None:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kfacpack.errors import printable
 
-from .console import human_bytes, human_seconds, out, percent, print_json
+from .console import human_bytes, human_seconds, out, percent, print_json, show_note
 from .options import DEVICE, QUIET, RUN, option
 from .progress import work_bar
 from .stopping import stopping
@@ -60,6 +60,9 @@ def carry_out(
 
     show = not (quiet or as_json)
     begun = Run(plan, text, root, local_device(device))
+    for task in () if quiet else plan.tasks:
+        for notice in begun.graph.shop.task(task.name).notices(plan.model.name):
+            show_note(f"warning: {notice}")
     if dry_run:
         if as_json or not quiet:
             _print_forecast(begun, as_json=as_json)

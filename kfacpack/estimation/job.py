@@ -178,6 +178,7 @@ class Job:
         return Source(
             task=self.task.name,
             dataset=origin.dataset,
+            revision=origin.revision,
             split=origin.split,
             license=origin.license,
             preprocessing=self.model.preprocessing,

@@ -14,6 +14,12 @@ from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
 
+TRAINED = {
+    "mnli": ("hypothesis", "premise"),
+    "qnli": ("question", "sentence"),
+    "rte": ("sentence1", "sentence2"),
+}
+"""Tasks that T5 was trained on -> the order that their columns had there."""
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
 
 
@@ -53,6 +59,8 @@ class T5:
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
             """As T5 was trained: the task's name, then every column with its name before it."""
             columns = texts(examples, f"t5:{name}", task)
+            if set(order := TRAINED.get(task, ())) == set(columns):
+                columns = {column: columns[column] for column in order}
             rows = [
                 " ".join([task, *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))])
                 for values in zip(*columns.values(), strict=True)

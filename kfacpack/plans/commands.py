@@ -8,6 +8,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfacpack.tasks.places import is_address
+
 if TYPE_CHECKING:
     from kfacpack.plans.plan import Plan
 
@@ -37,8 +39,9 @@ def for_model(plan: Plan, root: Path) -> tuple[object, ...]:
 
 
 def for_task(plan: Plan, name: str, root: Path) -> tuple[object, ...]:
-    data = plan.task(name).data
-    return ("--task", name, *(("--data", typed(plan, data, root)) if data else ()))
+    said = plan.task(name)
+    data = ("--data", typed(plan, said.data, root)) if said.data else ()
+    return ("--task", name, *data, *(("--columns", said.columns) if said.columns else ()))
 
 
 def for_data(plan: Plan, name: str, root: Path) -> str:
@@ -49,6 +52,8 @@ def for_data(plan: Plan, name: str, root: Path) -> str:
 
 def typed(plan: Plan, said: str, root: Path, before: str = "") -> str:
     """A path of the plan, from the run's folder; one that is absolute stays as it is written, variables and all."""
+    if is_address(said):
+        return before + said
     full = Path(os.path.expandvars(said)).expanduser()
     if not full.is_absolute():
         # Through no links: the shell and the system disagree on what is above one.

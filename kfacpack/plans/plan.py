@@ -64,7 +64,9 @@ class ModelPart(Part):
 class TaskPart(Part):
     name: Text
     data: Text | None = None
-    """The folder of its data; none for a task that is registered."""
+    """The folder of its data, or hf://datasets/…; none for a task that is registered."""
+    columns: Text | None = None
+    """What the data's columns are, as for --columns."""
 
     @field_validator("name")
     @classmethod

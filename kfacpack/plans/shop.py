@@ -18,6 +18,7 @@ from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
 from kfacpack.tasks.local import LocalTask
+from kfacpack.tasks.places import is_address
 
 if TYPE_CHECKING:
     from kfacpack.heads import Head
@@ -31,7 +32,6 @@ class Shop:
         self.plan = plan
         self.device = device
         self._tasks: dict[str, Task] = {}
-        self._folders: dict[str, LocalTask] = {}
         self._heads: dict[str, Head] = {}
         self._exams: dict[tuple[str, str, str], Exam] = {}
         self._prints: dict[tuple[str, str], str] = {}
@@ -73,9 +73,11 @@ class Shop:
     def task(self, name: str) -> Task:
         if name not in self._tasks:
             number = next(k for k, task in enumerate(self.plan.tasks) if task.name == name)
-            data = self.plan.tasks[number].data
+            said = self.plan.tasks[number]
             with self.plan.at("tasks", number):
-                self._tasks[name] = load_task(name, self.plan.place(data) if data else None)
+                local = said.data is not None and not is_address(said.data)
+                data = self.plan.place(str(said.data)) if local else said.data
+                self._tasks[name] = load_task(name, data, said.columns)
         return self._tasks[name]
 
     def data_key(self, task: str, split: str) -> str:
@@ -86,15 +88,14 @@ class Shop:
         return self._prints[task, split]
 
     def _of_folder(self, task: str, split: str, made: str) -> str:
-        """A fingerprint with what it does not see of a folder's data; a registered task's changes with the version.
+        """A fingerprint with what it does not see of data in files; an embedded task's changes with the version.
 
         It looks at some examples, so that all files have to have the bytes they had; and heads are made of the classes'
         names.
         """
-        data = self.plan.task(task).data
-        if data is None:
+        found = self.task(task)
+        if not isinstance(found, LocalTask):
             return made
-        found = self._folders.setdefault(task, LocalTask(task, self.plan.place(data)))
         return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()
 
     def check(self) -> None:

@@ -17,6 +17,8 @@ class Origin:
     dataset: str
     split: str
     license: str | None = None
+    revision: str | None = None
+    """The commit of the data's repository."""
 
 
 class Split(Protocol):
@@ -59,5 +61,8 @@ class Task(Protocol):
     @property
     def license(self) -> str | None:
         """Under which terms the data may be used, if they are known."""
+
+    def notices(self, model: str) -> tuple[str, ...]:
+        """What a person who uses it with a model of this name should be told, lest they mistake it for other data."""
 
     def split(self, name: str) -> Split: ...

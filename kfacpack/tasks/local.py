@@ -1,66 +1,78 @@
-"""A task in a folder of the user's: parquet files as the Hub lays them out, or pictures in a folder per class."""
+"""A task in files: parquet as the Hub lays it out, or pictures in a folder per class; in a folder, or on the Hub."""
 
 from __future__ import annotations
 
-import re
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from glob import escape
-from hashlib import sha256
-from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.tasks.base import Example, Origin
-from kfacpack.tasks.columns import Columns, find_columns
+from kfacpack.tasks.columns import IMAGE, Columns, Wanted, find_columns, is_image
+from kfacpack.tasks.holding import held_out
+from kfacpack.tasks.layout import Splits, pictures, shards
+from kfacpack.tasks.places import Folder, Place
+from kfacpack.tasks.published.base import VALIDATION, Published
 
-EXPECTED = (
-    "expected train-*.parquet and test-*.parquet, there or in data/, or pictures in CLASS/ or in train/CLASS/ and "
-    "test/CLASS/"
-)
-PICTURES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 TEMPLATES = ("a photo of a {}.",)
-SHARD = re.compile(r"(.+?)(-\d+-of-\d+)?\.parquet")
-
-
-VALIDATION = ("validation", "valid", "val", "dev")
-"""What a split to choose on may be called; it is `validation` to us. The first that is there is taken."""
-SHARE, MOST = 10, 5000
-"""Without one, a tenth of `train` takes its place, and at most so many examples: as in the task arithmetic papers."""
 
 
 class LocalTask:
-    """Splits are found by looking at names; files are opened when a split is asked for.
+    """Splits are found by looking at names; files are opened, or fetched, when a split is asked for.
 
-    There is always a split `validation` where there is `train`, unless that has fewer than ten examples: the folder's
+    There is always a split `validation` where there is `train`, unless that has fewer than ten examples: the data's
     own (it may be called valid, val or dev), or else a tenth of `train`, at most 5000, always the same ones; `train`
     is then the rest.
+
+    Of a published task, its definition says which split serves as which, what the columns are, how classes are called
+    in a prompt, and whether rows without a label are left out.
     """
 
-    def __init__(self, name: str, folder: Path):
+    def __init__(
+        self,
+        name: str,
+        data: Place | str | os.PathLike[str],
+        definition: Published | None = None,
+        columns: Wanted | None = None,
+        config: str | None = None,
+    ):
+        """`columns`: instead of the definition's, or of those found by type. `config`: likewise."""
         self.name = name
-        self.folder = folder
+        self.place: Place = Folder(Path(data)) if isinstance(data, str | os.PathLike) else data
+        self.definition = definition
         self._listings: dict[str, list[tuple[str, str]]] = {}
-        try:
-            if not folder.is_dir():
-                raise KfacpackError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; {EXPECTED}")
-            self._shards = _arranged(_shards(folder))
-            self._pictures = {} if self._shards else _arranged(_pictures(folder))
-        except OSError as error:
-            raise KfacpackError(f"{folder}: cannot be read: {error.strerror}") from error
+        self._wanted = columns or (definition.wanted if definition else None)
+        config = config or (definition.config if definition else None)
+        paths = self.place.paths()
+        self._shards = self._arranged(shards(paths, config, self.place.name))
+        is_folder = isinstance(self.place, Folder)  # thousands of pictures are not fetched one by one
+        self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths))
         if not self._found:
-            found = ", ".join(sorted(each.name for each in folder.iterdir())[:5]) or "nothing"
-            raise KfacpackError(f"{folder}: found {printable(found)}; {EXPECTED}")
+            found = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
+            raise KfacpackError(f"{self.place.name}: found {printable(found)}; {self.place.expected}")
 
     @property
-    def _found(self) -> Mapping[str, Sequence[Path]]:
+    def _found(self) -> Splits:
         """Split -> its files, of those splits that have files of their own."""
         return self._shards or self._pictures
+
+    def _arranged(self, stored: Splits) -> Splits:
+        """Train first; the first of the names that a split may have is that split.
+
+        A definition says which these are, and leaves all other splits alone; else only `validation` has several.
+        """
+        serving = self.definition.serving if self.definition else {"validation": VALIDATION}
+        taken = {ours: next((name for name in names if name in stored), None) for ours, names in serving.items()}
+        splits = {ours: stored[name] for ours, name in taken.items() if name is not None}
+        if self.definition is None:
+            splits |= {name: files for name, files in stored.items() if name not in taken.values()}
+        return dict(sorted(splits.items(), key=lambda item: item[0] != "train"))
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -69,9 +81,23 @@ class LocalTask:
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
+        stored = self._stored_classes
+        return self.definition.words(stored) if self.definition and stored is not None else stored
+
+    @cached_property
+    def _stored_classes(self) -> tuple[str, ...] | None:
+        """By the names that they have in the files."""
         if self._pictures:
-            return tuple(sorted({file.parent.name for files in self._pictures.values() for file in files}))
-        return self._columns.classes
+            return tuple(sorted({path.split("/")[-2] for files in self._pictures.values() for path in files}))
+        return tuple(map(str, self._values)) if self._columns.by_value else self._columns.classes
+
+    @cached_property
+    def _values(self) -> tuple[Any, ...]:
+        """The classes of a label that has no type of its own: all that it is in `train`."""
+        found = {value for value in self._read_labels(self._first) if not _unlabelled(value)}
+        if not found:
+            raise KfacpackError(f"{self.place.name}: column {printable(str(self._columns.label))!r} holds no label")
+        return tuple(sorted(found))
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
@@ -79,75 +105,117 @@ class LocalTask:
 
     @property
     def templates(self) -> tuple[str, ...]:
-        return TEMPLATES if self._pictures or "image" in self._columns.inputs else ()
+        if not self._pictures and IMAGE not in self._columns.inputs:
+            return ()
+        return self.definition.templates if self.definition else TEMPLATES
 
     @property
     def source(self) -> str:
-        return self.folder.resolve().name
+        return self.place.source
 
     @property
     def license(self) -> str | None:
-        return None
+        return self.definition.license if self.definition else None
+
+    def notices(self, model: str) -> tuple[str, ...]:
+        return () if self._pictures else tuple(f"{printable(self.name)}: {said}" for said in self._said())
+
+    def _said(self) -> Iterator[str]:
+        columns = self._columns
+        if columns.by_type:
+            taken = printable(", ".join(columns.inputs.values()))
+            yield f"its columns have other names than those that are known; taken by their types: {taken}"
+        if columns.by_value and self.definition is None:
+            values = printable(", ".join(self._stored_classes or ()))
+            yield f"{len(self._values)} classes, the values of column {columns.label!r} in {self._first}: {values}"
+        if self._drops:
+            left = {split: self._rows(split) - len(self._kept(split)) for split in self._shards}
+            if any(left.values()):
+                counts = ", ".join(f"{count:,} of {split}" for split, count in left.items())
+                yield f"rows without a label are left out: {counts}"
+
+    @property
+    def _first(self) -> str:
+        """The split that says what the columns and classes are: `train`, if there is one."""
+        return next(iter(self._found))
+
+    @property
+    def _drops(self) -> bool:
+        return self.definition is not None and self.definition.drops_unlabelled
 
     @cached_property
     def _columns(self) -> Columns:
-        first = next(iter(self._shards.values()))[0]
-        return find_columns(_looked_into(first)[0], first)
+        file = self.place.file(self._shards[self._first][0])
+        return find_columns(_looked_into(file)[0], str(file), self._wanted)
 
     def _rows(self, split: str) -> int:
         """How many examples are in its files."""
         if self._pictures:
             return len(self._pictures[split])
-        return sum(_looked_into(file)[1] for file in self._shards[split])
+        return sum(_looked_into(self.place.file(path))[1] for path in self._shards[split])
+
+    def _kept(self, split: str) -> Sequence[int]:
+        """Which examples of a split's files are examples of the task."""
+        if not self._drops or self._pictures:
+            return range(self._rows(split))
+        return [row for row, value in enumerate(self._read_labels(split)) if not _unlabelled(value)]
+
+    def _read_labels(self, split: str) -> list[Any]:
+        column = self._columns.label
+        files = [self.place.file(path) for path in self._shards[split]] if column else []
+        return [value for file in files for value in _column(file, str(column))]
 
     @cached_property
     def _held_out(self) -> Sequence[int]:
-        """Which examples of `train` are those of `validation`, by their place there."""
+        """Which examples of `train` are those of `validation`, by their place among those that are kept."""
         if "train" not in self._found or "validation" in self._found:
             return ()
-        return _spread(self._rows("train"))
+        return held_out(len(self._kept("train")))
 
     def _taken(self, name: str) -> Sequence[int]:
         """Which examples of its files are in a split."""
-        if not self._held_out or name not in ("train", "validation"):
-            return range(self._rows(name))
-        if name == "validation":
-            return self._held_out
-        held = set(self._held_out)
-        return [row for row in range(self._rows("train")) if row not in held]
+        if name not in ("train", "validation") or not self._held_out:
+            return self._kept(name)
+        kept, held = self._kept("train"), set(self._held_out)
+        return [row for place, row in enumerate(kept) if (place in held) == (name == "validation")]
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """The files that a split's examples are in, from the folder on, with the SHA-256 of their bytes.
-
-        All bytes are read, once: a size stays as it was when pixels change, and a date changes by copying. A run reads
-        them anyway, and takes longer to decode them.
-        """
+        """The files that a split's examples are in, from the folder on, and what tells their bytes from others."""
         stored = split if split in self._found else "train"
         if stored not in self._listings:
-            self._listings[stored] = [
-                (file.relative_to(self.folder).as_posix(), _digest(file)) for file in self._found[stored]
-            ]
+            self._listings[stored] = [(path, self.place.digest(path)) for path in self._found[stored]]
         return self._listings[stored]
 
     def split(self, name: str) -> LocalSplit:
-        if name not in self.splits:
-            raise KfacpackError(
-                f"{self.folder}: no split {printable(name)!r}; there are {', '.join(self.splits)}. {EXPECTED}"
-            )
+        # What has files of its own is there without a look at any other split's, which would have to be fetched.
+        if name not in self._found and name not in self.splits:
+            there = ", ".join(self.splits)
+            raise KfacpackError(f"{self.place.name}: no split {printable(name)!r}; there are {there}. {self._expected}")
         stored = name if name in self._found else "train"
         data = self._read_pictures(stored) if self._pictures else self._read_shards(stored)
-        columns = find_columns(data.features, self.folder)
-        if columns.classes != self.classes:
-            raise KfacpackError(f"{self.folder}: the classes of {name!r} are not those of {self.splits[0]!r}")
-        origin = Origin(dataset=self.source, split=name)
-        return LocalSplit(data, columns, origin, self._taken(name), stored, self._pictures.get(stored))
+        columns = find_columns(data.features, self.place.name, None if self._pictures else self._wanted)
+        if columns.by_value:
+            columns = replace(columns, values=self._values)
+        elif columns.classes != self._stored_classes:
+            raise KfacpackError(f"{self.place.name}: the classes of {name!r} are not those of {self._first!r}")
+        if IMAGE in columns.inputs and not is_image(data.features[columns.inputs[IMAGE]]):
+            import datasets
+
+            data = data.cast_column(columns.inputs[IMAGE], datasets.Image())
+        origin = Origin(self.source, name, self.license, self.place.revision)
+        files = [self.place.file(path) for path in self._pictures.get(stored, ())]
+        return LocalSplit(data, columns, origin, self._taken(name), stored, files or None)
+
+    @property
+    def _expected(self) -> str:
+        return self.place.expected[0].upper() + self.place.expected[1:]
 
     def _read_shards(self, name: str) -> Any:
         import datasets
 
         if not self._rows(name):
-            raise KfacpackError(f"{self.folder}: split {name!r} has no examples")
-        files = [escape(str(file)) for file in self._shards[name]]
+            raise KfacpackError(f"{self.place.name}: split {name!r} has no examples")
+        files = [escape(str(self.place.file(path))) for path in self._shards[name]]
         # datasets reads an Arrow copy that it maps into memory. The mapping outlives the file's name, so the copy's
         # disk space is free again when the data is let go, or when the process is killed.
         with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
@@ -155,15 +223,17 @@ class LocalTask:
                 return datasets.load_dataset("parquet", data_files={name: files}, split=name, cache_dir=copies)
             except Exception as error:  # Arrow's, datasets' and the system's errors have no common base
                 cause = str(error.__cause__ or error).splitlines()[0]
-                raise KfacpackError(f"{self.folder}: split {name!r} cannot be read: {printable(cause)}") from error
+                raise KfacpackError(f"{self.place.name}: split {name!r} cannot be read: {printable(cause)}") from error
 
     def _read_pictures(self, name: str) -> Any:
         import datasets
 
-        classes, files = list(self.classes or ()), self._pictures[name]
-        labels = [classes.index(file.parent.name) for file in files]
+        classes, paths = list(self._stored_classes or ()), self._pictures[name]
+        number = {each: k for k, each in enumerate(classes)}
+        labels = [number[path.split("/")[-2]] for path in paths]
         features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
-        return datasets.Dataset.from_dict({"image": [str(file) for file in files], "label": labels}, features)
+        files = [str(self.place.file(path)) for path in paths]
+        return datasets.Dataset.from_dict({"image": files, "label": labels}, features)
 
 
 class LocalSplit:
@@ -201,13 +271,19 @@ class LocalSplit:
         if self._columns.label is None:
             raise KfacpackError(f"{self.source.dataset}: there is no column of class labels")
         label = self._labels[self._rows[index]]
-        classes = self._columns.classes
-        if label is None or label < 0 or (classes is not None and label >= len(classes)):
-            raise KfacpackError(f"{self._place(index)}: its label is {label}, which is no class; leave such rows out")
-        return int(label)
+        if label not in self._classes:
+            said = printable(str(label))
+            raise KfacpackError(f"{self._place(index)}: its label is {said}, which is no class; leave such rows out")
+        return self._classes[label]
 
     @cached_property
-    def _labels(self) -> list[int | None]:
+    def _classes(self) -> dict[Any, int]:
+        """What the label's column holds -> the class."""
+        classes = self._columns.values or range(len(self._columns.classes or ()))
+        return {value: number for number, value in enumerate(classes)}
+
+    @cached_property
+    def _labels(self) -> list[Any]:
         return list(self._data[self._columns.label])
 
     def _place(self, index: int) -> str:
@@ -215,56 +291,9 @@ class LocalSplit:
         return str(self._files[row]) if self._files else f"{self.source.dataset}, split {self._stored!r}, row {row}"
 
 
-def _digest(file: Path) -> str:
-    try:
-        found = sha256()
-        with file.open("rb") as opened:
-            while chunk := opened.read(1 << 20):
-                found.update(chunk)
-        return found.hexdigest()
-    except OSError as error:
-        raise KfacpackError(f"{file}: cannot be read: {error.strerror}") from error
-
-
-def _spread(size: int) -> list[int]:
-    """A tenth of `size` numbers below it, rising: one drawn from each of as many equal stretches.
-
-    So every class of examples that lie in order of their classes has its share, and those that come in turns have, too.
-    """
-    count = min(size // SHARE, MOST)
-    edges = [k * size // count for k in range(count + 1)] if count else []
-    generator = np.random.Generator(np.random.Philox(key=0, counter=[0, 0, 2, 0]))
-    return [int(generator.integers(start, stop)) for start, stop in pairwise(edges)]
-
-
-def _arranged(splits: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
-    """Train first; and the first of the names that a validation split may have is `validation`."""
-    own = next((name for name in VALIDATION if name in splits), None)
-    renamed = {"validation" if name == own else name: files for name, files in splits.items()}
-    return dict(sorted(renamed.items(), key=lambda item: item[0] != "train"))
-
-
-def _shards(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its files."""
-    files: dict[str, list[Path]] = {}
-    for file in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
-        if match := SHARD.fullmatch(file.name):
-            files.setdefault(match[1], []).append(file)
-    return files
-
-
-def _pictures(folder: Path) -> dict[str, list[Path]]:
-    """Split -> its pictures; without folders for splits, all of them are `train`."""
-
-    def below(pattern: str) -> list[Path]:
-        return sorted(file for file in folder.glob(pattern) if file.suffix.lower() in PICTURES)
-
-    splits: dict[str, list[Path]] = {}
-    for file in below("*/*/*"):
-        splits.setdefault(file.parts[-3], []).append(file)
-    if not splits and (files := below("*/*")):
-        splits["train"] = files
-    return splits
+def _unlabelled(value: Any) -> bool:
+    """Data sets write a label that is not known as -1, as a dash, or not at all."""
+    return value is None or value in ("", "-", -1)
 
 
 def _looked_into(file: Path) -> tuple[Any, int]:
@@ -279,6 +308,17 @@ def _looked_into(file: Path) -> tuple[Any, int]:
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         problem = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise KfacpackError(f"{file}: is no parquet file that can be read: {printable(problem)}") from error
+
+
+def _column(file: Path, name: str) -> list[Any]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return list(parquet.read_table(file, columns=[name]).column(name).to_pylist())
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        problem = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise KfacpackError(f"{file}: its column {printable(name)!r} cannot be read: {problem}") from error
 
 
 @contextmanager

@@ -46,6 +46,7 @@ def vector_of(job: Job, tau: Mapping[str, Tensor], base: Base) -> TaskVector:
     source = Source(
         task=job.task.name,
         dataset=origin.dataset,
+        revision=origin.revision,
         split=origin.split,
         license=origin.license,
         preprocessing=model.preprocessing,

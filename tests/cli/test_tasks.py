@@ -12,7 +12,7 @@ from kfacpack_cli.main import app
 from PIL import Image
 from typer.testing import CliRunner
 
-from kfacpack.tasks import TASKS, load_task
+from kfacpack.tasks import PUBLISHED, TASKS, load_task
 
 
 def run(*arguments, code=0):
@@ -106,3 +106,52 @@ def test_bad_usage_is_told_apart_from_failure(tmp_path, monkeypatch, arguments, 
     assert problem in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
+
+
+def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", None, raising=False)
+    shown = run().stdout
+    for name, describe in PUBLISHED.items():
+        row = next(line for line in reversed(shown.splitlines()) if line.startswith(f"{name} "))
+        for number in (describe().classes, *describe().sizes.values()):
+            assert f" {number:,} " in row
+        assert describe().repository in row
+    told = {each["name"]: each for each in json.loads(run("--json").stdout)["published"]}
+    assert set(told) == set(PUBLISHED)
+    dtd = json.loads(run("dtd", "--json").stdout)
+    assert dtd == told["dtd"]
+    assert (dtd["class_count"], dtd["splits"]["test"], dtd["columns"]["image"][0]) == (47, 1880, "image")
+    for fact in (
+        "tanganke/dtd",
+        "https://huggingface.co/datasets/tanganke/dtd",
+        "a photo of a {} texture.",
+        "test 1,880",
+    ):
+        assert fact in run("dtd").stdout
+    assert "held out of train" in run("rte").stdout
+    assert "have accepted its terms" in run("imagenet").stdout
+    assert "rows without a label" in run("snli").stdout
+
+
+def test_a_name_that_means_other_data_elsewhere_says_so():
+    assert "--data hf://datasets/ylecun/mnist" in " ".join(run("mnist").stdout.split())
+    note = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model"]).stderr
+    assert "warning: mnist without --data is MNIST, 5,000 digits" in " ".join(note.split())
+    quiet = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model", "--quiet"]).stderr
+    assert "warning" not in quiet
+
+
+def test_columns_are_said_in_one_option(pictures, tmp_path):
+    import datasets
+
+    folder = tmp_path / "own"
+    folder.mkdir()
+    datasets.Dataset.from_dict({"a": ["x", "y"], "kind": ["b", "c"]}).to_parquet(folder / "train.parquet")
+    said = json.loads(run("mine", "--data", folder, "--columns", "text=a,label=kind", "--json").stdout)
+    assert said["classes"] == ["b", "c"]
+    assert (
+        "the values of column 'kind' in train: b, c" in run("mine", "--data", folder, "--columns", "label=kind").stdout
+    )
+    assert "no column 'z'" in run("mine", "--data", folder, "--columns", "text=z", code=2).stderr

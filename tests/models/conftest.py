@@ -12,6 +12,8 @@ from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
 
 SENTENCES = "mnli premise hypothesis : a dog runs over the green field an animal moves nobody sleeps"
 
+LABELS = "entailment neutral contradiction not entails"
+
 
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch, tmp_path):
@@ -41,7 +43,9 @@ def write_tokenizer(folder, start, end):
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: index for index, word in enumerate(["<pad>", "<unk>", start, end, *SENTENCES.split()])}
+    vocabulary = {
+        word: index for index, word in enumerate(["<pad>", "<unk>", start, end, *SENTENCES.split(), *LABELS.split()])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(

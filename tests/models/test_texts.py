@@ -43,13 +43,22 @@ def test_t5_gives_the_hidden_state_that_predicts_the_label(t5_folder, pairs):
     assert not model.function.normalized
 
 
-def test_t5_reads_the_task_and_the_named_columns(t5_folder, pairs):
+@pytest.mark.parametrize(
+    ("task", "columns", "expected"),
+    [
+        ("mnli", ("premise", "hypothesis"), "<s> mnli hypothesis : a dog premise : nobody sleeps </s>"),
+        ("news", ("premise", "hypothesis"), "<s> <unk> premise : nobody sleeps hypothesis : a dog </s>"),
+        ("mnli", ("hypothesis", "green"), "<s> mnli hypothesis : nobody sleeps green : a dog </s>"),
+    ],
+)
+def test_t5_reads_the_task_and_the_named_columns(t5_folder, task, columns, expected):
+    """In the order that it was trained with, if it was; else in the data's."""
     from transformers import AutoTokenizer
 
     model = load_model(f"t5:{t5_folder}")
-    ids = model.prepare(pairs[1:], "mnli")["input_ids"][0]
-    text = AutoTokenizer.from_pretrained(t5_folder).decode(ids, skip_special_tokens=False)
-    assert text == "<s> mnli premise : nobody sleeps hypothesis : a dog </s>"
+    example = dict(zip(columns, ("nobody sleeps", "a dog"), strict=True))
+    ids = model.prepare([example], task)["input_ids"][0]
+    assert AutoTokenizer.from_pretrained(t5_folder).decode(ids, skip_special_tokens=False) == expected
 
 
 def test_an_encoder_gives_the_normalised_mean_over_the_tokens(bert_folder, pairs):

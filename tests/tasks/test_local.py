@@ -10,7 +10,7 @@ from PIL import Image
 
 from kfacpack.errors import KfacpackError
 from kfacpack.tasks import load_task
-from kfacpack.tasks.local import SHARD
+from kfacpack.tasks.layout import SHARD
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PICTURES = [Image.new("RGB", (6, 4), (red, 10, 20)) for red in range(5)]
@@ -63,7 +63,7 @@ def test_pictures_in_the_hubs_layout(tmp_path, place):
     assert len(task.split("test")) == 1
     assert task.sizes == {"train": 5, "test": 1}
     assert task.templates == ("a photo of a {}.",)
-    assert (task.source, task.license) == (task.folder.resolve().name, None)
+    assert (task.source, task.license) == ((tmp_path if place == "data" else folder).resolve().name, None)
 
 
 def numbered(count):
@@ -137,7 +137,7 @@ def test_what_is_wrong_in_a_held_out_row_is_named_by_its_place_in_the_file(tmp_p
 
 
 def test_texts_keep_their_columns_and_order(tmp_path):
-    task = load_task("rte", write(text_data(), tmp_path / "rte"))
+    task = load_task("mine", write(text_data(), tmp_path / "rte"))
     assert (task.sizes, task.templates) == ({"train": 3}, ())
     split = task.split("train")
     assert list(split[1].items()) == [("premise", "two"), ("hypothesis", "dos")]
@@ -259,8 +259,10 @@ def test_rows_without_label_or_text_are_named(tmp_path):
 
 
 def test_an_unknown_task_is_told_how_to_bring_data():
-    with pytest.raises(KfacpackError, match=r"'dtd' is no registered task \(those are .*digits.*--data DIR"):
-        load_task("dtd")
+    with pytest.raises(
+        KfacpackError, match=r"'nothing' is no registered task \(those are digits.*on the Hub.*--data DIR"
+    ):
+        load_task("nothing")
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, which holds real data")

@@ -15,6 +15,9 @@ from kfacpack.tasks.base import Example, Origin
 from kfacpack.tasks.embedded import cache
 from kfacpack.tasks.embedded.pictures import Labelled, Pictures, digest
 
+MODEL = "tiny"
+"""The model that these tasks are for."""
+
 
 @dataclass(frozen=True)
 class Embedded:
@@ -29,10 +32,23 @@ class Embedded:
     """Of what `make` makes, by `pictures.digest`. To record it for a new task, ask for a split: the error has it."""
     package: Package | None = None
     """What carries the data, or the fonts that it is drawn from."""
+    namesake: str | None = None
+    """Where the data is that others mean by this name, with what they mean: 'ylecun/mnist, all 70,000 digits'."""
 
     @property
     def splits(self) -> tuple[str, ...]:
         return tuple(self.sizes)
+
+    def notices(self, model: str) -> tuple[str, ...]:
+        """To a model that is not our own, a task's namesake may be what is meant."""
+        if self.namesake is None or model == MODEL:
+            return ()
+        repository, _, meant = self.namesake.partition(", ")
+        here = f"{self.name} without --data is {self.source}: {self.sizes['test']:,} of them are its test split"
+        return (
+            f"{here}, and accuracies on it cannot be compared with those on {meant}. For these: "
+            f"--data hf://datasets/{repository}",
+        )
 
     def split(self, name: str) -> EmbeddedSplit:
         if name not in self.sizes:

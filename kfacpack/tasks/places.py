@@ -1,0 +1,240 @@
+"""Where a data set lies: a folder, or a repository on the Hub. Both have paths, and files when they are needed."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import unquote
+
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.tasks.layout import DEEPEST, EXPECTED
+
+CONVERTED = "refs/convert/parquet"
+"""Where the Hub keeps its own parquet copy of data that is stored otherwise."""
+ADDRESS = re.compile(
+    r"hf:/{1,2}datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/(convert/\w+|pr/\d+)|[^/]+))?(/(?P<config>[\w.-]+))?/?"
+)
+FORM = "hf://datasets/OWNER/REPO, with @REVISION and /CONFIG behind it if need be"
+
+
+class Place(Protocol):
+    @property
+    def name(self) -> str:
+        """What a user would call it."""
+
+    @property
+    def source(self) -> str:
+        """What a manifest calls it: nothing of this machine."""
+
+    @property
+    def revision(self) -> str | None:
+        """The commit, where there is one."""
+
+    @property
+    def expected(self) -> str:
+        """What should have been found, or where to get it."""
+
+    def paths(self) -> list[str]:
+        """Of all files, with slashes, from the place on, at most three deep."""
+
+    def file(self, path: str) -> Path:
+        """The file at a path, on this machine."""
+
+    def digest(self, path: str) -> str:
+        """What tells the file's bytes from any others."""
+
+
+class Folder:
+    revision = None
+    expected = EXPECTED
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        if not folder.is_dir():
+            raise KfacpackError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; {EXPECTED}")
+
+    @property
+    def name(self) -> str:
+        return str(self._folder)
+
+    @property
+    def source(self) -> str:
+        return self._folder.resolve().name
+
+    def paths(self) -> list[str]:
+        try:
+            return list(_below(self._folder, DEEPEST))
+        except OSError as error:
+            raise KfacpackError(f"{self._folder}: cannot be read: {error.strerror}") from error
+
+    def file(self, path: str) -> Path:
+        return self._folder / path
+
+    def digest(self, path: str) -> str:
+        """Of all bytes: a size stays as it was when pixels change, and a date changes by copying. A run reads them
+        anyway, and takes longer to decode them."""
+        try:
+            found = sha256()
+            with self.file(path).open("rb") as opened:
+                while chunk := opened.read(1 << 20):
+                    found.update(chunk)
+            return found.hexdigest()
+        except OSError as error:
+            raise KfacpackError(f"{self.file(path)}: cannot be read: {error.strerror}") from error
+
+
+class Repository:
+    """Of data sets. Its files are listed when they are first asked for, and fetched one by one into the Hub's cache.
+
+    Without network, what the cache has is all there is.
+    """
+
+    def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
+        """`config` is for the remedies in errors."""
+        self.source = repository
+        self._asked, self._config = revision, config
+        self._offline: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"hf://datasets/{self.source}" + (f"@{self._asked}" if self._asked else "")
+
+    @property
+    def revision(self) -> str:
+        return self._found[0]
+
+    @property
+    def expected(self) -> str:
+        if self._offline is None:
+            return "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config"
+        return f"the Hub cannot be reached ({self._offline}), and this is all that its cache here has. {self._remedy}"
+
+    def paths(self) -> list[str]:
+        return self._found[1]
+
+    def file(self, path: str) -> Path:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            with _no_bars():
+                return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=self.revision))
+        except Exception as error:  # the Hub's, httpx's and the system's errors have no common base
+            raise self._refused(error, path) from error
+
+    def digest(self, path: str) -> str:
+        """A commit's files do not change, so that nothing has to be fetched."""
+        return f"{self.revision}:{path}"
+
+    @cached_property
+    def _found(self) -> tuple[str, list[str]]:
+        """The commit, and the paths there."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+        from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+
+        try:
+            told = HfApi().dataset_info(self.source, revision=self._asked)
+        except (GatedRepoError, RepositoryNotFoundError, NoRevision, HFValidationError) as error:
+            raise self._refused(error) from error
+        except Exception as error:  # no network, in any of its ways
+            if (kept := self._kept()) is None:
+                raise self._refused(error) from error
+            self._offline = _first_line(error)
+            return kept.name, list(_below(kept, DEEPEST))
+        paths = [each.rfilename for each in told.siblings or ()]
+        if self._asked is None and not any(path.endswith(".parquet") for path in paths):
+            other = Repository(self.source, CONVERTED, self._config)
+            return other._found
+        return str(told.sha), paths
+
+    def _kept(self) -> Path | None:
+        """The snapshot in the Hub's cache."""
+        from huggingface_hub import constants
+
+        folder = Path(constants.HF_HUB_CACHE) / f"datasets--{self.source.replace('/', '--')}"
+        for revision in (self._asked,) if self._asked else ("main", CONVERTED):
+            ref = folder / "refs" / revision
+            commit = ref.read_text().strip() if ref.is_file() else revision
+            if (snapshot := folder / "snapshots" / commit).is_dir() and any(_below(snapshot, DEEPEST)):
+                return snapshot
+        return None
+
+    @property
+    def _remedy(self) -> str:
+        part = f" --include '{self._config}/*'" if self._config else ""
+        revision = f" --revision {self._asked}" if self._asked else ""
+        command = f"hf download {self.source} --repo-type dataset{revision}{part} --local-dir DIR"
+        return f"Where there is network: {command}. Then give that folder: --data DIR"
+
+    def _refused(self, error: Exception, path: str | None = None) -> KfacpackError:
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+        what = f"{self.name}: " + (f"{path} " if path else "the data ")
+        if isinstance(error, GatedRepoError):
+            problem = "is only for those who have accepted its terms"
+            remedy = f"Accept them at https://huggingface.co/datasets/{self.source}, then log in: hf auth login"
+        elif isinstance(error, RevisionNotFoundError):
+            problem, remedy = f"is not there: there is no revision {self._asked!r}", "Give a branch, a tag or a commit"
+            if self._asked == CONVERTED:
+                problem = "is not parquet, and the Hub has no parquet copy of it"
+                remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and give --data DIR"
+        elif isinstance(error, RepositoryNotFoundError):
+            problem = "is not there: no such data set, or a private one of someone who is not logged in"
+            remedy = "Look at its name, or log in: hf auth login"
+        else:
+            problem = f"cannot be fetched from the Hub, and is not in its cache here: {_first_line(error)}"
+            remedy = self._remedy
+        return KfacpackError(f"{what}{problem}. {remedy}")
+
+
+def is_address(said: str) -> bool:
+    """Whether it is meant for a data set on the Hub, and not for a folder."""
+    return said.startswith("hf:/")
+
+
+def place_of(data: str | os.PathLike[str]) -> tuple[Place, str | None]:
+    """What `--data` names; and the config, if it names one."""
+    said = os.fspath(data)
+    if not is_address(said):
+        return Folder(Path(said)), None
+    match = ADDRESS.fullmatch(unquote(said))
+    if match is None:
+        raise KfacpackError(f"{printable(said)}: is no address of a data set; expected {FORM}")
+    return Repository(match["repository"], match["revision"], match["config"]), match["config"]
+
+
+def _below(folder: Path, depth: int, start: str = "") -> Iterator[str]:
+    """Paths of files; what is hidden is left out."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            if not entry.is_dir():
+                yield start + entry.name
+            elif depth > 1:
+                yield from _below(Path(entry.path), depth - 1, f"{start}{entry.name}/")
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return printable(text.splitlines()[0] if text else type(error).__name__).rstrip(".")
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hidden = are_progress_bars_disabled()
+    if not hidden:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not hidden:
+            enable_progress_bars()

@@ -1,0 +1,102 @@
+"""Every published task from the Hub's layout to a bundle, a vector and an accuracy; tiny models, a few examples."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+import torch
+from copies import TEXT, VISION, copy
+
+import kfacpack as kp
+from kfacpack.estimation.job import Job as Estimate
+from kfacpack.estimation.options import Options
+from kfacpack.heads import head_for
+from kfacpack.models import load_model
+from kfacpack.tasks import load_task
+from kfacpack.training.job import Job as Train
+from kfacpack.training.regimes import REGIMES
+from kfacpack.training.settings import Settings
+
+FEW = {"tiny": ("visual.transformer.resblocks.0.mlp.*",), "t5": ("encoder.block.1.layer.1.*",), "hf": ("*.1.output.*",)}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Name -> the task, from a copy that is written when it is first asked for."""
+    datasets.disable_progress_bars()
+    found = {}
+
+    def task(name):
+        if name not in found:
+            found[name] = load_task(name, copy(name, tmp_path_factory.mktemp(name)))
+        return found[name]
+
+    yield task
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return load_model("tiny")
+
+
+@pytest.fixture(scope="module")
+def t5(t5_folder):
+    return load_model(f"t5:{t5_folder}")
+
+
+@pytest.fixture(scope="module")
+def encoder(bert_folder):
+    return load_model(f"hf:{bert_folder}")
+
+
+def goes_through(model, task, head, params, folder):
+    """One bundle, one step under it, one accuracy."""
+    Estimate(model, task, Options(), "4", params=params).run(folder / "t.kfac")
+    bundle = kp.load(folder / "t.kfac")
+    assert bundle.about.source.task == task.name
+    assert bundle.about.source.license == task.license
+    penalty = kp.Regularizer([folder / "t.kfac"], strength=1.0)
+    regime = REGIMES["linear"](model, params)
+    vector = Train(regime, task, head, Settings(steps=1, batch_size=4, lr=1e-3), penalty).run(folder / "t.safetensors")
+    assert set(vector) == set(bundle.parameters)
+    assert any(value.abs().max() > 0 for value in vector.values())
+    scored = kp.evaluate(model, task, head, vector=vector, examples="4")
+    assert 0 <= scored.accuracy <= 1
+
+
+@pytest.mark.parametrize("name", VISION)
+def test_pictures(tiny, made, name, tmp_path):
+    task = made(name)
+    head = head_for(tiny, task)
+    assert (head.origin, head.classes) == ("text", task.classes)
+    assert len(head.weight) == len(task.classes)
+    goes_through(tiny, task, head, FEW["tiny"], tmp_path)
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_texts_and_label_words(t5, made, name, tmp_path):
+    task = made(name)
+    head = head_for(t5, task)
+    assert head.origin == "words", "the classes' names begin with different words"
+    assert torch.equal(head.weight, t5.word_weights([label.replace("_", " ") for label in task.classes]))
+    goes_through(t5, task, head, FEW["t5"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rte", "snli"])
+def test_texts_and_prototypes(encoder, made, name, tmp_path):
+    task = made(name)
+    head = head_for(encoder, task)
+    assert head.origin == "prototypes"
+    goes_through(encoder, task, head, FEW["hf"], tmp_path)
+
+
+def test_t5_is_asked_as_it_was_trained(t5, t5_folder, made):
+    """Whatever the order and the names of the columns in a copy."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(t5_folder)
+    for name, first, second in (("mnli", "hypothesis", "premise"), ("rte", "sentence1", "sentence2")):
+        example = made(name).split("train")[0]
+        expected = tokenizer(f"{name} {first}: {example[first]} {second}: {example[second]}").input_ids
+        assert t5.prepare([example], name)["input_ids"][0].tolist() == expected

@@ -1,0 +1,368 @@
+"""Published tasks: a copy in the Hub's layout is read as its definition says, from a folder as from the Hub's cache."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+from copies import COUNTS, TEXT, VISION, copy, pairs, pictures
+from huggingface_hub import constants
+from PIL import Image
+
+from kfacpack.errors import KfacpackError
+from kfacpack.tasks import PUBLISHED, TASKS, load_task
+from kfacpack.tasks.layout import shards
+from kfacpack.tasks.places import Repository, place_of
+from kfacpack.tasks.published.gtsrb import SIGNS
+from kfacpack.tasks.published.imagenet import words as imagenet_words
+
+NAMES = [*VISION, *TEXT]
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def _quiet_writing():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture(scope="module")
+def copies(tmp_path_factory):
+    datasets.disable_progress_bars()
+    return {name: copy(name, tmp_path_factory.mktemp(name)) for name in NAMES}
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    """No network, and a cache of one's own."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def cached(hub, name, source):
+    """Puts a copy where huggingface_hub keeps what it has fetched."""
+    definition = PUBLISHED[name]()
+    folder = hub / f"datasets--{definition.repository.replace('/', '--')}"
+    ref = folder / "refs" / (definition.revision or "main")
+    ref.parent.mkdir(parents=True)
+    ref.write_text(COMMIT)
+    (folder / "snapshots").mkdir()
+    (folder / "snapshots" / COMMIT).symlink_to(source, target_is_directory=True)
+    return folder
+
+
+def test_every_published_task_has_a_copy_here():
+    assert set(NAMES) == set(PUBLISHED)
+    for name, describe in PUBLISHED.items():
+        assert describe().name == name
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_splits_are_those_of_prior_work(copies, name):
+    task = load_task(name, copies[name])
+    serving = {"mnli": "validation_matched", "rte": "validation", "qnli": "validation", "imagenet": "validation"}
+    test = COUNTS[serving.get(name, "test")]
+    expected = {"train": 22, "validation": 2, "test": test}  # a tenth is held out
+    if name in ("snli", "sick", "scitail"):
+        expected = {"train": 24, "validation": 5, "test": test}
+    if name == "snli":  # in every split, the one row without a label is left out
+        expected = {split: size - 1 for split, size in expected.items()}
+    assert dict(task.sizes) == expected
+    assert task.splits == ("train", "validation", "test")
+    for split, size in expected.items():
+        found = task.split(split)
+        assert len(found) == size
+        assert {found.label(row) for row in range(size)} <= set(range(len(task.classes)))
+        assert (found.source.split, found.source.license) == (split, PUBLISHED[name]().license)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_are_the_columns_that_are_known(copies, name):
+    task = load_task(name, copies[name])
+    example = task.split("train")[0]
+    if name in VISION:
+        assert list(example) == ["image"]
+        assert task.templates
+        assert all(template.format("CLASS").count("CLASS") == 1 for template in task.templates)
+        assert len(set(task.templates)) == len(task.templates)
+    else:
+        stored = pairs(name, "train")
+        assert list(example) == list(TEXT[name][2])
+        assert example == {column: stored[0][column] for column in example}
+        assert task.templates == ()
+        assert task.classes == tuple(TEXT[name][3] or ("entails", "neutral"))
+    assert task.notices("ViT-B-32") == (
+        ("snli: rows without a label are left out: 1 of train, 1 of validation, 1 of test",) if name == "snli" else ()
+    )
+
+
+def test_a_label_of_texts_is_the_class_of_that_name(copies):
+    split = load_task("scitail", copies["scitail"]).split("test")
+    stored = pairs("scitail", "test")["label"]
+    assert [("entails", "neutral")[split.label(row)] for row in range(len(split))] == list(stored)
+
+
+def test_rows_that_are_left_out_leave_the_others_with_their_labels(copies):
+    split = load_task("snli", copies["snli"]).split("test")
+    stored = [row for row in pairs("snli", "test") if row["label"] >= 0]
+    assert [split.label(row) for row in range(len(split))] == [row["label"] for row in stored]
+    assert [split[row]["premise"] for row in range(len(split))] == [row["premise"] for row in stored]
+
+
+@pytest.mark.parametrize("name", ["dtd", "svhn", "rte", "sick"])
+def test_the_layout_of_the_hubs_own_conversion(copies, name, tmp_path):
+    other = load_task(name, copy(name, tmp_path / "viewer", viewer=True))
+    task = load_task(name, copies[name])
+    assert (other.sizes, other.classes) == (task.sizes, task.classes)
+    assert [other.split("test").label(row) for row in range(5)] == [task.split("test").label(row) for row in range(5)]
+
+
+@pytest.mark.parametrize("name", ["gtsrb", "svhn", "sick", "mnli"])
+def test_what_the_hubs_cache_has_is_read_by_the_same_code(copies, name, offline):
+    cached(offline, name, copies[name])
+    task, local = load_task(name), load_task(name, copies[name])
+    assert (task.sizes, task.classes, task.templates) == (local.sizes, local.classes, local.templates)
+    found, there = task.split("test"), local.split("test")
+    assert [found[row] for row in range(3)] == [there[row] for row in range(3)] or name in VISION
+    assert (found.source.dataset, found.source.revision) == (PUBLISHED[name]().repository, COMMIT)
+    assert (there.source.dataset, there.source.revision) == (copies[name].name, None)
+
+
+def test_a_split_is_fetched_without_the_others(copies, offline, monkeypatch):
+    asked = []
+    there = Repository.file
+    monkeypatch.setattr(Repository, "file", lambda place, path: asked.append(path) or there(place, path))
+    cached(offline, "dtd", copies["dtd"])
+    assert len(load_task("dtd").split("test")) == 6
+    assert set(asked) == {"data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"}
+    cached(offline, "gtsrb", copies["gtsrb"])
+    _ = load_task("gtsrb").sizes
+    assert not any(corrupted in path for path in asked for corrupted in ("contrast", "spatter"))
+
+
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(TASKS)))
+def test_without_network_the_repository_and_the_way_round_are_named(name):
+    repository = PUBLISHED[name]().repository
+    with pytest.raises(KfacpackError, match=f"datasets/{repository}.*cannot be fetched") as raised:
+        load_task(name)
+    assert f"hf download {repository} --repo-type dataset" in str(raised.value)
+    assert str(raised.value).endswith("--local-dir DIR. Then give that folder: --data DIR")
+
+
+def test_a_cache_that_lacks_a_split_says_that_it_is_a_cache(tmp_path, offline):
+    part = tmp_path / "part" / "data"
+    part.mkdir(parents=True)
+    pictures("dtd", "train").to_parquet(part / "train-00000-of-00001.parquet")
+    cached(offline, "dtd", part.parent)
+    task = load_task("dtd")
+    assert len(task.split("train")) == 22
+    with pytest.raises(KfacpackError, match=r"no split 'test'; there are train, validation. The Hub cannot be reached"):
+        task.split("test")
+
+
+@pytest.mark.parametrize(
+    ("failure", "problem", "remedy"),
+    [
+        ("GatedRepoError", "is only for those who have accepted its terms", "hf auth login"),
+        ("RepositoryNotFoundError", "no such data set, or a private one", "Look at its name"),
+        ("RevisionNotFoundError", "there is no revision None", "a branch, a tag or a commit"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_apart(monkeypatch, failure, problem, remedy):
+    from huggingface_hub import HfApi, errors
+
+    kind = getattr(errors, failure)
+
+    def refuse(*arguments, **more):
+        raise kind.__new__(kind)  # without the response that it would be made of
+
+    monkeypatch.setattr(HfApi, "dataset_info", refuse)
+    with pytest.raises(KfacpackError, match=problem) as raised:
+        load_task("imagenet")
+    assert remedy in str(raised.value)
+
+
+def test_data_that_is_no_parquet_is_read_from_the_hubs_conversion(monkeypatch):
+    from types import SimpleNamespace
+
+    from huggingface_hub import HfApi
+
+    listed = {None: ["data.csv"], "refs/convert/parquet": ["default/train/0000.parquet"]}
+
+    def told(api, repository, revision=None):
+        files = [SimpleNamespace(rfilename=path) for path in listed[revision]]
+        return SimpleNamespace(sha=f"commit of {revision}", siblings=files)
+
+    monkeypatch.setattr(HfApi, "dataset_info", told)
+    place = Repository("someone/csv")
+    assert place.paths() == ["default/train/0000.parquet"]
+    assert place.revision == "commit of refs/convert/parquet"
+
+
+@pytest.mark.parametrize(
+    ("address", "repository", "revision", "config"),
+    [
+        ("hf://datasets/ylecun/mnist", "ylecun/mnist", None, None),
+        ("hf://datasets/nyu-mll/glue/rte", "nyu-mll/glue", None, "rte"),
+        ("hf://datasets/a/b@v1.0/c/", "a/b", "v1.0", "c"),
+        ("hf://datasets/a/b@refs/convert/parquet/c", "a/b", "refs/convert/parquet", "c"),
+        ("hf://datasets/a/b@refs%2Fpr%2F3", "a/b", "refs/pr/3", None),
+    ],
+)
+def test_addresses(address, repository, revision, config):
+    place, found = place_of(address)
+    assert (place.source, place._asked, found) == (repository, revision, config)
+
+
+@pytest.mark.parametrize("address", ["hf://someone/model", "hf://datasets/mnist", "hf://datasets/a/b/c/d"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(KfacpackError, match="is no address of a data set; expected hf://datasets/OWNER/REPO"):
+        load_task("mine", address)
+
+
+def test_mnist_is_the_whole_one_with_data_alone(copies, offline):
+    ours = load_task("mnist")
+    assert ours.sizes["test"] == 1000
+    (told,) = ours.notices("ViT-B-32/openai")
+    assert "1,000 of them are its test split" in told
+    assert "--data hf://datasets/ylecun/mnist" in told
+    assert ours.notices("tiny") == ()
+    assert load_task("digits").notices("ViT-B-32/openai") == ()
+    cached(offline, "mnist", copies["mnist"])
+    whole = load_task("mnist", "hf://datasets/ylecun/mnist")
+    assert (whole.source, whole.classes) == ("ylecun/mnist", tuple("0123456789"))
+    assert whole.notices("ViT-B-32/openai") == ()
+
+
+def test_words_for_prompts(copies):
+    assert load_task("resisc45", copies["resisc45"]).classes == ("airplane", "baseball diamond")
+    assert load_task("stanford_cars", copies["stanford_cars"]).classes[1] == "Ram C/V Cargo Van Minivan 2012"
+    eurosat, gtsrb, sun = (PUBLISHED[name]().words for name in ("eurosat", "gtsrb", "sun397"))
+    assert eurosat(["AnnualCrop", "annual crop land", "SeaLake"]) == ("annual crop land",) * 2 + ("lake or sea",)
+    assert sun(["/c/church/outdoor", "airplane_cabin"]) == ("church outdoor", "airplane cabin")
+    german, english = zip(*SIGNS, strict=True)
+    assert len(set(english)) == 43
+    assert gtsrb(german) == gtsrb(english) == english
+    assert gtsrb(["00014", "00000"]) == gtsrb(["stopp", "20_kmh"]) == ("stop", english[0])
+
+
+def test_imagenets_words_by_place_by_number_and_by_name():
+    whole = imagenet_words(["tench, Tinca tinca", *map(str, range(999))])
+    assert (len(whole), whole[:2]) == (1000, ("tench", "goldfish"))
+    assert imagenet_words(["n01443537", "n01440764"]) == ("goldfish", "tench")
+    assert imagenet_words(["goldfish, Carassius auratus", "home_made"]) == ("goldfish", "home made")
+    assert len(PUBLISHED["imagenet"]().templates) == 80
+
+
+def test_pictures_in_folders_have_a_definition_too(tmp_path):
+    for split, name in (("train", "n01443537"), ("val", "n01443537"), ("train", "n01440764")):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / split / name / "0.png")
+    task = load_task("imagenet", tmp_path)
+    assert (task.classes, task.sizes) == (("tench", "goldfish"), {"train": 2, "test": 1})
+
+
+def renamed(name, folder, **names):
+    folder.mkdir()
+    for split in ("train", "test"):
+        data = (pictures if name in VISION else pairs)(name, split)
+        data.rename_columns(names).to_parquet(folder / f"{split}.parquet")
+    return folder
+
+
+def test_columns_of_other_copies(tmp_path):
+    rte = renamed("rte", tmp_path / "rte", sentence1="premise", sentence2="hypothesis")
+    split = load_task("rte", rte).split("train")
+    assert list(split[0]) == ["sentence1", "sentence2"]
+    odd = load_task("rte", renamed("rte", tmp_path / "odd", sentence1="one", sentence2="two"))
+    assert list(odd.split("train")[0]) == ["one", "two"]
+    assert odd.notices("tiny") == (
+        "rte: its columns have other names than those that are known; taken by their types: one, two",
+    )
+    given = load_task("rte", tmp_path / "odd", columns="sentence1=two,sentence2=one")
+    stored = odd.split("train")[0]
+    assert list(given.split("train")[0].items()) == [("sentence1", stored["two"]), ("sentence2", stored["one"])]
+    assert given.notices("tiny") == ()
+
+
+def own(folder, **columns):
+    folder.mkdir(exist_ok=True)
+    datasets.Dataset.from_dict(columns).to_parquet(folder / "train.parquet")
+    return folder
+
+
+def test_labels_of_ones_own(tmp_path):
+    texts = ["x", "y", "z", "w"]
+    folder = own(tmp_path / "own", a=texts, b=texts[::-1], mood=["good", "bad", "good", "so so"], stars=[5, 1, 5, 10])
+    task = load_task("mine", folder, columns="text=b,label=mood")
+    assert task.classes == ("bad", "good", "so so")
+    assert [task.split("train").label(row) for row in range(4)] == [1, 0, 1, 2]
+    assert dict(task.split("train")[0]) == {"text": "w"}
+    assert task.notices("tiny") == ("mine: 3 classes, the values of column 'mood' in train: bad, good, so so",)
+    task = load_task("mine", folder, columns="label=stars")
+    assert task.classes == ("1", "5", "10")
+    assert [task.split("train").label(row) for row in range(4)] == [1, 0, 1, 2]
+    assert list(task.split("train")[0]) == ["a", "b", "mood"]
+    other = datasets.Dataset.from_dict({"a": ["x"], "b": ["y"], "mood": ["new"], "stars": [1]})
+    other.to_parquet(folder / "test.parquet")
+    with pytest.raises(KfacpackError, match="row 0: its label is new, which is no class"):
+        load_task("mine", folder, columns="text=b,label=mood").split("test").label(0)
+
+
+def test_pictures_that_are_only_bytes(tmp_path):
+    file = tmp_path / "red.png"
+    Image.new("RGB", (3, 2), (200, 0, 0)).save(file)
+    folder = own(tmp_path / "own", shot=[file.read_bytes()] * 2, kind=["a", "b"])
+    split = load_task("mine", folder, columns="image=shot,label=kind").split("train")
+    assert split[1]["image"].getpixel((0, 0)) == (200, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        ("image", "expected image=COLUMN,label=COLUMN"),
+        ("a=b,a=c", "expected image=COLUMN,label=COLUMN"),
+        ("image=x,text=y", "a picture comes without other inputs"),
+        ("text=nowhere", "no column 'nowhere'; there are a, score"),
+        ("image=a", "column 'a' is of type .*; expected pictures"),
+        ("text=score", "column 'score' is of type .*; expected texts"),
+        ("text=a,label=score", "a label is a class label, a text or a whole number"),
+    ],
+)
+def test_columns_that_cannot_be_meant(tmp_path, said, problem):
+    folder = own(tmp_path / "own", a=["x"], score=[0.5])
+    with pytest.raises(KfacpackError, match=problem):
+        load_task("mine", folder, columns=said).split("train")
+
+
+def test_columns_are_those_of_data(tmp_path):
+    with pytest.raises(KfacpackError, match="--columns is about data of your own: say where it is, --data DIR"):
+        load_task("digits", columns="image=x")
+    folder = own(tmp_path / "own", a=["x"], label=[None])
+    with pytest.raises(KfacpackError, match=r"column 'label' holds no label|a label is a class label"):
+        _ = load_task("mine", folder, columns="text=a,label=label").classes
+
+
+def test_layouts():
+    train = "train-00000-of-00001.parquet"
+    assert shards([f"data/{train}", "README.md"], None, "here") == {"train": [f"data/{train}"]}
+    hashed = "data/train-00000-of-00002-704ee106f89006a9.parquet"
+    assert shards([hashed], None, "here") == {"train": [hashed]}
+    two = [f"rte/{train}", f"mnli/{train}"]
+    assert shards(two, "rte", "here") == {"train": [f"rte/{train}"]}
+    with pytest.raises(KfacpackError, match=r"here: there are several configs; there are mnli, rte.*--data here/mnli"):
+        shards(two, None, "here")
+    with pytest.raises(KfacpackError, match="there is no config 'qnli'; there are mnli, rte"):
+        shards(two, "qnli", "here")
+    assert shards(two[:1], None, "here") == {"train": [f"rte/{train}"]}
+    assert shards([train, *two], "qnli", "here") == {"train": [train]}
+    assert shards([".cache/x.txt"], None, "here") == {}
+
+
+def test_a_folder_of_configs_is_named_with_the_way_out(tmp_path):
+    for config in ("one", "two"):
+        own(tmp_path / config, a=["x"])
+    with pytest.raises(KfacpackError, match="several configs; there are one, two"):
+        load_task("mine", tmp_path)
+    assert load_task("mine", tmp_path / "two").sizes == {"train": 1}
