@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES
+from kfacpack.bundle.container import ITEM_BYTES, download_again
 from kfacpack.bundle.reader import SealedFile, validated
 from kfacpack.bundle.seal import UNSEALED
 from kfacpack.bundle.writer import bundle_digest, write_sealed
@@ -104,7 +104,8 @@ class VectorFile(SealedFile):
         for name, (dtype, shape) in expected.items():
             where = f"tensor {name!r}"
             if name not in self.tensors or name not in self._digests:
-                raise BundleError(self.path, "is not there, though the manifest speaks of it", where, DOWNLOAD_AGAIN)
+                problem = "is not there, though the manifest speaks of it"
+                raise BundleError(self.path, problem, where, download_again(self.path))
             found = self.tensors[name]
             if (found.dtype, found.shape) != (dtype, shape):
                 problem = f"is {found.dtype} of shape {list(found.shape)}, expected {dtype} of {list(shape)}"
