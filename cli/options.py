@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from kfacpack.errors import KfacpackError
+from kfacpack.hub.files.reference import is_reference
 
 if TYPE_CHECKING:
     import torch
 
     from kfacpack.bundle.manifest import FloatType
     from kfacpack.models import Model
+
+File = str
+"""A bundle or vector to read: a path, or hf://owner/repo[@revision]/FILE, of which a Path would lose a slash."""
 
 MODEL, DATA, RUN = "The model", "The data", "The run"
 
@@ -81,9 +85,11 @@ def load_named(
     return load_model(model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed)
 
 
-def check_output(output: Path, inputs: Sequence[Path]) -> None:
+def check_output(output: Path, inputs: Sequence[File | Path]) -> None:
     """Better told before the work than after it."""
-    for each in inputs:
+    if is_reference(output):
+        raise KfacpackError(f"{output}: is on the Hub; write a file, and publish it with: kfacpack push")
+    for each in (Path(each) for each in inputs if not is_reference(each)):
         if output.exists() and each.exists() and output.samefile(each):
             raise KfacpackError(f"{output}: is also an input; write to another file")
     if not output.absolute().parent.is_dir():

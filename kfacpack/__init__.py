@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import evaluate
     from kfacpack.evaluation.sweep import sweep
     from kfacpack.heads import Head, head_for
+    from kfacpack.hub.pull import pull
+    from kfacpack.hub.push import push
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
     from kfacpack.models import load_model
@@ -78,6 +80,8 @@ _HOMES = {
     "load_task": "tasks",
     "localisation": "analysis.localisation",
     "merge": "merging.merge",
+    "pull": "hub.pull",
+    "push": "hub.push",
     "report": "reporting.report",
     "spectra": "analysis.spectra",
     "sweep": "evaluation.sweep",
@@ -128,6 +132,8 @@ __all__ = [
     "load_task",
     "localisation",
     "merge",
+    "pull",
+    "push",
     "report",
     "spectra",
     "sweep",

@@ -181,4 +181,6 @@ def _refused(name: str, error: ValueError) -> Exception:
     if isinstance(error, HfHubHTTPError):
         return error
     said = " ".join(str(error).split())
-    return HubError(name, f"the Hub refuses the card: {said}", "Nothing was sent; see --license and the README.md there")
+    return HubError(
+        name, f"the Hub refuses the card: {said}", "Nothing was sent; see --license and the README.md there"
+    )

@@ -113,4 +113,3 @@ def _of_status(error: BaseException, hub: object, repository: str) -> HubError:
 def _first_line(error: object) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return printable(lines[0].rstrip(".") if lines else type(error).__name__)
-
