@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -159,28 +160,34 @@ def _send(
         operations.append(CommitOperationAdd(CARD, planned.card.encode()))
     words = message or (f"Add {', '.join(item.name for _, item in new)}" if new else "Bring the card up to date")
     with speaking(name, name, revision):
+        if planned.card_changed:
+            _validate(name, planned.card)  # before anything is made
         hub = client()
         if found is None:
             hub.create_repo(name, private=private)
         if revision and (branch_missing or (found is None and revision != "main")):
             hub.create_branch(name, branch=revision, exist_ok=True)
-        try:
-            # On the commit that was looked at, so that nobody else's files and words are lost.
-            parent = found.commit if found and not branch_missing else None
-            made = hub.create_commit(
-                name, operations, commit_message=words, revision=revision, parent_commit=parent or None
-            )
-        except ValueError as error:
-            raise _refused(name, error) from error
+        # On the commit that was looked at, so that nobody else's files and words are lost.
+        parent = found.commit if found and not branch_missing else None
+        made = hub.create_commit(name, operations, commit_message=words, revision=revision, parent_commit=parent)
     return made.oid
 
 
-def _refused(name: str, error: ValueError) -> Exception:
-    from huggingface_hub.errors import HfHubHTTPError
+def _validate(name: str, card: str) -> None:
+    """By the Hub's own rules, which the Hub applies."""
+    from huggingface_hub import ModelCard
 
-    if isinstance(error, HfHubHTTPError):
-        return error
-    said = " ".join(str(error).split())
-    return HubError(
-        name, f"the Hub refuses the card: {said}", "Nothing was sent; see --license and the README.md there"
-    )
+    try:
+        ModelCard(card).validate()
+    except ValueError as error:
+        raise HubError(
+            name, f"the Hub refuses the card: {_said(str(error))}", "Nothing was sent. See --license"
+        ) from error
+
+
+def _said(answer: str) -> str:
+    """The words in what the Hub answers, which is JSON or plain text."""
+    try:
+        return "; ".join(each["message"] for each in json.loads(answer)["errors"])
+    except (ValueError, KeyError, TypeError):
+        return " ".join(answer.split())
