@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -21,19 +22,32 @@ def hub_id(base: Base) -> str | None:
     return found if found and _ID.fullmatch(found) else None
 
 
+@contextmanager
+def _importable() -> Iterator[None]:
+    """For open_clip and timm, which bring torchvision along."""
+    from kfacpack.models.compiler_deferred import compiler_deferred
+    from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+
+    with compiler_deferred():
+        make_torchvision_importable()
+        yield
+
+
 def _of_open_clip(name: str, tag: str) -> str | None:
     from kfacpack.models import EMBEDDED
 
     if name in EMBEDDED:
         return None
-    import open_clip
+    with _importable():
+        import open_clip
 
     place = open_clip.get_pretrained_cfg(name, tag).get("hf_hub", "")
     return "/".join(place.split("/")[:2]).partition("@")[0] or None
 
 
 def _of_timm(name: str, tag: str) -> str | None:
-    from timm.models import get_pretrained_cfg, is_model
+    with _importable():
+        from timm.models import get_pretrained_cfg, is_model
 
     architecture = name.partition(".")[0]
     found = get_pretrained_cfg(f"{architecture}.{tag}") if is_model(architecture) else None

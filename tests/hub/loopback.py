@@ -93,6 +93,9 @@ class Loopback(ThreadingHTTPServer):
         """A status that every request is answered with."""
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
+    def handle_error(self, request, client_address):
+        """Connections that were cut, as asked, are nothing to print."""
+
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"

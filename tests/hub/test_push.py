@@ -18,6 +18,10 @@ from kfacpack.hub.bases import as_option, hub_id
 from kfacpack.hub.card import BEGIN, END
 
 
+# How huggingface_hub calls its own HTTP library.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
 def run(*arguments, code=0):
     done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert done.exit_code == code, done.output

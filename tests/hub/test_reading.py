@@ -16,6 +16,10 @@ import kfacpack as kp
 LARGE = "hf://owner/repo/large.kfac"
 
 
+# How huggingface_hub calls its own HTTP library.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
 def run(*arguments, code=0):
     done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert done.exit_code == code, done.output
@@ -34,6 +38,11 @@ def cached(tmp_path, name="large.kfac"):
 
 def same(one: kp.Curvature, other: kp.Curvature) -> bool:
     return one.digest == other.digest
+
+
+def touch(bundle: kp.Bundle) -> None:
+    for name in bundle.tensors:
+        bundle.bytes_of(name)
 
 
 def test_a_bundle_and_a_vector_are_read_by_name(stocked, shelf):
@@ -91,11 +100,13 @@ def test_every_command_takes_references(stocked, shelf, tmp_path):
 
 def test_a_cut_connection_is_taken_up_again(stocked, shelf, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    stocked.cut_after = [100_000, 50_000]
+    # huggingface_hub keeps what has arrived in pieces of this size.
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
+    stocked.cut_after = [100_500, 50_500]
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
+    served = [size for method, path, size in stocked.log if method == "GET" and path.startswith("/large/")]
     size = (shelf / "large.kfac").stat().st_size
-    assert stocked.served(containing="/large/") == size, "what had arrived was not fetched again"
-    assert sum(path.startswith("/large/") for method, path, _ in stocked.log if method == "GET") == 3
+    assert served == [100_500, 50_500, size - 100_000 - 50_000], "what had arrived was not fetched again"
 
 
 def test_bytes_that_were_altered_on_the_way_are_refused_and_not_kept(stocked, tmp_path):
@@ -120,7 +131,7 @@ def test_an_altered_copy_in_the_cache_is_told_and_pull_heals_it(stocked, shelf, 
     raw[-1] ^= 1
     path.write_bytes(raw)
     with pytest.raises(kp.BundleError, match=f"'kfacpack pull {LARGE}' fetches it anew"):
-        [block.trace() for block in kp.load(LARGE).blocks]
+        touch(kp.Bundle(LARGE))
     run("pull", LARGE, "-o", tmp_path / "healed.kfac")
     assert (tmp_path / "healed.kfac").read_bytes() == (shelf / "large.kfac").read_bytes()
     assert run("verify", LARGE).exit_code == 0

@@ -52,7 +52,11 @@ def speaking(place: object, repository: str, revision: str | None = None) -> Ite
     try:
         yield
     except (of_http, OSError, HFValidationError, RuntimeError) as error:  # type: ignore[misc]
-        raise _told(error, place, repository, revision) from error
+        # What an upload's thread met comes wrapped.
+        met = error.__cause__ if isinstance(error, RuntimeError) else error
+        if not isinstance(met, of_http | OSError | HFValidationError):
+            raise
+        raise _told(met, place, repository, revision) from error
     finally:
         if silenced:
             enable_progress_bars()
@@ -64,8 +68,6 @@ def _told(error: BaseException, place: object, repository: str, revision: str | 
     def hub(problem: str, remedy: str, **more: bool) -> HubError:
         return HubError(str(place), problem, remedy, **more)
 
-    if isinstance(error, RuntimeError) and error.__cause__ is not None:
-        return _told(error.__cause__, place, repository, revision)  # what an upload's thread met
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         return hub("is not in the cache, and HF_HUB_OFFLINE is set", "Unset it, or give a file", unreachable=True)
     if isinstance(error, errors.GatedRepoError):

@@ -17,7 +17,9 @@ EXPECTED = "expected hf://owner/repo/FILE or hf://owner/repo@revision/FILE"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 REPOSITORY = re.compile(rf"{_NAME}/{_NAME}")
 _WHOLE = re.compile(
-    rf"hf://(?:(?P<kind>models|datasets)/)?(?P<repository>{REPOSITORY.pattern})"
+    # Spaces and the like hold no bundles, and are no owners either.
+    rf"hf://(?:(?P<kind>models|datasets)/)?(?!(?:models|datasets|spaces|kernels|buckets)/)"
+    rf"(?P<repository>{REPOSITORY.pattern})"
     # Of revisions with a slash, these two kinds are known by their looks; any other has it written as %2F.
     r"(?:@(?P<revision>refs/pr/[0-9]+|refs/convert/[\w.-]+|[^/]+))?(?:/(?P<file>.+))?"
 )
