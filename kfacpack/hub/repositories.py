@@ -11,6 +11,8 @@ from kfacpack.hub.files.client import client, speaking
 from kfacpack.hub.files.reference import REPOSITORY, Reference
 from kfacpack.hub.items import ENDINGS, Item
 
+_PLAIN = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
+"""Names of files that can be shown, typed and put into a folder as they are; anyone may have chosen them."""
 _NAMED = re.compile(rf"(?:hf://(?:models/)?)?({REPOSITORY.pattern})(?:@(.+))?/?")
 
 
@@ -40,7 +42,7 @@ class Repository:
     @property
     def candidates(self) -> list[Stored]:
         """Files that may be bundles or vectors, by their names."""
-        return [file for file in self.files if file.name.endswith(ENDINGS)]
+        return [file for file in self.files if file.name.endswith(ENDINGS) and _PLAIN.fullmatch(file.name)]
 
     def item(self, file: str) -> Item | None:
         """What a file is, by its header, which is all that is fetched; None for one that is not ours."""

@@ -17,7 +17,6 @@ import kfacpack as kp
 from kfacpack.hub.bases import as_option, hub_id
 from kfacpack.hub.card import BEGIN, END
 
-
 # How huggingface_hub calls its own HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
@@ -214,7 +213,7 @@ def test_a_commit_in_between_is_not_overwritten(owner, shelf, monkeypatch):
         return upload(*arguments, **more)
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
-    assert "refuses (412)" in run("push", shelf / "two.kfac", "owner/repo", code=2).stderr
+    assert "has changed meanwhile" in run("push", shelf / "two.kfac", "owner/repo", code=2).stderr
     assert owner.files("owner/repo")["README.md"] == b"---\n{}\n---\nIn between.\n"
 
 

@@ -5,6 +5,7 @@ Tokens are its own concern: it reads what `hf auth login` stored. Nothing here a
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,9 +15,11 @@ from kfacpack.errors import HubError, printable
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
 
 LOG_IN = "log in with: hf auth login"
 
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR)
 _shown: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
 
 
@@ -65,51 +68,52 @@ def speaking(place: object, repository: str, revision: str | None = None) -> Ite
 def _told(error: BaseException, place: object, repository: str, revision: str | None) -> HubError:
     from huggingface_hub import constants, errors
 
-    def hub(problem: str, remedy: str, **more: bool) -> HubError:
-        return HubError(str(place), problem, remedy, **more)
-
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
-        return hub("is not in the cache, and HF_HUB_OFFLINE is set", "Unset it, or give a file", unreachable=True)
-    if isinstance(error, errors.GatedRepoError):
-        remedy = f"Ask for access at {constants.ENDPOINT}/{repository}, and {LOG_IN}"
-        return hub(f"{repository} is gated, and you have no access to it", remedy)
-    if isinstance(error, errors.RepositoryNotFoundError):
-        problem = f"there is no repository {repository}, or it is private and you may not see it"
-        return hub(problem, f"Check its name; if it is private, {LOG_IN}")
-    if isinstance(error, errors.RevisionNotFoundError):
-        problem = f"{repository} has no revision {revision or 'main'!r}"
-        return hub(problem, "Give a branch, a tag or a commit that is there")
-    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
-        where = f" at {revision}" if revision else ""
-        return hub(f"{repository} has no such file{where}", f"See what it has: kfacpack pull {repository} --list")
-    if isinstance(error, errors.HfHubHTTPError):
-        return _of_status(error, hub, repository)
-    if isinstance(error, errors.HFValidationError):
-        return hub(f"is not a name the Hub knows: {_first_line(error)}", "Expected owner/repo")
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return hub(f"could not be stored: {error.filename}: {error.strerror}", "Nothing was changed")
+        problem = "is not in the cache, and HF_HUB_OFFLINE is set"
+        return HubError(str(place), problem, "Unset it, or give a file", unreachable=True)
+    if words := _refusal(error, repository, revision):
+        return HubError(str(place), *words)
+    if isinstance(error, OSError) and error.errno in _OF_DISKS:
+        problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
+        return HubError(str(place), problem, "Make room, or let HF_HOME name another folder")
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {_first_line(cause)}"
-    return hub(problem, "Is there a network? Then the same command goes on; or give a file", unreachable=True)
+    return HubError(str(place), problem, "Is there a network? Then try again; or give a file", unreachable=True)
 
 
-def _of_status(error: BaseException, hub: object, repository: str) -> HubError:
-    assert callable(hub)
-    status = error.response.status_code  # type: ignore[attr-defined]
-    said = getattr(error, "server_message", None)
-    words = f": {_first_line(said)}" if said else ""
+def _refusal(error: BaseException, repository: str, revision: str | None) -> tuple[str, str] | None:
+    """What the Hub says no to, and what to do, or None where nobody answered."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        remedy = f"Ask for access at {constants.ENDPOINT}/{repository}, and {LOG_IN}"
+        return f"{repository} is gated, and you have no access to it", remedy
+    if isinstance(error, errors.RepositoryNotFoundError):
+        problem = f"there is no repository {repository}, or it is private and you may not see it"
+        return problem, f"Check its name; if it is private, {LOG_IN}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repository} has no revision {revision or 'main'!r}", "Give a branch, a tag or a commit that is there"
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        where = f" at {revision}" if revision else ""
+        return f"{repository} has no such file{where}", f"See what it has: kfacpack pull {repository} --list"
+    if isinstance(error, errors.HFValidationError):
+        return f"is not a name the Hub knows: {_first_line(error)}", "Expected owner/repo"
+    return _by_status(error, repository) if isinstance(error, errors.HfHubHTTPError) else None
+
+
+def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
+    status = error.response.status_code
+    said = f": {_first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
-        problem, remedy = f"the Hub does not know who you are{words}", f"For {repository}, {LOG_IN}"
-    elif status == 403:
-        problem = f"you may not do this with {repository}{words}"
+        return f"the Hub does not know who you are{said}", f"For {repository}, {LOG_IN}"
+    if status == 403:
         remedy = f"With an account that may, and a token that can write where you write, {LOG_IN}"
-    elif status >= 500 or status == 429:
-        problem, remedy = f"the Hub answers {status}{words}", "Try again later"
-    else:
-        problem, remedy = f"the Hub refuses ({status}){words}", f"Is {repository} what you meant?"
-    made = hub(problem, remedy)
-    assert isinstance(made, HubError)
-    return made
+        return f"you may not do this with {repository}{said}", remedy
+    if status == 412:
+        return f"{repository} has changed meanwhile{said}", "Do it again, on what it is now"
+    if status == 429 or status >= 500:
+        return f"the Hub answers {status}{said}", "Try again later"
+    return f"the Hub refuses ({status}){said}", f"Is {repository} what you meant?"
 
 
 def _first_line(error: object) -> str:

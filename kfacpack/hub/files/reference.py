@@ -39,16 +39,18 @@ class Reference(os.PathLike[str]):
     header_only: bool = False
     """Whether whoever opens it will look at the header alone, so that nothing else has to be fetched."""
 
+    def __post_init__(self) -> None:
+        if any(part in ("", ".", "..") for part in self.file.split("/")) or "\\" in self.file:
+            raise HubError(str(self), f"{self.file!r} is not the path of a file in a repository", EXPECTED)
+
     @classmethod
     def parse(cls, text: str) -> Reference:
         found = _WHOLE.fullmatch(text)
         if not found:
             raise HubError(text, "is not the name of a file on the Hub", EXPECTED)
         file = found["file"]
-        if not file or file.endswith("/"):
+        if not file:
             raise HubError(text, "names a repository, and no file in it", EXPECTED)
-        if any(part in ("", ".", "..") for part in file.split("/")) or "\\" in file:
-            raise HubError(text, f"{file!r} is not the path of a file in a repository", EXPECTED)
         revision = unquote(found["revision"]) if found["revision"] else None
         return cls(found["repository"], file, revision, "dataset" if found["kind"] == "datasets" else "model")
 
