@@ -80,7 +80,7 @@ def main(
 ) -> None:
     """Curvature as an artifact, for task arithmetic: estimate it, merge it, train under it, add vectors up, measure.
 
-    To see what it is about: kfacpack demo.
+    Wherever a bundle or vector is read, hf://owner/repo/FILE is one on the Hub. To see what it is about: kfacpack demo.
     """
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -191,3 +194,12 @@ def test_without_a_network_the_cache_serves(stocked, shelf, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
     assert "HF_HUB_OFFLINE is set" in run("inspect", "hf://owner/repo/one.kfac", code=2).stderr
+
+
+def test_the_command_asks_the_hub_that_the_environment_names(stocked, tmp_path):
+    environment = {**os.environ, "HF_ENDPOINT": stocked.endpoint, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "kfacpack_cli", "inspect", LARGE, "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["path"] == LARGE
+    assert done.stderr == ""
+    assert 0 < stocked.served(containing="/large/") < len(stocked.files("owner/repo")["large.kfac"]) / 20
