@@ -40,8 +40,8 @@ class SealedFile:
     `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keys: Keys):
-        self._container = Container(path)
+    def __init__(self, path: str | os.PathLike[str] | Container, keys: Keys):
+        self._container = path if isinstance(path, Container) else Container(path)
         self._keys = keys
         self.path: Place = self._container.path
         self.nbytes = self._container.nbytes
@@ -103,7 +103,7 @@ class SealedFile:
 class Bundle(SealedFile):
     """An open `.kfac` file: its manifest now, its tensors when asked for."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, BUNDLE)
         self.manifest = validated(self.path, self.said, Manifest)
         check_consistency(self.path, self.manifest, self.tensors)

@@ -38,11 +38,12 @@ class Item:
     def of(cls, path: str | os.PathLike[str], name: str) -> Item:
         """What a file is, by its header alone; one that is neither bundle nor vector is a `BundleError`."""
         place = header_of(path)
-        said = Container(place).metadata
+        container = Container(place)  # opened once: each time may be a request
+        said = container.metadata
         if BUNDLE.manifest not in said and VECTOR.manifest not in said:
             problem = "is a safetensors file, but neither a bundle nor a task vector"
             raise BundleError(place, problem, None, "Are these a model's weights?")
-        return cls(name, Bundle(place) if BUNDLE.manifest in said else VectorFile(place))
+        return cls(name, Bundle(container) if BUNDLE.manifest in said else VectorFile(container))
 
     @property
     def kind(self) -> Literal["bundle", "vector"]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfacpack.bundle.container import ITEM_BYTES, download_again
+from kfacpack.bundle.container import ITEM_BYTES, Container, download_again
 from kfacpack.bundle.reader import SealedFile, validated
 from kfacpack.bundle.seal import UNSEALED
 from kfacpack.bundle.writer import bundle_digest, write_sealed
@@ -96,7 +96,7 @@ class InFile(Leaf):
 class VectorFile(SealedFile):
     """An open file: its manifest now, its tensors when asked for. The first touch of one checks its SHA-256."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, VECTOR)
         self.manifest = validated(self.path, self.said, VectorManifest)
         self._digests = {each.name: each.sha256 for each in self.manifest.tensors}

@@ -100,14 +100,17 @@ def test_a_push_that_was_cut_off_goes_on(owner, shelf, monkeypatch):
 def test_a_file_is_added_beside_others_which_stay_in_the_card(owner, shelf):
     owner.put("owner/repo", {"model.safetensors": b"\x08" + bytes(7) + b"{}      "})
     pushed(shelf / "large.kfac", "owner/repo")
+    weights, card = owner.files("owner/repo")["model.safetensors"], owner.files("owner/repo")["README.md"]
     owner.log.clear()
     pushed(shelf / "two.kfac", "owner/repo")
     text = card_of(owner).text
     assert "## `large.kfac`" in text
     assert "## `two.kfac`" in text
     assert "model.safetensors" not in text
-    size = (shelf / "large.kfac").stat().st_size
-    assert owner.served(containing="/large/") < size / 20, "its header is enough"
+    raw = (shelf / "large.kfac").read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    read = owner.served(containing="/large/") + owner.served(containing="/resolve/")
+    assert read == header + len(weights) + len(card) < len(raw) / 20, "headers are enough, and the card"
 
 
 def test_the_users_own_words_and_metadata_stay(owner, shelf):
