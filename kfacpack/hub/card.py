@@ -65,7 +65,7 @@ def _parsed(repository: str, content: str) -> ModelCard:
 
 
 def _describe(card: ModelCard, items: Sequence[Item], license: str | None, base_model: str | None) -> None:
-    data = card.data
+    data: Any = card.data  # a ModelCardData, which its type does not say
     kept = [tag for tag in _listed(data.tags) if not tag.startswith((BASE_TAG, TASK_TAG))]
     bases = [f"{BASE_TAG}{item.base.name}" for item in items]
     tasks = [f"{TASK_TAG}{task}" for item in items for task in item.tasks]
