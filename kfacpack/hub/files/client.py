@@ -56,8 +56,8 @@ def speaking(place: object, repository: str, revision: str | None = None) -> Ite
         yield
     except (of_http, OSError, HFValidationError, RuntimeError) as error:  # type: ignore[misc]
         # What an upload's thread met comes wrapped.
-        met = error.__cause__ if isinstance(error, RuntimeError) else error
-        if not isinstance(met, of_http | OSError | HFValidationError):
+        met: BaseException | None = error.__cause__ if isinstance(error, RuntimeError) else error
+        if met is None or not isinstance(met, (of_http, OSError, HFValidationError)):
             raise
         raise _told(met, place, repository, revision) from error
     finally:
