@@ -8,14 +8,14 @@ from typing import Any
 import typer
 
 from .console import print_json
-from .options import IMAGE_SIZE, MODEL_NAME, QUIET, RUN, WEIGHTS, option
+from .options import IMAGE_SIZE, MODEL_NAME, QUIET, RUN, WEIGHTS, File, option
 from .vectors import SAVE_MODEL, Wanted, write
 
 HOW = "The method"
 
 
 def add(
-    vectors: list[Path] = typer.Argument(..., metavar="FILE.safetensors...", help="The task vectors."),
+    vectors: list[File] = typer.Argument(..., metavar="FILE.safetensors...", help="The task vectors."),
     output: Path = option(RUN, ..., "--output", "-o", metavar="SUM.safetensors", help="Where to."),
     method: str = option(
         HOW,

@@ -13,7 +13,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
 
 from .console import human_bytes, out, print_json
-from .options import QUIET, RUN, check_output, option
+from .options import QUIET, RUN, File, check_output, option
 from .progress import steps_bar
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ WHAT = "What is kept"
 
 
 def compress(
-    bundle: Path = typer.Argument(..., metavar="FILE.kfac", help="The bundle to compress."),
+    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle to compress."),
     spec: str | None = typer.Argument(
         None, metavar="[CODEC]", help="block:K, svd:R, svd:P%, prune:P%, then int8, fp16 or bf16: block:8+int8."
     ),
@@ -36,7 +36,7 @@ def compress(
         help="Instead of a codec: each matrix gets the one with which the file loses least at this size, such as 70MB, "
         "or 10% of dense float32.",
     ),
-    vector: Path | None = option(
+    vector: File | None = option(
         RUN, None, "--vector", metavar="FILE.safetensors", help="Measure the error of 'quadratic' on this task vector."
     ),
     blocks: bool = option(RUN, False, "--blocks", help="List every block: its codec, bytes and errors."),

@@ -24,6 +24,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    File,
     HeadKind,
     check_output,
     load_asked,
@@ -43,7 +44,7 @@ def evaluate(
     more: list[str] | None = typer.Argument(None, metavar="TASK", help="Further tasks: --task A B C."),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
-    vector: Path | None = option(
+    vector: File | None = option(
         VECTOR,
         None,
         "--vector",
@@ -112,7 +113,7 @@ def evaluate(
     if csv:
         if csv.is_dir():
             raise KfacpackError(f"{csv}: is a folder; give the path of a file")
-        check_output(csv, [each for each in (vector, *map(Path, individual or ())) if each])
+        check_output(csv, [each for each in (vector, *(individual or ())) if each])
     # They bring torch, which --help has no need to wait for.
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.evaluation.choice import validation_exam

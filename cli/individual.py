@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.hub.files.reference import is_reference
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import Exam
@@ -30,6 +31,8 @@ def read(said: list[str], exams: Mapping[str, Exam]) -> dict[str, float | TaskVe
 
 
 def _one(said: str, exams: Mapping[str, Exam]) -> Mapping[str, float | TaskVector]:
+    if is_reference(said):
+        return _vector(said, exams)
     number = None if Path(said).exists() else NUMBER.fullmatch(said)
     if number:
         return {_evaluated(said, number[1], exams): _share(said, number[2], number[3])}

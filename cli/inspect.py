@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -14,12 +13,13 @@ from rich.text import Text
 from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import printable
+from kfacpack.hub.facts import bundle_facts, relative_error, some
+from kfacpack.hub.files.reference import header_of
 
 from .console import facts_table, human_bytes, out, print_json
+from .options import File
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from kfacpack.bundle.manifest import DenseEntry, KroneckerEntry
 
     BlockEntry = KroneckerEntry | DenseEntry
@@ -29,15 +29,16 @@ MOST_BLOCKS = 2000
 
 
 def inspect(
-    bundle: Path = typer.Argument(..., metavar="FILE.kfac", help="The bundle to look into."),
+    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle to look into."),
     blocks: bool = typer.Option(False, "--blocks", help="List every block: its parameters, form and bytes."),
     as_json: bool = typer.Option(False, "--json", help="Print digest, sizes and the whole manifest as JSON."),
 ) -> None:
     """Show what a bundle is, without reading its tensors.
 
-    Only the header is read, so it is quick on any size. Whether the tensors are intact is what 'verify' tells.
+    Only the header is read, and of hf://owner/repo/FILE.kfac only the header is fetched, so it is quick on any size.
+    Whether the tensors are intact is what 'verify' tells.
     """
-    opened = Bundle(bundle)
+    opened = Bundle(header_of(bundle))
     if as_json:
         print_json(_as_json(opened))
         return
@@ -61,54 +62,8 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
 
 
 def _print_summary(bundle: Bundle) -> None:
-    facts = facts_table(_facts(bundle))
+    facts = facts_table(bundle_facts(bundle))
     out.print(Panel(facts, title=Text(printable(bundle.path.name)), title_align="left", expand=False))
-
-
-def _facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    manifest = bundle.manifest
-    base, function, source, estimate, merge = (
-        manifest.base, manifest.function, manifest.source, manifest.estimate, manifest.merge,
-    )  # fmt: skip
-    if source:
-        yield "task", source.task
-        data = [source.dataset, source.split, f"revision {source.revision}" if source.revision else None]
-        if any(data):
-            yield "data", ", ".join(filter(None, data))
-        if source.examples is not None:
-            size = f" of {source.dataset_size:,}" if source.dataset_size is not None else ""
-            yield "examples", f"{source.examples:,}{size}"
-        if source.preprocessing:
-            yield "preprocessing", source.preprocessing
-        if source.license:
-            yield "license", source.license
-    if merge:
-        parents = _some(f"{parent.task or parent.sha256[:12]} × {parent.weight:.4g}" for parent in merge.parents)
-        rank = f" of rank {merge.rank}" if merge.rank else ""
-        yield "merged", f"{merge.rule}{rank}: {parents}"
-    revision = f", {base.revision}" if base.revision else ""
-    yield "base model", f"{base.name} ({base.family}{revision})"
-    yield "", f"sha256 {base.sha256[:16]}… over {len(base.parameters)} parameters"
-    normalized = "normalised " if function.normalized else ""
-    detail = f": {function.detail}" if function.detail else ""
-    yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
-    if estimate:
-        probes = f"{estimate.probes} {estimate.probe} probes per example" if estimate.probes else None
-        seed = f"seed {estimate.seed}" if estimate.seed is not None else None
-        model = f"model in {estimate.model_dtype}" if estimate.model_dtype else None
-        sums = f"sums in {estimate.accumulation_dtype}" if estimate.accumulation_dtype else None
-        yield "estimate", ", ".join(filter(None, [estimate.fisher, probes, seed, model, sums]))
-    yield "scaling", f"{manifest.scaling.sharing}, as the true GGN (1/N Σ JᵀJ)"
-    promised = sum(matrix.psd for matrix in manifest.matrices)
-    if promised < len(manifest.matrices):
-        yield "psd", f"{promised} of {len(manifest.matrices)} matrices promise to be positive semi-definite"
-    if manifest.losses:
-        yield "lossy steps", _some(f"{loss.step} (error of G {_error(loss.frobenius)})" for loss in manifest.losses)
-    dense = bundle.dense_bytes
-    share = f", {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})" if bundle.nbytes < dense else ""
-    yield "size", human_bytes(bundle.nbytes) + share
-    yield "content", f"sha256 {bundle.digest}"
-    yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
 
 
 def _print_kinds(bundle: Bundle) -> None:
@@ -139,25 +94,14 @@ def _print_blocks(bundle: Bundle) -> None:
         size = human_bytes(_bytes(bundle, block, counted))
         shape = f"{block.join.rows}×{block.join.columns}"
         name, held = Text(block.name, overflow="fold"), Text(_forms(bundle, block))
-        losses = _some(f"{loss.step} {_error(loss.frobenius)}" for loss in block.losses)
+        losses = some(f"{loss.step} {relative_error(loss.frobenius)}" for loss in block.losses)
         table.add_row(name, Text(block.operation), shape, block.structure, held, size, *([Text(losses)] * lossy))
         others = [piece.parameter for piece in block.join.pieces if not block.name.startswith(piece.parameter)]
         if others:
-            table.add_row(Text(f"  + {_some(dict.fromkeys(others))}", style="dim", overflow="fold"))
+            table.add_row(Text(f"  + {some(dict.fromkeys(others))}", style="dim", overflow="fold"))
     out.print(table)
     if (more := len(bundle.manifest.blocks) - MOST_BLOCKS) > 0:
         out.print(Text(f"{more} more blocks, --json has them all", style="dim"))
-
-
-def _some(words: Iterable[str], most: int = 16) -> str:
-    """The first of them, and how many more there are: a table is for reading."""
-    found = list(words)
-    more = [f"and {len(found) - most} more"] if len(found) > most else []
-    return ", ".join([*found[:most], *more])
-
-
-def _error(relative: float | None) -> str:
-    return "not measured" if relative is None else f"{relative:.2g}"
 
 
 def _forms(bundle: Bundle, block: BlockEntry) -> str:

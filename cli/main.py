@@ -6,12 +6,14 @@ import io
 import signal
 import sys
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 import kfacpack
+from kfacpack.hub.files.client import bars
 
 from . import (
     add,
@@ -27,12 +29,15 @@ from . import (
     models,
     negate,
     plan,
+    pull,
+    push,
     report,
+    search,
     tasks,
     train,
     verify,
 )
-from .console import show_error
+from .console import err, show_error
 
 
 class Commands(TyperGroup):
@@ -77,7 +82,7 @@ def main(
 ) -> None:
     """Curvature as an artifact, for task arithmetic: estimate it, merge it, train under it, add vectors up, measure.
 
-    To see what it is about: kfacpack demo.
+    Wherever a bundle or vector is read, hf://owner/repo/FILE is one on the Hub. To see what it is about: kfacpack demo.
     """
 
 
@@ -96,6 +101,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "measure": measure.measure,
     "run": plan.run,
     "report": report.report,
+    "push": push.push,
+    "pull": pull.pull,
+    "search": search.search,
     "demo": demo.demo,
     "models": models.models,
     "tasks": tasks.tasks,
@@ -107,8 +115,19 @@ def _flowing(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
+def _with_bars(command: Callable[..., None]) -> Callable[..., None]:
+    """What is fetched from the Hub or sent there shows a bar, wherever other bars are shown."""
+
+    @wraps(command)
+    def called(**given: Any) -> None:
+        with bars(show=err.is_terminal and not (given.get("quiet") or given.get("as_json"))):
+            command(**given)
+
+    return called
+
+
 for name, command in COMMANDS.items():
-    app.command(name, help=_flowing(command.__doc__ or ""))(command)
+    app.command(name, help=_flowing(command.__doc__ or ""))(_with_bars(command))
 
 
 def run_app() -> None:

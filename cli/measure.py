@@ -12,6 +12,7 @@ import typer
 
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.hub.files.reference import located
 from kfacpack.running.files import write_whole
 
 from .console import out, print_json
@@ -25,6 +26,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    File,
     check_output,
     load_asked,
     load_named,
@@ -46,10 +48,10 @@ LAYER_EXAMPLES = 64
 
 def measure(
     what: What = typer.Argument(..., metavar="WHAT", help="disentanglement, localisation, drift or spectra."),
-    vectors: list[Path] | None = typer.Argument(
+    vectors: list[File] | None = typer.Argument(
         None, metavar="FILE.safetensors...", help="Task vectors, of one task each; for spectra, a bundle."
     ),
-    bundle: list[Path] | None = option(
+    bundle: list[File] | None = option(
         MEASURE,
         None,
         "--bundle",
@@ -111,13 +113,13 @@ def measure(
     ):
         if given is not None and what != belongs:
             raise KfacpackError(f"{name} is about {belongs}, and not about {what}; leave it out")
-    _check_outputs(output, figure, [*files, *bundles, *([Path(weights)] if weights else ())])
+    _check_outputs(output, figure, [*files, *bundles, *([weights] if weights else ())])
     # They bring torch, which --help has no need to wait for.
     import kfacpack as kp
 
     show = not (quiet or as_json)
     if what == "spectra":
-        with steps_bar(bundles[0].name, show=show) as advance:
+        with steps_bar(located(bundles[0]).name, show=show) as advance:
             found = kp.spectra(kp.load(bundles[0]), on_progress=advance)
     else:
         from kfacpack.evaluation.alphas import parse_alphas
@@ -147,7 +149,7 @@ def measure(
             out.print(part)
 
 
-def _check_counts(what: What, vectors: list[Path], bundles: list[Path]) -> None:
+def _check_counts(what: What, vectors: list[File], bundles: list[File]) -> None:
     """Before anything is opened: how many vectors and bundles a measurement takes."""
     expected, fits = {
         "disentanglement": ("two vectors", len(vectors) == 2 and not bundles),
@@ -160,7 +162,7 @@ def _check_counts(what: What, vectors: list[Path], bundles: list[Path]) -> None:
         raise KfacpackError(f"measure {what}: expected {expected}, found {found}")
 
 
-def _check_outputs(output: Path | None, figure: Path | None, inputs: list[Path]) -> None:
+def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File]) -> None:
     if figure and figure.suffix.lower() not in (".png", ".svg"):
         raise KfacpackError(f"{figure}: a figure is a PNG or an SVG; give it a name that ends in .png or .svg")
     if output and figure and output.absolute() == figure.absolute():
@@ -169,7 +171,7 @@ def _check_outputs(output: Path | None, figure: Path | None, inputs: list[Path])
         check_output(each, inputs)
 
 
-def _vectors(files: list[Path]) -> dict[str, TaskVector]:
+def _vectors(files: list[File]) -> dict[str, TaskVector]:
     """By task."""
     from kfacpack.vectors.vector import TaskVector
 
@@ -183,7 +185,7 @@ def _vectors(files: list[Path]) -> dict[str, TaskVector]:
     return found
 
 
-def _bundles(files: list[Path]) -> dict[str, Curvature]:
+def _bundles(files: list[File]) -> dict[str, Curvature]:
     """By task."""
     from kfacpack.curvature.loading import load
 
@@ -197,7 +199,7 @@ def _bundles(files: list[Path]) -> dict[str, Curvature]:
     return found
 
 
-def _put(found: dict[str, Any], task: str, what: Any, file: Path) -> None:
+def _put(found: dict[str, Any], task: str, what: Any, file: File) -> None:
     if task in found:
         raise KfacpackError(f"{file}: is of {printable(task)}, as another that is given; give one for each task")
     found[task] = what

@@ -14,7 +14,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
 
 from .console import human_bytes, human_seconds, out, print_json
-from .options import QUIET, RUN, check_output, option
+from .options import QUIET, RUN, File, check_output, option
 from .progress import steps_bar
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ HOW = "The merge"
 
 
 def merge(
-    bundles: list[Path] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to merge."),
+    bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to merge."),
     output: Path = option(RUN, ..., "--output", "-o", metavar="MERGED.kfac", help="Where to."),
     rule: str = option(
         HOW,

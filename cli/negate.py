@@ -7,12 +7,12 @@ from pathlib import Path
 import typer
 
 from .console import print_json
-from .options import IMAGE_SIZE, MODEL_NAME, QUIET, RUN, WEIGHTS, option
+from .options import IMAGE_SIZE, MODEL_NAME, QUIET, RUN, WEIGHTS, File, option
 from .vectors import SAVE_MODEL, Wanted, write
 
 
 def negate(
-    vector: Path = typer.Argument(..., metavar="FILE.safetensors", help="The task vector."),
+    vector: File = typer.Argument(..., metavar="FILE.safetensors", help="The task vector."),
     output: Path = option(RUN, ..., "--output", "-o", metavar="NEGATED.safetensors", help="Where to."),
     alpha: float = option(RUN, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
     save_model: Path | None = SAVE_MODEL,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.hub.files.reference import is_reference
 
 from .console import show_note
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from kfacpack.bundle.manifest import FloatType
     from kfacpack.models import Model
     from kfacpack.tasks import Task
+
+File = str
+"""A bundle or vector to read: a path, or hf://owner/repo[@revision]/FILE, of which a Path would lose a slash."""
 
 MODEL, DATA, RUN = "The model", "The data", "The run"
 
@@ -113,9 +117,11 @@ def load_asked(name: str, data: str | None, columns: str | None, model: str, *, 
     return found
 
 
-def check_output(output: Path, inputs: Sequence[Path]) -> None:
+def check_output(output: Path, inputs: Sequence[File | Path]) -> None:
     """Better told before the work than after it."""
-    for each in inputs:
+    if is_reference(output):
+        raise KfacpackError(f"{output}: is on the Hub; write a file, and publish it with: kfacpack push")
+    for each in (Path(each) for each in inputs if not is_reference(each)):
         if output.exists() and each.exists() and output.samefile(each):
             raise KfacpackError(f"{output}: is also an input; write to another file")
     if not output.absolute().parent.is_dir():

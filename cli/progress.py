@@ -62,6 +62,13 @@ def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], Non
         yield lambda done, total, words: update(completed=done, total=total, words=words)
 
 
+@contextmanager
+def checks_bar(name: str, *, show: bool) -> Iterator[Callable[[str, int, int], None]]:
+    """To be told what is checked, how much of it is done, and how much there is."""
+    with _bar(name, show=show) as update:
+        yield lambda check, done, total: update(description=printable(f"{name}: {check}"), completed=done, total=total)
+
+
 class TrainingProgress:
     """Hears of every step, and remembers the last."""
 

@@ -28,6 +28,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    File,
     HeadKind,
     check_output,
     load_asked,
@@ -61,7 +62,7 @@ def train(
     head: HeadKind = HEAD,
     data: str | None = DATA_FOLDER,
     columns: str | None = COLUMNS,
-    reg: list[Path] | None = option(
+    reg: list[File] | None = option(
         PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
     ),
     strength: float | None = option(
@@ -145,7 +146,7 @@ def train(
     if strength is not None and not (reg or reg_data):
         raise KfacpackError("--strength is that of a penalty: give --reg FILE.kfac or --reg-data TASK")
     target = output or Path(f"{task.replace('/', '-')}.safetensors")
-    check_output(target, [*(reg or ()), *([Path(weights)] if weights else ())])
+    check_output(target, [*(reg or ()), *([weights] if weights else ())])
     require_metrics_place(target)
     place = processes.local_device(device)
     with processes.launched(place):
@@ -187,7 +188,7 @@ def train(
         _run(job, target, resume, show=show, quiet=quiet, as_json=as_json)
 
 
-def _regularizer(reg: list[Path] | None, *, quiet: bool, **how: Any) -> Regularizer | None:
+def _regularizer(reg: list[File] | None, *, quiet: bool, **how: Any) -> Regularizer | None:
     from kfacpack.training.regularizer import OwnTaskWarning, Regularizer
 
     if not reg:

@@ -12,7 +12,7 @@ from rich.text import Text
 from kfacpack.errors import KfacpackError
 
 from .console import human_bytes, human_seconds, out, show_note
-from .options import MODEL, check_output, load_named, option
+from .options import MODEL, File, check_output, load_named, option
 from .progress import loading, steps_bar
 
 if TYPE_CHECKING:
@@ -42,13 +42,13 @@ class Wanted:
     weights: str | None
     image_size: int | None
 
-    def check(self, output: Path, inputs: list[Path]) -> None:
+    def check(self, output: Path, inputs: list[File]) -> None:
         check_output(output, inputs)
         if self.path is None:
             if self.weights or self.image_size:
                 raise KfacpackError("--weights and --image-size belong to a model that is saved: give --save-model")
             return
-        check_output(self.path, [*inputs, *([Path(self.weights)] if self.weights else [])])
+        check_output(self.path, [*inputs, *([self.weights] if self.weights else [])])
         if self.path.resolve() == output.resolve():
             raise KfacpackError(f"{output}: the vector and the model cannot be the same file; give each its own name")
 

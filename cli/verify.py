@@ -14,9 +14,11 @@ from rich.text import Text
 from kfacpack.bundle.identity import weights_of_file
 from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.hub.files.reference import located
 from kfacpack.verification import verify as verify_bundle
 
 from .console import err, out, print_json, show_error
+from .options import File
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,7 +32,7 @@ SHOWN = 5
 
 
 def verify(
-    bundles: list[Path] = typer.Argument(..., metavar="FILE.kfac", help="The bundles to check."),
+    bundles: list[File] = typer.Argument(..., metavar="FILE.kfac", help="The bundles to check."),
     model: str | None = typer.Option(
         None,
         "--model",
@@ -59,7 +61,7 @@ def verify(
             manifest = Bundle(path).manifest
         except KfacpackError as error:
             show_error(str(error))
-            unreadable.append({"path": str(path), "error": str(error)})
+            unreadable.append({"path": path, "error": str(error)})
             continue
         result = _verify_with_progress(path, bases.of(manifest), show=not (quiet or as_json))
         verified.append(result)
@@ -104,13 +106,14 @@ class Bases:
         return self._loaded[dtype, seed]
 
 
-def _verify_with_progress(path: Path, model: str | nn.Module | None, show: bool) -> Verification:
+def _verify_with_progress(path: File, model: str | nn.Module | None, show: bool) -> Verification:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        task = bar.add_task(printable(path.name), total=None)
+        name = located(path).name
+        task = bar.add_task(printable(name), total=None)
 
         def update(check: str, done: int, total: int) -> None:
-            bar.update(task, description=printable(f"{path.name}: {check}"), completed=done, total=total)
+            bar.update(task, description=printable(f"{name}: {check}"), completed=done, total=total)
 
         return verify_bundle(path, model, update)
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kfacpack.evaluation.sweep import sweep
     from kfacpack.exporting import export
     from kfacpack.heads import Head, head_for
+    from kfacpack.hub.pull import pull
+    from kfacpack.hub.push import push
     from kfacpack.importing.mammoth import import_mammoth
     from kfacpack.linear.linearize import linearize
     from kfacpack.merging.merge import merge
@@ -82,6 +84,8 @@ _HOMES = {
     "load_task": "tasks",
     "localisation": "analysis.localisation",
     "merge": "merging.merge",
+    "pull": "hub.pull",
+    "push": "hub.push",
     "report": "reporting.report",
     "spectra": "analysis.spectra",
     "sweep": "evaluation.sweep",
@@ -134,6 +138,8 @@ __all__ = [
     "load_task",
     "localisation",
     "merge",
+    "pull",
+    "push",
     "report",
     "spectra",
     "sweep",

@@ -51,3 +51,21 @@ class SubtractionError(KfacpackError):
 
 class NotFiniteError(KfacpackError):
     """f has numbers that are none."""
+
+
+class HubError(KfacpackError):
+    """A file or repository on the Hub that could not be read or written.
+
+    `unreachable`: nobody answered, or nobody was to be asked; what is in the cache may serve instead.
+    """
+
+    def __init__(self, place: str, problem: str, remedy: str, *, unreachable: bool = False):
+        self.place, self.problem, self.remedy, self.unreachable = place, problem, remedy, unreachable
+        super().__init__(printable(f"{place}: {problem}. {remedy}", longest=2000))
+
+    def __reduce__(self) -> tuple[type[HubError], tuple[str, str, str]]:
+        return type(self), (self.place, self.problem, self.remedy)
+
+
+class DoesNotHoldError(KfacpackError):
+    """A file that was checked and is not what it promises to be. The command line exits with code 1."""

@@ -15,6 +15,7 @@ import kfacpack as kp
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     "errors",
+    "hub.files",
     "bundle",
     "curvature.matrices",
     "curvature",
@@ -39,6 +40,7 @@ LAYERS = [
     "training",
     "reporting",
     "plans",
+    "hub",
 ]
 """In the order of CONTRIBUTING's table: a module imports from its own layer and from those before it."""
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from kfacpack.bundle.identity import Weights
-    from kfacpack.bundle.reader import Bundle
+    from kfacpack.bundle.reader import Bundle, SealedFile
 
     Progress = Callable[[str, int, int], None]
     """Called with a check's name, how many things it has looked at and how many there are."""
@@ -47,8 +47,8 @@ def run_check(
     return Check(name, len(todo), tuple(failures))
 
 
-def check_tensors(name: str, bundle: Bundle, problem: Callable[[str], str | None], progress: Progress) -> Check:
-    """Every tensor of a bundle, by what `problem` says of it."""
+def check_tensors(name: str, bundle: SealedFile, problem: Callable[[str], str | None], progress: Progress) -> Check:
+    """Every tensor of a sealed file, by what `problem` says of it."""
 
     def failure(tensor: str) -> Failure | None:
         found = problem(tensor)

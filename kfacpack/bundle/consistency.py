@@ -11,10 +11,9 @@ from kfacpack.bundle.layout import DTYPES, check_layout
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kfacpack.bundle.container import TensorSpec
     from kfacpack.bundle.manifest import DenseEntry, Join, KroneckerEntry, Manifest, MatrixEntry, Piece
+    from kfacpack.hub.files.reference import Place
 
 Shape = tuple[int, ...]
 Problem = tuple[str, str]
@@ -31,7 +30,7 @@ class Joined(Protocol):
     def join(self) -> Join: ...
 
 
-def check_consistency(path: Path, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
+def check_consistency(path: Place, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
     _check_tensors(path, manifest, tensors)
     if twice := repeated(matrix.name for matrix in manifest.matrices):
         raise BundleError(path, "there are two matrices of this name", f"matrix {twice!r}")
@@ -104,7 +103,7 @@ def _tiling_problem(join: Join, shapes: Mapping[str, Shape]) -> str | None:
     return None
 
 
-def _check_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
+def _check_tensors(path: Place, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
     uses = Counter(tensor.name for matrix in manifest.matrices for tensor in matrix.tensors)
     for name, spec in tensors.items():
         if spec.dtype not in DTYPES:
@@ -114,7 +113,7 @@ def _check_tensors(path: Path, manifest: Manifest, tensors: Mapping[str, TensorS
 
 
 def _check_reference(
-    path: Path, matrices: Mapping[str, MatrixEntry], block: KroneckerEntry | DenseEntry, name: str, side: int
+    path: Place, matrices: Mapping[str, MatrixEntry], block: KroneckerEntry | DenseEntry, name: str, side: int
 ) -> None:
     where = f"block {block.name!r}"
     if name not in matrices:

@@ -18,10 +18,11 @@ import weakref
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite, prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import BundleError
+from kfacpack.hub.files.download import header_descriptor, local_copy
+from kfacpack.hub.files.reference import Place, Reference, is_reference, located
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -38,7 +39,6 @@ ITEM_BYTES = {
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
 
-DOWNLOAD_AGAIN = "The file is incomplete or damaged: fetch it again from where it was published"
 NOT_SAFETENSORS = "Expected a safetensors file; pickles and other formats are never loaded"
 
 # What people most often have in the place of a safetensors file, by its first bytes.
@@ -48,6 +48,13 @@ LOOKS_LIKE = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file it stands for",
     b"<": "looks like a web page",
 }
+
+
+def download_again(path: str | os.PathLike[str]) -> str:
+    """What to do about a file that is not as it was published."""
+    if is_reference(path):
+        return f"The copy in the cache is incomplete or damaged: 'kfacpack pull {os.fspath(path)}' fetches it anew"
+    return "The file is incomplete or damaged: fetch it again from where it was published"
 
 
 Spec = tuple[str, tuple[int, ...]]
@@ -76,10 +83,9 @@ class Container:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path)
+        self.path = located(path)
         try:
-            # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
-            self._descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            self._descriptor = _opened(self.path)
             weakref.finalize(self, os.close, self._descriptor)
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise BundleError(path, "is not a regular file")
@@ -116,7 +122,7 @@ class Container:
             mapped = mmap.mmap(self._descriptor, spec.stop - start, offset=start, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
             problem = f"cannot be read: {error}"
-            raise BundleError(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN) from error
+            raise BundleError(self.path, problem, f"tensor {name!r}", download_again(self.path)) from error
         return memoryview(mapped)[spec.start - start :]
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
@@ -131,16 +137,24 @@ class Container:
                     break
                 done += got
         except OSError as error:
-            raise BundleError(self.path, f"cannot be read: {error}", f"tensor {name!r}", DOWNLOAD_AGAIN) from error
+            problem = f"cannot be read: {error}"
+            raise BundleError(self.path, problem, f"tensor {name!r}", download_again(self.path)) from error
         if done < len(data):
             problem = f"cannot be read: {done} of {len(data)} bytes are there"
-            raise BundleError(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN)
+            raise BundleError(self.path, problem, f"tensor {name!r}", download_again(self.path))
         return data
 
     def _require_unchanged(self, name: str) -> None:
         if self._look() != self._state:
             problem = "the file was changed in place since it was opened"
             raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
+
+
+def _opened(path: Place) -> int:
+    if isinstance(path, Reference) and path.header_only:
+        return header_descriptor(path, MAX_HEADER_BYTES)
+    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    return os.open(local_copy(path) if isinstance(path, Reference) else path, os.O_RDONLY | os.O_NONBLOCK)
 
 
 def _read_at(descriptor: int, target: memoryview, place: int) -> int:
@@ -167,7 +181,7 @@ def repeated(values: Iterable[str]) -> str | None:
     return None
 
 
-def parse_json(path: Path, text: bytes, where: str, remedy: str | None = DOWNLOAD_AGAIN) -> dict[str, Any]:
+def parse_json(path: Place, text: bytes, where: str, remedy: str | None = None) -> dict[str, Any]:
     """One JSON object in UTF-8, with bounded cost, unique keys, finite numbers and no null."""
     if json_values(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
@@ -196,17 +210,17 @@ def parse_json(path: Path, text: bytes, where: str, remedy: str | None = DOWNLOA
         )
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BundleError(path, f"cannot be read as JSON: {problem}", where, remedy) from error
+        raise BundleError(path, f"cannot be read as JSON: {problem}", where, remedy or download_again(path)) from error
     if not isinstance(found, dict):
         raise BundleError(path, f"expected a JSON object, found {type(found).__name__}", where=where)
     return found
 
 
-def _read_header(path: Path, descriptor: int, nbytes: int) -> bytes:
+def _read_header(path: Place, descriptor: int, nbytes: int) -> bytes:
     """The length prefix and the header, verbatim."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
-        raise BundleError(path, f"only {nbytes} bytes long, expected at least 8", remedy=DOWNLOAD_AGAIN)
+        raise BundleError(path, f"only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)
@@ -216,20 +230,20 @@ def _read_header(path: Path, descriptor: int, nbytes: int) -> bytes:
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
         problem = f"the header needs {8 + length} bytes, the file ends at {nbytes}"
-        raise BundleError(path, problem, where="header", remedy=DOWNLOAD_AGAIN)
+        raise BundleError(path, problem, where="header", remedy=download_again(path))
     header = prefix + os.pread(descriptor, length, 8)
     if header[8:9] != b"{":
         raise BundleError(path, "does not begin with '{'", "header", NOT_SAFETENSORS)
     return header
 
 
-def _metadata(path: Path, metadata: Any) -> dict[str, str]:
+def _metadata(path: Place, metadata: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise BundleError(path, "expected an object of strings", where="header: __metadata__")
     return metadata
 
 
-def _tensor_specs(path: Path, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
+def _tensor_specs(path: Place, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
     """Every tensor's spec, once they are known to fill the file from `start` to its end."""
     tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
     position, previous = start, "the header"
@@ -239,15 +253,15 @@ def _tensor_specs(path: Path, entries: dict[str, Any], start: int, nbytes: int) 
             raise BundleError(path, problem, where=f"tensor {name!r}")
         if spec.stop > nbytes:
             problem = f"ends at byte {spec.stop}, the file ends at {nbytes}"
-            raise BundleError(path, problem, where=f"tensor {name!r}", remedy=DOWNLOAD_AGAIN)
+            raise BundleError(path, problem, where=f"tensor {name!r}", remedy=download_again(path))
         position, previous = spec.stop, repr(name)
     if position != nbytes:
         problem = f"{nbytes - position} bytes follow {previous}, where the file should end"
-        raise BundleError(path, problem, remedy=DOWNLOAD_AGAIN)
+        raise BundleError(path, problem, remedy=download_again(path))
     return tensors
 
 
-def _tensor_spec(path: Path, name: str, entry: Any, base: int) -> TensorSpec:
+def _tensor_spec(path: Place, name: str, entry: Any, base: int) -> TensorSpec:
     def natural(value: Any) -> bool:
         return type(value) is int and 0 <= value <= MAX_DIMENSION
 

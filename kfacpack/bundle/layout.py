@@ -14,10 +14,9 @@ from kfacpack.bundle.container import repeated
 from kfacpack.errors import BundleError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from kfacpack.bundle.container import TensorSpec
     from kfacpack.bundle.manifest import MatrixEntry
+    from kfacpack.hub.files.reference import Place
 
 Shape = tuple[int, ...]
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -90,7 +89,7 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-def check_layout(path: Path, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
+def check_layout(path: Place, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
     """Refuse a matrix whose tensors are not exactly what its form asks for. Reads no tensor."""
     components = entry.components
     if twice := repeated(tensor.component for tensor in entry.tensors):

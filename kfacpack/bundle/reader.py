@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from kfacpack.bundle.consistency import check_consistency
-from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES, Container, TensorSpec, parse_json
+from kfacpack.bundle.container import ITEM_BYTES, Container, TensorSpec, download_again, parse_json
 from kfacpack.bundle.layout import LAYOUTS
 from kfacpack.bundle.manifest import VERSION, Manifest, first_problem
 from kfacpack.bundle.seal import BUNDLE, KINDS, Keys, seal
@@ -21,7 +21,8 @@ from kfacpack.errors import BundleError, CorruptTensor
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
-    from pathlib import Path
+
+    from kfacpack.hub.files.reference import Place
 
 Read = TypeVar("Read", bound=BaseModel)
 
@@ -39,10 +40,10 @@ class SealedFile:
     `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keys: Keys):
-        self._container = Container(path)
+    def __init__(self, path: str | os.PathLike[str] | Container, keys: Keys):
+        self._container = path if isinstance(path, Container) else Container(path)
         self._keys = keys
-        self.path: Path = self._container.path
+        self.path: Place = self._container.path
         self.nbytes = self._container.nbytes
         self.digest = _check_seal(self._container, keys)
         self._digests: Mapping[str, str] = {}
@@ -72,7 +73,7 @@ class SealedFile:
 
     def _require_intact(self, name: str) -> None:
         if problem := self.hash_problem(name) or self.finite_problem(name):
-            raise CorruptTensor(self.path, problem, f"tensor {name!r}", DOWNLOAD_AGAIN)
+            raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
         """How one tensor's bytes differ from the sealed ones, in words, or None."""
@@ -102,7 +103,7 @@ class SealedFile:
 class Bundle(SealedFile):
     """An open `.kfac` file: its manifest now, its tensors when asked for."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, BUNDLE)
         self.manifest = validated(self.path, self.said, Manifest)
         check_consistency(self.path, self.manifest, self.tensors)
@@ -129,7 +130,7 @@ def _check_seal(container: Container, keys: Keys) -> str:
     once = len(claimed) == 64 and container.header.count(claimed.encode("utf-8", "replace")) == 1
     if not once or seal(container.header, claimed) != claimed:
         problem = f"its bytes do not give the SHA-256 written in it ({claimed[:64]!r})"
-        raise BundleError(container.path, problem, "header", DOWNLOAD_AGAIN)
+        raise BundleError(container.path, problem, "header", download_again(container.path))
     return claimed
 
 
@@ -148,7 +149,7 @@ def _read_said(container: Container, keys: Keys) -> dict[str, Any]:
     return said
 
 
-def validated(path: Path, said: dict[str, Any], kind: type[Read]) -> Read:
+def validated(path: Place, said: dict[str, Any], kind: type[Read]) -> Read:
     """A manifest of that kind; what this version does not know of it is ignored."""
     try:
         return kind.model_validate(said, extra="ignore")

@@ -31,6 +31,7 @@ from kfacpack.bundle.container import (
 )
 from kfacpack.bundle.seal import BUNDLE, UNSEALED, Keys, seal
 from kfacpack.errors import BundleError
+from kfacpack.hub.files.reference import is_reference
 
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Manifest
@@ -167,6 +168,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
 
 def _target(path: str | os.PathLike[str]) -> Path:
     """Where a path leads, through links, if a file may be put there."""
+    if is_reference(path):
+        raise BundleError(path, "could not be written: it is on the Hub", None, "Write a file, then: kfacpack push")
     try:
         target = Path(path).resolve()
         special = target.exists() and not target.is_file()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfacpack.bundle.container import DOWNLOAD_AGAIN, ITEM_BYTES
+from kfacpack.bundle.container import ITEM_BYTES, Container, download_again
 from kfacpack.bundle.reader import SealedFile, validated
 from kfacpack.bundle.seal import UNSEALED, VECTOR
 from kfacpack.bundle.writer import bundle_digest, write_sealed
@@ -96,7 +96,7 @@ class InFile(Leaf):
 class VectorFile(SealedFile):
     """An open file: its manifest now, its tensors when asked for. The first touch of one checks its SHA-256."""
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, VECTOR)
         self.manifest = validated(self.path, self.said, VectorManifest)
         self._digests = {each.name: each.sha256 for each in self.manifest.tensors}
@@ -104,7 +104,8 @@ class VectorFile(SealedFile):
         for name, (dtype, shape) in expected.items():
             where = f"tensor {name!r}"
             if name not in self.tensors or name not in self._digests:
-                raise BundleError(self.path, "is not there, though the manifest speaks of it", where, DOWNLOAD_AGAIN)
+                problem = "is not there, though the manifest speaks of it"
+                raise BundleError(self.path, problem, where, download_again(self.path))
             found = self.tensors[name]
             if (found.dtype, found.shape) != (dtype, shape):
                 problem = f"is {found.dtype} of shape {list(found.shape)}, expected {dtype} of {list(shape)}"

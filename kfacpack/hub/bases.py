@@ -1,0 +1,79 @@
+"""A base model as others know it: its id on the Hub, and what `--model` would say."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import Base
+
+_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def hub_id(base: Base) -> str | None:
+    """Where its weights are published, if that is known: random ones and a user's own file are nowhere."""
+    if base.revision is None or base.revision.startswith("random-") or base.family not in _IDS:
+        return None
+    found = _IDS[base.family](base.name, base.revision)
+    return found if found and _ID.fullmatch(found) else None
+
+
+@contextmanager
+def _importable() -> Iterator[None]:
+    """For open_clip and timm, which bring torchvision along."""
+    from kfacpack.models.compiler_deferred import compiler_deferred
+    from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+
+    with compiler_deferred():
+        make_torchvision_importable()
+        yield
+
+
+def _of_open_clip(name: str, tag: str) -> str | None:
+    from kfacpack.models import EMBEDDED
+
+    if name in EMBEDDED:
+        return None
+    with _importable():
+        import open_clip
+
+    place = open_clip.get_pretrained_cfg(name, tag).get("hf_hub", "")
+    return "/".join(place.split("/")[:2]).partition("@")[0] or None
+
+
+def _of_timm(name: str, tag: str) -> str | None:
+    with _importable():
+        from timm.models import get_pretrained_cfg, is_model
+
+    architecture = name.partition(".")[0]
+    found = get_pretrained_cfg(f"{architecture}.{tag}") if is_model(architecture) else None
+    return found.hf_hub_id.partition("@")[0] if found and found.hf_hub_id else None
+
+
+def _of_transformers(name: str, revision: str) -> str | None:
+    # A directory has no commit.
+    return name if _COMMIT.fullmatch(revision) else None
+
+
+_IDS: dict[str, Callable[[str, str], str | None]] = {
+    "open_clip": _of_open_clip,
+    "timm": _of_timm,
+    "t5": _of_transformers,
+    "hf": _of_transformers,
+}
+"""A family's name -> how its name and revision become an id."""
+
+
+def as_option(base: Base) -> str | None:
+    """What `--model` says for it, if it is of a family we know."""
+    from kfacpack.models import EMBEDDED, FAMILIES
+
+    prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
+    if prefix is None:
+        return None
+    tagged = not prefix and base.name not in EMBEDDED and base.revision and not base.revision.startswith("random-")
+    return f"{prefix}:{base.name}" if prefix else f"{base.name}/{base.revision}" if tagged else base.name

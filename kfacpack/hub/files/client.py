@@ -1,0 +1,121 @@
+"""How we speak with huggingface_hub: what it raises, in our words, and when it may draw its bars.
+
+Tokens are its own concern: it reads what `hf auth login` stored. Nothing here asks for one, or sees one.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from kfacpack.errors import HubError, printable
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+LOG_IN = "log in with: hf auth login"
+
+_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR)
+_shown: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
+
+
+@contextmanager
+def bars(*, show: bool) -> Iterator[None]:
+    """Whether huggingface_hub may draw its bars of what it fetches and sends; without this, it may not."""
+    before = _shown.set(show)
+    try:
+        yield
+    finally:
+        _shown.reset(before)
+
+
+def client() -> HfApi:
+    """Made each time, so that where the Hub is (HF_ENDPOINT) is looked at when it is asked."""
+    from huggingface_hub import HfApi
+
+    return HfApi(library_name="kfacpack")
+
+
+@contextmanager
+def speaking(place: object, repository: str, revision: str | None = None) -> Iterator[None]:
+    """What huggingface_hub raises becomes a `HubError` about `place`; meanwhile its bars are as `bars` says."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    # The base of both kinds of its failures: httpx's and, in earlier versions, requests'.
+    of_http = HfHubHTTPError.__mro__[1]
+    silenced = not _shown.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+    if silenced:
+        disable_progress_bars()
+    try:
+        yield
+    except (of_http, OSError, HFValidationError, RuntimeError) as error:  # type: ignore[misc]
+        # What an upload's thread met comes wrapped.
+        met: BaseException | None = error.__cause__ if isinstance(error, RuntimeError) else error
+        if met is None or not isinstance(met, (of_http, OSError, HFValidationError)):
+            raise
+        raise _told(met, place, repository, revision) from error
+    finally:
+        if silenced:
+            enable_progress_bars()
+
+
+def _told(error: BaseException, place: object, repository: str, revision: str | None) -> HubError:
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
+        problem = "is not in the cache, and HF_HUB_OFFLINE is set"
+        return HubError(str(place), problem, "Unset it, or give a file", unreachable=True)
+    if words := _refusal(error, repository, revision):
+        return HubError(str(place), *words)
+    if isinstance(error, OSError) and error.errno in _OF_DISKS:
+        problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
+        return HubError(str(place), problem, "Make room, or let HF_HOME name another folder")
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+    problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {_first_line(cause)}"
+    return HubError(str(place), problem, "Is there a network? Then try again; or give a file", unreachable=True)
+
+
+def _refusal(error: BaseException, repository: str, revision: str | None) -> tuple[str, str] | None:
+    """What the Hub says no to, and what to do, or None where nobody answered."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.GatedRepoError):
+        remedy = f"Ask for access at {constants.ENDPOINT}/{repository}, and {LOG_IN}"
+        return f"{repository} is gated, and you have no access to it", remedy
+    if isinstance(error, errors.RepositoryNotFoundError):
+        problem = f"there is no repository {repository}, or it is private and you may not see it"
+        return problem, f"Check its name; if it is private, {LOG_IN}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{repository} has no revision {revision or 'main'!r}", "Give a branch, a tag or a commit that is there"
+    if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
+        where = f" at {revision}" if revision else ""
+        return f"{repository} has no such file{where}", f"See what it has: kfacpack pull {repository} --list"
+    if isinstance(error, errors.HFValidationError):
+        return f"is not a name the Hub knows: {_first_line(error)}", "Expected owner/repo"
+    return _by_status(error, repository) if isinstance(error, errors.HfHubHTTPError) else None
+
+
+def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
+    status = error.response.status_code
+    said = f": {_first_line(error.server_message)}" if error.server_message else ""
+    if status == 401:
+        return f"the Hub does not know who you are{said}", f"For {repository}, {LOG_IN}"
+    if status == 403:
+        remedy = f"With an account that may, and a token that can write where you write, {LOG_IN}"
+        return f"you may not do this with {repository}{said}", remedy
+    if status == 412:
+        return f"{repository} has changed meanwhile{said}", "Do it again, on what it is now"
+    if status == 429 or status >= 500:
+        return f"the Hub answers {status}{said}", "Try again later"
+    return f"the Hub refuses ({status}){said}", f"Is {repository} what you meant?"
+
+
+def _first_line(error: object) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return printable(lines[0].rstrip(".") if lines else type(error).__name__)

@@ -1,0 +1,53 @@
+"""A Hub on loopback for huggingface_hub's own client, with a cache and a log-in of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+from hub.loopback import Loopback
+from huggingface_hub import constants
+from kit import of_task, small_curvature
+from vectors.small import vector
+
+import kfacpack as kp
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """Nobody is logged in; `log_in` does."""
+    server = Loopback()
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def log_in(monkeypatch):
+    def as_user(name="owner"):
+        monkeypatch.setenv("HF_TOKEN", f"hf_{name}")
+
+    return as_user
+
+
+@pytest.fixture(scope="session")
+def shelf(tmp_path_factory):
+    """Files to share: bundles of two tasks, what they merge to, a large one, vectors and their sum."""
+    folder = tmp_path_factory.mktemp("shelf")
+    one, two = of_task("one"), of_task("two", seed=20)
+    source = one.about.source.model_copy(update={"dataset": "nobody/one", "license": "CC BY 4.0"})
+    kp.Curvature(one.blocks, one.about.model_copy(update={"source": source})).save(folder / "one.kfac")
+    two.save(folder / "two.kfac")
+    kp.merge([folder / "one.kfac", folder / "two.kfac"]).save(folder / "both.kfac")
+    small_curvature("dense", out=300, inputs=300).save(folder / "large.kfac")
+    vector("one").save(folder / "one.safetensors")
+    vector("two", seed=2).save(folder / "two.safetensors")
+    kp.add([folder / "one.safetensors", folder / "two.safetensors"]).save(folder / "sum.safetensors")
+    return folder

@@ -1,0 +1,358 @@
+"""A Hub on loopback: as much of its interface as huggingface_hub's own client needs, and a count of what it serves.
+
+Repositories are kept in memory. Large files are served, as by the Hub, by a redirect to another host, which gets no
+token. It can be told to cut connections and to alter bytes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import yaml
+
+LARGE = 4096
+"""From how many bytes on a file is kept by its SHA-256; safetensors files always are."""
+USERS = {"hf_owner": "owner", "hf_stranger": "stranger"}
+"""Tokens, and whose they are."""
+LICENSES = {"apache-2.0", "mit", "cc-by-4.0", "cc-by-sa-4.0", "cc0-1.0", "openrail", "other", "unknown"}
+KEYS = {
+    "language", "license", "license_name", "license_link", "library_name", "tags", "datasets", "metrics", "base_model",
+    "base_model_relation", "pipeline_tag", "thumbnail", "model-index", "new_version", "inference", "widget",
+}  # fmt: skip
+REPOSITORY = r"(?P<name>[\w.-]+/[\w.-]+)"
+
+
+@dataclass
+class Repo:
+    private: bool = False
+    gated: bool = False
+    branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
+    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
+    messages: list[str] = field(default_factory=list)
+
+
+def is_large(path: str, size: int) -> bool:
+    return path.endswith(".safetensors") or size >= LARGE
+
+
+def git_id(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def card_problems(content: str) -> list[str]:
+    """What the Hub's validation looks at: metadata is a mapping, of known keys, whose values it can link to."""
+    found = re.match(r"\s*---\r?\n([\s\S]*?)\r?\n---[ \t]*(\r?\n|$)", content)
+    if not found:
+        return ["there is no metadata"]
+    try:
+        data = yaml.safe_load(found[1])
+    except yaml.YAMLError as error:
+        return [f"not YAML: {error}"]
+    if not isinstance(data, dict):
+        return ["metadata is no mapping"]
+    problems = [f'"{key}" is not allowed' for key in data if key not in KEYS]
+
+    def many(key):
+        value = data.get(key)
+        return [] if value is None else [value] if isinstance(value, str) else value
+
+    if any(each not in LICENSES for each in many("license")):
+        problems.append(f'"license" must be one of {sorted(LICENSES)}')
+    for key in ("base_model", "datasets"):
+        if not all(isinstance(each, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", each) for each in many(key)):
+            problems.append(f'"{key}" with value "{data[key]}" is not valid. Use an id')
+    if not isinstance(data.get("tags", []), list) or not all(isinstance(tag, str) for tag in data.get("tags", [])):
+        problems.append('"tags" must be a list of strings')
+    return problems
+
+
+class Loopback(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.log: list[tuple[str, str, int]] = []
+        """Of every request its method, its path, and how many bytes of body the answer had."""
+        self.uploads: list[str] = []
+        self.leaked: list[str] = []
+        """Paths on the other host that a token was sent to."""
+        self.cut_after: list[int] = []
+        """For the next downloads: after how many bytes the connection is cut."""
+        self.cut_upload = False
+        self.altered = False
+        self.broken = 0
+        """A status that every request is answered with."""
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def handle_error(self, request, client_address):
+        """Connections that were cut, as asked, are nothing to print."""
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def put(self, name: str, files: dict[str, bytes], branch: str = "main", **about) -> str:
+        """A commit, as somebody else would make it."""
+        repo = self.repos.setdefault(name, Repo(**about))
+        before = repo.commits[repo.branches.get(branch, repo.branches["main"])]
+        content = {**before, **files}
+        commit = hashlib.sha1(repr((len(repo.commits), sorted(content))).encode()).hexdigest()
+        repo.commits[commit], repo.branches[branch] = content, commit
+        for path, data in files.items():
+            if is_large(path, len(data)):
+                self.objects[hashlib.sha256(data).hexdigest()] = data
+        return commit
+
+    def files(self, name: str, branch: str = "main") -> dict[str, bytes]:
+        repo = self.repos[name]
+        return repo.commits[repo.branches[branch]]
+
+    def served(self, method: str = "GET", containing: str = "") -> int:
+        """How many bytes went out."""
+        return sum(size for how, path, size in self.log if how == method and containing in path)
+
+
+class Answer(Exception):  # noqa: N818 - raised to end a request, well or badly
+    def __init__(self, status: int, body=None, **headers: str):
+        self.status, self.body, self.headers = status, body, {k.replace("_", "-"): v for k, v in headers.items()}
+
+
+def missing(code: str, status: int = 404, **more: str) -> Answer:
+    return Answer(status, {"error": code}, X_Error_Code=code, X_Error_Message=code, **more)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Loopback
+
+    def log_message(self, *_):
+        pass
+
+    def do_HEAD(self):
+        self._answer()
+
+    do_GET = do_POST = do_PUT = do_HEAD  # noqa: N815
+
+    def _answer(self):
+        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) if self._has_body() else b""
+        split = urlsplit(self.path)
+        self.query = parse_qs(split.query)
+        try:
+            if self.server.broken:
+                raise Answer(self.server.broken, {"error": "out of order"})
+            for pattern, answer in ROUTES:
+                method, _, path = pattern.partition(" ")
+                found = re.fullmatch(path, split.path)
+                if found and self.command in method.split("|"):
+                    answer(self, **{key: unquote(value) for key, value in found.groupdict().items() if value})
+                    raise AssertionError("an answer is raised")
+            raise missing("NotFound")
+        except Answer as answer:
+            self._send(answer)
+
+    def _has_body(self):
+        if self.headers.get("Transfer-Encoding") == "chunked":
+            raise AssertionError("chunked bodies are not spoken here")
+        if self.command == "PUT" and self.server.cut_upload:
+            self.server.cut_upload = False
+            self.close_connection = True
+            self.connection.close()
+            raise ConnectionAbortedError("as asked")
+        return True
+
+    def _send(self, answer: Answer):
+        raw = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body or {}).encode()
+        size = int(answer.headers.pop("Content-Length", len(raw)))
+        cut = self.server.cut_after.pop(0) if self._is_download() and self.server.cut_after else None
+        body = b"" if self.command == "HEAD" else raw[:cut]
+        self.send_response(answer.status)
+        for key, value in answer.headers.items():
+            self.send_header(key, value)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+        self.wfile.write(body)
+        self.server.log.append((self.command, self.path, len(body)))
+        if cut is not None:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def _is_download(self):
+        return self.command == "GET" and ("/resolve/" in self.path or self.path.startswith("/large/"))
+
+    # who asks
+
+    def _user(self):
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        if token and token not in USERS:
+            raise Answer(401, {"error": "x"}, X_Error_Message="Invalid credentials in Authorization header")
+        return USERS.get(token)
+
+    def _repo(self, name: str, *, write: bool = False) -> Repo:
+        repo, user = self.server.repos.get(name), self._user()
+        if repo is None or (repo.private and user != name.split("/")[0]):
+            raise missing("RepoNotFound", 404 if user else 401)
+        if repo.gated and user != name.split("/")[0]:
+            raise missing("GatedRepo", 403 if user else 401)
+        if write and user != name.split("/")[0]:
+            raise Answer(403 if user else 401, {"error": "no"}, X_Error_Message="You don't have the rights")
+        return repo
+
+    def _commit(self, repo: Repo, revision: str) -> str:
+        commit = repo.branches.get(revision, revision)
+        if commit not in repo.commits:
+            raise missing("RevisionNotFound")
+        return commit
+
+    # what is asked
+
+    def create(self):
+        asked, user = json.loads(self.body), self._user()
+        name = f"{asked['organization']}/{asked['name']}"
+        if user is None:
+            raise Answer(401, {"error": "Invalid username or password."})
+        if user != asked["organization"]:
+            raise Answer(403, {"error": "You don't have the rights"}, X_Error_Message="You don't have the rights")
+        if name in self.server.repos:
+            raise Answer(409, {"error": "You already created this model repo"})
+        private = asked.get("visibility") == "private" or asked.get("private", False)
+        self.server.repos[name] = Repo(private=private)
+        raise Answer(200, {"url": f"{self.server.endpoint}/{name}", "name": name})
+
+    def info(self, name: str, revision: str = "main"):
+        repo = self._repo(name)
+        commit = self._commit(repo, revision)
+        raise Answer(200, self._info(name, repo, commit, sizes="blobs" in self.query))
+
+    def _info(self, name: str, repo: Repo, commit: str, *, sizes: bool):
+        siblings = []
+        for path, data in repo.commits[commit].items():
+            entry = {"rfilename": path}
+            if sizes:
+                entry |= {"size": len(data), "blobId": git_id(data)}
+                if is_large(path, len(data)):
+                    digest = hashlib.sha256(data).hexdigest()
+                    entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
+            siblings.append(entry)
+        tags = self._tags(repo.commits[commit].get("README.md", b"").decode())
+        return {"id": name, "modelId": name, "sha": commit, "private": repo.private, "tags": tags, "downloads": 7,
+                "siblings": siblings}  # fmt: skip
+
+    def _tags(self, card: str):
+        found = re.match(r"---\n([\s\S]*?)\n---", card)
+        data = (yaml.safe_load(found[1]) if found else None) or {}
+        bases = data.get("base_model") or []
+        bases = [bases] if isinstance(bases, str) else bases
+        return [*data.get("tags", []), *(f"base_model:{each}" for each in bases)]
+
+    def listed(self):
+        wanted, author = self.query.get("filter", []), self.query.get("author", [None])[0]
+        found = []
+        for name, repo in self.server.repos.items():
+            info = self._info(name, repo, repo.branches["main"], sizes=False)
+            right = all(tag in info["tags"] for tag in wanted) and (author is None or name.startswith(f"{author}/"))
+            if right and not repo.private:
+                found.append(info)
+        raise Answer(200, found[: int(self.query.get("limit", ["100"])[0])])
+
+    def branch(self, name: str, branch: str):
+        repo = self._repo(name, write=True)
+        repo.branches[branch] = repo.branches["main"]
+        raise Answer(200, {})
+
+    def preupload(self, name: str, revision: str):
+        repo = self._repo(name, write=True)
+        held = repo.commits[self._commit(repo, revision)]
+        files = []
+        for asked in json.loads(self.body)["files"]:
+            path, large = asked["path"], is_large(asked["path"], asked["size"])
+            data = held.get(path)
+            oid = None if data is None else hashlib.sha256(data).hexdigest() if large else git_id(data)
+            mode = "lfs" if large else "regular"
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        raise Answer(200, {"files": files})
+
+    def batch(self, name: str):
+        self._repo(name, write=True)
+        objects = []
+        for each in json.loads(self.body)["objects"]:
+            upload = {"upload": {"href": f"{self.server.endpoint}/large/{each['oid']}", "header": {}}}
+            there = each["oid"] in self.server.objects
+            objects.append({**each, **({} if there else {"actions": upload})})
+        raise Answer(200, {"objects": objects, "transfer": "basic"})
+
+    def upload(self, oid: str):
+        if hashlib.sha256(self.body).hexdigest() != oid:
+            raise Answer(400, {"error": "other bytes"})
+        self.server.objects[oid] = self.body
+        self.server.uploads.append(oid)
+        raise Answer(200, {})
+
+    def commit(self, name: str, revision: str):
+        repo = self._repo(name, write=True)
+        lines = [json.loads(line) for line in self.body.splitlines()]
+        header, new = lines[0]["value"], {}
+        if header.get("parentCommit", repo.branches.get(revision)) != repo.branches.get(revision):
+            raise Answer(412, {"error": "A commit has happened since"})
+        for line in lines[1:]:
+            value = line["value"]
+            large = line["key"] == "lfsFile"
+            new[value["path"]] = self.server.objects[value["oid"]] if large else base64.b64decode(value["content"])
+        commit = self.server.put(name, new, revision)
+        repo.messages.append(header["summary"])
+        raise Answer(200, {"commitUrl": f"{self.server.endpoint}/{name}/commit/{commit}", "commitOid": commit})
+
+    def validate(self):
+        problems = card_problems(json.loads(self.body)["content"])
+        raise Answer(400 if problems else 200, {"errors": [{"message": each} for each in problems], "warnings": []})
+
+    def resolve(self, name: str, revision: str, path: str):
+        repo = self._repo(name)
+        commit = self._commit(repo, revision)
+        data = repo.commits[commit].get(path)
+        if data is None:
+            raise missing("EntryNotFound", X_Repo_Commit=commit)
+        if not is_large(path, len(data)):
+            self._part(data, ETag=f'"{git_id(data)}"', X_Repo_Commit=commit)
+        digest = hashlib.sha256(data).hexdigest()
+        place = f"http://localhost:{self.server.server_port}/large/{digest}"
+        about = {"X_Linked_Etag": f'"{digest}"', "X_Linked_Size": str(len(data)), "X_Repo_Commit": commit}
+        raise Answer(302, b"", Location=place, **about)
+
+    def large(self, oid: str):
+        if self.headers.get("Authorization"):
+            self.server.leaked.append(self.path)
+        data = self.server.objects[oid]
+        if self.server.altered:
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        self._part(data, ETag=f'"{oid}"')
+
+    def _part(self, data: bytes, **headers: str):
+        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not asked:
+            raise Answer(200, data, Accept_Ranges="bytes", **headers)
+        start, stop = int(asked[1]), int(asked[2]) + 1 if asked[2] else len(data)
+        raise Answer(206, data[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(data)}", **headers)
+
+
+ROUTES = [
+    (r"POST /api/repos/create", Handler.create),
+    (r"POST /api/validate-yaml", Handler.validate),
+    (r"GET /api/models", Handler.listed),
+    (rf"GET /api/models/{REPOSITORY}(/revision/(?P<revision>[^/]+))?", Handler.info),
+    (rf"POST /api/models/{REPOSITORY}/branch/(?P<branch>[^/]+)", Handler.branch),
+    (rf"POST /api/models/{REPOSITORY}/preupload/(?P<revision>[^/]+)", Handler.preupload),
+    (rf"POST /api/models/{REPOSITORY}/commit/(?P<revision>[^/]+)", Handler.commit),
+    (rf"POST /{REPOSITORY}\.git/info/lfs/objects/batch", Handler.batch),
+    (r"PUT /large/(?P<oid>\w+)", Handler.upload),
+    (r"GET /large/(?P<oid>\w+)", Handler.large),
+    (rf"HEAD|GET /{REPOSITORY}/resolve/(?P<revision>[^/]+)/(?P<path>.+)", Handler.resolve),
+]

@@ -1,0 +1,285 @@
+"""Publishing with huggingface_hub's own client: what is sent, what is not, and what the card says."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from hub.loopback import card_problems
+from huggingface_hub import ModelCard
+from kfacpack_cli.main import app
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.hub.bases import as_option, hub_id
+from kfacpack.hub.card import BEGIN, END
+
+# How huggingface_hub calls its own HTTP library.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def pushed(*arguments, code=0):
+    return json.loads(run("push", *arguments, "--json", code=code).stdout)
+
+
+@pytest.fixture
+def owner(hub, log_in):
+    log_in("owner")
+    return hub
+
+
+def card_of(hub, name="owner/repo", branch="main") -> ModelCard:
+    return ModelCard(hub.files(name, branch)["README.md"].decode())
+
+
+def test_a_push_makes_the_repository_and_one_commit_of_files_and_card(owner, shelf):
+    told = pushed(shelf / "one.kfac", shelf / "one.safetensors", "owner/repo", "--license", "apache-2.0")
+    files = owner.files("owner/repo")
+    assert set(files) == {"one.kfac", "one.safetensors", "README.md"}
+    assert files["one.kfac"] == (shelf / "one.kfac").read_bytes()
+    assert files["one.safetensors"] == (shelf / "one.safetensors").read_bytes()
+    assert told["created"]
+    assert told["commit"] == owner.repos["owner/repo"].branches["main"]
+    assert owner.repos["owner/repo"].messages == ["Add one.kfac, one.safetensors"]
+    assert not owner.repos["owner/repo"].private
+    assert told["card"].encode() == files["README.md"]
+
+
+def test_the_card_says_what_it_is_in_the_hubs_words(owner, shelf):
+    run("push", *(shelf / name for name in ("one.kfac", "both.kfac", "sum.safetensors")), "owner/repo",
+        "--license", "apache-2.0", "--base-model", "owner/base")  # fmt: skip
+    card = card_of(owner)
+    assert card_problems(str(card)) == []
+    card.validate()
+    data = card.data.to_dict()
+    assert {"kfac", "task-arithmetic", "kfac-base:small", "kfac-task:one", "kfac-task:two"} <= set(data["tags"])
+    assert (data["library_name"], data["license"], data["base_model"]) == ("kfacpack", "apache-2.0", "owner/base")
+    assert data["datasets"] == ["nobody/one"]
+    text = card.text
+    digest = kp.Bundle(shelf / "one.kfac").digest
+    for words in (
+        'curvature = kp.load("hf://owner/repo/one.kfac")', "--reg hf://owner/repo/one.kfac", f"sha256 {digest}",
+        "| scaling | expand", "| licence of the data | CC BY 4.0 |", "| merge history | tak: one × 1, two × 1 |",
+        'kp.TaskVector.load("hf://owner/repo/sum.safetensors")', "| merge history | sum: one × 1, two × 1 |",
+    ):  # fmt: skip
+        assert words in text, words
+
+
+def test_a_second_push_sends_nothing(owner, shelf):
+    pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
+    before, commits = list(owner.uploads), len(owner.repos["owner/repo"].commits)
+    told = pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
+    assert told["commit"] is None
+    assert not any(file["sent"] for file in told["files"])
+    assert owner.uploads == before
+    assert len(owner.repos["owner/repo"].commits) == commits
+    assert "nothing was sent" in run("push", shelf / "one.kfac", "owner/repo").stdout
+
+
+def test_a_push_that_was_cut_off_goes_on(owner, shelf, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    owner.cut_upload = True
+    pushed(shelf / "large.kfac", "owner/repo")
+    assert owner.files("owner/repo")["large.kfac"] == (shelf / "large.kfac").read_bytes()
+    # What was uploaded before a commit failed is not uploaded by the next push.
+    sent = list(owner.uploads)
+    owner.repos.clear()
+    pushed(shelf / "large.kfac", "owner/repo")
+    assert owner.uploads == sent
+
+
+def test_a_file_is_added_beside_others_which_stay_in_the_card(owner, shelf):
+    owner.put("owner/repo", {"model.safetensors": b"\x08" + bytes(7) + b"{}      "})
+    pushed(shelf / "large.kfac", "owner/repo")
+    weights, card = owner.files("owner/repo")["model.safetensors"], owner.files("owner/repo")["README.md"]
+    owner.log.clear()
+    pushed(shelf / "two.kfac", "owner/repo")
+    text = card_of(owner).text
+    assert "## `large.kfac`" in text
+    assert "## `two.kfac`" in text
+    assert "model.safetensors" not in text
+    raw = (shelf / "large.kfac").read_bytes()
+    header = 8 + int.from_bytes(raw[:8], "little")
+    read = owner.served(containing="/large/") + owner.served(containing="/resolve/")
+    assert read == header + len(weights) + len(card) < len(raw) / 20, "headers are enough, and the card"
+
+
+def test_the_users_own_words_and_metadata_stay(owner, shelf):
+    mine = "---\nlanguage: en\nlicense: mit\ntags:\n- mine\nthumbnail: http://a/b.png\n---\n# My title\n\nBefore.\n"
+    owner.put("owner/repo", {"README.md": mine.encode()})
+    pushed(shelf / "one.kfac", "owner/repo")
+    first = card_of(owner)
+    assert first.text.startswith("# My title\n\nBefore.\n")
+    edited = str(first).replace(BEGIN, f"Between.\n\n{BEGIN}") + "\nAfter.\n"
+    owner.put("owner/repo", {"README.md": edited.replace("## `one.kfac`", "## defaced").encode()})
+    pushed(shelf / "two.kfac", "owner/repo")
+    second = card_of(owner)
+    assert "defaced" not in second.text
+    before, _, after = second.text.partition(BEGIN)
+    assert before == "# My title\n\nBefore.\n\nBetween.\n\n"
+    assert after.partition(END)[2] == "\n\nAfter.\n"
+    data = second.data.to_dict()
+    assert (data["license"], data["language"], data["thumbnail"]) == ("mit", "en", "http://a/b.png")
+    assert data["tags"][0] == "mine"
+    assert {"kfac-task:one", "kfac-task:two"} <= set(data["tags"])
+
+
+def test_a_dry_run_shows_and_sends_nothing(hub, shelf):
+    shown = run("push", shelf / "one.kfac", "owner/new", "--dry-run").stdout
+    assert "would send one.kfac: bundle of small" in shown
+    assert 'kp.load("hf://owner/new/one.kfac")' in shown
+    assert not hub.repos
+    assert all(method in ("GET", "HEAD") for method, _, _ in hub.log)
+
+
+def test_what_does_not_hold_is_not_sent(owner, shelf, tmp_path):
+    for name in ("one.kfac", "one.safetensors"):
+        raw = bytearray((shelf / name).read_bytes())
+        raw[-1] ^= 1
+        (tmp_path / name).write_bytes(raw)
+        told = run("push", tmp_path / name, "owner/repo", code=1).stderr
+        assert f"{name}: tensor" in told
+        assert "Nothing was sent" in told
+    assert not owner.repos
+    assert not owner.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["one.kfac"], "expected files and then the repository"),
+        (["one.kfac", "two.kfac"], "this is a file"),
+        (["one.kfac", "repo"], "is not the name of a repository"),
+        (["one.kfac", "one.kfac", "owner/repo"], "two files are called one.kfac"),
+        (["none.kfac", "owner/repo"], "No such file"),
+        (["with space.kfac", "owner/repo"], "its name will be used in addresses"),
+        (["hf://owner/repo/one.kfac", "owner/repo"], "is on the Hub already"),
+        (["weights.safetensors", "owner/repo"], "neither a bundle nor a task vector"),
+        (["one.kfac", "owner/repo@main"], "a push goes to a branch"),
+        (["one.kfac", "owner/repo", "--license", "none of them"], "the Hub refuses the card: .*license"),
+        (["one.kfac", "stranger/repo"], "may not do this with stranger/repo"),
+    ],
+)
+def test_bad_input_is_told(owner, shelf, tmp_path, monkeypatch, arguments, words):
+    from safetensors.torch import save_file
+
+    monkeypatch.chdir(tmp_path)
+    for path in ("one.kfac", "two.kfac"):
+        shutil.copy(shelf / path, path)
+    save_file({"w": torch.zeros(2)}, "weights.safetensors")
+    told = run("push", *arguments, code=2).stderr
+    assert re.search(words, told), told
+    assert not owner.repos, "nothing was made"
+
+
+def test_nobody_is_asked_to_log_in_for_nothing(hub, shelf):
+    told = run("push", shelf / "one.kfac", "owner/repo", code=2).stderr
+    assert "hf auth login" in told
+    assert not hub.repos
+
+
+def test_private_is_private_and_never_turns_public_unasked(owner, shelf):
+    pushed(shelf / "one.kfac", "owner/secret", "--private")
+    assert owner.repos["owner/secret"].private
+    pushed(shelf / "two.kfac", "owner/secret", "--private")
+    owner.put("owner/open", {})
+    assert "is public already" in run("push", shelf / "one.kfac", "owner/open", "--private", code=2).stderr
+
+
+def test_a_branch_is_made_and_named_in_the_card(owner, shelf):
+    pushed(shelf / "one.kfac", "owner/repo")
+    pushed(shelf / "two.kfac", "owner/repo", "--branch", "next", "-m", "Two, too")
+    assert set(owner.files("owner/repo", "next")) == {"one.kfac", "two.kfac", "README.md"}
+    assert "two.kfac" not in owner.files("owner/repo")
+    assert owner.repos["owner/repo"].messages[-1] == "Two, too"
+    assert "hf://owner/repo@next/two.kfac" in card_of(owner, branch="next").text
+    assert kp.load("hf://owner/repo@next/two.kfac").about.source.task == "two"
+
+
+def test_a_commit_in_between_is_not_overwritten(owner, shelf, monkeypatch):
+    from huggingface_hub import HfApi
+
+    pushed(shelf / "one.kfac", "owner/repo")
+    upload = HfApi.preupload_lfs_files
+
+    def slowly(*arguments, **more):
+        owner.put("owner/repo", {"README.md": b"---\n{}\n---\nIn between.\n"})
+        return upload(*arguments, **more)
+
+    monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
+    assert "has changed meanwhile" in run("push", shelf / "two.kfac", "owner/repo", code=2).stderr
+    assert owner.files("owner/repo")["README.md"] == b"---\n{}\n---\nIn between.\n"
+
+
+def test_pull_places_what_it_has_verified_and_says_what_it_is(owner, shelf, tmp_path):
+    names = ("one.kfac", "both.kfac", "sum.safetensors")
+    pushed(*(shelf / name for name in names), "owner/repo")
+    owner.put("owner/repo", {"weights.safetensors": b"\x08" + bytes(7) + b"{}      "})
+    out = tmp_path / "out"
+    told = json.loads(run("pull", "owner/repo", "-o", out, "--json").stdout)
+    assert sorted(path.name for path in out.iterdir()) == sorted(names)
+    assert all((out / name).read_bytes() == (shelf / name).read_bytes() for name in names)
+    assert {each["name"]: each["tasks"] for each in told["files"]}["both.kfac"] == ["one", "two"]
+    shown = run("pull", "hf://owner/repo@main/both.kfac", "-o", tmp_path / "mine.kfac").stdout
+    assert "tak: one × 1, two × 1" in shown
+    run("pull", "owner/repo", "one.kfac", "-o", out)
+    (out / "one.kfac").write_bytes(b"mine")
+    assert "is there already, and differs" in run("pull", "owner/repo", "one.kfac", "-o", out, code=2).stderr
+    run("pull", "owner/repo", "one.kfac", "-o", out, "--force")
+    assert [each.path for each in kp.pull("owner/repo", ["one.kfac"], output=out)] == [out / "one.kfac"]
+
+
+def test_pull_puts_nothing_in_place_that_does_not_hold(owner, shelf, tmp_path):
+    raw = bytearray((shelf / "large.kfac").read_bytes())
+    raw[-1] ^= 1
+    owner.put("owner/repo", {"large.kfac": bytes(raw)})
+    told = run("pull", "hf://owner/repo/large.kfac", "-o", tmp_path / "out", code=1).stderr
+    assert "sealed was" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_search_finds_by_model_task_and_author(owner, shelf):
+    pushed(shelf / "one.kfac", "owner/one")
+    pushed(shelf / "two.kfac", shelf / "two.safetensors", "owner/two", "--base-model", "owner/base")
+    owner.put("owner/else", {"README.md": b"---\ntags:\n- other\n---\n"})
+
+    def names(*arguments):
+        found = json.loads(run("search", *arguments, "--json").stdout)
+        return [each["repository"] for each in found["repositories"]]
+
+    assert names() == ["owner/one", "owner/two"]
+    assert names("--base-model", "small", "--task", "two") == ["owner/two"]
+    assert names("--base-model", "owner/base") == ["owner/two"]
+    assert names("--author", "stranger") == []
+    assert len(names("--limit", "1")) == 1
+    shown = run("search", "--task", "two").stdout
+    assert "hf://owner/two/two.kfac" in shown
+    assert "hf://owner/two/two.safetensors" in shown
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "revision", "known", "option"),
+    [
+        ("open_clip", "tiny", "abc", None, "tiny"),
+        ("open_clip", "ViT-B-32", "laion2b_s34b_b79k", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K",
+         "ViT-B-32/laion2b_s34b_b79k"),
+        ("open_clip", "ViT-B-32", None, None, "ViT-B-32"),
+        ("timm", "vit_tiny_patch16_224", "augreg_in21k_ft_in1k", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+         "timm:vit_tiny_patch16_224"),
+        ("t5", "google-t5/t5-base", "a" * 40, "google-t5/t5-base", "t5:google-t5/t5-base"),
+        ("hf", "folder", None, None, "hf:folder"),
+        ("test", "small", "main", None, None),
+    ],
+)  # fmt: skip
+def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, known, option):
+    base = kp.identify({"w": torch.zeros(1)}, ["w"], family=family, name=name, revision=revision)
+    assert (hub_id(base), as_option(base)) == (known, option)

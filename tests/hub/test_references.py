@@ -1,0 +1,55 @@
+"""hf://… as huggingface_hub's own parser reads it, and where it must be refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+from huggingface_hub.utils import parse_hf_uri
+
+import kfacpack as kp
+from kfacpack.hub.files.reference import Reference, is_reference, located
+
+GOOD = [
+    "hf://owner/repo/t.kfac",
+    "hf://owner/repo@main/t.kfac",
+    "hf://owner/repo@v1.0/folder/t.kfac",
+    "hf://owner/repo@0123456789abcdef0123456789abcdef01234567/t.safetensors",
+    "hf://owner/repo@refs%2Fpr%2F1/t.kfac",
+    "hf://owner/repo@refs/pr/1/t.kfac",
+    "hf://owner/repo@my%2Fbranch/t.kfac",
+    "hf://models/owner/repo/t.kfac",
+    "hf://datasets/owner/repo@main/data/t.kfac",
+]
+
+
+@pytest.mark.parametrize("text", GOOD)
+def test_a_reference_means_what_huggingface_hub_takes_it_for(text):
+    ours, theirs = Reference.parse(text), parse_hf_uri(text)
+    assert (ours.repository, ours.revision, ours.file, ours.kind) == (
+        theirs.id, theirs.revision, theirs.path_in_repo, theirs.type,
+    )  # fmt: skip
+    assert Reference.parse(str(ours)) == ours
+    assert parse_hf_uri(str(ours)) == theirs
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hf://", "hf://owner", "hf://owner/repo", "hf://owner/repo@main", "hf://owner/repo/", "hf://owner/repo/../t.kfac",
+     "hf://owner/repo//t.kfac", "hf://own er/repo/t.kfac", "hf://buckets/owner/repo/t.kfac"],
+)  # fmt: skip
+def test_what_names_no_file_is_refused_in_words(text):
+    with pytest.raises(kp.KfacpackError, match=r"expected hf://owner/repo/FILE"):
+        kp.load(text)
+
+
+def test_a_path_that_lost_a_slash_is_still_a_reference():
+    assert located(Path("hf://owner/repo@main/t.kfac")) == Reference("owner/repo", "t.kfac", "main")
+    assert not is_reference("folder/hf:/t.kfac")
+    assert located("t.kfac") == Path("t.kfac")
+
+
+def test_a_reference_survives_pickling():
+    reference = Reference.parse("hf://owner/repo@main/t.kfac")
+    assert pickle.loads(pickle.dumps(reference)) == reference
