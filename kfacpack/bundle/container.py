@@ -50,11 +50,14 @@ LOOKS_LIKE = {
 }
 
 
+DOWNLOAD_AGAIN = "The file is incomplete or damaged: fetch it again from where it was published"
+
+
 def download_again(path: str | os.PathLike[str]) -> str:
     """What to do about a file that is not as it was published."""
     if is_reference(path):
         return f"The copy in the cache is incomplete or damaged: 'kfacpack pull {os.fspath(path)}' fetches it anew"
-    return "The file is incomplete or damaged: fetch it again from where it was published"
+    return DOWNLOAD_AGAIN
 
 
 Spec = tuple[str, tuple[int, ...]]

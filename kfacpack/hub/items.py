@@ -12,12 +12,11 @@ from kfacpack.bundle.checks import check_tensors
 from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Base, Source
 from kfacpack.bundle.reader import Bundle
-from kfacpack.bundle.seal import BUNDLE
+from kfacpack.bundle.seal import BUNDLE, VECTOR
 from kfacpack.errors import BundleError, DoesNotHoldError
 from kfacpack.hub.facts import bundle_facts, vector_facts
 from kfacpack.hub.files.reference import header_of
 from kfacpack.vectors.leaf import VectorFile
-from kfacpack.vectors.manifest import VECTOR
 from kfacpack.verification import Verification
 from kfacpack.verification import verify as verify_bundle
 
