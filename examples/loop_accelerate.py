@@ -3,8 +3,8 @@
     python examples/loop_accelerate.py [EPOCHS]
     accelerate launch --num_processes 2 examples/loop_accelerate.py    # torchrun will do as well
 
-A network that knows the digits 0 to 4 learns 5 to 9; a bundle holds its outputs on 0 to 4 where they are. The penalty needs no
-data, so every process computes the same one: its gradient is added after those of the data have been averaged.
+A network that knows the digits 0 to 4 learns 5 to 9; a bundle holds its outputs on 0 to 4 where they are. The penalty
+needs no data, so every process computes the same one: its gradient is added after those of the data have been averaged.
 """
 
 import sys
@@ -13,9 +13,9 @@ import torch
 from accelerate import Accelerator
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-from two_tasks import digits, measured, network, said
 
 import kfacpack as kp
+from two_tasks import digits, measured, network, said
 
 
 def train(accelerator: Accelerator, bundle: kp.Curvature, strength: float, epochs: int) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
     python examples/loop_pytorch.py [STEPS]
 
-A network that knows the digits 0 to 4 learns 5 to 9. A bundle, which could be anybody's and needs no data of theirs, holds
+A network that knows the digits 0 to 4 learns 5 to 9. A bundle, which could be of anybody's data, holds
 its outputs on 0 to 4 where they are.
 """
 
@@ -12,9 +12,9 @@ import sys
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from two_tasks import Data, digits, measured, network, said
 
 import kfacpack as kp
+from two_tasks import Data, digits, measured, network, said
 
 
 def linearised(net: nn.Module, new: Data, penalty: kp.Regularizer, steps: int) -> dict[str, Tensor]:
