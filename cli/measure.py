@@ -204,6 +204,7 @@ def _put(found: dict[str, Any], task: str, what: Any, file: Path) -> None:
 def _exams(names: list[str], data: Iterable[str], split: str, examples: str) -> list[Exam]:
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.tasks import TASKS, load_task
+    from kfacpack.tasks.parts import whole_name
 
     folders: dict[str, str] = {}
     for each in data:
@@ -216,7 +217,7 @@ def _exams(names: list[str], data: Iterable[str], split: str, examples: str) -> 
         folders[name] = folder
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise KfacpackError(f"--task {printable(twice[0])}: its examples are there already; name it once")
-    if unknown := [name for name in names if name not in folders and name not in TASKS]:
+    if unknown := [name for name in names if name not in folders and whole_name(name) not in TASKS]:
         name = printable(unknown[0])
         raise KfacpackError(f"{name!r} is no registered task; say where its data is: --data {name}=DIR")
     return [Exam.of(load_task(name, folders.get(name)), split, examples) for name in names]

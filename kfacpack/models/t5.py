@@ -12,6 +12,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
+from kfacpack.tasks.parts import whole_name
 
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
 
@@ -52,7 +53,9 @@ class T5:
             """As T5 was trained: the task's name, then every column with its name before it."""
             columns = texts(examples, f"t5:{name}", task)
             rows = [
-                " ".join([task, *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))])
+                " ".join(
+                    [whole_name(task), *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))]
+                )
                 for values in zip(*columns.values(), strict=True)
             ]
             tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")

@@ -10,6 +10,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.tasks.base import Example, Origin, Split, Task
 from kfacpack.tasks.embedded import digits, emblems, faces, hebrew, materials, mnist, syllabics, weaves
 from kfacpack.tasks.local import LocalTask
+from kfacpack.tasks.parts import Part, part_name
 
 __all__ = ["TASKS", "Example", "Origin", "Split", "Task", "load_task"]
 
@@ -27,7 +28,12 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None) -> Task:
-    """The task of that name; its data is what is registered for it, or what lies in the folder `data`."""
+    """The task of that name; its data is what is registered for it, or what lies in the folder `data`.
+
+    NAME@k/n is the k-th of n parts of it, by classes.
+    """
+    if part := part_name(name):
+        return Part(load_task(part.whole, data), part.k, part.n)
     if data is not None:
         return LocalTask(name, Path(data))
     if name in TASKS:

@@ -24,6 +24,7 @@ from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
+from kfacpack.tasks.parts import own_classes
 from kfacpack.tasks.sampling import batched
 from kfacpack.training.metrics import Metrics, metrics_path, opened, require_metrics_place
 from kfacpack.training.order import Order
@@ -31,9 +32,9 @@ from kfacpack.training.rate import fitting_rate, require_influence
 from kfacpack.training.record import request_of, vector_of
 from kfacpack.training.settings import Settings
 from kfacpack.training.state import State
+from kfacpack.vectors.head import Head
 
 if TYPE_CHECKING:
-    from kfacpack.heads import Head
     from kfacpack.models.base import Batch
     from kfacpack.tasks.base import Split, Task
     from kfacpack.training.drift import Drift
@@ -88,7 +89,17 @@ class Job:
         if self.settings.lr is not None:
             return self.settings.lr
         numbers = self._order.batch(0)[:_TO_FIND_LR]
-        return fitting_rate(self.regime, self.head, self._batch(numbers), self._labels(numbers))
+        return fitting_rate(self.regime, self._own_head, self._batch(numbers), self._labels(numbers))
+
+    @cached_property
+    def _own_head(self) -> Head:
+        """Of the classes that examples are told apart from: of a part of a task (NAME@k/n), its own alone."""
+        head, own = self.head, own_classes(self.task)
+        if own is None:
+            return head
+        # Views, so that what processes take from the first one's head is seen here.
+        rows = slice(own.start, own.stop)
+        return Head(head.weight[rows], head.bias[rows], head.classes[rows], head.origin)
 
     @cached_property
     def _order(self) -> Order:
@@ -199,7 +210,7 @@ class Job:
         with self._cast():
             moved = self.regime.moved(self._batch(chosen), state.tau)
         f = moved.f.requires_grad_()
-        logits = self.head.logits(f)
+        logits = self._own_head.logits(f)
         loss = cross_entropy(logits, labels, reduction="sum")
         (u,) = torch.autograd.grad(loss, f)
         moved.add_gradient(u / self.settings.batch_size, state.gradients)
@@ -211,7 +222,10 @@ class Job:
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
+        """By their places in `_own_head`."""
+        labels = torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
+        own = own_classes(self.task)
+        return labels if own is None else labels - own.start
 
     def _batch(self, numbers: Sequence[int]) -> Batch:
         model = self.regime.model
