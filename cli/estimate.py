@@ -28,6 +28,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    WORKERS,
     load_named,
     option,
 )
@@ -83,6 +84,7 @@ def estimate(
         RUN, False, "--dry-run", help="Show blocks, bytes, time, memory, what is frozen; write nothing."
     ),
     as_json: bool = option(RUN, False, "--json", help="Print what was made, or the plan, as JSON."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Estimate the curvature of a model on a task's data, and write it to one file.
@@ -93,9 +95,11 @@ def estimate(
     # They bring torch, which --help has no need to wait for.
     from kfacpack.estimation.job import Job
     from kfacpack.estimation.options import Options
+    from kfacpack.models.batches import use_workers
     from kfacpack.running import processes
     from kfacpack.tasks import load_task
 
+    use_workers(workers)
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
     place = processes.local_device(device)
     with processes.launched(place):

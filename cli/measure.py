@@ -25,6 +25,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    WORKERS,
     check_output,
     load_named,
     option,
@@ -86,6 +87,7 @@ def measure(
     output: Path | None = option(RUN, None, "--output", "-o", metavar="FILE.json", help="Write the numbers there."),
     figure: Path | None = option(RUN, None, "--figure", metavar="FILE.png|svg", help="Draw them there."),
     as_json: bool = option(RUN, False, "--json", help="Print the numbers as JSON."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Measure what task vectors do to each other's tasks, or what a bundle says of them.
@@ -119,8 +121,10 @@ def measure(
             found = kp.spectra(kp.load(bundles[0]), on_progress=advance)
     else:
         from kfacpack.evaluation.alphas import parse_alphas
+        from kfacpack.models.batches import use_workers
         from kfacpack.running.processes import local_device
 
+        use_workers(workers)
         place, alphas = local_device(device), parse_alphas(alpha or ALPHAS)
         taus, curvatures = _vectors(files), _bundles(bundles)
         names = list(curvatures) or [*taus, *(task or ())]

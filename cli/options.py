@@ -61,6 +61,14 @@ DATA_FOLDER = option(
     metavar="DIR",
     help="The task's data: train-*.parquet as on the Hub, or pictures in a folder for each class.",
 )
+WORKERS = option(
+    RUN,
+    None,
+    "--workers",
+    min=0,
+    metavar="N",
+    help="Processes that decode and transform examples ahead; by default up to 4 where pictures come from files.",
+)
 QUIET = option(RUN, False, "--quiet", "-q", help="Print nothing but errors.")
 
 

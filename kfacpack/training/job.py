@@ -7,7 +7,7 @@ for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
+from kfacpack.models.batches import batches
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.parts import own_classes
@@ -131,8 +132,10 @@ class Job:
         done = self._begin(partial, state, resume=resume)
         first = processes.rank() == 0
         with opened(metrics_path(output), done) if first else nullcontext() as log:
+            wanted = ((0, chosen) for step in range(done, self.steps) for chosen in self._own(step))
+            coming = batches(model, [(self.split, self.task.name)], wanted)
             for step in range(done, self.steps):
-                metrics, stop = self._step(step, state, stopped)
+                metrics, stop = self._step(step, state, coming, stopped)
                 if log:
                     log.add(metrics)
                 on_progress(metrics, self.steps)
@@ -158,15 +161,21 @@ class Job:
         processes.take_from_first([done, self.head.weight, self.head.bias, *shared])
         return int(done)
 
-    def _step(self, step: int, state: State, stopped: Callable[[], bool]) -> tuple[Metrics, bool]:
+    def _own(self, step: int) -> list[Sequence[int]]:
+        """Of a step's examples those of this process, as many together as are computed at once."""
+        own = self._order.batch(step)[processes.rank() :: processes.count()]
+        return list(batched(own, self.settings.at_once or max(1, len(own))))
+
+    def _step(
+        self, step: int, state: State, coming: Iterator[Batch], stopped: Callable[[], bool]
+    ) -> tuple[Metrics, bool]:
         """And whether any of the processes was asked to stop: then all do, after the same step."""
         numbers = self._order.batch(step)
-        own = numbers[processes.rank() :: processes.count()]
         state.clear()
         loss, right, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
         try:
-            for chosen in batched(own, self.settings.at_once or max(1, len(own))):
-                lost, correct = self._learn(chosen, state)
+            for chosen in self._own(step):
+                lost, correct = self._learn(chosen, to_device(next(coming), self.head.weight.device), state)
                 loss += lost
                 right += correct
             if self.drift:
@@ -204,11 +213,11 @@ class Job:
             remedy = "τ is still zero there: check the data, or use another --dtype"
         return KfacpackError(f"step {step + 1}: {problem}. {kept}; {remedy}")
 
-    def _learn(self, chosen: Sequence[int], state: State) -> tuple[float, int]:
+    def _learn(self, chosen: Sequence[int], batch: Batch, state: State) -> tuple[float, int]:
         """Adds the gradient of these examples' share of the loss; the sum of their losses, and how many are right."""
         labels = self._labels(chosen)
         with self._cast():
-            moved = self.regime.moved(self._batch(chosen), state.tau)
+            moved = self.regime.moved(batch, state.tau)
         f = moved.f.requires_grad_()
         logits = self._own_head.logits(f)
         loss = cross_entropy(logits, labels, reduction="sum")
