@@ -85,14 +85,15 @@ def own_head(task: Task, vector: TaskVector | None) -> Head | None:
     if task.name in heads:
         return heads[task.name]
     whole = whole_name(task.name)
-    first, *others = [(name, head) for name, head in heads.items() if whole_name(name) == whole] or [("", None)]
+    of_parts = [(name, head) for name, head in heads.items() if whole_name(name) == whole]
+    if not of_parts:
+        return None
+    (first, found), *others = of_parts
     for name, head in others:
-        if first[1] and head and (difference := first[1].difference(head)):
-            problem = (
-                f"the vector's heads for {printable(first[0])} and {printable(name)} are not the same: {difference}"
-            )
+        if difference := found.difference(head):
+            problem = f"the vector's heads for {printable(first)} and {printable(name)} are not the same: {difference}"
             raise KfacpackError(f"{printable(task.name)}: {problem}. Choose one with --head")
-    return first[1]
+    return found
 
 
 def score(

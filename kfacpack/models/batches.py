@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,8 +39,11 @@ def use_workers(count: int | None) -> None:
     _asked = count
 
 
-def batches(model: Model, sources: Sequence[Source], wanted: Iterable[Wanted]) -> Iterator[Batch]:
-    """One batch for each that is wanted, in that order. `wanted` is looked at a little ahead, and may be endless."""
+def batches(model: Model, sources: Sequence[Source], wanted: Iterable[Wanted]) -> Generator[Batch, None, None]:
+    """One batch for each that is wanted, in that order. `wanted` is looked at a little ahead, and may be endless.
+
+    Who leaves before the end closes it, so that its processes end.
+    """
     workers = _number_of(sources)
     loader = DataLoader(
         _Examples(model.prepare, sources),

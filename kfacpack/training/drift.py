@@ -6,7 +6,7 @@ looks at one batch of one task, drawn by the sizes of the data sets, so that its
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ class Drift:
         self._shares = sizes / sizes.sum()
         self._orders = [Order(len(split), batch_size, seed) for split in self._splits]
         self._seed, self._batch_size = seed, batch_size
-        self._coming: Iterator[Batch] | None = None
+        self._coming: Generator[Batch, None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
 
     @property
@@ -70,6 +70,12 @@ class Drift:
         self._next = step + 1, at_once
         return value
 
+    def close(self) -> None:
+        """Nothing more is asked for: who prepares the next steps' examples may go."""
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
+
     def _wanted(self, step: int, at_once: int | None) -> list[tuple[int, Sequence[int]]]:
         """Which task this step looks at, and its examples that are this process's; as many as are computed at once."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
@@ -80,6 +86,7 @@ class Drift:
     def _from(self, step: int, model: Model, at_once: int | None) -> Iterator[Batch]:
         """The batches from a step on. Steps follow each other, so that the next ones can be prepared meanwhile."""
         if self._coming is None or self._next != (step, at_once):
+            self.close()
             sources = list(zip(self._splits, self.tasks, strict=True))
             self._coming = batches(
                 model, sources, (each for later in count(step) for each in self._wanted(later, at_once))

@@ -8,7 +8,7 @@ for rounding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -131,9 +131,12 @@ class Job:
         partial = Partial(_partial_path(output), "a training run", request_of(self, base), every)
         done = self._begin(partial, state, resume=resume)
         first = processes.rank() == 0
-        with opened(metrics_path(output), done) if first else nullcontext() as log:
-            wanted = ((0, chosen) for step in range(done, self.steps) for chosen in self._own(step))
-            coming = batches(model, [(self.split, self.task.name)], wanted)
+        wanted = ((0, chosen) for step in range(done, self.steps) for chosen in self._own(step))
+        with (
+            opened(metrics_path(output), done) if first else nullcontext() as log,
+            closing(batches(model, [(self.split, self.task.name)], wanted)) as coming,
+            closing(self.drift) if self.drift else nullcontext(),
+        ):
             for step in range(done, self.steps):
                 metrics, stop = self._step(step, state, coming, stopped)
                 if log:

@@ -68,10 +68,10 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
         where = tmp_path / str(workers)
         where.mkdir()
         data = ["--data", folder, "--workers", workers, "-q"]
+        how = ["--steps", 3, "--at-once", 2, "--lr", "1e-3", "--reg-data", "digits"]
         for line in (
             ["estimate", "--task", "mine", *FEW, "-o", where / "t.kfac", *data],
-            ["train", "--task", "mine", *FEW, "--steps", 3, "--at-once", 2, "-o", where / "t.safetensors", *data]
-            + ["--reg-data", "digits", "--lr", "1e-3"],
+            ["train", "--task", "mine", *FEW, *how, "-o", where / "t.safetensors", *data],
         ):
             done = CliRunner().invoke(app, list(map(str, line)), catch_exceptions=False)
             assert done.exit_code == 0, done.stderr
