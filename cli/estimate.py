@@ -29,6 +29,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    WORKERS,
     load_asked,
     load_named,
     option,
@@ -86,6 +87,7 @@ def estimate(
         RUN, False, "--dry-run", help="Show blocks, bytes, time, memory, what is frozen; write nothing."
     ),
     as_json: bool = option(RUN, False, "--json", help="Print what was made, or the plan, as JSON."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Estimate the curvature of a model on a task's data, and write it to one file.
@@ -96,8 +98,10 @@ def estimate(
     # They bring torch, which --help has no need to wait for.
     from kfacpack.estimation.job import Job
     from kfacpack.estimation.options import Options
+    from kfacpack.models.batches import use_workers
     from kfacpack.running import processes
 
+    use_workers(workers)
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
     place = processes.local_device(device)
     with processes.launched(place):

@@ -24,6 +24,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    WORKERS,
     File,
     HeadKind,
     check_output,
@@ -93,6 +94,7 @@ def evaluate(
     batch_size: int = option(RUN, 64, "--batch-size", min=1, help="Examples at a time."),
     as_json: bool = option(RUN, False, "--json", help="Print the accuracies as JSON."),
     csv: Path | None = option(RUN, None, "--csv", metavar="FILE", help="Write them as a table, a row for each task."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Measure a model's accuracy on one or several tasks, and its mean over them.
@@ -117,9 +119,11 @@ def evaluate(
     # They bring torch, which --help has no need to wait for.
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.evaluation.choice import validation_exam
+    from kfacpack.models.batches import use_workers
     from kfacpack.running.processes import local_device
     from kfacpack.vectors.vector import TaskVector
 
+    use_workers(workers)
     show = not (quiet or as_json)
     place = local_device(device)
     with loading(", ".join([*names, model]), show=show):

@@ -26,6 +26,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    WORKERS,
     File,
     check_output,
     load_asked,
@@ -90,6 +91,7 @@ def measure(
     output: Path | None = option(RUN, None, "--output", "-o", metavar="FILE.json", help="Write the numbers there."),
     figure: Path | None = option(RUN, None, "--figure", metavar="FILE.png|svg", help="Draw them there."),
     as_json: bool = option(RUN, False, "--json", help="Print the numbers as JSON."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Measure what task vectors do to each other's tasks, or what a bundle says of them.
@@ -123,8 +125,10 @@ def measure(
             found = kp.spectra(kp.load(bundles[0]), on_progress=advance)
     else:
         from kfacpack.evaluation.alphas import parse_alphas
+        from kfacpack.models.batches import use_workers
         from kfacpack.running.processes import local_device
 
+        use_workers(workers)
         place, alphas = local_device(device), parse_alphas(alpha or ALPHAS)
         taus, curvatures = _vectors(files), _bundles(bundles)
         names = list(curvatures) or [*taus, *(task or ())]
@@ -208,6 +212,7 @@ def _put(found: dict[str, Any], task: str, what: Any, file: File) -> None:
 def _exams(names: list[str], data: Iterable[str], split: str, examples: str, model: str, *, quiet: bool) -> list[Exam]:
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.tasks import PUBLISHED, TASKS
+    from kfacpack.tasks.parts import whole_name
 
     folders: dict[str, str | None] = {}
     for each in data:
@@ -218,7 +223,8 @@ def _exams(names: list[str], data: Iterable[str], split: str, examples: str, mod
         folders[name] = folder
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise KfacpackError(f"--task {printable(twice[0])}: its examples are there already; name it once")
-    if unknown := [name for name in names if name not in {**folders, **TASKS, **PUBLISHED}]:
+    known = {**TASKS, **PUBLISHED}
+    if unknown := [name for name in names if name not in folders and whole_name(name) not in known]:
         name = printable(unknown[0])
         raise KfacpackError(f"{name!r} is no registered task; say where its data is: --data {name}=DIR")
     tasks = [load_asked(name, folders.get(name), None, model, quiet=quiet) for name in names]

@@ -77,6 +77,14 @@ COLUMNS = option(
     help="What the columns of --data are: image=IMG,label=Y, or premise=A,hypothesis=B,label=Y. Else they are found by "
     "the task's name, or by their types.",
 )
+WORKERS = option(
+    RUN,
+    None,
+    "--workers",
+    min=0,
+    metavar="N",
+    help="Processes that decode and transform examples ahead; by default up to 4 where pictures come from files.",
+)
 QUIET = option(RUN, False, "--quiet", "-q", help="Print nothing but errors.")
 
 

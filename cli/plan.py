@@ -15,7 +15,7 @@ from rich.text import Text
 from kfacpack.errors import printable
 
 from .console import human_bytes, human_seconds, out, percent, print_json, show_note
-from .options import DEVICE, QUIET, RUN, option
+from .options import DEVICE, QUIET, RUN, WORKERS, option
 from .progress import work_bar
 from .stopping import stopping
 
@@ -32,6 +32,7 @@ def run(
     device: str = DEVICE,
     dry_run: bool = option(RUN, False, "--dry-run", help="Show what would run and about how long; write nothing."),
     as_json: bool = option(RUN, False, "--json", help="Print the results as JSON."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Carry out a plan: estimate, merge, train, add, negate, measure, and write a report.

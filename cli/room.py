@@ -41,10 +41,11 @@ class Room:
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
         """Of the kind that was asked for; if none was, the vector's own."""
+        from kfacpack.evaluation.accuracy import own_head
         from kfacpack.heads import head_for
 
-        if vector and self.kind == "auto" and task.name in vector.heads:
-            return vector.heads[task.name]
+        if self.kind == "auto" and (own := own_head(task, vector)):
+            return own
         with examples_bar(f"{task.name}: head", show=self.show) as advance:
             return head_for(self.model, task, self.kind, batch_size=self.batch_size, on_progress=advance)
 

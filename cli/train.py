@@ -28,6 +28,7 @@ from .options import (
     QUIET,
     RUN,
     WEIGHTS,
+    WORKERS,
     File,
     HeadKind,
     check_output,
@@ -110,6 +111,7 @@ def train(
     seed: int = option(HOW, 0, "--seed", min=0, help="Decides the order of the examples."),
     resume: bool = option(RUN, False, "--resume", help="Go on with the run that was interrupted."),
     as_json: bool = option(RUN, False, "--json", help="Print what was made as JSON."),
+    workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Train a task vector, and write it with its frozen head to one file.
@@ -125,12 +127,14 @@ def train(
     import torch
 
     from kfacpack.heads import head_for
+    from kfacpack.models.batches import use_workers
     from kfacpack.running import processes
     from kfacpack.training.job import Job
     from kfacpack.training.metrics import require_metrics_place
     from kfacpack.training.regimes import REGIMES
     from kfacpack.training.settings import Settings
 
+    use_workers(workers)
     settings = Settings(
         steps=steps,
         epochs=epochs,

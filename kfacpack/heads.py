@@ -23,6 +23,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.base import Model
 from kfacpack.models.outputs import outputs
 from kfacpack.tasks.base import Split, Task
+from kfacpack.tasks.parts import whole_of
 from kfacpack.vectors.head import Head
 
 __all__ = ["Head", "check_head", "head_for", "known_classes", "prototype_head", "text_head", "word_head"]
@@ -134,7 +135,11 @@ def prototype_head(
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Head:
-    """From the training split: of each class all examples, or `PER_CLASS` evenly spaced ones, in the split's order."""
+    """From the training split: of each class all examples, or `PER_CLASS` evenly spaced ones, in the split's order.
+
+    A part of a task (NAME@k/n) has the prototypes of the whole: all classes, from the whole's training split.
+    """
+    task = whole_of(task)
     classes = known_classes(task)
     split = task.split("train")
     members = _members(split, task, classes)

@@ -18,8 +18,8 @@ from kfacpack.curvature.join import gather, scatter
 from kfacpack.errors import KfacpackError, TaskVectorError, printable
 from kfacpack.function.parameters import choose
 from kfacpack.linear.linearize import Linearized
+from kfacpack.models.outputs import prepared
 from kfacpack.running.progress import Count, OnProgress
-from kfacpack.tasks.sampling import batched
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,10 +90,8 @@ class _Layers:
     def __init__(self, model: Model, exam: Exam, examples: int, batch_size: int, vector: TaskVector):
         self._examples = examples
         self._linearized = Linearized(model.module, model.forward, choose(model.module, list(vector)))
-        self._batches: list[Batch] = [
-            model.prepare([exam.split[number] for number in numbers], exam.task.name)
-            for numbers in batched(exam.numbers[:examples], batch_size)
-        ]
+        taken = prepared(model, exam.split, exam.task.name, exam.numbers[:examples], batch_size)
+        self._batches: list[Batch] = [batch for _, batch in taken]
 
     def measured(self, tau: Mapping[str, Tensor], count: Count) -> float:
         total = 0.0

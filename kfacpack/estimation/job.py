@@ -23,6 +23,7 @@ from kfacpack.estimation.options import Options
 from kfacpack.function.batch import to_device
 from kfacpack.function.borrowed import borrowed
 from kfacpack.function.parameters import choose
+from kfacpack.models.batches import batches
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
@@ -106,8 +107,9 @@ class Job:
             partial = Partial(_partial_path(output), "an estimate", self._request(estimation, base), every)
             done = partial.restore(estimation) if resume else partial.require_absent()
             on_progress(estimation.examples, total)
-            for number, examples in enumerate(own[done:], start=done + 1):
-                estimation.take(self._batch(examples), examples)
+            coming = batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own[done:]])
+            for number, (examples, batch) in enumerate(zip(own[done:], coming, strict=True), start=done + 1):
+                estimation.take(to_device(batch, device_of(self.wanted)), examples)
                 on_progress(estimation.examples, total)
                 if stopped():
                     partial.keep(estimation, number, now=True)

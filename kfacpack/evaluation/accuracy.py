@@ -16,6 +16,7 @@ from kfacpack.heads import Head, head_for, known_classes
 from kfacpack.models.base import Batch, Model
 from kfacpack.models.outputs import naming, prepared
 from kfacpack.tasks.base import Split, Task
+from kfacpack.tasks.parts import whole_name
 from kfacpack.tasks.sampling import drawn, how_many
 from kfacpack.vectors.vector import TaskVector
 
@@ -75,7 +76,24 @@ def evaluate(
 
 def head_with(model: Model, task: Task, vector: TaskVector | None) -> Head:
     """The vector's own head for the task, or the one that is made without it."""
-    return (vector.heads.get(task.name) if vector else None) or head_for(model, task)
+    return own_head(task, vector) or head_for(model, task)
+
+
+def own_head(task: Task, vector: TaskVector | None) -> Head | None:
+    """The one that a vector has for the task; else the one that it has for parts of it, whose classes are the same."""
+    heads = vector.heads if vector else {}
+    if task.name in heads:
+        return heads[task.name]
+    whole = whole_name(task.name)
+    of_parts = [(name, head) for name, head in heads.items() if whole_name(name) == whole]
+    if not of_parts:
+        return None
+    (first, found), *others = of_parts
+    for name, head in others:
+        if difference := found.difference(head):
+            problem = f"the vector's heads for {printable(first)} and {printable(name)} are not the same: {difference}"
+            raise KfacpackError(f"{printable(task.name)}: {problem}. Choose one with --head")
+    return found
 
 
 def score(

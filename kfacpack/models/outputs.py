@@ -11,6 +11,7 @@ from torch import Tensor
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import run
 from kfacpack.models.base import Batch, Model
+from kfacpack.models.batches import batches
 from kfacpack.tasks.base import Split
 from kfacpack.tasks.sampling import batched
 
@@ -37,8 +38,8 @@ def prepared(
     model: Model, split: Split, task: str, numbers: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
     """The numbers of each batch's examples, and what the model takes them as."""
-    for chosen in batched(numbers, batch_size):
-        yield chosen, model.prepare([split[number] for number in chosen], task)
+    every = list(batched(numbers, batch_size))
+    yield from zip(every, batches(model, [(split, task)], [(0, chosen) for chosen in every]), strict=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from kfacpack.models.base import Model, Request
 from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
+from kfacpack.tasks.parts import whole_name
 
 TRAINED = {
     "mnli": ("hypothesis", "premise"),
@@ -59,10 +60,11 @@ class T5:
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
             """As T5 was trained: the task's name, then every column with its name before it."""
             columns = texts(examples, f"t5:{name}", task)
-            if set(order := TRAINED.get(task, ())) == set(columns):
+            called = whole_name(task)
+            if set(order := TRAINED.get(called, ())) == set(columns):
                 columns = {column: columns[column] for column in order}
             rows = [
-                " ".join([task, *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))])
+                " ".join([called, *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))])
                 for values in zip(*columns.values(), strict=True)
             ]
             tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")

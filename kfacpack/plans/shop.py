@@ -18,6 +18,7 @@ from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
 from kfacpack.tasks.local import LocalTask
+from kfacpack.tasks.parts import whole_of
 from kfacpack.tasks.places import is_address
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Shop:
         It looks at some examples, so that all files have to have the bytes they had; and heads are made of the classes'
         names.
         """
-        found = self.task(task)
+        found = whole_of(self.task(task))
         if not isinstance(found, LocalTask):
             return made
         return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()

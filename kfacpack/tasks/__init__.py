@@ -10,6 +10,7 @@ from kfacpack.tasks.base import Example, Origin, Split, Task
 from kfacpack.tasks.columns import read_columns
 from kfacpack.tasks.embedded import digits, emblems, faces, hebrew, materials, mnist, syllabics, weaves
 from kfacpack.tasks.local import LocalTask
+from kfacpack.tasks.parts import Part, part_name
 from kfacpack.tasks.places import Repository, place_of
 from kfacpack.tasks.published import PUBLISHED, Published
 
@@ -33,8 +34,11 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, columns: st
     hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
 
     `columns`, such as "image=IMG,label=Y", says what the data's columns are. Of a task that is published, all that is
-    known of it holds for a copy in a folder as well. Nothing is read of the data yet but the names of its files.
+    known of it holds for a copy in a folder as well. NAME@k/n is the k-th of n parts of a task, by classes. Nothing is
+    read of the data yet but the names of its files.
     """
+    if part := part_name(name):
+        return Part(load_task(part.whole, data, columns), part.k, part.n)
     definition = PUBLISHED[name]() if name in PUBLISHED else None
     wanted = read_columns(columns) if columns is not None else None
     if data is not None:

@@ -6,13 +6,15 @@ looks at one batch of one task, drawn by the sizes of the data sets, so that its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from kfacpack.errors import KfacpackError
+from kfacpack.models.batches import batches
 from kfacpack.running import processes
 from kfacpack.tasks.sampling import batched
 from kfacpack.training.groups import checked_strength
@@ -21,6 +23,7 @@ from kfacpack.training.order import Order
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kfacpack.models.base import Batch, Model
     from kfacpack.tasks.base import Split, Task
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regimes.base import Tau
@@ -36,7 +39,9 @@ class Drift:
         sizes = np.array([len(split) for split in self._splits], dtype=np.float64)
         self._shares = sizes / sizes.sum()
         self._orders = [Order(len(split), batch_size, seed) for split in self._splits]
-        self._seed = seed
+        self._seed, self._batch_size = seed, batch_size
+        self._coming: Generator[Batch, None, None] | None = None
+        self._next: tuple[int, int | None] = 0, None
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -55,15 +60,35 @@ class Drift:
         self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], at_once: int | None = None
     ) -> Tensor:
         """This process's share of the value at this step's batch, and of its gradient, added in place."""
-        generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
-        chosen = int(generator.choice(len(self._splits), p=self._shares))
-        numbers = self._orders[chosen].batch(step)
-        own = numbers[processes.rank() :: processes.count()]
-        split, model = self._splits[chosen], regime.model
-        weight = self.strength * len(self.tasks) / len(numbers)
+        weight = self.strength * len(self.tasks) / self._batch_size
         value = torch.zeros((), dtype=torch.float64)
-        for part in batched(own, at_once or max(1, len(own))):
-            change, moved = regime.drift(model.prepare([split[n] for n in part], self.tasks[chosen]), tau)
+        coming = self._from(step, regime.model, at_once)
+        for _ in self._wanted(step, at_once):
+            change, moved = regime.drift(next(coming), tau)
             value += weight * float(change.square().sum())
             moved.add_gradient(2 * weight * change, gradients)
+        self._next = step + 1, at_once
         return value
+
+    def close(self) -> None:
+        """Nothing more is asked for: who prepares the next steps' examples may go."""
+        if self._coming is not None:
+            self._coming.close()
+            self._coming = None
+
+    def _wanted(self, step: int, at_once: int | None) -> list[tuple[int, Sequence[int]]]:
+        """Which task this step looks at, and its examples that are this process's; as many as are computed at once."""
+        generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
+        chosen = int(generator.choice(len(self._splits), p=self._shares))
+        own = self._orders[chosen].batch(step)[processes.rank() :: processes.count()]
+        return [(chosen, part) for part in batched(own, at_once or max(1, len(own)))]
+
+    def _from(self, step: int, model: Model, at_once: int | None) -> Iterator[Batch]:
+        """The batches from a step on. Steps follow each other, so that the next ones can be prepared meanwhile."""
+        if self._coming is None or self._next != (step, at_once):
+            self.close()
+            sources = list(zip(self._splits, self.tasks, strict=True))
+            self._coming = batches(
+                model, sources, (each for later in count(step) for each in self._wanted(later, at_once))
+            )
+        return self._coming

@@ -7,8 +7,8 @@ for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import isfinite
@@ -22,8 +22,10 @@ from torch.nn.functional import cross_entropy
 from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
+from kfacpack.models.batches import batches
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
+from kfacpack.tasks.parts import own_classes
 from kfacpack.tasks.sampling import batched
 from kfacpack.training.metrics import Metrics, metrics_path, opened, require_metrics_place
 from kfacpack.training.order import Order
@@ -31,9 +33,9 @@ from kfacpack.training.rate import fitting_rate, require_influence
 from kfacpack.training.record import request_of, vector_of
 from kfacpack.training.settings import Settings
 from kfacpack.training.state import State
+from kfacpack.vectors.head import Head
 
 if TYPE_CHECKING:
-    from kfacpack.heads import Head
     from kfacpack.models.base import Batch
     from kfacpack.tasks.base import Split, Task
     from kfacpack.training.drift import Drift
@@ -88,7 +90,17 @@ class Job:
         if self.settings.lr is not None:
             return self.settings.lr
         numbers = self._order.batch(0)[:_TO_FIND_LR]
-        return fitting_rate(self.regime, self.head, self._batch(numbers), self._labels(numbers))
+        return fitting_rate(self.regime, self._own_head, self._batch(numbers), self._labels(numbers))
+
+    @cached_property
+    def _own_head(self) -> Head:
+        """Of the classes that examples are told apart from: of a part of a task (NAME@k/n), its own alone."""
+        head, own = self.head, own_classes(self.task)
+        if own is None:
+            return head
+        # Views, so that what processes take from the first one's head is seen here.
+        rows = slice(own.start, own.stop)
+        return Head(head.weight[rows], head.bias[rows], head.classes[rows], head.origin)
 
     @cached_property
     def _order(self) -> Order:
@@ -119,9 +131,14 @@ class Job:
         partial = Partial(_partial_path(output), "a training run", request_of(self, base), every)
         done = self._begin(partial, state, resume=resume)
         first = processes.rank() == 0
-        with opened(metrics_path(output), done) if first else nullcontext() as log:
+        wanted = ((0, chosen) for step in range(done, self.steps) for chosen in self._own(step))
+        with (
+            opened(metrics_path(output), done) if first else nullcontext() as log,
+            closing(batches(model, [(self.split, self.task.name)], wanted)) as coming,
+            closing(self.drift) if self.drift else nullcontext(),
+        ):
             for step in range(done, self.steps):
-                metrics, stop = self._step(step, state, stopped)
+                metrics, stop = self._step(step, state, coming, stopped)
                 if log:
                     log.add(metrics)
                 on_progress(metrics, self.steps)
@@ -147,15 +164,21 @@ class Job:
         processes.take_from_first([done, self.head.weight, self.head.bias, *shared])
         return int(done)
 
-    def _step(self, step: int, state: State, stopped: Callable[[], bool]) -> tuple[Metrics, bool]:
+    def _own(self, step: int) -> list[Sequence[int]]:
+        """Of a step's examples those of this process, as many together as are computed at once."""
+        own = self._order.batch(step)[processes.rank() :: processes.count()]
+        return list(batched(own, self.settings.at_once or max(1, len(own))))
+
+    def _step(
+        self, step: int, state: State, coming: Iterator[Batch], stopped: Callable[[], bool]
+    ) -> tuple[Metrics, bool]:
         """And whether any of the processes was asked to stop: then all do, after the same step."""
         numbers = self._order.batch(step)
-        own = numbers[processes.rank() :: processes.count()]
         state.clear()
         loss, right, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
         try:
-            for chosen in batched(own, self.settings.at_once or max(1, len(own))):
-                lost, correct = self._learn(chosen, state)
+            for chosen in self._own(step):
+                lost, correct = self._learn(chosen, to_device(next(coming), self.head.weight.device), state)
                 loss += lost
                 right += correct
             if self.drift:
@@ -193,13 +216,13 @@ class Job:
             remedy = "τ is still zero there: check the data, or use another --dtype"
         return KfacpackError(f"step {step + 1}: {problem}. {kept}; {remedy}")
 
-    def _learn(self, chosen: Sequence[int], state: State) -> tuple[float, int]:
+    def _learn(self, chosen: Sequence[int], batch: Batch, state: State) -> tuple[float, int]:
         """Adds the gradient of these examples' share of the loss; the sum of their losses, and how many are right."""
         labels = self._labels(chosen)
         with self._cast():
-            moved = self.regime.moved(self._batch(chosen), state.tau)
+            moved = self.regime.moved(batch, state.tau)
         f = moved.f.requires_grad_()
-        logits = self.head.logits(f)
+        logits = self._own_head.logits(f)
         loss = cross_entropy(logits, labels, reduction="sum")
         (u,) = torch.autograd.grad(loss, f)
         moved.add_gradient(u / self.settings.batch_size, state.gradients)
@@ -211,7 +234,10 @@ class Job:
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
+        """By their places in `_own_head`."""
+        labels = torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
+        own = own_classes(self.task)
+        return labels if own is None else labels - own.start
 
     def _batch(self, numbers: Sequence[int]) -> Batch:
         model = self.regime.model

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from kfacpack.bundle.identity import difference, function_difference
 from kfacpack.curvature.curvature import Curvature
@@ -153,6 +154,16 @@ class Regularizer:
         """λ Σ τᵀ G τ, a 0-d tensor without a graph. Parameters that no bundle covers do not count."""
         return self._run(self._covered(tau), None)
 
+    def loss(self, tau: Mapping[str, Tensor]) -> Tensor:
+        """The value as a term of anybody's loss: 0-d, differentiable once in τ, wherever τ comes from.
+
+        So for τ = s B A, `backward` gives B the gradient s (2 λ G τ) Aᵀ, and A s Bᵀ (2 λ G τ). Where τ are the leaves
+        themselves, `add_grad` does the same without a graph.
+        """
+        known = self._covered(tau)
+        value: Tensor = _Penalty.apply(self._run, tuple(known), *known.values())  # type: ignore[no-untyped-call]
+        return value
+
     def add_grad(self, tau: Mapping[str, Tensor], grads: MutableMapping[str, Tensor] | None = None) -> Tensor:
         """The value; and its gradient, 2 λ G τ, added in place to each tensor's `.grad`, or to `grads[name]`.
 
@@ -214,6 +225,22 @@ class Regularizer:
         return (
             published_strength(self.curvatures[0].about.base) if given is None and preset else checked_strength(given)
         )
+
+
+class _Penalty(torch.autograd.Function):
+    """The value, whose gradient is there as soon as the value is."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], names: tuple[str, ...], *tau: Tensor) -> Tensor:
+        grads = [torch.zeros_like(each) for each in tau] if any(ctx.needs_input_grad) else []
+        ctx.save_for_backward(*grads)
+        found = dict(zip(names, grads, strict=True)) if grads else None
+        return run(dict(zip(names, tau, strict=True)), found)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *(u.to(grad) * grad for grad in ctx.saved_tensors)
 
 
 def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:

@@ -195,15 +195,15 @@ def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, po
     learn = wild._learn
     words = {"loss": "the loss is nan", "gradient": "the gradient has numbers", "f": "f has numbers"}
 
-    def fail(chosen, state):
-        lost, right = learn(chosen, state)
+    def fail(chosen, batch, state):
+        lost, right = learn(chosen, batch, state)
         if len(steps) != 5:
             return lost, right
         if poison == "gradient":
             next(iter(state.gradients.values()))[0] = float("inf")
         if poison == "f":
             next(iter(state.tau.values())).fill_(float("nan"))
-            learn(chosen, state)
+            learn(chosen, batch, state)
         return (float("nan") if poison == "loss" else lost), right
 
     wild._learn = fail

@@ -49,6 +49,26 @@ def test_every_form_equals_autograd_of_the_dense_form(hold, offload):
     agree(kp.Regularizer(curvature, 3.0, offload=offload), tau, brute([curvature], tau, 3.0))
 
 
+@pytest.mark.parametrize("hold", HOLDS)
+def test_as_a_term_of_a_loss_it_has_the_same_gradient(hold):
+    """Through whatever τ is made of; and only where a gradient is asked for."""
+    curvature = small_curvature(hold)
+    tau = random_tau(curvature, dtype=torch.float64)
+    value, expected = brute([curvature], tau, 3.0)
+    leaves = {name: each.clone().requires_grad_() for name, each in tau.items()}
+    still = next(iter(leaves))
+    leaves[still].requires_grad_(False)
+    made = {name: 2 * each for name, each in leaves.items()}
+    found = kp.Regularizer(curvature, 3.0).loss({**made, "other": torch.ones(2, requires_grad=True)})
+    torch.testing.assert_close(found.detach(), 4 * value, rtol=1e-9, atol=0)
+    (0.5 * found).backward()
+    assert leaves[still].grad is None
+    for name in leaves.keys() - {still}:
+        size = float(expected[name].abs().max())
+        torch.testing.assert_close(leaves[name].grad, 2 * expected[name], rtol=1e-9, atol=1e-9 * size)
+    assert not kp.Regularizer(curvature, 3.0).loss(tau).requires_grad
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("hold", HOLDS)
 def test_factors_brought_to_a_gpu_are_the_same(hold):

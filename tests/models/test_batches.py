@@ -1,0 +1,144 @@
+"""Batches prepared in other processes: the same bytes in the same order, the same errors, nobody left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+from kfacpack_cli.main import app
+from PIL import Image
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.errors import KfacpackError
+from kfacpack.models.batches import batches, use_workers
+
+FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "4"]
+
+
+@pytest.fixture(autouse=True)
+def _as_before():
+    yield
+    use_workers(0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve pictures of two classes for training, four for testing."""
+    folder, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for split, count in (("train", 6), ("test", 2)):
+        for name in ("cat", "dog"):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = generator.integers(0, 255, (30, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / split / name / f"{number}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return kp.load_model("tiny")
+
+
+def test_order_and_content_do_not_depend_on_their_number(tiny, folder):
+    sources = [(kp.load_task("mine", folder).split("train"), "mine"), (kp.load_task("digits").split("test"), "digits")]
+    wanted = [(0, [3, 1]), (1, [5]), (0, [0, 10, 2]), (1, [7, 6]), (0, [4])]
+    expected = [tiny.prepare([sources[k][0][n] for n in numbers], sources[k][1]) for k, numbers in wanted]
+    for workers in (0, 1, 2):
+        use_workers(workers)
+        state = torch.random.get_rng_state()
+        found = list(batches(tiny, sources, iter(wanted)))
+        assert len(found) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert not multiprocessing.active_children()
+
+
+def test_commands_write_the_same_bytes(folder, tmp_path):
+    """An estimate, and a training on it with a penalty on data, with processes and without."""
+    made = {}
+    for workers in (0, 2):
+        where = tmp_path / str(workers)
+        where.mkdir()
+        data = ["--data", folder, "--workers", workers, "-q"]
+        how = ["--steps", 3, "--at-once", 2, "--lr", "1e-3", "--reg-data", "digits"]
+        for line in (
+            ["estimate", "--task", "mine", *FEW, "-o", where / "t.kfac", *data],
+            ["train", "--task", "mine", *FEW, *how, "-o", where / "t.safetensors", *data],
+        ):
+            done = CliRunner().invoke(app, list(map(str, line)), catch_exceptions=False)
+            assert done.exit_code == 0, done.stderr
+        made[workers] = [(where / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")]
+    assert made[0] == made[2]
+    assert not multiprocessing.active_children()
+
+
+def test_a_bad_picture_is_told_as_ever(tiny, folder, tmp_path):
+    target = tmp_path / "bad"
+    for name in ("cat", "dog"):
+        (target / "test" / name).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(target / "test" / name / "1.png")
+    (target / "test" / "dog" / "2.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
+    messages = []
+    for workers in (0, 2):
+        use_workers(workers)
+        with pytest.raises(KfacpackError, match=r"dog/2\.png: its picture cannot be read") as caught:
+            list(batches(tiny, [(kp.load_task("bad", target).split("test"), "bad")], [(0, [0, 1]), (0, [2])]))
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    line = ["eval", "--task", "bad", "--data", str(target), "--workers", "2", "--batch-size", "1"]
+    done = CliRunner().invoke(app, line)
+    assert (done.exit_code, "Traceback" in done.stderr) == (2, False)
+
+
+def test_a_process_that_dies_is_told(tiny, folder):
+    class Deadly:
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    use_workers(1)
+    with pytest.raises(KfacpackError, match="--workers 0"):
+        list(batches(tiny, [(Deadly(), "any")], [(0, [0])]))
+
+
+def test_some_are_used_only_where_pictures_come_from_files(folder, monkeypatch):
+    from kfacpack.models import batches as module
+
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
+    monkeypatch.setattr(module.sys, "platform", "linux")
+    pictures, pixels = kp.load_task("mine", folder).split("train"), kp.load_task("digits").split("train")
+    use_workers(None)
+    assert module._number_of([(pixels, "digits"), (pictures, "mine")]) == 2
+    assert module._number_of([(pixels, "digits")]) == 0
+    assert module._number_of([([{"text": "words"}], "texts")]) == 0
+    with pytest.raises(KfacpackError, match="workers -1"):
+        use_workers(-1)
+
+
+def test_ctrl_c_stops_after_the_step_and_leaves_nobody(folder, tmp_path):
+    """As a terminal does it: every process of the group is told."""
+    line = ["train", "--task", "mine", "--data", folder, *FEW, "--steps", 100000, "--lr", "1e-6", "--workers", 2]
+    line += ["-o", tmp_path / "t.safetensors", "-q"]
+    command = [sys.executable, "-m", "kfacpack_cli", *map(str, line)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    metrics = tmp_path / "t.metrics.jsonl"
+    deadline = time.monotonic() + 300
+    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 130, said
+    assert said.count("stopping after this batch") == 1
+    assert (tmp_path / "t.safetensors.partial").exists()
+    with pytest.raises(ProcessLookupError):  # nobody of the group is left
+        os.killpg(process.pid, 0)

@@ -1,0 +1,132 @@
+"""NAME@k/n: parts of a task by its classes, trained apart and tested on the union."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from kfacpack_cli.main import app
+from PIL import Image
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.errors import KfacpackError
+
+FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "6"]
+PARTS = ("digits@1/2", "digits@2/2")
+
+
+def run(*arguments):
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Both parts' bundles, merged ones, vectors of two steps and their sum."""
+    folder = tmp_path_factory.mktemp("parts")
+    for k, part in enumerate(PARTS, start=1):
+        run("estimate", "--task", part, "--examples", "16", *FEW[:2], "-o", folder / f"{k}.kfac", "-q")
+    run("merge", folder / "1.kfac", folder / "2.kfac", "-o", folder / "both.kfac", "-q")
+    for k, part in enumerate(PARTS, start=1):
+        reg = ["--reg", folder / "both.kfac", "--reg", folder / f"{k}.kfac"]
+        run("train", "--task", part, *FEW, "--steps", 2, *reg, "-o", folder / f"{k}.safetensors", "-q")
+    run("add", folder / "1.safetensors", folder / "2.safetensors", "-o", folder / "sum.safetensors", "-q")
+    return folder
+
+
+def test_parts_are_even_and_make_up_the_whole():
+    whole = kp.load_task("digits")
+    for n in (1, 2, 3, 5):
+        parts = [kp.load_task(f"digits@{k}/{n}") for k in range(1, n + 1)]
+        groups = [list(part.own_classes) for part in parts]
+        assert [each for group in groups for each in group] == list(range(10))
+        assert max(map(len, groups)) - min(map(len, groups)) <= 1
+        for split in ("train", "validation", "test"):
+            assert sum(part.sizes[split] for part in parts) == whole.sizes[split]
+    part, found = kp.load_task("digits@2/5"), kp.load_task("digits@2/5").split("test")
+    true = whole.split("test")
+    numbers = [number for number in range(len(true)) if true.label(number) in (2, 3)]
+    assert (part.classes, len(found)) == (whole.classes, len(numbers))
+    for place, number in ((0, numbers[0]), (len(numbers) - 1, numbers[-1])):
+        assert found.label(place) == true.label(number)
+        assert np.array_equal(np.asarray(found[place]["image"]), np.asarray(true[number]["image"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("digits@3/2", "which part of how many"),
+        ("digits@0/2", "which part of how many"),
+        ("digits@", "which part of how many"),
+        ("digits@one", "which part of how many"),
+        ("@1/2", "which part of how many"),
+        ("digits@1/11", "10 classes in 11 parts.*5 parts at most"),
+        ("digits@1/6", "fewer than two"),
+        ("nothing@1/2", "'nothing' is no registered task"),
+    ],
+)
+def test_what_is_no_part_is_refused(name, problem):
+    with pytest.raises(KfacpackError, match=problem):
+        kp.load_task(name)
+    assert CliRunner().invoke(app, ["eval", "--task", name]).exit_code == 2
+
+
+def test_a_folder_has_parts_too(tmp_path):
+    for split in ("train", "test"):
+        for name in "abcd":
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("L", (8, 8), 100).save(tmp_path / split / name / "1.png")
+    part = kp.load_task("mine@2/2", tmp_path)
+    split = part.split("test")
+    assert (part.name, part.classes, [split.label(n) for n in range(len(split))]) == ("mine@2/2", tuple("abcd"), [2, 3])
+
+
+def test_parts_go_all_the_way(folder):
+    """Bundles, vectors and their sum, tested on each part and on the union."""
+    merged = kp.load(folder / "both.kfac")
+    assert {parent.task for parent in merged.about.merge.parents} == set(PARTS)
+    vectors = [kp.TaskVector.load(folder / f"{k}.safetensors") for k in (1, 2)]
+    assert [each.tasks for each in vectors] == [(part,) for part in PARTS]
+    assert vectors[0].about.tasks[0].source.dataset_size == kp.load_task(PARTS[0]).sizes["train"]
+    heads = [each.heads[part] for each, part in zip(vectors, PARTS, strict=True)]
+    assert heads[0].difference(heads[1]) is None
+    assert len(heads[0].classes) == 10
+    done = run("eval", "--task", "digits", *PARTS, "--vector", folder / "sum.safetensors", "--json")
+    found = json.loads(done.stdout)["tasks"]
+    right = {name: round(each["accuracy"] * each["examples"]) for name, each in found.items()}
+    assert sum(found[part]["examples"] for part in PARTS) == found["digits"]["examples"]
+    assert sum(right[part] for part in PARTS) == right["digits"]  # among all ten, wherever it is asked
+
+
+def test_training_knows_the_own_classes_alone(folder):
+    """The first loss that was written is that among the part's own five classes, with labels from their first."""
+    model, part = kp.load_model("tiny"), kp.load_task(PARTS[1])
+    split = part.split("train")
+    from kfacpack.training.order import Order
+
+    numbers = Order(len(split), 6, 0).batch(0)
+    with torch.no_grad():
+        f = model.forward(model.prepare([split[number] for number in numbers], part.name))
+    logits = kp.head_for(model, part).logits(f)[:, 5:]
+    labels = torch.tensor([split.label(number) - 5 for number in numbers])
+    first = json.loads((folder / "2.metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(float(cross_entropy(logits, labels)), rel=1e-4)
+    assert first["accuracy"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
+
+
+def test_a_part_has_the_prototypes_of_the_whole(folder):
+    from kfacpack.evaluation.accuracy import own_head
+
+    model = kp.load_model("tiny")
+    heads = [kp.head_for(model, kp.load_task(name), "prototypes") for name in ("digits", "digits@2/5")]
+    assert heads[0].difference(heads[1]) is None
+    vectors = [kp.TaskVector.load(folder / f"{k}.safetensors") for k in (1, 2)]
+    own = own_head(kp.load_task("digits"), vectors[0] + vectors[1])
+    assert own is not None
+    assert own.difference(vectors[1].heads[PARTS[1]]) is None
+    assert own_head(kp.load_task("mnist"), vectors[0]) is None
