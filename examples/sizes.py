@@ -1,0 +1,109 @@
+"""What curvature of the usual models costs: bytes, time and memory, foretold by a dry run and measured.
+
+    python examples/sizes.py [ViT-B-32 ViT-B-16 ViT-L-14 t5-base] [--examples 16] [--batch-size 8]
+
+Weights are random: neither shapes nor times depend on them. Texts for T5 are sentence pairs of 60 words. A model's row
+has the bundle's bytes, whole and as `block:8+int8`; the seconds of 256 examples, from a dry run; and the peak memory,
+foretold, and measured in a process that does it for `--examples`, less what one needs for `tiny`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+VISION = ("ViT-B-32", "ViT-B-16", "ViT-L-14")
+T5 = {"t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128}}
+TOLD = 256
+WORDS = 60
+
+
+def kfacpack(*arguments: object) -> tuple[dict[str, Any], int]:
+    """What a command says as JSON, and the peak memory of its process, in bytes."""
+    program = (
+        "import resource, sys\n"
+        "from kfacpack_cli.main import app\n"
+        "try:\n    app(standalone_mode=False)\n"
+        "finally:\n    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", program, *map(str, arguments), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return json.loads(done.stdout), int(done.stderr.split()[-1]) * unit
+
+
+def t5_folder(folder: Path, shape: dict[str, int]) -> str:
+    """T5's config beside a tokenizer of whole words, as `t5:` reads them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, T5Config
+
+    words = ["<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(WORDS)), "yes", "no"]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    T5Config(**shape, decoder_start_token_id=0).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+    return f"t5:{folder}"
+
+
+def sentence_pairs(folder: Path) -> Path:
+    import datasets
+
+    said = " ".join(f"w{number}" for number in range(WORDS // 2))
+    features = datasets.Features(
+        premise=datasets.Value("string"),
+        hypothesis=datasets.Value("string"),
+        label=datasets.ClassLabel(names=["yes", "no"]),
+    )
+    rows = {"premise": [said] * TOLD, "hypothesis": [said] * TOLD, "label": [0, 1] * (TOLD // 2)}
+    datasets.Dataset.from_dict(rows, features).to_parquet(folder / "train-00000-of-00001.parquet")
+    return folder
+
+
+def row(name: str, folder: Path, examples: int, batch_size: int, libraries: int) -> str:
+    if name in T5:
+        (folder / name).mkdir()
+        (folder / "pairs").mkdir()
+        asked = [
+            "--model",
+            t5_folder(folder / name, T5[name]),
+            "--task",
+            "pairs",
+            "--data",
+            sentence_pairs(folder / "pairs"),
+        ]
+    else:
+        asked = ["--model", name, "--task", "materials"]
+    asked = ["estimate", *asked, "--weights", "random", "--batch-size", batch_size]
+    told, _ = kfacpack(*asked, "--examples", TOLD, "--dry-run")
+    small, _ = kfacpack(*asked, "--examples", TOLD, "--dry-run", "--compress", "block:8+int8")
+    _, measured = kfacpack(*asked, "--examples", examples, "-o", folder / f"{name}.kfac")
+    (folder / f"{name}.kfac").unlink()
+    sizes = f"{told['bytes'] / 1e6:8.0f} MB {small['bytes'] / 1e6:8.0f} MB"
+    memory = f"{told['peak_memory'] / 1e9:8.2f} GB {(measured - libraries) / 1e9:8.2f} GB"
+    return f"{name:10} {len(told['blocks']):6} {sizes} {told['seconds']:9.0f} s {memory}"
+
+
+def main(names: list[str], examples: int, batch_size: int) -> None:
+    with TemporaryDirectory() as folder:
+        few = ["--examples", "2", "--batch-size", "2"]
+        _, libraries = kfacpack("estimate", "--task", "digits", *few, "-o", Path(folder) / "tiny.kfac")
+        headings = ("bundle", "block8+int8", "time", "foretold", "measured")
+        print(f"{'model':10} blocks " + " ".join(f"{each:>11}" for each in headings))
+        for name in names:
+            print(row(name, Path(folder), examples, batch_size, libraries), flush=True)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What curvature of the usual models costs.")
+    parser.add_argument("models", nargs="*", choices=[*VISION, *T5], default=[*VISION, *T5])
+    parser.add_argument("--examples", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=8)
+    asked = parser.parse_args()
+    main(asked.models, asked.examples, asked.batch_size)
