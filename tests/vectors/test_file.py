@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from vectors.small import FUNCTION, network, vector
 
 import kfacpack as kp
-from kfacpack.bundle.seal import UNSEALED, seal
+from kfacpack.bundle.seal import UNSEALED, VECTOR, seal
 from kfacpack.compression.vector import vector_of_file
-from kfacpack.vectors.manifest import VECTOR
 
 
 @pytest.fixture
