@@ -67,7 +67,7 @@ DATA_FOLDER = option(
     "--data",
     metavar="DIR|hf://…",
     help="The task's data: a folder with train-*.parquet as on the Hub, or with pictures in a folder for each class; "
-    "or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
+    "or hf://datasets/OWNER/REPO, @REVISION and /CONFIG behind it if need be.",
 )
 COLUMNS = option(
     DATA,

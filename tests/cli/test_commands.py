@@ -211,3 +211,16 @@ def test_inspect_does_not_wait_for_torch(bundle):
     program += "assert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_command_can_be_asked_for_help():
+    from kfacpack_cli.main import app
+    from typer.main import get_command
+    from typer.testing import CliRunner
+
+    commands = get_command(app).commands
+    assert {"estimate", "train", "push"} <= set(commands)
+    for name in commands:
+        done = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False)
+        assert done.exit_code == 0
+        assert f"kfacpack {name}" in done.stdout or f" {name} " in done.stdout
