@@ -14,6 +14,7 @@ import torch
 from kfacpack_cli.main import app
 from kit import forge, small_curvature
 from safetensors.torch import save_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -214,10 +215,6 @@ def test_inspect_does_not_wait_for_torch(bundle):
 
 
 def test_every_command_can_be_asked_for_help():
-    from kfacpack_cli.main import app
-    from typer.main import get_command
-    from typer.testing import CliRunner
-
     commands = get_command(app).commands
     assert {"estimate", "train", "push"} <= set(commands)
     for name in commands:
