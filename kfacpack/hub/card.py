@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kfacpack.errors import HubError
+from kfacpack.errors import HubError, first_line
 from kfacpack.hub.bases import as_option, hub_id
 from kfacpack.reporting.numbers import human_bytes
 
@@ -60,7 +60,7 @@ def _parsed(repository: str, content: str) -> ModelCard:
     try:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
-        problem = f"the metadata at the top of its README.md cannot be read: {str(error).splitlines()[0]}"
+        problem = f"the metadata at the top of its README.md cannot be read: {first_line(error)}"
         raise HubError(repository, problem, "Correct it on the Hub; its text stays as it is") from error
 
 

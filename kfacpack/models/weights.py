@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import Tensor
 
 from kfacpack.bundle.container import Container
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, first_line
 
 LOCAL_WEIGHTS = "Give the weights as a safetensors file, --weights FILE, or ask for --weights random"
 
@@ -76,10 +76,3 @@ def refuse(
     if problem := misfit(path, expected(), resized):
         return KfacpackError(f"{path}: these are not the weights of {model}: {problem}")
     return KfacpackError(f"{path}: could not be loaded into {model}: {first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's error says, as one line; torch's headline about a state dict says nothing."""
-    lines = [line.strip().rstrip(".:") for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith("Error(s) in loading")]
-    return printable(told[0]) if told else type(error).__name__

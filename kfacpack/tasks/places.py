@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks.layout import DEEPEST, EXPECTED
 
 CONVERTED = "refs/convert/parquet"
@@ -145,7 +145,7 @@ class Repository:
         except Exception as error:  # no network, in any of its ways
             if (kept := self._kept()) is None:
                 raise self._refused(error) from error
-            self._offline = _first_line(error)
+            self._offline = first_line(error)
             return kept.name, list(_below(kept, DEEPEST))
         paths = [each.rfilename for each in told.siblings or ()]
         if self._asked is None and not any(path.endswith(".parquet") for path in paths):
@@ -188,7 +188,7 @@ class Repository:
             problem = "is not there: no such data set, or a private one of someone who is not logged in"
             remedy = "Look at its name, or log in: hf auth login"
         else:
-            problem = f"cannot be fetched from the Hub, and is not in its cache here: {_first_line(error)}"
+            problem = f"cannot be fetched from the Hub, and is not in its cache here: {first_line(error)}"
             remedy = self._remedy
         return KfacpackError(f"{what}{problem}. {remedy}")
 
@@ -219,11 +219,6 @@ def _below(folder: Path, depth: int, start: str = "") -> Iterator[str]:
                 yield start + entry.name
             elif depth > 1:
                 yield from _below(Path(entry.path), depth - 1, f"{start}{entry.name}/")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return printable(text.splitlines()[0] if text else type(error).__name__).rstrip(".")
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from kfacpack.errors import HubError, printable
+from kfacpack.errors import HubError, first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -77,7 +77,7 @@ def _told(error: BaseException, place: object, repository: str, revision: str | 
         problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
         return HubError(str(place), problem, "Make room, or let HF_HOME name another folder")
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-    problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {_first_line(cause)}"
+    problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {first_line(cause)}"
     return HubError(str(place), problem, "Is there a network? Then try again; or give a file", unreachable=True)
 
 
@@ -97,13 +97,13 @@ def _refusal(error: BaseException, repository: str, revision: str | None) -> tup
         where = f" at {revision}" if revision else ""
         return f"{repository} has no such file{where}", f"See what it has: kfacpack pull {repository} --list"
     if isinstance(error, errors.HFValidationError):
-        return f"is not a name the Hub knows: {_first_line(error)}", "Expected owner/repo"
+        return f"is not a name the Hub knows: {first_line(error)}", "Expected owner/repo"
     return _by_status(error, repository) if isinstance(error, errors.HfHubHTTPError) else None
 
 
 def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
     status = error.response.status_code
-    said = f": {_first_line(error.server_message)}" if error.server_message else ""
+    said = f": {first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
         return f"the Hub does not know who you are{said}", f"For {repository}, {LOG_IN}"
     if status == 403:
@@ -114,8 +114,3 @@ def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
     if status == 429 or status >= 500:
         return f"the Hub answers {status}{said}", "Try again later"
     return f"the Hub refuses ({status}){said}", f"Is {repository} what you meant?"
-
-
-def _first_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return printable(lines[0].rstrip(".") if lines else type(error).__name__)
