@@ -64,7 +64,7 @@ class NotFiniteError(KfacpackError):
 class HubError(KfacpackError):
     """A file or repository on the Hub that could not be read or written.
 
-    `unreachable`: nobody answered, or nobody was to be asked; what is in the cache may serve instead.
+    `unreachable`: nobody answered, or nobody was to be asked, or not now; what is in the cache may serve instead.
     """
 
     def __init__(self, place: str, problem: str, remedy: str, *, unreachable: bool = False):

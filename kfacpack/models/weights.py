@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kfacpack.bundle.container import Container
 from kfacpack.errors import KfacpackError, first_line
+from kfacpack.hub.files.client import speaking
 
 LOCAL_WEIGHTS = "Give the weights as a safetensors file, --weights FILE, or ask for --weights random"
 
@@ -40,15 +41,13 @@ def fetched(repository: str, filename: str, model: str) -> Path:
     `filename` is the one a registry lists; `repository` may end in @revision.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     safe = safe_name(filename)
     repository, _, revision = repository.partition("@")
-    try:
-        return checked(Path(hf_hub_download(repository, safe, revision=revision or None)))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        problem = f"{model}: {safe} could not be fetched from {repository} on the Hub: {first_line(error)}"
-        raise KfacpackError(f"{problem}. {LOCAL_WEIGHTS}") from error
+    otherwise = LOCAL_WEIGHTS[0].lower() + LOCAL_WEIGHTS[1:]
+    with speaking(f"{model}: {safe} of {repository}", repository, revision or None, otherwise=otherwise):
+        file = Path(hf_hub_download(repository, safe, revision=revision or None))
+    return checked(file)
 
 
 def misfit(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:

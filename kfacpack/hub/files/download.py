@@ -35,7 +35,7 @@ def look_up(reference: Reference) -> Remote:
     """One HEAD request."""
     from huggingface_hub import get_hf_file_metadata
 
-    with speaking(reference, reference.repository, reference.revision):
+    with speaking(reference, reference.repository, reference.revision, kind=reference.kind):
         found = get_hf_file_metadata(_url(reference, reference.revision))
     if found.commit_hash is None or found.size is None or found.etag is None:
         problem = "what answers does not say of which commit and size the file is, so it is no Hub"
@@ -112,7 +112,7 @@ def _range(reference: Reference, remote: Remote, start: int, stop: int) -> bytes
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-    with speaking(reference, reference.repository, reference.revision):
+    with speaking(reference, reference.repository, reference.revision, kind=reference.kind):
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         response = http_backoff("GET", _url(reference, remote.commit), headers=headers, timeout=timeout, max_retries=2)
@@ -135,7 +135,7 @@ def _cached(reference: Reference, revision: str) -> Path | None:
 def _fetched(reference: Reference, *, anew: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
-    with speaking(reference, reference.repository, reference.revision):
+    with speaking(reference, reference.repository, reference.revision, kind=reference.kind):
         return Path(
             hf_hub_download(
                 reference.repository,
