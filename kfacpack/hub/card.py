@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import HubError, first_line
 from kfacpack.hub.bases import as_option, hub_id
+from kfacpack.hub.files.reference import Reference
 from kfacpack.reporting.numbers import human_bytes
 
 if TYPE_CHECKING:
@@ -107,8 +108,7 @@ def _body(repository: str, items: Sequence[Item], revision: str | None) -> str:
 
 
 def _section(repository: str, item: Item, revision: str | None) -> Iterator[str]:
-    at = f"@{revision.replace('/', '%2F')}" if revision else ""
-    place = f"hf://{repository}{at}/{item.name}"
+    place = str(Reference(repository, item.name, revision))
     yield f"## {_code(item.name)}"
     yield ""
     yield from ("```sh", *_commands(item, place), "```", "", "```python", *_python(item, place), "```", "")

@@ -6,12 +6,12 @@ import os
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
 from kfacpack.errors import HubError, KfacpackError, first_line, printable
 from kfacpack.hub.files.client import client, speaking
+from kfacpack.hub.files.download import digest_of_file
 from kfacpack.hub.files.reference import read_address
 from kfacpack.tasks.layout import DEEPEST, EXPECTED
 
@@ -78,11 +78,7 @@ class Folder:
         """Of all bytes: a size stays as it was when pixels change, and a date changes by copying. A run reads them
         anyway, and takes longer to decode them."""
         try:
-            found = sha256()
-            with self.file(path).open("rb") as opened:
-                while chunk := opened.read(1 << 20):
-                    found.update(chunk)
-            return found.hexdigest()
+            return digest_of_file(self.file(path))
         except OSError as error:
             raise KfacpackError(f"{self.file(path)}: cannot be read: {error.strerror}") from error
 

@@ -124,9 +124,15 @@ def test_what_the_hubs_cache_has_is_read_by_the_same_code(copies, name, offline)
     task, local = load_task(name), load_task(name, copies[name])
     assert (task.sizes, task.classes, task.templates) == (local.sizes, local.classes, local.templates)
     found, there = task.split("test"), local.split("test")
-    assert [found[row] for row in range(3)] == [there[row] for row in range(3)] or name in VISION
+    for row in range(3):
+        ours, theirs = ({key: _bytes(value) for key, value in split[row].items()} for split in (found, there))
+        assert ours == theirs
     assert (found.source.dataset, found.source.revision) == (PUBLISHED[name]().repository, COMMIT)
     assert (there.source.dataset, there.source.revision) == (copies[name].name, None)
+
+
+def _bytes(value):
+    return value.tobytes() if isinstance(value, Image.Image) else value
 
 
 def test_a_split_is_fetched_without_the_others(copies, offline, monkeypatch):

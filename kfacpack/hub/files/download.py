@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from kfacpack.errors import HubError
 from kfacpack.hub.files.client import speaking
+from kfacpack.hub.files.reference import COMMIT
 
 if TYPE_CHECKING:
     from kfacpack.hub.files.reference import Reference
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 2**20
 
@@ -50,17 +50,13 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     is checked by its size; with `checked`, by its SHA-256, too; and fetched anew if it is damaged. Without a network,
     the cache is believed.
     """
-    if reference.revision and _COMMIT.fullmatch(reference.revision) and not checked:
+    if reference.revision and COMMIT.fullmatch(reference.revision) and not checked:
         cached = _cached(reference, reference.revision)
         if cached is not None:
             return cached  # a commit never changes, so that there is nothing to ask
-    try:
-        remote = look_up(reference)
-    except HubError as error:
-        cached = _cached(reference, reference.revision or "main") if error.unreachable else None
-        if cached is None:
-            raise
-        return cached
+    remote = _looked_up(reference)
+    if isinstance(remote, Path):
+        return remote
     cached = _cached(reference, remote.commit)
     if cached is not None and _difference(cached, remote, whole=checked) is None:
         return cached
@@ -77,13 +73,9 @@ def header_descriptor(reference: Reference, longest: int) -> int:
 
     A header of more than `longest` bytes is left for whoever reads it to refuse.
     """
-    try:
-        remote = look_up(reference)
-    except HubError as error:
-        cached = _cached(reference, reference.revision or "main") if error.unreachable else None
-        if cached is None:
-            raise
-        return os.open(cached, os.O_RDONLY)
+    remote = _looked_up(reference)
+    if isinstance(remote, Path):
+        return os.open(remote, os.O_RDONLY)
     cached = _cached(reference, remote.commit)
     if cached is not None and _difference(cached, remote, whole=False) is None:
         return os.open(cached, os.O_RDONLY)
@@ -96,6 +88,17 @@ def header_descriptor(reference: Reference, longest: int) -> int:
         stand_in.truncate(remote.nbytes)
         stand_in.flush()
         return os.dup(stand_in.fileno())
+
+
+def _looked_up(reference: Reference) -> Remote | Path:
+    """What the Hub says of a file; where it cannot be reached, the copy in the cache."""
+    try:
+        return look_up(reference)
+    except HubError as error:
+        cached = _cached(reference, reference.revision or "main") if error.unreachable else None
+        if cached is None:
+            raise
+        return cached
 
 
 def _url(reference: Reference, revision: str | None) -> str:

@@ -16,6 +16,7 @@ EXPECTED = "expected hf://owner/repo/FILE or hf://owner/repo@revision/FILE"
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 REPOSITORY = re.compile(rf"{_NAME}/{_NAME}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _WHOLE = re.compile(
     # Spaces and the like hold no bundles, and are no owners either.
     rf"hf://(?:(?P<kind>models|datasets)/)?(?!(?:models|datasets|spaces|kernels|buckets)/)"
