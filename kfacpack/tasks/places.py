@@ -86,7 +86,7 @@ class Folder:
 class Repository:
     """Of data sets. Its files are listed when they are first asked for, and fetched one by one into the Hub's cache.
 
-    Without network, what the cache has is all there is.
+    Without a network, what the cache has is all there is.
     """
 
     def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
