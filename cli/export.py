@@ -11,12 +11,12 @@ from kfacpack.bundle.manifest import FloatType
 from kfacpack.bundle.reader import Bundle
 
 from .console import human_bytes, out, print_json
-from .options import QUIET, RUN, check_output, option
+from .options import QUIET, RUN, File, check_output, option
 from .progress import steps_bar
 
 
 def export(
-    bundle: Path = typer.Argument(..., metavar="FILE.kfac", help="The bundle."),
+    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle."),
     output: Path = option(RUN, ..., "--output", "-o", metavar="FACTORS.safetensors", help="Where to."),
     dtype: FloatType = option(RUN, "float32", "--dtype", help="Of the matrices."),
     as_json: bool = option(RUN, False, "--json", help="Print what was written as JSON."),

@@ -9,6 +9,7 @@ import typer
 from rich.text import Text
 
 from kfacpack.errors import DoesNotHoldError, KfacpackError, printable
+from kfacpack.hub.files.reference import Reference
 
 from .console import human_bytes, out, print_json, show_error
 from .options import QUIET, RUN, option
@@ -111,6 +112,5 @@ def _print(done: Pushed, dry_run: bool) -> None:
         out.print(
             Text(f"pushed to {where}{new}: commit {done.commit[:12]}, with the files above{card}"), soft_wrap=True
         )
-        name = done.files[0].item.name
-        at = f"@{done.revision.replace('/', '%2F')}" if done.revision else ""
-        out.print(Text(f"read it anywhere as hf://{done.repository}{at}/{name}"), soft_wrap=True)
+        place = Reference(done.repository, done.files[0].item.name, done.revision)
+        out.print(Text(f"read it anywhere as {place}"), soft_wrap=True)

@@ -145,10 +145,9 @@ def _facts_of(task: Published) -> Iterator[tuple[str, str]]:
     yield "task", task.name
     yield "classes", f"{task.classes:,}"
     yield "examples", ", ".join(f"{split} {size:,}" for split, size in task.sizes.items())
-    for split, names in task.serving.items():
-        yield f"{split} is", f"the repository's {names[0]!r}" if split in task.stored else "held out of train"
-    if "validation" not in task.serving:
-        yield "validation is", "held out of train: a tenth, at most 5,000 examples"
+    for split in task.sizes:
+        own = f"the repository's {task.serving[split][0]!r}" if split in task.stored else None
+        yield f"{split} is", own or "held out of train: a tenth, at most 5,000 examples"
     yield "columns", ", ".join([*(f"{key}={names[0]}" for key, names in task.inputs.items()), f"label={task.label[0]}"])
     if task.drops_unlabelled:
         yield "left out", "rows without a label"

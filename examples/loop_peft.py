@@ -6,7 +6,7 @@ A LoRA moves a weight by ΔW = s B A. The same quadratic form holds it: with H =
 2 λ s H Aᵀ at B and 2 λ s Bᵀ H at A. `Regularizer.loss` has H in closed form; autograd does the rest, through B A alone.
 """
 
-from sentences import KITCHEN, WEATHER, classifier, embedding, encoded  # isort: skip  (first: it says why)
+from sentences import KITCHEN, WEATHER, classifier, embedding, encoded, said, weather_batches  # isort: skip  (first: it says why)
 
 import sys
 
@@ -51,18 +51,16 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
 
 def main(steps: int = 40) -> dict[str, dict[str, float]]:
     model, found = classifier(), {}
-    weather = encoded(WEATHER)
-    batches = [{key: value[k : k + 12] for key, value in weather.items()} for k in range(0, len(WEATHER), 12)]
     bundle = kp.estimate(
         model,
-        batches,
+        weather_batches(),
         samples=4,
         params=["bert.encoder.*.weight"],
         forward=lambda **batch: embedding(model, batch),
     )
     for name, strength in (("without", 0.0), ("with the penalty", 50.0)):
         found[name] = train(bundle, strength, steps)
-        print(f"{name:20}loss: {found[name]['loss']:.3f}   drift on the weather: {found[name]['drift']:.4f}")
+        print(said(name, found[name]))
     return found
 
 

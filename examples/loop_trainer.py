@@ -6,7 +6,16 @@ A BERT learns to tell recipes apart; a bundle holds what it says of the weather 
 gradient accumulation and in several processes as well: the gradient is added once, right before the optimiser's step.
 """
 
-from sentences import KITCHEN, WEATHER, classifier, embedding, encoded, tokenizer  # isort: skip  (first: it says why)
+from sentences import (  # isort: skip  (first: it says why)
+    KITCHEN,
+    WEATHER,
+    classifier,
+    embedding,
+    encoded,
+    said,
+    tokenizer,
+    weather_batches,
+)
 
 import sys
 from tempfile import TemporaryDirectory
@@ -67,18 +76,16 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
 
 def main(steps: int = 30) -> dict[str, dict[str, float]]:
     model, found = classifier(), {}
-    weather = encoded(WEATHER)
-    batches = [{key: value[k : k + 12] for key, value in weather.items()} for k in range(0, len(WEATHER), 12)]
     bundle = kp.estimate(
         model,
-        batches,
+        weather_batches(),
         samples=4,
         params=["bert.encoder.*", "bert.pooler.*"],  # the classifier is new, and free
         forward=lambda **batch: embedding(model, batch),
     )
     for name, strength in (("without", 0.0), ("with the penalty", 1.0)):
         found[name] = train(bundle, strength, steps)
-        print(f"{name:20}loss: {found[name]['loss']:.3f}   drift on the weather: {found[name]['drift']:.4f}")
+        print(said(name, found[name]))
     return found
 
 

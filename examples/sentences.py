@@ -40,6 +40,11 @@ def encoded(texts: list[str]) -> dict[str, Tensor]:
     return dict(tokens)
 
 
+def weather_batches() -> list[dict[str, Tensor]]:
+    weather = encoded(WEATHER)
+    return [{key: value[k : k + 12] for key, value in weather.items()} for k in range(0, len(WEATHER), 12)]
+
+
 def classifier() -> BertForSequenceClassification:
     """Two layers of width 32; as `BertForSequenceClassification.from_pretrained(NAME)` gives a real one."""
     torch.manual_seed(0)
@@ -59,3 +64,7 @@ def embedding(model: BertForSequenceClassification, batch: dict[str, Tensor]) ->
     """f: what BERT says of each text, (N, 32), before any classifier."""
     pooled: Tensor = model.bert(**batch).pooler_output
     return pooled
+
+
+def said(name: str, found: dict[str, float]) -> str:
+    return f"{name:20}loss: {found['loss']:.3f}   drift on the weather: {found['drift']:.4f}"

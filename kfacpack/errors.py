@@ -45,6 +45,14 @@ def printable(text: str, longest: int = 400) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
 
 
+def first_line(said: object) -> str:
+    """What another library's error says, or a server, as one line without its full stop; else what kind it is."""
+    lines = [line.strip().rstrip(".:") for line in str(said).splitlines()]
+    # torch's headline about a state dict says nothing.
+    told = [line for line in lines if line and not line.startswith("Error(s) in loading")]
+    return printable(told[0]) if told else type(said).__name__
+
+
 class SubtractionError(KfacpackError):
     """A task cannot be taken out of what it was merged into."""
 
@@ -56,7 +64,7 @@ class NotFiniteError(KfacpackError):
 class HubError(KfacpackError):
     """A file or repository on the Hub that could not be read or written.
 
-    `unreachable`: nobody answered, or nobody was to be asked; what is in the cache may serve instead.
+    `unreachable`: nobody answered, or nobody was to be asked, or not now; what is in the cache may serve instead.
     """
 
     def __init__(self, place: str, problem: str, remedy: str, *, unreachable: bool = False):

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kfacpack.hub.files.reference import COMMIT
+
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Base
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def hub_id(base: Base) -> str | None:
@@ -56,7 +57,7 @@ def _of_timm(name: str, tag: str) -> str | None:
 
 def _of_transformers(name: str, revision: str) -> str | None:
     # A directory has no commit.
-    return name if _COMMIT.fullmatch(revision) else None
+    return name if COMMIT.fullmatch(revision) else None
 
 
 _IDS: dict[str, Callable[[str, str], str | None]] = {

@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kfacpack.errors import HubError
+from kfacpack.errors import HubError, first_line
 from kfacpack.hub.bases import as_option, hub_id
+from kfacpack.hub.files.reference import Reference
 from kfacpack.reporting.numbers import human_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _parsed(repository: str, content: str) -> ModelCard:
     try:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
-        problem = f"the metadata at the top of its README.md cannot be read: {str(error).splitlines()[0]}"
+        problem = f"the metadata at the top of its README.md cannot be read: {first_line(error)}"
         raise HubError(repository, problem, "Correct it on the Hub; its text stays as it is") from error
 
 
@@ -107,8 +108,7 @@ def _body(repository: str, items: Sequence[Item], revision: str | None) -> str:
 
 
 def _section(repository: str, item: Item, revision: str | None) -> Iterator[str]:
-    at = f"@{revision.replace('/', '%2F')}" if revision else ""
-    place = f"hf://{repository}{at}/{item.name}"
+    place = str(Reference(repository, item.name, revision))
     yield f"## {_code(item.name)}"
     yield ""
     yield from ("```sh", *_commands(item, place), "```", "", "```python", *_python(item, place), "```", "")

@@ -121,38 +121,22 @@ def import_mammoth(
         raise KfacpackError(f"{place}: {cut[0]!r} was not fetched. {DOWNLOAD_AGAIN}")
     with unpickled({part: folder / name for part, name in wanted.items()}, output.absolute().parent) as found:
         examples = _examples(found)
-        _check_names(found, layers, model)
-        for layer in layers:
-            _check_shapes(found, layer, model)
-        _check_ones(found, layers, examples)
-        compared = _compare_weights(found, model)
-        share = 1.0 / (samples or 1) / examples
-        curvature = Curvature(
-            [_block(found, layer, examples, share) for layer in chosen],
-            About(
-                base=identify(
-                    model.module,
-                    [name for layer in chosen for name in layer.parameters],
-                    family=model.family,
-                    name=model.name,
-                    revision=model.revision,
-                ),
-                function=model.function,
-                estimate=_estimate(found, fisher, samples),
-                source=Source(
-                    task=_task_name(prefix, task),
-                    dataset=f"{prefix}, of mammoth",
-                    revision=commit,
-                    examples=examples,
-                    dataset_size=dataset_size,
-                ),
-            ),
+        compared = _check(found, layers, model, examples)
+        data = Source(
+            task=_task_name(prefix, task),
+            dataset=f"{prefix}, of mammoth",
+            revision=commit,
+            examples=examples,
+            dataset_size=dataset_size,
         )
+        about = _about(model, chosen, _estimate(found, fisher, samples), data)
+        share = 1.0 / (samples or 1) / examples
+        curvature = Curvature([_block(found, layer, examples, share) for layer in chosen], about)
         curvature.save(output, progress=progress)
     Bundle(output)
     return Imported(
         path=output,
-        task=_task_name(prefix, task),
+        task=data.task,
         files=tuple(wanted.values()),
         blocks=len(chosen),
         parameters=len(curvature.parameters),
@@ -270,6 +254,15 @@ def _examples(found: Mapping[str, Tensors]) -> int:
     return counts["num_aaT"]
 
 
+def _check(found: Mapping[str, Tensors], layers: Sequence[Layer], model: Model, examples: int) -> bool:
+    """Refuse factors that are not of such a model; whether they are of its weights, if they show it."""
+    _check_names(found, layers, model)
+    for layer in layers:
+        _check_shapes(found, layer, model)
+    _check_ones(found, layers, examples)
+    return _compare_weights(found, model)
+
+
 def _check_names(found: Mapping[str, Tensors], layers: Sequence[Layer], model: Model) -> None:
     """Every layer's factors are there, and no others."""
     for part in ("aaT", "ggT", "ffT"):
@@ -325,6 +318,12 @@ def _compare_weights(found: Mapping[str, Tensors], model: Model) -> bool:
         problem += f"projection makes of them by {gap:.2g} of their size"
         raise KfacpackError(f"{found['ffT'].origin}: {problem}. Give the model and tag that they are of")
     return True
+
+
+def _about(model: Model, chosen: Sequence[Layer], estimate: Estimate, source: Source) -> About:
+    covered = [name for layer in chosen for name in layer.parameters]
+    base = identify(model.module, covered, family=model.family, name=model.name, revision=model.revision)
+    return About(base=base, function=model.function, estimate=estimate, source=source)
 
 
 def _estimate(found: Mapping[str, Tensors], fisher: Fisher, samples: int | None) -> Estimate:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.hub.files.client import speaking
+from kfacpack.hub.files.reference import SCHEME, is_reference, read_address
 
-HUB = "hf://"
+OTHERWISE = "download it by other means, and give the folder"
 
 
 class HubFolder(NamedTuple):
@@ -21,26 +22,22 @@ class HubFolder(NamedTuple):
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
-        return f"{HUB}{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
+        return f"{SCHEME}{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
 
 
 def place_of(source: str | Path) -> Path | HubFolder:
     """A folder, or hf://owner/repo[@revision][/folder]; mammoth writes the revision last: hf://owner/repo/folder@main."""
-    text = str(source)
-    if not text.startswith(HUB):
+    if not is_reference(source):
         folder = Path(source).expanduser()
         if not folder.is_dir():
             raise KfacpackError(f"{folder}: is no folder; give the one with the .pt files, or hf://owner/repo/folder")
         return folder
-    parts = text.removeprefix(HUB).strip("/").split("/")
-    if len(parts) < 2 or not all(parts):
+    text = str(source).rstrip("/")
+    address = read_address(text)
+    if address is None or address.kind != "model":
         raise KfacpackError(f"{printable(text)}: expected hf://owner/repo, hf://owner/repo/folder")
-    last, _, revision = parts[-1].partition("@")
-    if len(parts) > 2 and revision:
-        parts[-1] = last
-    owner, repository, *folders = parts
-    repository, _, early = repository.partition("@")
-    return HubFolder(f"{owner}/{repository}", "/".join(folders), early or revision or None)
+    inner, _, last = (address.path or "").partition("@")
+    return HubFolder(address.repository, inner, address.revision or last or None)
 
 
 def names_in(place: Path | HubFolder) -> list[str]:
@@ -49,7 +46,7 @@ def names_in(place: Path | HubFolder) -> list[str]:
         return sorted(each.name for each in place.iterdir() if each.is_file())
     from huggingface_hub import list_repo_files
 
-    with _telling(place):
+    with speaking(place, place.repository, place.revision, otherwise=OTHERWISE):
         paths = map(Path, list_repo_files(place.repository, revision=place.revision))
         return sorted(path.name for path in paths if path.parent == Path(place.folder))
 
@@ -61,17 +58,6 @@ def fetched(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | 
     from huggingface_hub import snapshot_download
 
     wanted = [f"{place.folder}/{name}" if place.folder else name for name in names]
-    with _telling(place):
+    with speaking(place, place.repository, place.revision, otherwise=OTHERWISE):
         root = Path(snapshot_download(place.repository, revision=place.revision, allow_patterns=wanted))
     return root / place.folder, root.name
-
-
-@contextmanager
-def _telling(place: HubFolder) -> Iterator[None]:
-    """What the Hub's client finds wrong, in our words."""
-    try:
-        yield
-    except Exception as error:  # its own errors, and those of whichever HTTP library it is built on
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        problem = f"{place}: could not be fetched from the Hub: {printable(said)}"
-        raise KfacpackError(f"{problem}. Download it by other means, and give the folder") from error

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.models.base import Batch, Family, Model, Request, Weights
 from kfacpack.models.clip import OpenClip
 from kfacpack.models.downloaded import repositories
@@ -83,4 +83,4 @@ def _usable(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise KfacpackError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise KfacpackError(f"device {str(device)!r} cannot be used here: {first_line(error)}") from error

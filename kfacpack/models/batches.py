@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, first_line
 
 if TYPE_CHECKING:
     from kfacpack.models.base import Batch, Model
@@ -65,7 +65,7 @@ def batches(model: Model, sources: Sequence[Source], wanted: Iterable[Wanted]) -
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or isinstance(error, KfacpackError):
             raise
-        problem = f"a process that prepared examples ended: {str(error).splitlines()[0]}"
+        problem = f"a process that prepared examples ended: {first_line(error)}"
         raise KfacpackError(f"{problem}. With --workers 0 there are none, and less memory is needed") from error
 
 

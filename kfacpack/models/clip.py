@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kfacpack.bundle.container import Container
 from kfacpack.bundle.manifest import Function
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, first_line
 from kfacpack.models.base import Model, Request, seeded
 from kfacpack.models.checkpoint import WeightsFile, as_call
 from kfacpack.models.compiler_deferred import compiler_deferred
@@ -25,7 +25,7 @@ from kfacpack.models.images import image_batches
 from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
-from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, first_line, misfit, refuse, safe_name
+from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, misfit, refuse, safe_name
 
 EMBEDDINGS = (
     "visual.conv1.weight",

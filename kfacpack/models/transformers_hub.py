@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.models.base import Weights, seeded
 from kfacpack.models.checkpoint import Folder, as_call
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
-from kfacpack.models.weights import LOCAL_WEIGHTS, checked, first_line, refuse
+from kfacpack.models.weights import LOCAL_WEIGHTS, checked, refuse
 from kfacpack.tasks.base import Example
 
 LONGEST = 512

@@ -9,7 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from kfacpack.bundle.container import Container
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, first_line
+from kfacpack.hub.files.client import speaking
 
 LOCAL_WEIGHTS = "Give the weights as a safetensors file, --weights FILE, or ask for --weights random"
 
@@ -40,15 +41,13 @@ def fetched(repository: str, filename: str, model: str) -> Path:
     `filename` is the one a registry lists; `repository` may end in @revision.
     """
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     safe = safe_name(filename)
     repository, _, revision = repository.partition("@")
-    try:
-        return checked(Path(hf_hub_download(repository, safe, revision=revision or None)))
-    except (OSError, HfHubHTTPError, HFValidationError) as error:
-        problem = f"{model}: {safe} could not be fetched from {repository} on the Hub: {first_line(error)}"
-        raise KfacpackError(f"{problem}. {LOCAL_WEIGHTS}") from error
+    otherwise = LOCAL_WEIGHTS[0].lower() + LOCAL_WEIGHTS[1:]
+    with speaking(f"{model}: {safe} of {repository}", repository, revision or None, otherwise=otherwise):
+        file = Path(hf_hub_download(repository, safe, revision=revision or None))
+    return checked(file)
 
 
 def misfit(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:
@@ -76,10 +75,3 @@ def refuse(
     if problem := misfit(path, expected(), resized):
         return KfacpackError(f"{path}: these are not the weights of {model}: {problem}")
     return KfacpackError(f"{path}: could not be loaded into {model}: {first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    """What a library's error says, as one line; torch's headline about a state dict says nothing."""
-    lines = [line.strip().rstrip(".:") for line in str(error).splitlines()]
-    told = [line for line in lines if line and not line.startswith("Error(s) in loading")]
-    return printable(told[0]) if told else type(error).__name__

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks.base import Example, Origin
 from kfacpack.tasks.columns import IMAGE, Columns, Wanted, find_columns, is_image
 from kfacpack.tasks.holding import held_out
@@ -222,8 +222,8 @@ class LocalTask:
             try:
                 return datasets.load_dataset("parquet", data_files={name: files}, split=name, cache_dir=copies)
             except Exception as error:  # Arrow's, datasets' and the system's errors have no common base
-                cause = str(error.__cause__ or error).splitlines()[0]
-                raise KfacpackError(f"{self.place.name}: split {name!r} cannot be read: {printable(cause)}") from error
+                cause = first_line(error.__cause__ or error)
+                raise KfacpackError(f"{self.place.name}: split {name!r} cannot be read: {cause}") from error
 
     def _read_pictures(self, name: str) -> Any:
         import datasets
@@ -306,8 +306,7 @@ def _looked_into(file: Path) -> tuple[Any, int]:
         with parquet.ParquetFile(file) as opened:
             return datasets.Features.from_arrow_schema(opened.schema_arrow), opened.metadata.num_rows
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise KfacpackError(f"{file}: is no parquet file that can be read: {printable(problem)}") from error
+        raise KfacpackError(f"{file}: is no parquet file that can be read: {first_line(error)}") from error
 
 
 def _column(file: Path, name: str) -> list[Any]:
@@ -317,8 +316,7 @@ def _column(file: Path, name: str) -> list[Any]:
     try:
         return list(parquet.read_table(file, columns=[name]).column(name).to_pylist())
     except (pyarrow.ArrowException, OSError, KeyError) as error:
-        problem = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise KfacpackError(f"{file}: its column {printable(name)!r} cannot be read: {problem}") from error
+        raise KfacpackError(f"{file}: its column {printable(name)!r} cannot be read: {first_line(error)}") from error
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def part_name(name: str) -> PartName | None:
     match = WHICH.fullmatch(which)
     if match is None or not whole or int(match[1]) > int(match[2]):
         problem = "expected which part of how many behind the @, the first of them 1"
-        raise KfacpackError(f"{printable(name)!r}: {problem}, such as {printable(whole) or 'cars'}@1/5")
+        raise KfacpackError(f"{printable(name)!r}: {problem}, such as {printable(whole) or 'dtd'}@1/5")
     return PartName(whole, int(match[1]), int(match[2]))
 
 

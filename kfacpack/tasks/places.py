@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import HubError, KfacpackError, first_line, printable
+from kfacpack.hub.files.client import client, speaking
+from kfacpack.hub.files.download import digest_of_file
+from kfacpack.hub.files.reference import read_address
 from kfacpack.tasks.layout import DEEPEST, EXPECTED
 
 CONVERTED = "refs/convert/parquet"
 """Where the Hub keeps its own parquet copy of data that is stored otherwise."""
-ADDRESS = re.compile(
-    r"hf:/{1,2}datasets/(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>refs/(convert/\w+|pr/\d+)|[^/]+))?(/(?P<config>[\w.-]+))?/?"
-)
+CONFIG = re.compile(r"[\w.-]+")
 FORM = "hf://datasets/OWNER/REPO, with @REVISION and /CONFIG behind it if need be"
 
 
@@ -80,11 +78,7 @@ class Folder:
         """Of all bytes: a size stays as it was when pixels change, and a date changes by copying. A run reads them
         anyway, and takes longer to decode them."""
         try:
-            found = sha256()
-            with self.file(path).open("rb") as opened:
-                while chunk := opened.read(1 << 20):
-                    found.update(chunk)
-            return found.hexdigest()
+            return digest_of_file(self.file(path))
         except OSError as error:
             raise KfacpackError(f"{self.file(path)}: cannot be read: {error.strerror}") from error
 
@@ -92,7 +86,7 @@ class Folder:
 class Repository:
     """Of data sets. Its files are listed when they are first asked for, and fetched one by one into the Hub's cache.
 
-    Without network, what the cache has is all there is.
+    Without a network, what the cache has is all there is.
     """
 
     def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
@@ -113,7 +107,8 @@ class Repository:
     def expected(self) -> str:
         if self._offline is None:
             return "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config"
-        return f"the Hub cannot be reached ({self._offline}), and this is all that its cache here has. {self._remedy}"
+        told = f"the Hub cannot be reached ({self._offline}), and this is all that its cache here has"
+        return f"{told}; {self._otherwise}"
 
     def paths(self) -> list[str]:
         return self._found[1]
@@ -121,11 +116,9 @@ class Repository:
     def file(self, path: str) -> Path:
         from huggingface_hub import hf_hub_download
 
-        try:
-            with _no_bars():
-                return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=self.revision))
-        except Exception as error:  # the Hub's, httpx's and the system's errors have no common base
-            raise self._refused(error, path) from error
+        place = f"{self.name}: {path}"
+        with speaking(place, self.source, self.revision, kind="dataset", otherwise=self._otherwise):
+            return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=self.revision))
 
     def digest(self, path: str) -> str:
         """A commit's files do not change, so that nothing has to be fetched."""
@@ -134,18 +127,20 @@ class Repository:
     @cached_property
     def _found(self) -> tuple[str, list[str]]:
         """The commit, and the paths there."""
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
-        from huggingface_hub.errors import RevisionNotFoundError as NoRevision
+        from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            told = HfApi().dataset_info(self.source, revision=self._asked)
-        except (GatedRepoError, RepositoryNotFoundError, NoRevision, HFValidationError) as error:
-            raise self._refused(error) from error
-        except Exception as error:  # no network, in any of its ways
-            if (kept := self._kept()) is None:
-                raise self._refused(error) from error
-            self._offline = _first_line(error)
+            with speaking(self.name, self.source, self._asked, kind="dataset", otherwise=self._otherwise):
+                told = client().dataset_info(self.source, revision=self._asked)
+        except HubError as error:
+            if self._asked == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
+                problem = "is not parquet, and the Hub has no parquet copy of it"
+                remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and give --data DIR"
+                raise HubError(self.name, problem, remedy) from error
+            kept = self._kept() if error.unreachable else None
+            if kept is None:
+                raise
+            self._offline = first_line(error.__cause__)
             return kept.name, list(_below(kept, DEEPEST))
         paths = [each.rfilename for each in told.siblings or ()]
         if self._asked is None and not any(path.endswith(".parquet") for path in paths):
@@ -166,31 +161,11 @@ class Repository:
         return None
 
     @property
-    def _remedy(self) -> str:
+    def _otherwise(self) -> str:
         part = f" --include '{self._config}/*'" if self._config else ""
         revision = f" --revision {self._asked}" if self._asked else ""
         command = f"hf download {self.source} --repo-type dataset{revision}{part} --local-dir DIR"
-        return f"Where there is network: {command}. Then give that folder: --data DIR"
-
-    def _refused(self, error: Exception, path: str | None = None) -> KfacpackError:
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-        what = f"{self.name}: " + (f"{path} " if path else "the data ")
-        if isinstance(error, GatedRepoError):
-            problem = "is only for those who have accepted its terms"
-            remedy = f"Accept them at https://huggingface.co/datasets/{self.source}, then log in: hf auth login"
-        elif isinstance(error, RevisionNotFoundError):
-            problem, remedy = f"is not there: there is no revision {self._asked!r}", "Give a branch, a tag or a commit"
-            if self._asked == CONVERTED:
-                problem = "is not parquet, and the Hub has no parquet copy of it"
-                remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and give --data DIR"
-        elif isinstance(error, RepositoryNotFoundError):
-            problem = "is not there: no such data set, or a private one of someone who is not logged in"
-            remedy = "Look at its name, or log in: hf auth login"
-        else:
-            problem = f"cannot be fetched from the Hub, and is not in its cache here: {_first_line(error)}"
-            remedy = self._remedy
-        return KfacpackError(f"{what}{problem}. {remedy}")
+        return f"where there is a network: {command}. Then give that folder: --data DIR"
 
 
 def is_address(said: str) -> bool:
@@ -203,10 +178,11 @@ def place_of(data: str | os.PathLike[str]) -> tuple[Place, str | None]:
     said = os.fspath(data)
     if not is_address(said):
         return Folder(Path(said)), None
-    match = ADDRESS.fullmatch(unquote(said))
-    if match is None:
+    address = read_address(said.rstrip("/"))
+    config = address.path if address else None
+    if address is None or address.kind != "dataset" or not (config is None or CONFIG.fullmatch(config)):
         raise KfacpackError(f"{printable(said)}: is no address of a data set; expected {FORM}")
-    return Repository(match["repository"], match["revision"], match["config"]), match["config"]
+    return Repository(address.repository, address.revision, config), config
 
 
 def _below(folder: Path, depth: int, start: str = "") -> Iterator[str]:
@@ -219,22 +195,3 @@ def _below(folder: Path, depth: int, start: str = "") -> Iterator[str]:
                 yield start + entry.name
             elif depth > 1:
                 yield from _below(Path(entry.path), depth - 1, f"{start}{entry.name}/")
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return printable(text.splitlines()[0] if text else type(error).__name__).rstrip(".")
-
-
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    hidden = are_progress_bars_disabled()
-    if not hidden:
-        disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not hidden:
-            enable_progress_bars()

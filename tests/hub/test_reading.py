@@ -96,6 +96,7 @@ def test_every_command_takes_references(stocked, shelf, tmp_path):
     assert (tmp_path / "sum.safetensors").read_bytes() == (shelf / "sum.safetensors").read_bytes()
     run("negate", f"{place}/one.safetensors", "-o", tmp_path / "negated.safetensors")
     run("measure", "spectra", f"{place}/one.kfac", "--json")
+    run("export", f"{place}/one.kfac", "-o", tmp_path / "factors.safetensors")
     penalty = kp.Regularizer([f"{place}/one.kfac"], strength=1.0)
     assert penalty.tasks == ("one",)
     assert "write a file" in run("merge", merged, merged, "-o", "hf://owner/repo/m.kfac", code=2).stderr
@@ -194,6 +195,13 @@ def test_without_a_network_the_cache_serves(stocked, shelf, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
     assert "HF_HUB_OFFLINE is set" in run("inspect", "hf://owner/repo/one.kfac", code=2).stderr
+
+
+def test_while_the_hub_is_too_busy_the_cache_serves(stocked, shelf, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    kp.load(LARGE)
+    stocked.broken = 503
+    assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
 
 
 def test_the_command_asks_the_hub_that_the_environment_names(stocked, tmp_path):

@@ -275,7 +275,10 @@ def test_only_five_files_are_fetched_from_the_hub(folder, model, tmp_path, monke
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
-    assert "no network. Download it by other means" in refusal("hf://a/b", model, tmp_path)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert "no network. Is there a network? Then try again; or download it by other means" in refusal(
+        "hf://a/b", model, tmp_path
+    )
 
 
 def test_the_command(folder, model, tmp_path):

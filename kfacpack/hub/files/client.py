@@ -9,13 +9,16 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kfacpack.errors import HubError, printable
+from kfacpack.errors import HubError, first_line
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
+
+    from kfacpack.hub.files.reference import Kind
 
 LOG_IN = "log in with: hf auth login"
 
@@ -41,8 +44,18 @@ def client() -> HfApi:
 
 
 @contextmanager
-def speaking(place: object, repository: str, revision: str | None = None) -> Iterator[None]:
-    """What huggingface_hub raises becomes a `HubError` about `place`; meanwhile its bars are as `bars` says."""
+def speaking(
+    place: object,
+    repository: str,
+    revision: str | None = None,
+    *,
+    kind: Kind = "model",
+    otherwise: str | None = None,
+) -> Iterator[None]:
+    """What huggingface_hub raises becomes a `HubError` about `place`; meanwhile its bars are as `bars` says.
+
+    `otherwise`: what a user can do who does not get the file from the Hub, if that is more than to give a bundle.
+    """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
@@ -59,34 +72,54 @@ def speaking(place: object, repository: str, revision: str | None = None) -> Ite
         met: BaseException | None = error.__cause__ if isinstance(error, RuntimeError) else error
         if met is None or not isinstance(met, (of_http, OSError, HFValidationError)):
             raise
-        raise _told(met, place, repository, revision) from error
+        # From what was met, so that whoever catches it can tell which kind it is.
+        raise _told(met, _Asked(str(place), repository, revision, kind, otherwise)) from met
     finally:
         if silenced:
             enable_progress_bars()
 
 
-def _told(error: BaseException, place: object, repository: str, revision: str | None) -> HubError:
+@dataclass(frozen=True)
+class _Asked:
+    """What was asked for when huggingface_hub raised something."""
+
+    place: str
+    repository: str
+    revision: str | None
+    kind: Kind
+    otherwise: str | None
+
+    @property
+    def url(self) -> str:
+        from huggingface_hub import constants
+
+        return f"{constants.ENDPOINT}/{'datasets/' if self.kind == 'dataset' else ''}{self.repository}"
+
+
+def _told(error: BaseException, asked: _Asked) -> HubError:
     from huggingface_hub import constants, errors
 
+    if words := _refusal(error, asked):
+        return HubError(asked.place, *words, unreachable=_is_busy(_status(error)))
+    otherwise = asked.otherwise or "give a file"
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         problem = "is not in the cache, and HF_HUB_OFFLINE is set"
-        return HubError(str(place), problem, "Unset it, or give a file", unreachable=True)
-    if words := _refusal(error, repository, revision):
-        return HubError(str(place), *words)
+        return HubError(asked.place, problem, f"Unset it, or {otherwise}", unreachable=True)
     if isinstance(error, OSError) and error.errno in _OF_DISKS:
         problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
-        return HubError(str(place), problem, "Make room, or let HF_HOME name another folder")
+        return HubError(asked.place, problem, "Make room, or let HF_HOME name another folder")
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-    problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {_first_line(cause)}"
-    return HubError(str(place), problem, "Is there a network? Then try again; or give a file", unreachable=True)
+    problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {first_line(cause)}"
+    return HubError(asked.place, problem, f"Is there a network? Then try again; or {otherwise}", unreachable=True)
 
 
-def _refusal(error: BaseException, repository: str, revision: str | None) -> tuple[str, str] | None:
+def _refusal(error: BaseException, asked: _Asked) -> tuple[str, str] | None:
     """What the Hub says no to, and what to do, or None where nobody answered."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
+    repository, revision = asked.repository, asked.revision
     if isinstance(error, errors.GatedRepoError):
-        remedy = f"Ask for access at {constants.ENDPOINT}/{repository}, and {LOG_IN}"
+        remedy = f"Ask for access at {asked.url}, and {LOG_IN}"
         return f"{repository} is gated, and you have no access to it", remedy
     if isinstance(error, errors.RepositoryNotFoundError):
         problem = f"there is no repository {repository}, or it is private and you may not see it"
@@ -95,15 +128,17 @@ def _refusal(error: BaseException, repository: str, revision: str | None) -> tup
         return f"{repository} has no revision {revision or 'main'!r}", "Give a branch, a tag or a commit that is there"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         where = f" at {revision}" if revision else ""
-        return f"{repository} has no such file{where}", f"See what it has: kfacpack pull {repository} --list"
+        ours = asked.kind == "model" and not asked.otherwise
+        seen = f"See what it has: {f'kfacpack pull {repository} --list' if ours else asked.url}"
+        return f"{repository} has no such file{where}", f"{seen}; or {asked.otherwise}" if asked.otherwise else seen
     if isinstance(error, errors.HFValidationError):
-        return f"is not a name the Hub knows: {_first_line(error)}", "Expected owner/repo"
+        return f"is not a name the Hub knows: {first_line(error)}", "Expected owner/repo"
     return _by_status(error, repository) if isinstance(error, errors.HfHubHTTPError) else None
 
 
 def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
-    status = error.response.status_code
-    said = f": {_first_line(error.server_message)}" if error.server_message else ""
+    status = _status(error)
+    said = f": {first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
         return f"the Hub does not know who you are{said}", f"For {repository}, {LOG_IN}"
     if status == 403:
@@ -111,11 +146,15 @@ def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
         return f"you may not do this with {repository}{said}", remedy
     if status == 412:
         return f"{repository} has changed meanwhile{said}", "Do it again, on what it is now"
-    if status == 429 or status >= 500:
+    if _is_busy(status):
         return f"the Hub answers {status}{said}", "Try again later"
     return f"the Hub refuses ({status}){said}", f"Is {repository} what you meant?"
 
 
-def _first_line(error: object) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return printable(lines[0].rstrip(".") if lines else type(error).__name__)
+def _status(error: BaseException) -> int:
+    """Of the Hub's answer; 0 where there is none."""
+    return int(getattr(getattr(error, "response", None), "status_code", 0))
+
+
+def _is_busy(status: int) -> bool:
+    return status == 429 or status >= 500

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from kfacpack.errors import HubError
 from kfacpack.hub.files.client import speaking
+from kfacpack.hub.files.reference import COMMIT
 
 if TYPE_CHECKING:
     from kfacpack.hub.files.reference import Reference
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 2**20
 
@@ -35,7 +35,7 @@ def look_up(reference: Reference) -> Remote:
     """One HEAD request."""
     from huggingface_hub import get_hf_file_metadata
 
-    with speaking(reference, reference.repository, reference.revision):
+    with speaking(reference, reference.repository, reference.revision, kind=reference.kind):
         found = get_hf_file_metadata(_url(reference, reference.revision))
     if found.commit_hash is None or found.size is None or found.etag is None:
         problem = "what answers does not say of which commit and size the file is, so it is no Hub"
@@ -50,17 +50,13 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     is checked by its size; with `checked`, by its SHA-256, too; and fetched anew if it is damaged. Without a network,
     the cache is believed.
     """
-    if reference.revision and _COMMIT.fullmatch(reference.revision) and not checked:
+    if reference.revision and COMMIT.fullmatch(reference.revision) and not checked:
         cached = _cached(reference, reference.revision)
         if cached is not None:
             return cached  # a commit never changes, so that there is nothing to ask
-    try:
-        remote = look_up(reference)
-    except HubError as error:
-        cached = _cached(reference, reference.revision or "main") if error.unreachable else None
-        if cached is None:
-            raise
-        return cached
+    remote = _looked_up(reference)
+    if isinstance(remote, Path):
+        return remote
     cached = _cached(reference, remote.commit)
     if cached is not None and _difference(cached, remote, whole=checked) is None:
         return cached
@@ -77,13 +73,9 @@ def header_descriptor(reference: Reference, longest: int) -> int:
 
     A header of more than `longest` bytes is left for whoever reads it to refuse.
     """
-    try:
-        remote = look_up(reference)
-    except HubError as error:
-        cached = _cached(reference, reference.revision or "main") if error.unreachable else None
-        if cached is None:
-            raise
-        return os.open(cached, os.O_RDONLY)
+    remote = _looked_up(reference)
+    if isinstance(remote, Path):
+        return os.open(remote, os.O_RDONLY)
     cached = _cached(reference, remote.commit)
     if cached is not None and _difference(cached, remote, whole=False) is None:
         return os.open(cached, os.O_RDONLY)
@@ -96,6 +88,17 @@ def header_descriptor(reference: Reference, longest: int) -> int:
         stand_in.truncate(remote.nbytes)
         stand_in.flush()
         return os.dup(stand_in.fileno())
+
+
+def _looked_up(reference: Reference) -> Remote | Path:
+    """What the Hub says of a file; where it cannot be reached, the copy in the cache."""
+    try:
+        return look_up(reference)
+    except HubError as error:
+        cached = _cached(reference, reference.revision or "main") if error.unreachable else None
+        if cached is None:
+            raise
+        return cached
 
 
 def _url(reference: Reference, revision: str | None) -> str:
@@ -112,7 +115,7 @@ def _range(reference: Reference, remote: Remote, start: int, stop: int) -> bytes
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-    with speaking(reference, reference.repository, reference.revision):
+    with speaking(reference, reference.repository, reference.revision, kind=reference.kind):
         headers = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
         timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
         response = http_backoff("GET", _url(reference, remote.commit), headers=headers, timeout=timeout, max_retries=2)
@@ -135,7 +138,7 @@ def _cached(reference: Reference, revision: str) -> Path | None:
 def _fetched(reference: Reference, *, anew: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
-    with speaking(reference, reference.repository, reference.revision):
+    with speaking(reference, reference.repository, reference.revision, kind=reference.kind):
         return Path(
             hf_hub_download(
                 reference.repository,

@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath, PurePosixPath
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
 from kfacpack.errors import HubError
@@ -16,15 +16,34 @@ EXPECTED = "expected hf://owner/repo/FILE or hf://owner/repo@revision/FILE"
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 REPOSITORY = re.compile(rf"{_NAME}/{_NAME}")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _WHOLE = re.compile(
     # Spaces and the like hold no bundles, and are no owners either.
     rf"hf://(?:(?P<kind>models|datasets)/)?(?!(?:models|datasets|spaces|kernels|buckets)/)"
     rf"(?P<repository>{REPOSITORY.pattern})"
     # Of revisions with a slash, these two kinds are known by their looks; any other has it written as %2F.
-    r"(?:@(?P<revision>refs/pr/[0-9]+|refs/convert/[\w.-]+|[^/]+))?(?:/(?P<file>.+))?"
+    r"(?:@(?P<revision>refs/pr/[0-9]+|refs/convert/[\w.-]+|[^/]+))?(?:/(?P<path>.+))?"
 )
 
 Kind = Literal["model", "dataset"]
+
+
+class Address(NamedTuple):
+    """What hf://[datasets/]owner/repo[@revision][/path] says; the path is that of a file or a folder."""
+
+    kind: Kind
+    repository: str
+    revision: str | None
+    path: str | None
+
+
+def read_address(text: str) -> Address | None:
+    """None for what is no address. Behind `hf:` one slash will do: a Path has lost the other."""
+    found = _WHOLE.fullmatch(SCHEME + text.removeprefix("hf:").lstrip("/"))
+    if found is None or not text.startswith("hf:/"):
+        return None
+    revision = unquote(found["revision"]) if found["revision"] else None
+    return Address("dataset" if found["kind"] == "datasets" else "model", found["repository"], revision, found["path"])
 
 
 @dataclass(frozen=True)
@@ -45,14 +64,12 @@ class Reference(os.PathLike[str]):
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        found = _WHOLE.fullmatch(text)
+        found = read_address(text)
         if not found:
             raise HubError(text, "is not the name of a file on the Hub", EXPECTED)
-        file = found["file"]
-        if not file:
+        if not found.path:
             raise HubError(text, "names a repository, and no file in it", EXPECTED)
-        revision = unquote(found["revision"]) if found["revision"] else None
-        return cls(found["repository"], file, revision, "dataset" if found["kind"] == "datasets" else "model")
+        return cls(found.repository, found.path, found.revision, found.kind)
 
     @property
     def name(self) -> str:
@@ -87,7 +104,7 @@ def located(path: str | os.PathLike[str]) -> Place:
     if isinstance(path, Reference):
         return path
     if is_reference(path):
-        return Reference.parse(SCHEME + os.fspath(path).removeprefix("hf:").lstrip("/"))
+        return Reference.parse(os.fspath(path))
     return Path(path)
 
 
