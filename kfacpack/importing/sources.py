@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.hub.files.client import speaking
 
 HUB = "hf://"
 
@@ -49,7 +49,7 @@ def names_in(place: Path | HubFolder) -> list[str]:
         return sorted(each.name for each in place.iterdir() if each.is_file())
     from huggingface_hub import list_repo_files
 
-    with _telling(place):
+    with speaking(place, place.repository, place.revision):
         paths = map(Path, list_repo_files(place.repository, revision=place.revision))
         return sorted(path.name for path in paths if path.parent == Path(place.folder))
 
@@ -61,17 +61,6 @@ def fetched(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | 
     from huggingface_hub import snapshot_download
 
     wanted = [f"{place.folder}/{name}" if place.folder else name for name in names]
-    with _telling(place):
+    with speaking(place, place.repository, place.revision):
         root = Path(snapshot_download(place.repository, revision=place.revision, allow_patterns=wanted))
     return root / place.folder, root.name
-
-
-@contextmanager
-def _telling(place: HubFolder) -> Iterator[None]:
-    """What the Hub's client finds wrong, in our words."""
-    try:
-        yield
-    except Exception as error:  # its own errors, and those of whichever HTTP library it is built on
-        said = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        problem = f"{place}: could not be fetched from the Hub: {printable(said)}"
-        raise KfacpackError(f"{problem}. Download it by other means, and give the folder") from error
