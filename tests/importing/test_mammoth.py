@@ -275,6 +275,7 @@ def test_only_five_files_are_fetched_from_the_hub(folder, model, tmp_path, monke
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     said = refusal("hf://a/b", model, tmp_path)
     assert "hf://a/b: the Hub (" in said
     assert "cannot be reached: no network. Is there a network?" in said
