@@ -117,7 +117,7 @@ def evaluate(
             raise KfacpackError(f"{csv}: is a folder; give the path of a file")
         check_output(csv, [each for each in (vector, *(individual or ())) if each])
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.evaluation.accuracy import Exam
+    from kfacpack.evaluation.accuracy import Exam, own_head
     from kfacpack.evaluation.choice import validation_exam
     from kfacpack.models.batches import use_workers
     from kfacpack.running.processes import local_device
@@ -141,11 +141,10 @@ def evaluate(
     room = Room(loaded, head, batch_size, show)
     made = {each.name: room.head(each, tau) for each in tasks}
     if vector and tau and head == "auto" and not quiet:
-        for name in names:
-            if name not in tau.heads:
-                own = f"its heads are for {', '.join(tau.heads)}" if tau.heads else "it has none"
-                problem = f"{vector} has no head for {name!r}, {own}"
-                show_note(f"note: {problem}; what is told of it is with one made for the model ({made[name].origin})")
+        for name in (each.name for each in tasks[: len(names)] if own_head(each, tau) is None):
+            own = f"its heads are for {', '.join(tau.heads)}" if tau.heads else "it has none"
+            problem = f"{vector} has no head for {name!r}, {own}"
+            show_note(f"note: {problem}; what is told of it is with one made for the model ({made[name].origin})")
     if control is not None:
         assert tau is not None
         found = room.negation(made, chosen_on, exams, tau, alphas, share)

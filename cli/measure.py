@@ -210,9 +210,9 @@ def _put(found: dict[str, Any], task: str, what: Any, file: File) -> None:
 
 
 def _exams(names: list[str], data: Iterable[str], split: str, examples: str, model: str, *, quiet: bool) -> list[Exam]:
+    from kfacpack.bundle.task_names import whole_name
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.tasks import PUBLISHED, TASKS
-    from kfacpack.tasks.parts import whole_name
 
     folders: dict[str, str | None] = {}
     for each in data:

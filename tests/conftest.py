@@ -1,8 +1,8 @@
 """Timings on a shared machine say nothing, so no deadline; the same examples every time, so a failure comes back.
 
-Tasks are cached in a temporary folder, nothing is asked of the Hub, and one thread computes: tensors of tests are so
-small that a second one mostly waits, which costs as much as work. All of it holds in the commands that tests start too,
-so that what they write can be compared with what is made here, byte by byte.
+Tasks are cached in a temporary folder, nothing is asked of the Hub, and one thread computes: `make test` runs two
+processes at once. All of it holds in the commands that tests start too, so that what they write can be compared with
+what is made here, byte by byte.
 """
 
 import os

@@ -9,6 +9,7 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.edited import device_of, passes
 from kfacpack.function.batch import tensors_of
@@ -16,7 +17,6 @@ from kfacpack.heads import Head, head_for, known_classes
 from kfacpack.models.base import Batch, Model
 from kfacpack.models.outputs import naming, prepared
 from kfacpack.tasks.base import Split, Task
-from kfacpack.tasks.parts import whole_name
 from kfacpack.tasks.sampling import drawn, how_many
 from kfacpack.vectors.vector import TaskVector
 

@@ -10,14 +10,17 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import HubError, first_line
 from kfacpack.hub.bases import as_option, hub_id
 from kfacpack.hub.files.reference import Reference
 from kfacpack.reporting.numbers import human_bytes
+from kfacpack.tasks import PUBLISHED, TASKS
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
+    from kfacpack.bundle.manifest import Source
     from kfacpack.hub.items import Item
 
 BEGIN = "<!-- kfacpack begins: written by `kfacpack push`; what stands outside is yours and stays -->"
@@ -127,9 +130,25 @@ def _commands(item: Item, place: str) -> list[str]:
     if item.kind == "bundle":
         use = f"kfacpack train{named} --task TASK --reg {place} -o TASK.safetensors"
         return ["pip install kfacpack", f"kfacpack inspect {place}", use]
-    task = f" --task {item.tasks[0]}" if item.tasks else ""
+    task = f" --task {item.tasks[0]}{_data_of(item.sources[0])}" if item.tasks else ""
     use = f"kfacpack eval{named}{task} --vector {place}"
     return ["pip install kfacpack", f"kfacpack pull {place} -o {file}", use]
+
+
+def _data_of(source: Source) -> str:
+    """What `--data` has to say, so that the task is the one that is meant: its name alone may be that of other data."""
+    name = whole_name(source.task)
+    embedded, published = TASKS.get(name), PUBLISHED.get(name)
+    if embedded and embedded().source == source.dataset:
+        return ""
+    found, revision = source.dataset or "", source.revision
+    if published and not _DATASET.fullmatch(found):
+        found, revision = published().repository, None  # a copy of it in a folder
+    if not _DATASET.fullmatch(found):
+        return " --data DIR"
+    if published and not embedded and found == published().repository:
+        return ""
+    return f" --data hf://datasets/{found}" + (f"@{revision}" if revision else "")
 
 
 def _python(item: Item, place: str) -> list[str]:

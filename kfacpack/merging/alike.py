@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, TypeVar
 
 from kfacpack.bundle.identity import function_difference
+from kfacpack.bundle.task_names import share_classes
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
@@ -88,13 +89,18 @@ def _check_parents(inputs: Sequence[Input]) -> None:
 
 
 def check_tasks(inputs: Sequence[Input]) -> None:
-    """The same task in two inputs is its curvature twice: compressed, say, or from other examples."""
+    """The same task in two inputs is its curvature twice: compressed, say, or from other examples. So are a part of it
+    (NAME@k/n) and the whole."""
     seen: dict[str, Input] = {}
     for each in inputs:
         for task in {parent.task: None for parent in each.parents if parent.task}:
             if task in seen:
                 remedy = "Give one of them; parts of one task from different examples are joined by the rule 'shards'"
                 raise _differ(seen[task], each, f"are both of the task {task!r}, which would count twice", remedy)
+            others = (name for name, owner in seen.items() if owner is not each and share_classes(name, task))
+            if other := next(others, None):
+                how = f"are of {other!r} and {task!r}, whose common classes would count twice"
+                raise _differ(seen[other], each, how, "Give one of them, or parts without a class in common")
             seen[task] = each
 
 

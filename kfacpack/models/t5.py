@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from kfacpack.bundle.manifest import Function
+from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
 from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
 from kfacpack.tasks.base import Example
-from kfacpack.tasks.parts import whole_name
 
 TRAINED = {
     "mnli": ("hypothesis", "premise"),

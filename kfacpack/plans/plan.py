@@ -22,6 +22,7 @@ from pydantic import (
 
 from kfacpack.bundle.container import repeated
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe
+from kfacpack.bundle.task_names import share_classes
 from kfacpack.compression.chain import Chain
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.alphas import parse_alphas
@@ -237,6 +238,10 @@ class Plan(Part):
         ):
             if twice := repeated(values):
                 return (*place, len(values) - 1 - values[::-1].index(twice)), f"{twice!r} is there twice"
+        for number, name in enumerate(names):
+            if other := next((each for each in names[:number] if share_classes(each, name)), None):
+                problem = f"{name!r} and {other!r} have classes in common, which would count twice"
+                return ("tasks", number), f"{problem}. Name parts without a class in common, or the whole alone"
         for number, arm in enumerate(told.in_depth or ()):
             if arm not in self.arms:
                 return ("evaluation", "in_depth", number), f"{arm!r} is none of the arms: {', '.join(self.arms)}"

@@ -30,10 +30,11 @@ def in_order(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: path.split("/"))
 
 
-def shards(paths: Iterable[str], config: str | None, where: str) -> Splits:
+def shards(paths: Iterable[str], config: str | None, where: str, *, asked: bool = False) -> Splits:
     """The parquet files of a config, by split; none if there are no parquet files.
 
-    Those that lie in no config's folder, or in that of one called default, are of any config. `where` is for errors.
+    Those that lie in no config's folder, or in that of one called default, are of any config; but of none that was
+    `asked` for by name, lest a slip of the pen be answered with other data. `where` is for errors.
     """
     found: dict[str | None, Splits] = {}
     for path in in_order(paths):
@@ -46,17 +47,19 @@ def shards(paths: Iterable[str], config: str | None, where: str) -> Splits:
         split = folders.pop() if folders and NUMBERED.fullmatch(name) else match[1]
         if len(folders) < 2:
             found.setdefault(folders[0] if folders else None, {}).setdefault(split, []).append(path)
-    return _of_config(found, config, where) if found else {}
+    return _of_config(found, config, where, asked) if found else {}
 
 
-def _of_config(found: Mapping[str | None, Splits], config: str | None, where: str) -> Splits:
-    for each in (config, None, "default"):
+def _of_config(found: Mapping[str | None, Splits], config: str | None, where: str, asked: bool) -> Splits:
+    for each in (config,) if asked and config not in (None, "default") else (config, None, "default"):
         if each in found:
             return found[each]
     if config is None and len(found) == 1:
         return next(iter(found.values()))
     names = sorted(name for name in found if name is not None)
     problem = f"there is no config {printable(config)!r}" if config else "there are several configs"
+    if not names:
+        raise KfacpackError(f"{where}: {problem}; its files are of none. Leave it out: --data {where}")
     there = printable(", ".join(names))
     raise KfacpackError(f"{where}: {problem}; there are {there}. Say which: --data {where}/{printable(names[0])}")
 

@@ -48,9 +48,10 @@ class LocalTask:
         self.definition = definition
         self._listings: dict[str, list[tuple[str, str]]] = {}
         self._wanted = columns or (definition.wanted if definition else None)
+        asked = config is not None
         config = config or (definition.config if definition else None)
         paths = self.place.paths()
-        self._shards = self._arranged(shards(paths, config, self.place.name))
+        self._shards = self._arranged(shards(paths, config, self.place.name, asked=asked))
         is_folder = isinstance(self.place, Folder)  # thousands of pictures are not fetched one by one
         self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths))
         if not self._found:

@@ -7,16 +7,14 @@ told apart from the group's own classes alone; in evaluation, from all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from kfacpack.bundle.task_names import WHICH, whole_name
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.tasks.base import Example, Split, Task
-
-WHICH = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 
 
 class PartName(NamedTuple):
@@ -34,13 +32,10 @@ def part_name(name: str) -> PartName | None:
     if match is None or not whole or int(match[1]) > int(match[2]):
         problem = "expected which part of how many behind the @, the first of them 1"
         raise KfacpackError(f"{printable(name)!r}: {problem}, such as {printable(whole) or 'dtd'}@1/5")
+    if whole_name(whole) != whole:
+        remedy = "Divide the whole into more parts instead"
+        raise KfacpackError(f"{printable(name)!r}: {printable(whole)} is a part already. {remedy}")
     return PartName(whole, int(match[1]), int(match[2]))
-
-
-def whole_name(name: str) -> str:
-    """What a part is of; of any other task, its own name."""
-    whole, _, which = name.rpartition("@")
-    return whole if whole and WHICH.fullmatch(which) else name
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class Part:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        return {name: len(self.split(name)) for name in self.splits}
+        return {name: len(self._examples(name)) for name in self.splits}
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -99,6 +94,16 @@ class Part:
         return self.whole.notices(model)
 
     def split(self, name: str) -> PartSplit:
+        found = self._examples(name)
+        if not len(found):
+            # Where few examples were held out for validation, a part may have none of them.
+            own = [(self.whole.classes or ())[k] for k in self.own_classes]
+            called = printable(", ".join([*own[:3], "…"] if len(own) > 3 else own))
+            problem = f"split {printable(name)!r} has no example of its classes ({called})"
+            raise KfacpackError(f"{printable(self.name)}: {problem}. More examples, or fewer parts, would have")
+        return found
+
+    def _examples(self, name: str) -> PartSplit:
         return PartSplit(self.whole.split(name), self.own_classes)
 
 

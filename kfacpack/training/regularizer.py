@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from kfacpack.bundle.identity import difference, function_difference
+from kfacpack.bundle.task_names import share_classes, whole_name
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.fitting import covered_part
 from kfacpack.curvature.identify import weights_of_model
@@ -245,6 +246,7 @@ class _Penalty(torch.autograd.Function):
 
 def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
     """The bundles as they were given and without the task that is trained, as far as it can be taken out."""
+    _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for each in inputs for parent in each.parents):
         return [(each, each) for each in inputs]
     others = [each for each in inputs if any(parent.task != task for parent in each.parents)]
@@ -259,3 +261,15 @@ def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
             f"the penalty holds back {task!r} itself, the task that is trained: {error}", OwnTaskWarning, stacklevel=3
         )
         return [(each, each) for each in others]
+
+
+def _warn_of_common_classes(inputs: Sequence[Input], task: str) -> None:
+    """A part and its whole, or parts of other sizes, are tasks of other names: neither can be subtracted."""
+    held = {parent.task: each for each in inputs for parent in each.parents if parent.task and parent.task != task}
+    for other, each in held.items():
+        if share_classes(other, task):
+            problem = f"{each.name} is of {other!r}, which has classes of it"
+            remedy = f"Give bundles of the other parts of {whole_name(task)!r}, divided alike, and of other tasks"
+            said = f"the penalty holds back {task!r} itself, the task that is trained: {problem}. {remedy}"
+            warnings.warn(said, OwnTaskWarning, stacklevel=4)
+            return

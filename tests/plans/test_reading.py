@@ -44,6 +44,10 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
             changed("tasks: [faces, weaves]", "tasks: [faces, faces]"),
             "line 3: tasks.1: 'faces' is there twice",
         ),
+        (
+            changed("tasks: [faces, weaves]", "tasks: [weaves, weaves@1/2]"),
+            "line 3: tasks.1: 'weaves@1/2' and 'weaves' have classes in common",
+        ),
         (changed("tasks: [faces, weaves]\n", ""), "plan.yaml, line 1: tasks: is missing"),
         (
             changed("control: faces", "control: mnist"),

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import warnings
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from kfacpack_cli.main import app
+from kit import of_task
 from PIL import Image
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import kfacpack as kp
+from kfacpack.bundle.task_names import share_classes
 from kfacpack.errors import KfacpackError
+from kfacpack.training.regularizer import OwnTaskWarning
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "6"]
 PARTS = ("digits@1/2", "digits@2/2")
@@ -68,6 +73,7 @@ def test_parts_are_even_and_make_up_the_whole():
         ("digits@1/11", "10 classes in 11 parts.*5 parts at most"),
         ("digits@1/6", "fewer than two"),
         ("nothing@1/2", "'nothing' is no registered task"),
+        ("digits@1/2@1/2", "digits@1/2 is a part already"),
     ],
 )
 def test_what_is_no_part_is_refused(name, problem):
@@ -86,6 +92,55 @@ def test_a_folder_has_parts_too(tmp_path):
     assert (part.name, part.classes, [split.label(n) for n in range(len(split))]) == ("mine@2/2", tuple("abcd"), [2, 3])
 
 
+def test_a_part_without_examples_of_a_split_says_so(tmp_path):
+    for split, names in (("train", "abcd"), ("test", "ab")):
+        for name in names:
+            (tmp_path / split / name).mkdir(parents=True)
+            Image.new("L", (8, 8), 100).save(tmp_path / split / name / "1.png")
+    part = kp.load_task("mine@2/2", tmp_path)
+    assert part.sizes["test"] == 0
+    with pytest.raises(KfacpackError, match=r"mine@2/2: split 'test' has no example of its classes \(c, d"):
+        part.split("test")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "shared"),
+    [
+        ("cars", "cars", True),
+        ("cars", "cars@1/4", True),
+        ("cars@1/2", "cars@2/2", False),
+        ("cars@2/4", "cars@1/2", True),
+        ("cars@3/4", "cars@1/2", False),
+        ("cars@1/2", "dtd@1/2", False),
+        ("a@b", "a", False),
+    ],
+)
+def test_names_show_whether_classes_are_shared(one, other, shared):
+    assert share_classes(one, other) == share_classes(other, one) == shared
+
+
+@pytest.mark.parametrize("classes", [4, 7, 10, 47])
+def test_parts_that_are_said_to_share_no_class_share_none(classes):
+    def own(k, n):
+        return set(range((k - 1) * classes // n, k * classes // n))
+
+    every = [(k, n) for n in range(1, classes // 2 + 1) for k in range(1, n + 1)]
+    for (k, n), (j, m) in product(every, every):
+        assert share_classes(f"x@{k}/{n}", f"x@{j}/{m}") or not own(k, n) & own(j, m)
+
+
+def test_a_part_and_its_whole_are_not_counted_twice():
+    whole, part, rest = (of_task(name, 10, seed) for seed, name in enumerate(("cars", "cars@1/2", "cars@2/2")))
+    with pytest.raises(KfacpackError, match="'cars' and 'cars@1/2', whose common classes would count twice"):
+        kp.merge([whole, part])
+    assert len(kp.merge([part, rest]).about.merge.parents) == 2
+    with pytest.warns(OwnTaskWarning, match="holds back 'cars@1/2' itself.* is of 'cars'"):
+        kp.Regularizer(whole, leaving_out="cars@1/2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kp.Regularizer([part, rest], leaving_out="cars@1/2")
+
+
 def test_parts_go_all_the_way(folder):
     """Bundles, vectors and their sum, tested on each part and on the union."""
     merged = kp.load(folder / "both.kfac")
@@ -97,6 +152,7 @@ def test_parts_go_all_the_way(folder):
     assert heads[0].difference(heads[1]) is None
     assert len(heads[0].classes) == 10
     done = run("eval", "--task", "digits", *PARTS, "--vector", folder / "sum.safetensors", "--json")
+    assert "has no head" not in done.stderr, "that of the parts is the whole's"
     found = json.loads(done.stdout)["tasks"]
     right = {name: round(each["accuracy"] * each["examples"]) for name, each in found.items()}
     assert sum(found[part]["examples"] for part in PARTS) == found["digits"]["examples"]

@@ -370,6 +370,13 @@ def test_layouts():
     assert shards(two[:1], None, "here") == {"train": [f"rte/{train}"]}
     assert shards([train, *two], "qnli", "here") == {"train": [train]}
     assert shards([".cache/x.txt"], None, "here") == {}
+    # What a user asks for by name is that, or nothing.
+    assert shards([train, *two], "rte", "here", asked=True) == {"train": [f"rte/{train}"]}
+    assert shards([train], "default", "here", asked=True) == {"train": [train]}
+    with pytest.raises(KfacpackError, match="no config 'qnli'; there are "):
+        shards([train, *two], "qnli", "here", asked=True)
+    with pytest.raises(KfacpackError, match=r"no config 'qnli'; its files are of none\. Leave it out: --data here"):
+        shards([train], "qnli", "here", asked=True)
 
 
 def test_a_folder_of_configs_is_named_with_the_way_out(tmp_path):
