@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 Preset = Literal["tak"]
 STRENGTH = 20.0
-"""λ where none is given: about the largest that costs single vectors nothing. Of eight tasks, the mean accuracy of `tiny`
-with the sum of their vectors is 0.49 without a penalty and 0.64, 0.68, 0.71 at λ = 6.3, 20, 63, and that of single
-vectors 0.75 without and 0.76, 0.75, 0.74 (examples/eight_tasks.yaml, three seeds); the sum is best at 200, where single
-vectors lose 0.04 (examples/strengths.yaml). In this scaling the published 100 for ViT-B/32 is 2.0, the 500 for ViT-B/16
-2.5."""
+"""λ where none is given: about the largest that costs single vectors nothing. Of eight tasks, the mean accuracy of
+`tiny` with the sum of their vectors is 0.49 without a penalty and 0.64, 0.68, 0.71 at λ = 6.3, 20, 63, and that of
+single vectors 0.75 without and 0.76, 0.75, 0.74 (examples/eight_tasks.yaml, three seeds); the sum is best at 200, where
+single vectors lose 0.04 (examples/strengths.yaml). In this scaling the published 100 for ViT-B/32 is 2.0, the 500 for
+ViT-B/16 2.5."""
 PUBLISHED_WEIGHTS = {"norm": 10.0, "token": 10.0, "projection": 0.1}
 PUBLISHED_STRENGTH = {
     ("open_clip", "ViT-B-32"): 100.0,
