@@ -3,14 +3,9 @@
 Names are imported when first used, so that reading a manifest does not wait for torch.
 """
 
-import os
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-# Without it, the last digits of MKL's matrix products depend on where in memory a matrix happens to lie, and the same
-# command would not always give the same bytes. MKL reads it when torch first multiplies.
-os.environ.setdefault("MKL_CBWR", "AUTO")
 
 if TYPE_CHECKING:
     from kfacpack.analysis.disentanglement import disentanglement

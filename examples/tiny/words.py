@@ -22,12 +22,14 @@ def write_merges(captions: Iterable[str], path: Path) -> None:
         behavior="removed",
         invert=True,
     )
-    letters = {chr(code) for code in range(33, 127)}
+    letters = [chr(code) for code in range(33, 127)]
     trainer = trainers.BpeTrainer(
         # Every letter counts twice, once as the end of a word.
         vocab_size=MERGES + 2 * len(letters),
         min_frequency=2,
-        initial_alphabet=sorted(letters),
+        # Of pairs that are as frequent, the one with the smaller numbers is merged. Letters get theirs as they are met, in
+        # an order that changes from call to call, unless they have them beforehand.
+        special_tokens=[*letters, *(letter + END for letter in letters)],
         end_of_word_suffix=END,
         show_progress=False,
     )
