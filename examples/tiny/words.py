@@ -27,8 +27,8 @@ def write_merges(captions: Iterable[str], path: Path) -> None:
         # Every letter counts twice, once as the end of a word.
         vocab_size=MERGES + 2 * len(letters),
         min_frequency=2,
-        # Of pairs that are as frequent, the one with the smaller numbers is merged. Letters get theirs as they are met, in
-        # an order that changes from call to call, unless they have them beforehand.
+        # Of pairs that are as frequent, the one with the smaller numbers is merged. Letters get theirs as they are met,
+        # in an order that changes from call to call, unless they have them beforehand.
         special_tokens=[*letters, *(letter + END for letter in letters)],
         end_of_word_suffix=END,
         show_progress=False,
