@@ -46,6 +46,9 @@ def run(
     from kfacpack.plans.reading import read_plan
 
     found, text = read_plan(plan)
+    from kfacpack.models.batches import use_workers
+
+    use_workers(workers)
     carry_out(found, text, output or Path(plan.stem), device, dry_run=dry_run, as_json=as_json, quiet=quiet)
 
 

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
 from kfacpack.models.batches import batches, use_workers
+from kfacpack.tasks.local import LocalSplit
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "4"]
 
@@ -78,6 +79,29 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
         made[workers] = [(where / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")]
     assert made[0] == made[2]
     assert not multiprocessing.active_children()
+
+
+def test_a_run_reads_pictures_in_as_many_as_it_is_told(folder, tmp_path, monkeypatch):
+    seen, read = tmp_path / "processes", LocalSplit.__getitem__
+
+    def told(split, index):
+        with seen.open("a") as file:
+            print(os.getpid(), file=file)
+        return read(split, index)
+
+    monkeypatch.setattr(LocalSplit, "__getitem__", told)
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(
+        f"name: small\ntasks: [{{name: mine, data: {folder}}}, faces]\narms: {{without: {{penalty: none}}}}\n"
+        "model: {name: tiny, head: prototypes}\n"
+    )
+    for workers in (0, 1):
+        seen.unlink(missing_ok=True)
+        line = ["run", str(plan), "-o", str(tmp_path / "out"), "--dry-run", "--workers", str(workers)]
+        done = CliRunner().invoke(app, line, catch_exceptions=False)
+        assert done.exit_code == 0, done.stderr
+        others = set(seen.read_text().split()) - {str(os.getpid())}
+        assert bool(others) == bool(workers)
 
 
 def test_a_bad_picture_is_told_as_ever(tiny, folder, tmp_path):
