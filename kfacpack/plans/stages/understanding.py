@@ -130,7 +130,7 @@ class Spectra(Measurement):
         return {"what": "spectra"}
 
     def measure(self, watch: Watch) -> dict[str, Any]:
-        return spectra(load(self.bundle.path))
+        return spectra(load(self.bundle.path), on_progress=watch.counted)
 
     def cost(self) -> float:
         return 200.0
