@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.function.precision import widened
 from kfacpack.models.base import Model
 from kfacpack.models.outputs import outputs
 from kfacpack.tasks.base import Split, Task
@@ -90,7 +91,7 @@ def text_head(model: Model, task: Task) -> Head:
     """CLIP's zero-shot classifier. An underscore in a class's name, as folders have them, is read as a space."""
     encode, classes = _text_tower(model, task), known_classes(task)
     texts = [template.replace("{}", name.replace("_", " ")) for name in classes for template in task.templates]
-    embeddings = _exact_enough(encode(texts)).unflatten(0, (len(classes), -1))
+    embeddings = widened(encode(texts)).unflatten(0, (len(classes), -1))
     weight = model.logit_scale * normalize(embeddings.mean(1), dim=-1)
     return Head(weight, weight.new_zeros(len(classes)), classes, "text")
 
@@ -193,7 +194,3 @@ def _evenly(numbers: Sequence[int], most: int) -> Sequence[int]:
     if len(numbers) <= most:
         return numbers
     return [numbers[k * len(numbers) // most] for k in range(most)]
-
-
-def _exact_enough(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -11,6 +11,7 @@ import torch
 from kfacpack.errors import NotFiniteError
 from kfacpack.function.batch import run
 from kfacpack.function.parameters import choose
+from kfacpack.function.precision import widened
 from kfacpack.linear.linearize import Linearized
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _linearized(model: Model, vector: TaskVector, alphas: Sequence[float]) -> It
     tau = {name: direction[name].to(parameter.device) for name, parameter in wanted.items()}
 
     def forwards(batch: Batch) -> list[Tensor]:
-        f, change = map(_exact_enough, linearized.outputs(batch, tau))
+        f, change = map(widened, linearized.outputs(batch, tau))
         if not bool(change.isfinite().all()):
             raise NotFiniteError("J τ has numbers that are not finite")
         return [f + (alpha * factor) * change for alpha in alphas]
@@ -77,10 +78,6 @@ def _applied(model: Model, vector: TaskVector) -> Iterator[Forwards]:
 def _plain(model: Model) -> Iterator[Forwards]:
     def forwards(batch: Batch) -> list[Tensor]:
         with torch.no_grad():
-            return [_exact_enough(run(model.forward, batch))]
+            return [widened(run(model.forward, batch))]
 
     yield forwards
-
-
-def _exact_enough(f: Tensor) -> Tensor:
-    return f.to(torch.promote_types(f.dtype, torch.float32))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import run
+from kfacpack.function.precision import widened
 from kfacpack.models.base import Batch, Model
 from kfacpack.models.batches import batches
 from kfacpack.tasks.base import Split
@@ -31,7 +32,7 @@ def outputs(
     for chosen, batch in prepared(model, split, task, numbers, batch_size):
         with torch.no_grad(), naming(split, task, chosen):
             f = forward(batch) if forward else run(model.forward, batch)
-        yield chosen, f.to(torch.promote_types(f.dtype, torch.float32))
+        yield chosen, widened(f)
 
 
 def prepared(

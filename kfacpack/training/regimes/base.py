@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
@@ -50,11 +49,6 @@ class Regime(ABC):
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, Moved]:
         """How far τ moves f from where it was, (N, C), for a penalty on data; and the way back."""
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """In float32 at least."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def require_some(wanted: Mapping[str, Tensor], regime: str, model: Model) -> None:

@@ -11,7 +11,8 @@ from torch.func import functional_call
 
 from kfacpack.function.batch import run
 from kfacpack.function.borrowed import borrowed
-from kfacpack.training.regimes.base import Moved, Regime, widened
+from kfacpack.function.precision import widened
+from kfacpack.training.regimes.base import Moved, Regime
 
 if TYPE_CHECKING:
     from kfacpack.models.base import Batch, Model

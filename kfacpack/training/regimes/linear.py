@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from kfacpack.function.precision import widened
 from kfacpack.linear.linearize import Linearized
-from kfacpack.training.regimes.base import Moved, Regime, widened
+from kfacpack.training.regimes.base import Moved, Regime
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 class Along(Moved):
     def __init__(self, point: Point):
         self._point = point
-        # In float32 at least: in bfloat16, a small change would vanish beside f.
         self.f = widened(point.f) + widened(point.change)
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
