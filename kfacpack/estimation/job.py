@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.bundle.manifest import Source
-from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.estimate import begin, compressed, conclude, device_of
 from kfacpack.estimation.forecast import Forecast, kept_for_backward, weight_bytes
@@ -97,13 +96,7 @@ class Job:
         own = self.own_batches
         total = sum(map(len, own))
         with self._begun() as estimation:
-            base = identify(
-                self.model.module,
-                estimation.covered,
-                family=self.model.family,
-                name=self.model.name,
-                revision=self.model.revision,
-            )
+            base = self.model.base(estimation.covered)
             partial = Partial(_partial_path(output), "an estimate", self._request(estimation, base), every)
             done = partial.restore(estimation) if resume else partial.require_absent()
             on_progress(estimation.examples, total)

@@ -30,7 +30,6 @@ from kfacpack.bundle.manifest import About, Estimate, Fisher, FloatType, Join, P
 from kfacpack.bundle.reader import Bundle
 from kfacpack.curvature.block import CurvatureBlock, Kronecker, Whole
 from kfacpack.curvature.curvature import Curvature
-from kfacpack.curvature.identify import identify
 from kfacpack.curvature.matrices import Dense
 from kfacpack.curvature.matrices.components import Components
 from kfacpack.curvature.matrices.triangle import asymmetry
@@ -322,8 +321,7 @@ def _compare_weights(found: Mapping[str, Tensors], model: Model) -> bool:
 
 def _about(model: Model, chosen: Sequence[Layer], estimate: Estimate, source: Source) -> About:
     covered = [name for layer in chosen for name in layer.parameters]
-    base = identify(model.module, covered, family=model.family, name=model.name, revision=model.revision)
-    return About(base=base, function=model.function, estimate=estimate, source=source)
+    return About(base=model.base(covered), function=model.function, estimate=estimate, source=source)
 
 
 def _estimate(found: Mapping[str, Tensors], fisher: Fisher, samples: int | None) -> Estimate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from kfacpack.bundle.manifest import Function
+from kfacpack.bundle.manifest import Base, Function
+from kfacpack.curvature.identify import identify
 from kfacpack.models.checkpoint import Checkpoint
 from kfacpack.models.downloaded import Repository
 from kfacpack.tasks.base import Example
@@ -50,6 +51,10 @@ class Model:
     """K words -> (K, C): by which f becomes the logit of each as the next word; None where f predicts no words."""
     logit_scale: float = 100.0
     """What cosines are multiplied by to become logits: the model's own, or else what CLIP's training arrives at."""
+
+    def base(self, parameters: Collection[str]) -> Base:
+        """Which model it is, by its name and by the weights of these parameters, as they are now."""
+        return identify(self.module, parameters, family=self.family, name=self.name, revision=self.revision)
 
 
 class Request(NamedTuple):

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import Exam
 from kfacpack.function.parameters import choose
@@ -51,13 +50,7 @@ class Shop:
     def model_key(self) -> str:
         """Of everything about the model that decides what comes out of it."""
         model = self.model
-        base = identify(
-            model.module,
-            list(choose(model.module, ["*"])),
-            family=model.family,
-            name=model.name,
-            revision=model.revision,
-        )
+        base = model.base(choose(model.module, ["*"]))
         said = (base.sha256, model.function.model_dump_json(), model.preprocessing, self.plan.model.dtype)
         return sha256(repr(said).encode()).hexdigest()
 

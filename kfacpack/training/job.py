@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from kfacpack.curvature.identify import identify
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
 from kfacpack.models.batches import batches
@@ -123,9 +122,7 @@ class Job:
         require_place(output)
         require_metrics_place(output)
         model = self.regime.model
-        base = identify(
-            model.module, list(self.regime.wanted), family=model.family, name=model.name, revision=model.revision
-        )
+        base = model.base(self.regime.wanted)
         state = State(self.regime.wanted, self.settings)
         vector_of(self, state.tau, base)  # what is wrong with its words should not be found out after the last step
         partial = Partial(_partial_path(output), "a training run", request_of(self, base), every)
