@@ -15,8 +15,6 @@ import torch
 
 from kfacpack.errors import KfacpackError
 from kfacpack.models.batches import batches
-from kfacpack.running import processes
-from kfacpack.tasks.sampling import batched
 from kfacpack.training.groups import checked_strength
 from kfacpack.training.order import Order
 
@@ -80,8 +78,7 @@ class Drift:
         """Which task this step looks at, and its examples that are this process's; as many as are computed at once."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
         chosen = int(generator.choice(len(self._splits), p=self._shares))
-        own = self._orders[chosen].batch(step)[processes.rank() :: processes.count()]
-        return [(chosen, part) for part in batched(own, at_once or max(1, len(own)))]
+        return [(chosen, part) for part in self._orders[chosen].own(step, at_once)]
 
     def _from(self, step: int, model: Model, at_once: int | None) -> Iterator[Batch]:
         """The batches from a step on. Steps follow each other, so that the next ones can be prepared meanwhile."""

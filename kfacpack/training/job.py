@@ -25,7 +25,6 @@ from kfacpack.models.batches import batches
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.parts import own_classes
-from kfacpack.tasks.sampling import batched
 from kfacpack.training.metrics import Metrics, metrics_path, opened, require_metrics_place
 from kfacpack.training.order import Order
 from kfacpack.training.rate import fitting_rate, require_influence
@@ -162,9 +161,7 @@ class Job:
         return int(done)
 
     def _own(self, step: int) -> list[Sequence[int]]:
-        """Of a step's examples those of this process, as many together as are computed at once."""
-        own = self._order.batch(step)[processes.rank() :: processes.count()]
-        return list(batched(own, self.settings.at_once or max(1, len(own))))
+        return self._order.own(step, self.settings.at_once)
 
     def _step(
         self, step: int, state: State, coming: Iterator[Batch], stopped: Callable[[], bool]

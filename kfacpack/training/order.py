@@ -6,9 +6,13 @@ full, and every example is taken once an epoch, whatever the batch size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+
+from kfacpack.running import processes
+from kfacpack.tasks.sampling import batched
 
 
 class Order:
@@ -22,6 +26,11 @@ class Order:
         """The examples of step number `step`, from 0, by their place in the split."""
         start = step * self._batch_size
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
+
+    def own(self, step: int, at_once: int | None) -> list[Sequence[int]]:
+        """Of a step's examples those of this process, as many together as are computed at once; None: all."""
+        own = self.batch(step)[processes.rank() :: processes.count()]
+        return list(batched(own, at_once or max(1, len(own))))
 
     def _shuffled(self, epoch: int) -> list[int]:
         # Other numbers than those that examples and probes are drawn by: those begin at other places.
