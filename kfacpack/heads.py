@@ -27,7 +27,16 @@ from kfacpack.tasks.base import Split, Task
 from kfacpack.tasks.parts import whole_of
 from kfacpack.vectors.head import Head
 
-__all__ = ["Head", "check_head", "head_for", "known_classes", "prototype_head", "text_head", "word_head"]
+__all__ = [
+    "Head",
+    "check_head",
+    "head_for",
+    "known_classes",
+    "prototype_head",
+    "require_several",
+    "text_head",
+    "word_head",
+]
 
 Kind = Literal["auto", "text", "words", "prototypes"]
 PER_CLASS = 256
@@ -177,6 +186,13 @@ def known_classes(task: Task) -> tuple[str, ...]:
         remedy = "Expected a column of type ClassLabel, or pictures in a folder for each class"
         raise KfacpackError(f"{printable(task.name)}: the names of its classes are not known. {remedy}")
     return task.classes
+
+
+def require_several(task: Task, classes: Sequence[str]) -> None:
+    """Refuse a task whose head could only ever say one thing."""
+    if len(classes) < 2:
+        only = printable(classes[0])
+        raise KfacpackError(f"{printable(task.name)} has one class, {only!r}: there is nothing to learn")
 
 
 def _members(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import Exam
 from kfacpack.function.parameters import choose
-from kfacpack.heads import check_head, head_for, known_classes
+from kfacpack.heads import check_head, head_for, known_classes, require_several
 from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
@@ -97,9 +96,7 @@ class Shop:
         tasks = [self.task(said.name) for said in self.plan.tasks]
         for number, task in enumerate(tasks):
             with self.plan.at("tasks", number):
-                if len(classes := known_classes(task)) < 2:
-                    only = printable(classes[0])
-                    raise KfacpackError(f"{printable(task.name)} has one class, {only!r}: there is nothing to learn")
+                require_several(task, known_classes(task))
         with self.plan.at("model", "head"):
             for task in tasks:
                 check_head(self.model, task, self.plan.model.head)

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.function.batch import to_device
+from kfacpack.heads import Head, require_several
 from kfacpack.models.batches import batches
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
@@ -31,7 +32,6 @@ from kfacpack.training.rate import fitting_rate, require_influence
 from kfacpack.training.record import request_of, vector_of
 from kfacpack.training.settings import Settings
 from kfacpack.training.state import State
-from kfacpack.vectors.head import Head
 
 if TYPE_CHECKING:
     from kfacpack.models.base import Batch
@@ -58,9 +58,7 @@ class Job:
     """The type that the model computes in, where that is not its own; τ stays float32."""
 
     def __post_init__(self) -> None:
-        if len(self.head.classes) < 2:
-            only = printable(self.head.classes[0])
-            raise KfacpackError(f"{printable(self.task.name)} has one class, {only!r}: there is nothing to learn")
+        require_several(self.task, self.head.classes)
         if not len(self.split):
             raise KfacpackError(f"{printable(self.task.name)}: its training split has no examples")
         if self.regularizer and self.drift:
