@@ -40,10 +40,10 @@ class Leaf(ABC):
     def heads(self) -> Mapping[str, Head]:
         """A task's name -> its head."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def digest(self) -> str:
-        """Of its file's whole content."""
+        """Of the whole content of its file, or of the one that it would be saved to."""
+        return digest_of(self.about, reader(self.read, self.about, self.heads))
 
 
 class InMemory(Leaf):
@@ -58,10 +58,6 @@ class InMemory(Leaf):
     @property
     def heads(self) -> Mapping[str, Head]:
         return self._heads
-
-    @cached_property
-    def digest(self) -> str:
-        return digest_of(self.about, reader(self.read, self.about, self.heads))
 
 
 class InFile(Leaf):
@@ -88,7 +84,7 @@ class InFile(Leaf):
             if task.head
         }
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return self.file.digest
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfacpack.vectors.leaf import Leaf, digest_of, reader
+from kfacpack.vectors.leaf import Leaf
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,3 @@ class Merged(Leaf):
     @property
     def heads(self) -> Mapping[str, Head]:
         return self._heads
-
-    @cached_property
-    def digest(self) -> str:
-        return digest_of(self.about, reader(self.read, self.about, self.heads))
