@@ -147,8 +147,12 @@ class ArmPart(Part):
 
     @model_validator(mode="after")
     def _has_what_it_sets(self) -> ArmPart:
-        for key, needs in (("rule", ("kronecker", "diagonal")), ("rank", ("kronecker",)), ("strength", ())):
-            if key in self.model_fields_set and self.penalty not in (needs or ("kronecker", "diagonal", "data")):
+        for key, penalties in (
+            ("rule", ("kronecker", "diagonal")),
+            ("rank", ("kronecker",)),
+            ("strength", ("kronecker", "diagonal", "data")),
+        ):
+            if key in self.model_fields_set and self.penalty not in penalties:
                 raise ValueError(f"{key} belongs to a penalty, found penalty: {self.penalty}")
         if self.rank > 1 and self.rule != "optimal":
             raise ValueError(f"rank belongs to rule: optimal, found rule: {self.rule}")

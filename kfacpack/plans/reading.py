@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.plans import plan as plans
 from kfacpack.plans.plan import Place, Plan
 
 _LARGEST = 1 << 20
@@ -155,25 +156,26 @@ def _problem(place: Place, error: Any) -> str:
     return printable(f"{words}, found {printable(repr(found))[:80]}", longest=1000)
 
 
+_PARTS: dict[tuple[str, ...], type[plans.Part]] = {
+    (): Plan,
+    ("model",): plans.ModelPart,
+    ("tasks",): plans.TaskPart,
+    ("curvature",): plans.CurvaturePart,
+    ("training",): plans.TrainingPart,
+    ("arms",): plans.ArmPart,
+    ("arms", "training"): plans.TrainingPart,
+    ("evaluation",): plans.EvaluationPart,
+    ("evaluation", "negation"): plans.NegationPart,
+    ("evaluation", "disentanglement"): plans.PairsPart,
+    ("evaluation", "localisation"): plans.SomePart,
+    ("evaluation", "drift"): plans.DriftPart,
+}
+"""Keys, without the arms' names and numbers in lists -> what stands there."""
+
+
 def _expected(place: Sequence[str | int]) -> list[str]:
     """The keys that may stand at a place."""
-    from kfacpack.plans import plan
-
-    parts: dict[tuple[str, ...], type[plan.Part]] = {
-        (): plan.Plan,
-        ("model",): plan.ModelPart,
-        ("tasks",): plan.TaskPart,
-        ("curvature",): plan.CurvaturePart,
-        ("training",): plan.TrainingPart,
-        ("arms",): plan.ArmPart,
-        ("arms", "training"): plan.TrainingPart,
-        ("evaluation",): plan.EvaluationPart,
-        ("evaluation", "negation"): plan.NegationPart,
-        ("evaluation", "disentanglement"): plan.PairsPart,
-        ("evaluation", "localisation"): plan.SomePart,
-        ("evaluation", "drift"): plan.DriftPart,
-    }
     names = [str(each) for each in place if not isinstance(each, int)]
     if names[:1] == ["arms"]:
         names = ["arms", *names[2:]]
-    return list(parts[tuple(names)].model_fields)
+    return list(_PARTS[tuple(names)].model_fields)

@@ -79,11 +79,9 @@ class Regularizer:
         """Of the bundles that were given, for the vector that is trained under them."""
         pairs = _without(inputs, leaving_out) if leaving_out else [(each, each) for each in inputs]
         self._inputs = [each for _, each in pairs]
-        self._left_out = (
-            leaving_out if [each for each, _ in pairs] != inputs or any(a is not b for a, b in pairs) else None
-        )
+        self._left_out = leaving_out if pairs != [(each, each) for each in inputs] else None
         check_addable(self._inputs)
-        check_weights(weights, [given.curvature for given, _ in pairs])
+        check_weights(weights, [before.curvature for before, _ in pairs])
         self.strength = self._strength(strength, preset)
         self.every = every
         self._weights, self._preset = dict(weights or {}), preset
@@ -94,9 +92,9 @@ class Regularizer:
         self._shapes = {p.name: p.shape for each in self.curvatures for p in each.about.base.parameters}
         self._blocks: list[CurvatureBlock] = []
         self._weight_of: dict[int, float] = {}
-        for given_, used in pairs:
+        for before, used in pairs:
             # As it was given it says over how many positions its means ran; after a subtraction it does not.
-            factors = factors_of(given_.curvature, weights, preset)
+            factors = factors_of(before.curvature, weights, preset)
             counting = [block for block in used.curvature.blocks if factors[block.name]]
             self._blocks += counting
             self._weight_of |= {id(block): factors[block.name] for block in counting}

@@ -61,12 +61,11 @@ def add(
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
-    one = isinstance(alpha, int | float)
     found = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for each in found:
         if isinstance(each, bool) or not isinstance(each, int | float) or not isfinite(each):
             raise KfacpackError(f"α is {each!r}, expected a finite number")
-    if not one and len(found) != count:
+    if len(found) != count:
         raise KfacpackError(f"found {len(found)} α for {count} vectors: expected one for all, or one for each")
     return [float(each) for each in found]
 
