@@ -100,7 +100,7 @@ def _fitting(tau: TaskVector, wanted: Wanted, *, show: bool) -> Model | None:
 def _save(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet: bool) -> dict[str, Any]:
     tau.apply(model.module, in_place=True)
     model.checkpoint.save(path)
-    note = LINEARISED if tau.regime == "linear" else None
+    note = LINEARISED if tau.is_linear else None
     load = model.checkpoint.how_to_load(path)
     if show:
         out.print(Text(f"wrote {path}: the model with it; load it with {load}"), soft_wrap=True)

@@ -51,7 +51,7 @@ def disentanglement(
     names = list(by_task(exams))
     require_one_kind(vectors)
     own = [_head(model, exam, vector, heads or {}) for exam, vector in zip(exams, vectors, strict=True)]
-    measured = _on_the_line if vectors[0].regime == "linear" else _one_by_one
+    measured = _on_the_line if vectors[0].is_linear else _one_by_one
     wrong = measured(model, exams, vectors, own, alphas, batch_size, on_progress)
     shares = [each.double() / len(exam.numbers) for each, exam in zip(wrong, exams, strict=True)]
     return {

@@ -32,7 +32,7 @@ def moves(
 
     The vectors are of one base model and one regime (see `require_one_kind`).
     """
-    if vectors[0].regime == "linear":
+    if vectors[0].is_linear:
         for found in f_of(model, exam, _tangents(model, vectors), batch_size, count):
             f, *changes = found.chunk(1 + len(vectors), dim=1)
             yield f, torch.stack(changes)
@@ -48,7 +48,7 @@ def moves(
 
 def looks(vectors: Sequence[TaskVector]) -> int:
     """How many times `moves` looks at each example, and counts it."""
-    return 1 if vectors[0].regime == "linear" else 1 + len(vectors)
+    return 1 if vectors[0].is_linear else 1 + len(vectors)
 
 
 def f_of(model: Model, exam: Exam, forward: Forward, batch_size: int, count: Count) -> Iterator[Tensor]:

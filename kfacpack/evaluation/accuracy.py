@@ -151,7 +151,7 @@ def scores(
 
 def work(vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[Exam]) -> int:
     """How many examples `scores` goes through for these exams."""
-    times = len(alphas) if vector is not None and vector.regime != "linear" else 1
+    times = len(alphas) if vector is not None and not vector.is_linear else 1
     return times * sum(len(exam.numbers) for exam in exams)
 
 

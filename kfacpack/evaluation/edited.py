@@ -41,7 +41,7 @@ def passes(model: Model, vector: TaskVector | None, alphas: Sequence[float]) -> 
     """
     if vector is None:
         return [_plain(model)]
-    if vector.regime == "linear":
+    if vector.is_linear:
         return [_linearized(model, vector, alphas)]
     return [_applied(model, alpha * vector) for alpha in alphas]
 

@@ -107,6 +107,11 @@ class TaskVector(Mapping[str, Tensor]):
     def regime(self) -> str:
         return self._terms[0][1].about.regime
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether it is used in the linearised model, as it was trained; else it is added to the weights."""
+        return self.regime == "linear"
+
     @cached_property
     def digest(self) -> str:
         """Of the whole content of its file: the one it was loaded from, or the one it would be saved to."""
