@@ -16,7 +16,7 @@ HOW = "The method"
 
 def add(
     vectors: list[File] = typer.Argument(..., metavar="FILE.safetensors...", help="The task vectors."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="SUM.safetensors", help="Where to."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="SUM.safetensors", help="The file to write."),
     method: str = option(
         HOW,
         "sum",

@@ -25,9 +25,9 @@ WHAT = "What is kept"
 def compress(
     bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle to compress."),
     spec: str | None = typer.Argument(
-        None, metavar="[CODEC]", help="block:K, svd:R, svd:P%, prune:P%, then int8, fp16 or bf16: block:8+int8."
+        None, metavar="CODEC", help="block:K, svd:R, svd:P%, prune:P%, then int8, fp16 or bf16: block:8+int8."
     ),
-    output: Path | None = option(RUN, None, "--output", "-o", metavar="SMALL.kfac", help="Where to."),
+    output: Path | None = option(RUN, None, "--output", "-o", metavar="SMALL.kfac", help="The file to write."),
     budget: str | None = option(
         WHAT,
         None,

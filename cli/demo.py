@@ -12,7 +12,7 @@ from .plan import carry_out
 
 
 def demo(
-    output: Path = option(RUN, Path("demo"), "--output", "-o", metavar="DIR", help="Where to."),
+    output: Path = option(RUN, Path("demo"), "--output", "-o", metavar="DIR", help="The folder to write to."),
     every: bool = option(RUN, False, "--all", help="All eight tasks instead of three; takes longer."),
     device: str = DEVICE,
     as_json: bool = option(RUN, False, "--json", help="Print the results as JSON."),

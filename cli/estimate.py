@@ -48,7 +48,9 @@ Structure = Literal["kronecker", "diagonal"]
 def estimate(
     model: str = MODEL_NAME,
     task: str = option(DATA, ..., "--task", help="The task's name."),
-    output: Path | None = option(RUN, None, "--output", "-o", metavar="FILE.kfac", help="Where to; else TASK.kfac."),
+    output: Path | None = option(
+        RUN, None, "--output", "-o", metavar="FILE.kfac", help="The file to write; else TASK.kfac."
+    ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     params: list[str] | None = PARAMS,

@@ -83,7 +83,13 @@ def evaluate(
     control_data: str | None = option(
         VECTOR, None, "--control-data", metavar="DIR|hf://…", help="The control task's data."
     ),
-    keep: str | None = option(VECTOR, None, "--keep", metavar="P%", help="See --control; 95% if it is not given."),
+    keep: str | None = option(
+        VECTOR,
+        None,
+        "--keep",
+        metavar="P%",
+        help="The share of its accuracy that the --control task keeps; 95% by default.",
+    ),
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,

@@ -17,8 +17,8 @@ from .progress import steps_bar
 
 def export(
     bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="FACTORS.safetensors", help="Where to."),
-    dtype: FloatType = option(RUN, "float32", "--dtype", help="Of the matrices."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="FACTORS.safetensors", help="The file to write."),
+    dtype: FloatType = option(RUN, "float32", "--dtype", help="The type of the matrices' numbers."),
     as_json: bool = option(RUN, False, "--json", help="Print what was written as JSON."),
     quiet: bool = QUIET,
 ) -> None:

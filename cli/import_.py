@@ -23,7 +23,7 @@ def import_(
         ..., metavar="mammoth", help="Whose layout: mammoth, the framework of the method's authors."
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="The folder with the files."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="FILE.kfac", help="Where to."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="FILE.kfac", help="The file to write."),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -38,9 +38,16 @@ def import_(
         metavar="DATASET_task_N",
         help="How their names begin, where there are several tasks'.",
     ),
-    fisher: Fisher = option(DATA, "mc", "--fisher", help="How f was asked: in random directions, or in every one."),
+    fisher: Fisher = option(
+        DATA, "mc", "--fisher", help="How f was differentiated: in random directions (mc), or in every one (exact)."
+    ),
     samples: int | None = option(
-        DATA, None, "--samples", min=1, metavar="M", help="In how many for each example. The files do not say it."
+        DATA,
+        None,
+        "--samples",
+        min=1,
+        metavar="M",
+        help="In how many random directions for each example, which the files do not say.",
     ),
     dataset_size: int | None = option(
         DATA, None, "--dataset-size", min=1, metavar="N", help="Of the whole data set, by which 'merge' weights tasks."

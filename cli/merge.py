@@ -26,7 +26,7 @@ HOW = "The merge"
 
 def merge(
     bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to merge."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="MERGED.kfac", help="Where to."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="MERGED.kfac", help="The file to write."),
     rule: str = option(
         HOW,
         "tak",

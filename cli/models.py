@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def models(
     name: str | None = typer.Argument(
-        None, metavar="[NAME]", help="Show this model. It is loaded for that, as other commands load it."
+        None, metavar="NAME", help="Show this model. It is loaded for that, as other commands load it."
     ),
     weights: str | None = typer.Option(
         None, "--weights", metavar="FILE", help="With a name, where the weights are, or the word random."

@@ -13,7 +13,7 @@ from .vectors import SAVE_MODEL, Wanted, write
 
 def negate(
     vector: File = typer.Argument(..., metavar="FILE.safetensors", help="The task vector."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="NEGATED.safetensors", help="Where to."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="NEGATED.safetensors", help="The file to write."),
     alpha: float = option(RUN, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,

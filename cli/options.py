@@ -51,7 +51,7 @@ PARAMS = option(
     help="Only parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
 )
 DTYPE = option(
-    MODEL, "float32", "--dtype", help="The model's. What is added up or trained is float32 at least, whatever it is."
+    MODEL, "float32", "--dtype", help="What the model computes in. What is added up or trained is float32 at least."
 )
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 HEAD = option(

@@ -22,7 +22,7 @@ def pull(
         None, metavar="FILE...", help="Of a repository, these files; else all bundles and task vectors."
     ),
     output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="DIR|FILE", help="Where to; else into the current folder."
+        RUN, None, "--output", "-o", metavar="DIR|FILE", help="Where to put them; else the current folder."
     ),
     force: bool = option(RUN, False, "--force", help="Replace a file that is there and differs."),
     listing: bool = option(RUN, False, "--list", help="List what the repository has; fetch nothing."),

@@ -15,10 +15,16 @@ WHICH = "Which"
 
 def search(
     base_model: str | None = option(
-        WHICH, None, "--base-model", metavar="M", help="Of this model: as --model has it, or its id on the Hub."
+        WHICH,
+        None,
+        "--base-model",
+        metavar="M",
+        help="Only those of this model: as --model has it, or its id on the Hub.",
     ),
-    task: str | None = option(WHICH, None, "--task", metavar="T", help="Of this task."),
-    author: str | None = option(WHICH, None, "--author", metavar="NAME", help="Of this user or organisation."),
+    task: str | None = option(WHICH, None, "--task", metavar="T", help="Only those of this task."),
+    author: str | None = option(
+        WHICH, None, "--author", metavar="NAME", help="Only those of this user or organisation."
+    ),
     limit: int = option(WHICH, 20, "--limit", min=1, metavar="N", help="At most so many repositories."),
     as_json: bool = option(RUN, False, "--json", help="Print them as JSON."),
 ) -> None:

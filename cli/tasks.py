@@ -23,7 +23,7 @@ COUNTED = ("train", "validation", "test")
 
 
 def tasks(
-    name: str | None = typer.Argument(None, metavar="[NAME]", help="Show this task: its classes and prompts."),
+    name: str | None = typer.Argument(None, metavar="NAME", help="Show this task: its classes and prompts."),
     sheet: Path | None = typer.Option(
         None, "--sheet", metavar="FILE.png", help="Draw thumbnails of the task's pictures, by class."
     ),

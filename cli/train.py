@@ -53,7 +53,7 @@ def train(
     model: str = MODEL_NAME,
     task: str = option(DATA, ..., "--task", help="The task's name."),
     output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="FILE.safetensors", help="Where to; else TASK.safetensors."
+        RUN, None, "--output", "-o", metavar="FILE.safetensors", help="The file to write; else TASK.safetensors."
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -67,7 +67,7 @@ def train(
         PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
     ),
     strength: float | None = option(
-        PENALTY, None, "--strength", metavar="λ", help=f"Of the penalty; else {STRENGTH:g}."
+        PENALTY, None, "--strength", metavar="λ", help=f"λ, which multiplies the penalty; {STRENGTH:g} by default."
     ),
     reg_every: int = option(PENALTY, 1, "--reg-every", min=1, metavar="N", help="Apply it at every N-th step only."),
     weight: list[str] | None = option(
@@ -94,8 +94,12 @@ def train(
         "--regime",
         help="linear: the linearised model. full: the model itself. attention: itself, only its attention layers move.",
     ),
-    steps: int | None = option(HOW, None, "--steps", min=1, help="How many; 500 without --epochs."),
-    epochs: float | None = option(HOW, None, "--epochs", help="Instead of steps."),
+    steps: int | None = option(
+        HOW, None, "--steps", min=1, help="How many steps; 500 if neither this nor --epochs is given."
+    ),
+    epochs: float | None = option(
+        HOW, None, "--epochs", help="Instead of --steps: how often to go through the training examples."
+    ),
     batch_size: int = option(HOW, 32, "--batch-size", min=1, help="Examples of one step, of all processes together."),
     at_once: int | None = option(
         HOW, None, "--at-once", min=1, metavar="N", help="Compute N examples at a time; a step adds up what it takes."
@@ -103,8 +107,10 @@ def train(
     lr: float | None = option(
         HOW, None, "--lr", help="The learning rate at its peak. By default one is found that fits the model."
     ),
-    warmup: float = option(HOW, 0.1, "--warmup", help="The share of steps in which it rises."),
-    weight_decay: float = option(HOW, 0.1, "--weight-decay", help="Towards the base model."),
+    warmup: float = option(HOW, 0.1, "--warmup", help="The share of steps in which the learning rate rises."),
+    weight_decay: float = option(
+        HOW, 0.1, "--weight-decay", help="AdamW's: it pulls the weights towards the base model's."
+    ),
     autocast: bool | None = option(
         HOW, None, "--autocast/--no-autocast", help="Compute the model in bfloat16; by default on CUDA."
     ),
