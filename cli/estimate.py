@@ -69,7 +69,9 @@ def estimate(
         metavar="K/N",
         help="Every N-th of them, from the K-th on; 'merge --rule shards' joins them.",
     ),
-    fisher: Fisher = option(HOW, "mc", "--fisher", help="mc: f is differentiated in random directions; exact: in every one."),
+    fisher: Fisher = option(
+        HOW, "mc", "--fisher", help="mc: f is differentiated in random directions; exact: in every one."
+    ),
     samples: int = option(HOW, 1, "--samples", min=1, help="With mc, directions for each example."),
     probe: Probe = option(HOW, "orthogonal", "--probe", help="With mc, how directions are drawn."),
     sharing: Sharing = option(HOW, "expand", "--sharing", help="Which KFAC, where positions share a weight."),
