@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from promises import kept
 from safetensors.torch import load_file, save_file
+from tower import tower
 
 import kfacpack as kp
 
@@ -23,29 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LAYERS, ROUNDS = 12, 4
-SHAPES = {
-    "attn.in_proj_weight": (2304, 768),
-    "attn.out_proj.weight": (768, 768),
-    "mlp.c_fc.weight": (3072, 768),
-    "mlp.c_proj.weight": (768, 3072),
-}
 
 
 def vit_b_16() -> kp.Curvature:
     """Factors of the right sizes. Their numbers are random and symmetric; speed does not depend on them."""
-    state, blocks = {}, []
-    for layer in range(LAYERS):
-        for name, (rows, columns) in SHAPES.items():
-            weight = f"visual.transformer.resblocks.{layer}.{name}"
-            bias = weight.removesuffix("weight") + "bias"
-            state |= {weight: torch.zeros(rows, columns), bias: torch.zeros(rows)}
-            pieces = (kp.Piece(parameter=weight), kp.Piece(parameter=bias, at=(0, columns)))
-            join = kp.Join(rows=rows, columns=columns + 1, pieces=pieces)
-            factors = kp.Kronecker.of(kp.Dense.of(symmetric(rows)), kp.Dense.of(symmetric(columns + 1)))
-            blocks.append(kp.CurvatureBlock(weight, "linear", join, factors))
-    base = kp.identify(state, list(state), family="open_clip", name="ViT-B-16")
-    function = kp.Function(output="embedding", normalized=True, width=512)
-    return kp.Curvature(blocks, kp.About(base=base, function=function))
+    return tower("ViT-B-16", LAYERS, lambda side: kp.Dense.of(symmetric(side)))
 
 
 def symmetric(side: int) -> torch.Tensor:
@@ -130,13 +114,7 @@ def main(folder: Path) -> int:
         ("file size / unpacked file size", size / plain_size, "<=", 0.51),
         ("extra memory while writing / largest block", extra / largest, "<=", 1.3),
     ]
-    kept = {"==": lambda a, b: a == b, "<=": lambda a, b: a <= b, ">=": lambda a, b: a >= b}
-    failed = 0
-    for promise, found, relation, bound in promises:
-        holds = kept[relation](found, bound)
-        failed += not holds
-        print(f"  {'holds' if holds else 'FAILS'}  {promise}: {found:.3g} (promised {relation} {bound:.3g})")
-    return 1 if failed else 0
+    return 0 if kept(promises) else 1
 
 
 if __name__ == "__main__":
