@@ -23,6 +23,7 @@ from kfacpack.estimation.underway import Estimation
 from kfacpack.function.batch import length, to_device
 from kfacpack.function.borrowed import borrowed
 from kfacpack.function.parameters import choose
+from kfacpack.models.base import Model
 from kfacpack.running import processes
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def estimate(
-    model: nn.Module,
+    model: nn.Module | Model,
     batches: Iterable[Batch],
     fisher: Fisher = "mc",
     samples: int = 1,
@@ -58,7 +59,8 @@ def estimate(
 
     `model(*batch)`, or `forward(*batch)` if given, is f, of shape (N, C). A batch is a tensor, a tuple (its parts are
     the arguments) or a dict (of keyword arguments). An `attention_mask` in a dict leaves out padded positions. The
-    model is used in evaluation mode and is afterwards as it was.
+    model is used in evaluation mode and is afterwards as it was. Of a kfacpack model, f is its own, and by default what
+    its family freezes stays out.
 
     - fisher: "mc" asks the output in `samples` random directions per example, "exact" in all C of them.
     - probe: how these are drawn: "orthogonal", "rademacher" or "gaussian"; `seed` and an example's number decide.
@@ -74,15 +76,26 @@ def estimate(
     """
     params = list(params) if params is not None and not isinstance(params, str) else params
     options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
-    wanted = choose(model, params)
+    frozen: tuple[str, ...] = ()
+    family, revision = "torch", None
+    if isinstance(model, Model):
+        module, frozen, family, revision = model.module, model.frozen, model.family, model.revision
+        # Another f than the model's own is not what `function` would say of it.
+        function = function or (model.function if forward is None else None)
+        forward, name = forward or model.forward, name or model.name
+    elif isinstance(model, nn.Module):
+        module = model
+    else:
+        raise KfacpackError(f"expected a module or a model of kp.load_model, found {type(model).__name__}")
+    wanted = choose(module, params, frozen)
     remaining = iter(batches)
     first = next(remaining, None)
     if first is None:
         raise KfacpackError("there are no batches to estimate from")
-    with borrowed(model, wanted), ThreadPoolExecutor(max_workers=1) as background:
-        estimation = begin(forward or model, to_device(first, device_of(wanted)), wanted, options, params)
-        called = name or type(model).__name__
-        base = background.submit(identify, model, estimation.covered, family="torch", name=called)
+    with borrowed(module, wanted), ThreadPoolExecutor(max_workers=1) as background:
+        estimation = begin(forward or module, to_device(first, device_of(wanted)), wanted, options, params)
+        called = name or type(module).__name__
+        base = background.submit(identify, module, estimation.covered, family=family, name=called, revision=revision)
         for number, batch in _own_share(chain([first], remaining), estimation):
             estimation.take(to_device(batch, device_of(wanted)), number)
     function = function or Function(output="other", normalized=False, width=estimation.plan.width)

@@ -38,7 +38,11 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
     bar.outline.set_visible(False)
     i, j = least(alphas, xi)
     one = nearest(alphas, 1.0)
-    for row, column, marker, size, name in ((i, j, "o", 6, "least"), (one, one, "s", 9, "at")):
+    where = f"least with both, at {alphas[i]:g} of {first}, {alphas[j]:g} of {second}"
+    for row, column, marker, size, name in (
+        (i, j, "o", 6, where),
+        (one, one, "s", 9, f"at {alphas[one]:g} of each"),
+    ):
         axes.plot(column, row, marker, markersize=size, markerfacecolor="none", markeredgecolor="w", markeredgewidth=3)
         axes.plot(
             column,
@@ -49,7 +53,7 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
             markeredgecolor="#e02020",
             markeredgewidth=1.5,
             linestyle="none",
-            label=f"{name} ({alphas[row]:g}, {alphas[column]:g}): ξ = {_percent(xi[row][column])}",
+            label=f"{name}: ξ = {_percent(xi[row][column])}",
         )
     figure.legend(loc="outside lower center", ncols=1, labelcolor=look.ink)
     return figure

@@ -32,7 +32,9 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         if points:
             x, y = zip(*points, strict=True)
             values += [*x, *y]
-            axes.plot(x, y, marker, color=colour, markersize=size, alpha=opacity, label=name, markeredgewidth=0)
+            # A value just below a power of ten lies at the frame, which would cut its mark in half.
+            mark = axes.plot(x, y, marker, color=colour, markersize=size, alpha=opacity, label=name, clip_on=False)
+            mark[0].set_markeredgewidth(0)
     limits = log_limits(values)
     axes.plot(limits, limits, "--", color=look.ink, linewidth=1, label="as predicted", zorder=1.5)
     axes.set_xlim(*limits)

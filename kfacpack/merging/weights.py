@@ -37,9 +37,11 @@ def _data_set_sizes(inputs: Sequence[Input]) -> list[float]:
         return [1.0]
     for each in inputs:
         if not each.dataset_size:
+            ones = ["1"] * len(inputs)
             raise KfacpackError(
                 f"{each.name}: does not say how large its data set is, by which tasks are weighted. "
-                "Give weights, one number for each input: --weights 1,1,1 (weights=[1, 1, 1])"
+                f"Give weights, one number for each input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
+                "or estimate it with source=kp.Source(task=NAME, dataset_size=N)"
             )
     return [float(each.dataset_size or 0) for each in inputs]
 

@@ -136,7 +136,7 @@ def test_least_is_looked_for_where_both_vectors_are_there():
     assert nearest(alphas, 1.0) == 1
     figure = FIGURES["disentanglement"]({"tasks": ["a", "b"], "alphas": alphas, "xi": xi})
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["least (2, 1): ξ = 20 %", "at (1, 1): ξ = 40 %"]
+    assert labels == ["least with both, at 2 of a, 1 of b: ξ = 20 %", "at 1 of each: ξ = 40 %"]
 
 
 def test_zeros_have_no_place_on_a_logarithmic_axis():

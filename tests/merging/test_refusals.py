@@ -166,7 +166,7 @@ def test_weights(one, two, tmp_path):
     unknown = save(of_task("u", None, seed=1), tmp_path / "u.kfac")
     said = complaint(one, unknown)
     assert said.startswith(f"{unknown}: does not say how large its data set is")
-    assert "--weights" in said
+    assert "--weights 1,1 (weights=[1, 1])" in said
     assert kp.merge([one, unknown], weights=[1, 1]).about.merge.parents[1].dataset_size is None
     assert "expected 2 weights, one for each input, found 3" in complaint(one, two, weights=[1, 2, 3])
     for bad in (0, -1, float("nan"), float("inf")):

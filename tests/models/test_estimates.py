@@ -166,3 +166,23 @@ def test_a_full_vit_b_32_through_the_command(tmp_path):
     assert len(manifest.base.parameters) == 150
     assert sum(block.structure == "kronecker" for block in manifest.blocks) == 49
     assert manifest.function.width == 512
+
+
+def test_a_loaded_model_brings_its_own_f_and_what_it_freezes():
+    tiny = load_model("tiny")
+    x = torch.rand(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
+    found = kp.estimate(tiny, [x])
+    covered = list(found.parameters)
+    by_hand = kp.estimate(tiny.module, [x], forward=tiny.forward, params=covered)
+    assert covered == list(kp.linearize(tiny).parameters)
+    tau = {name: torch.ones_like(tiny.module.state_dict()[name]) for name in covered}
+    torch.testing.assert_close(found.quadratic(tau), by_hand.quadratic(tau), rtol=0, atol=0)
+    base = found.about.base
+    assert (base.family, base.name, base.revision) == (tiny.family, tiny.name, tiny.revision)
+    assert found.about.function == tiny.function
+    kp.Regularizer([found]).check(tiny)
+
+    other_f = kp.estimate(tiny, [x], forward=lambda x: tiny.module.encode_image(x), params=["visual.proj"])
+    assert other_f.about.function != tiny.function
+    with pytest.raises(kp.KfacpackError, match=r"expected a module or a model of kp\.load_model, found str"):
+        kp.estimate("tiny", [x])
