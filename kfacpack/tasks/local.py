@@ -15,6 +15,7 @@ from typing import Any
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks.base import Example, Origin
 from kfacpack.tasks.columns import IMAGE, Columns, Wanted, find_columns, is_image
+from kfacpack.tasks.depth import eight_bit
 from kfacpack.tasks.holding import held_out
 from kfacpack.tasks.layout import Splits, pictures, shards
 from kfacpack.tasks.places import Folder, Place
@@ -261,9 +262,11 @@ class LocalSplit:
     def __getitem__(self, index: int) -> Example:
         try:
             row = self._examples[self._rows[index]]
-        except (OSError, SyntaxError, ValueError) as error:  # all that Pillow raises
-            raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {error}") from error
-        example = {column: row[stored] for column, stored in self._columns.inputs.items()}
+            example = {column: row[stored] for column, stored in self._columns.inputs.items()}
+            if example.get(IMAGE) is not None:
+                example[IMAGE] = eight_bit(example[IMAGE])
+        except Exception as error:  # what Pillow raises has no common base: sizes, damaged EXIF, broken files
+            raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {first_line(error)}") from error
         if empty := [column for column, value in example.items() if value is None]:
             raise KfacpackError(f"{self._place(index)}: {empty[0]!r} is null; leave such rows out")
         return example
