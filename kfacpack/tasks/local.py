@@ -17,7 +17,7 @@ from kfacpack.tasks.base import Example, Origin
 from kfacpack.tasks.columns import IMAGE, Columns, Wanted, find_columns, is_image
 from kfacpack.tasks.depth import eight_bit
 from kfacpack.tasks.holding import held_out
-from kfacpack.tasks.layout import Splits, pictures, shards
+from kfacpack.tasks.layout import Splits, lacking, pictures, shards
 from kfacpack.tasks.places import Folder, Place
 from kfacpack.tasks.published.base import VALIDATION, Published
 
@@ -54,7 +54,7 @@ class LocalTask:
         paths = self.place.paths()
         self._shards = self._arranged(shards(paths, config, self.place.name, asked=asked))
         is_folder = isinstance(self.place, Folder)  # thousands of pictures are not fetched one by one
-        self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths))
+        self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths, self.place.name))
         if not self._found:
             found = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
             raise KfacpackError(f"{self.place.name}: found {printable(found)}; {self.place.expected}")
@@ -130,6 +130,9 @@ class LocalTask:
         if columns.by_value and self.definition is None:
             values = printable(", ".join(self._stored_classes or ()))
             yield f"{len(self._values)} classes, the values of column {columns.label!r} in {self._first}: {values}"
+        for split, files in self._shards.items():
+            if missing := lacking(files):
+                yield f"of {split}, {len(files) + missing} files, {missing} {'is' if missing == 1 else 'are'} not here"
         if self._drops:
             left = {split: self._rows(split) - len(self._kept(split)) for split in self._shards}
             if any(left.values()):

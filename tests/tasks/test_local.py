@@ -174,6 +174,41 @@ def test_pictures_in_a_folder_per_class(tmp_path, splits):
         assert task.split("test").label(0) == 2  # a cat is a cat, though test has no other class
 
 
+def test_folders_of_splits_are_not_taken_for_classes(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        PICTURES[0].save(tmp_path / split / "0.png")
+    with pytest.raises(
+        KfacpackError, match=r"'test/0\.png' is in the folder of a split, and in none of a class; expected"
+    ):
+        load_task("mine", tmp_path)
+    (tmp_path / "train" / "ant").mkdir()
+    PICTURES[0].save(tmp_path / "train" / "ant" / "0.png")
+    assert load_task("mine", tmp_path).sizes == {"train": 1}
+
+
+def test_a_name_that_is_no_text_is_told(tmp_path):
+    try:
+        (tmp_path / "caf\udce9").mkdir()
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 alone")
+    PICTURES[0].save(tmp_path / "caf\udce9" / "0.png")
+    with pytest.raises(KfacpackError, match=r"caf\\udce9/0\.png is not UTF-8"):
+        load_task("mine", tmp_path)
+
+
+def test_files_that_a_split_lacks_are_counted(tmp_path):
+    """As a download that was broken off leaves it, or the cache where only some were ever asked for."""
+    write(text_data(), tmp_path, "train-00000-of-00003.parquet")
+    write(text_data(), tmp_path, "test-00000-of-00001.parquet")
+    task = load_task("mine", tmp_path)
+    assert task.sizes["train"] == 3
+    assert task.notices("tiny") == ("mine: of train, 3 files, 2 are not here",)
+    for number in (1, 2):
+        write(text_data(), tmp_path, f"train-0000{number}-of-00003.parquet")
+    assert load_task("mine", tmp_path).notices("tiny") == ()
+
+
 def test_nothing_is_left_behind_and_nothing_printed(tmp_path, monkeypatch, capfd):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

@@ -361,6 +361,9 @@ def test_layouts():
     assert shards([f"data/{train}", "README.md"], None, "here") == {"train": [f"data/{train}"]}
     hashed = "data/train-00000-of-00002-704ee106f89006a9.parquet"
     assert shards([hashed], None, "here") == {"train": [hashed]}
+    for inside in ("train/part-0.parquet", "data/train/x.parquet", f"train/{train}", f"one/train/{train}"):
+        assert shards([inside], None, "here") == {"train": [inside]}
+    assert shards([f"test/{train}"], "test", "here") == {"train": [f"test/{train}"]}, "a config may have any name"
     two = [f"rte/{train}", f"mnli/{train}"]
     assert shards(two, "rte", "here") == {"train": [f"rte/{train}"]}
     with pytest.raises(KfacpackError, match=r"here: there are several configs; there are mnli, rte.*--data here/mnli"):
