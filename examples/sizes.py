@@ -102,8 +102,10 @@ def main(names: list[str], examples: int, batch_size: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What curvature of the usual models costs.")
-    parser.add_argument("models", nargs="*", choices=[*VISION, *T5], default=[*VISION, *T5])
+    parser.add_argument("models", nargs="*", help=f"of {', '.join([*VISION, *T5])}; all of them without any")
     parser.add_argument("--examples", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
     asked = parser.parse_args()
-    main(asked.models, asked.examples, asked.batch_size)
+    if unknown := [name for name in asked.models if name not in (*VISION, *T5)]:
+        parser.error(f"{unknown[0]} is none of {', '.join([*VISION, *T5])}")
+    main(asked.models or [*VISION, *T5], asked.examples, asked.batch_size)

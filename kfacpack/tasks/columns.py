@@ -9,7 +9,11 @@ from typing import Any
 from kfacpack.errors import KfacpackError, printable
 
 TEXT_TYPES = ("string", "large_string")
+STORED = {"bytes", "path"}
+"""What a picture consists of in parquet."""
 LABEL = "label"
+CALLED = (LABEL, "labels")
+"""What a label that is no class label is called, where nobody says it."""
 IMAGE = "image"
 FORM = (
     "image=COLUMN,label=COLUMN, or every text in its order and the label: premise=COLUMN,hypothesis=COLUMN,label=COLUMN"
@@ -95,11 +99,19 @@ def _label_by_type(features: Any, where: str) -> str | None:
     import datasets
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    if not labels:  # lest a text that is called label be read as a part of the example
+        labels = [name for name in CALLED if name in features and _may_be_label(features[name])][:1]
     return _only(labels, "class labels", where)
+
+
+def _may_be_label(feature: Any) -> bool:
+    dtype = getattr(feature, "dtype", None) or ""
+    return dtype in TEXT_TYPES or dtype == "bool" or dtype.startswith(("int", "uint"))
 
 
 def _inputs_by_type(features: Any, where: str, label: str | None) -> dict[str, str]:
     images = [name for name, feature in features.items() if is_image(feature)]
+    images = images or [name for name, each in features.items() if isinstance(each, dict) and set(each) == STORED]
     texts = [name for name, each in features.items() if getattr(each, "dtype", None) in TEXT_TYPES and name != label]
     if image := _only(images, "pictures", where):
         return {IMAGE: image}
@@ -135,8 +147,7 @@ def _classes(features: Any, label: str | None, where: str) -> tuple[str, ...] | 
     feature = features[label]
     if isinstance(feature, datasets.ClassLabel):
         return tuple(feature.names)
-    dtype = getattr(feature, "dtype", None) or ""
-    if not (dtype in TEXT_TYPES or dtype == "bool" or dtype.startswith(("int", "uint"))):
+    if not _may_be_label(feature):
         problem = f"column {printable(label)!r} is of type {printable(str(feature))}"
         raise KfacpackError(f"{where}: {problem}; a label is a class label, a text or a whole number")
     return None

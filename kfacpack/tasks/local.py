@@ -14,12 +14,15 @@ from typing import Any
 
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks.base import Example, Origin
+from kfacpack.tasks.card import declared_features
 from kfacpack.tasks.columns import IMAGE, Columns, Wanted, find_columns, is_image
+from kfacpack.tasks.depth import eight_bit
 from kfacpack.tasks.holding import held_out
-from kfacpack.tasks.layout import Splits, pictures, shards
+from kfacpack.tasks.layout import Splits, lacking, pictures, shards
 from kfacpack.tasks.places import Folder, Place
 from kfacpack.tasks.published.base import VALIDATION, Published
 
+CARD = "README.md"
 TEMPLATES = ("a photo of a {}.",)
 
 
@@ -49,11 +52,11 @@ class LocalTask:
         self._listings: dict[str, list[tuple[str, str]]] = {}
         self._wanted = columns or (definition.wanted if definition else None)
         asked = config is not None
-        config = config or (definition.config if definition else None)
+        self._config = config = config or (definition.config if definition else None)
         paths = self.place.paths()
         self._shards = self._arranged(shards(paths, config, self.place.name, asked=asked))
         is_folder = isinstance(self.place, Folder)  # thousands of pictures are not fetched one by one
-        self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths))
+        self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths, self.place.name))
         if not self._found:
             found = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
             raise KfacpackError(f"{self.place.name}: found {printable(found)}; {self.place.expected}")
@@ -126,9 +129,13 @@ class LocalTask:
         if columns.by_type:
             taken = printable(", ".join(columns.inputs.values()))
             yield f"its columns have other names than those that are known; taken by their types: {taken}"
-        if columns.by_value and self.definition is None:
+        # Of a task that is known, texts are its classes' names; numbers are none, but where it is about numbers.
+        if columns.by_value and (self.definition is None or not any(isinstance(each, str) for each in self._values)):
             values = printable(", ".join(self._stored_classes or ()))
             yield f"{len(self._values)} classes, the values of column {columns.label!r} in {self._first}: {values}"
+        for split, files in self._shards.items():
+            if missing := lacking(files):
+                yield f"of {split}, {len(files) + missing} files, {missing} {'is' if missing == 1 else 'are'} not here"
         if self._drops:
             left = {split: self._rows(split) - len(self._kept(split)) for split in self._shards}
             if any(left.values()):
@@ -147,7 +154,17 @@ class LocalTask:
     @cached_property
     def _columns(self) -> Columns:
         file = self.place.file(self._shards[self._first][0])
-        return find_columns(_looked_into(file)[0], str(file), self._wanted)
+        return find_columns(self._declared or _looked_into(file)[0], str(file), self._wanted)
+
+    @cached_property
+    def _declared(self) -> Any | None:
+        """The columns' types as the data's card has them, if the files have none of the Hub's and the same columns."""
+        file = self.place.file(self._shards[self._first][0])
+        if CARD not in self.place.paths() or _says_types(file):
+            return None
+        text = self.place.file(CARD).read_text(encoding="utf-8", errors="replace")
+        found = declared_features(text, self._config)
+        return found if found and set(found) == set(_looked_into(file)[0]) else None
 
     def _rows(self, split: str) -> int:
         """How many examples are in its files."""
@@ -221,7 +238,9 @@ class LocalTask:
         # disk space is free again when the data is let go, or when the process is killed.
         with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
             try:
-                return datasets.load_dataset("parquet", data_files={name: files}, split=name, cache_dir=copies)
+                return datasets.load_dataset(
+                    "parquet", data_files={name: files}, split=name, cache_dir=copies, features=self._declared
+                )
             except Exception as error:  # Arrow's, datasets' and the system's errors have no common base
                 cause = first_line(error.__cause__ or error)
                 raise KfacpackError(f"{self.place.name}: split {name!r} cannot be read: {cause}") from error
@@ -261,16 +280,19 @@ class LocalSplit:
     def __getitem__(self, index: int) -> Example:
         try:
             row = self._examples[self._rows[index]]
-        except (OSError, SyntaxError, ValueError) as error:  # all that Pillow raises
-            raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {error}") from error
-        example = {column: row[stored] for column, stored in self._columns.inputs.items()}
+            example = {column: row[stored] for column, stored in self._columns.inputs.items()}
+            if example.get(IMAGE) is not None:
+                example[IMAGE] = eight_bit(example[IMAGE])
+        except Exception as error:  # what Pillow raises has no common base: sizes, damaged EXIF, broken files
+            raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {first_line(error)}") from error
         if empty := [column for column, value in example.items() if value is None]:
             raise KfacpackError(f"{self._place(index)}: {empty[0]!r} is null; leave such rows out")
         return example
 
     def label(self, index: int) -> int:
         if self._columns.label is None:
-            raise KfacpackError(f"{self.source.dataset}: there is no column of class labels")
+            remedy = "--columns says which of texts or whole numbers to take: label=COLUMN"
+            raise KfacpackError(f"{self.source.dataset}: there is no column of class labels. {remedy}")
         label = self._labels[self._rows[index]]
         if label not in self._classes:
             said = printable(str(label))
@@ -308,6 +330,17 @@ def _looked_into(file: Path) -> tuple[Any, int]:
             return datasets.Features.from_arrow_schema(opened.schema_arrow), opened.metadata.num_rows
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
         raise KfacpackError(f"{file}: is no parquet file that can be read: {first_line(error)}") from error
+
+
+def _says_types(file: Path) -> bool:
+    """Whether a parquet file has the Hub's types, such as the names of classes, in its metadata."""
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        return b"huggingface" in (parquet.read_schema(file).metadata or {})
+    except (pyarrow.ArrowException, OSError):
+        return True  # what is wrong with it is told where it is read
 
 
 def _column(file: Path, name: str) -> list[Any]:

@@ -67,9 +67,14 @@ class Folder:
 
     def paths(self) -> list[str]:
         try:
-            return list(_below(self._folder, DEEPEST))
+            found = list(_below(self._folder, DEEPEST))
         except OSError as error:
             raise KfacpackError(f"{self._folder}: cannot be read: {error.strerror}") from error
+        if odd := [path for path in found if not path.isascii() and path.encode(errors="ignore").decode() != path]:
+            raise KfacpackError(
+                f"{self._folder}: the name {printable(odd[0])} is not UTF-8, which data sets are; rename it"
+            )
+        return found
 
     def file(self, path: str) -> Path:
         return self._folder / path

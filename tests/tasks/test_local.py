@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -173,6 +174,41 @@ def test_pictures_in_a_folder_per_class(tmp_path, splits):
         assert task.split("test").label(0) == 2  # a cat is a cat, though test has no other class
 
 
+def test_folders_of_splits_are_not_taken_for_classes(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        PICTURES[0].save(tmp_path / split / "0.png")
+    with pytest.raises(
+        KfacpackError, match=r"'test/0\.png' is in the folder of a split, and in none of a class; expected"
+    ):
+        load_task("mine", tmp_path)
+    (tmp_path / "train" / "ant").mkdir()
+    PICTURES[0].save(tmp_path / "train" / "ant" / "0.png")
+    assert load_task("mine", tmp_path).sizes == {"train": 1}
+
+
+def test_a_name_that_is_no_text_is_told(tmp_path):
+    try:
+        (tmp_path / "caf\udce9").mkdir()
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 alone")
+    PICTURES[0].save(tmp_path / "caf\udce9" / "0.png")
+    with pytest.raises(KfacpackError, match=r"caf\\udce9/0\.png is not UTF-8"):
+        load_task("mine", tmp_path)
+
+
+def test_files_that_a_split_lacks_are_counted(tmp_path):
+    """As a download that was broken off leaves it, or the cache where only some were ever asked for."""
+    write(text_data(), tmp_path, "train-00000-of-00003.parquet")
+    write(text_data(), tmp_path, "test-00000-of-00001.parquet")
+    task = load_task("mine", tmp_path)
+    assert task.sizes["train"] == 3
+    assert task.notices("tiny") == ("mine: of train, 3 files, 2 are not here",)
+    for number in (1, 2):
+        write(text_data(), tmp_path, f"train-0000{number}-of-00003.parquet")
+    assert load_task("mine", tmp_path).notices("tiny") == ()
+
+
 def test_nothing_is_left_behind_and_nothing_printed(tmp_path, monkeypatch, capfd):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -219,6 +255,35 @@ def test_a_broken_picture_is_named(tmp_path):
     assert split[0]["image"].size == (6, 4)
     with pytest.raises(KfacpackError, match=r"cat/1\.png: its picture cannot be read"):
         split[1]
+
+
+def test_a_picture_that_claims_to_be_huge_is_named(tmp_path):
+    """What Pillow raises then is of another kind than for a broken file."""
+    (tmp_path / "cat").mkdir()
+    file = tmp_path / "cat" / "0.bmp"
+    PICTURES[0].save(file)
+    width, height = bytes([6, 0, 0, 0]), bytes([4, 0, 0, 0])
+    file.write_bytes(file.read_bytes().replace(width + height, 2 * (30_000).to_bytes(4, "little")))
+    with pytest.raises(KfacpackError, match=r"cat/0\.bmp: its picture cannot be read: .*900000000 pixels"):
+        load_task("mine", tmp_path).split("train")[0]
+
+
+@pytest.mark.parametrize("kind", ["png", "tif", "pgm"])
+def test_grey_of_sixteen_bits_is_not_white(tmp_path, kind):
+    (tmp_path / "grey").mkdir()
+    levels = np.array([[0, 257, 32_896, 65_535]], dtype=np.uint16)
+    Image.fromarray(levels).save(tmp_path / "grey" / f"0.{kind}")
+    found = load_task("mine", tmp_path).split("train")[0]["image"]
+    assert list(found.convert("RGB").tobytes()[::3]) == [0, 1, 128, 255]
+    assert found.format is not None
+
+
+@pytest.mark.parametrize(("numbers", "said"), [(np.float32, "floating-point"), (np.int32, "32-bit")])
+def test_pixels_without_a_white_are_refused(tmp_path, numbers, said):
+    (tmp_path / "grey").mkdir()
+    Image.fromarray(np.ones((2, 2), numbers)).save(tmp_path / "grey" / "0.tif")
+    with pytest.raises(KfacpackError, match=rf"0\.tif: .*its pixels are {said} numbers"):
+        load_task("mine", tmp_path).split("train")[0]
 
 
 def test_columns_that_do_not_fit_are_listed(tmp_path):

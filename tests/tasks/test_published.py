@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datasets
 import pytest
+import yaml
 from copies import COUNTS, TEXT, VISION, copy, pairs, pictures
 from huggingface_hub import constants
 from PIL import Image
+from pyarrow import parquet
 
 from kfacpack.errors import KfacpackError
 from kfacpack.tasks import PUBLISHED, TASKS, load_task
@@ -330,6 +332,57 @@ def test_pictures_that_are_only_bytes(tmp_path):
     assert split[1]["image"].getpixel((0, 0)) == (200, 0, 0)
 
 
+def plain(name, folder):
+    """A copy without the Hub's types, as programs other than datasets write parquet."""
+    copy(name, folder)
+    for file in folder.rglob("*.parquet"):
+        table = parquet.read_table(file)
+        parquet.write_table(table.replace_schema_metadata(None), file)
+    return folder
+
+
+def card(name, folder, **more):
+    """What the Hub keeps in a card: the first is of another config."""
+    said = (pictures if name in VISION else pairs)(name, "train").features._to_yaml_list()
+    of = {"config_name": PUBLISHED[name]().config or "default", "features": said, **more}
+    other = {"config_name": "other", "features": [{"name": "x", "dtype": "string"}]}
+    (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'dataset_info': [other, of]})}---\n# Data\n")
+
+
+@pytest.mark.parametrize("name", ["dtd", "svhn", "rte", "snli"])
+def test_types_that_only_the_card_has(copies, tmp_path, name):
+    folder = plain(name, tmp_path / name)
+    bare = load_task(name, folder)
+    numbers = ", ".join(bare.classes)
+    told = f"{name}: {len(bare.classes)} classes, the values of column 'label' in train: {numbers}"
+    assert told in bare.notices("tiny"), "numbers are not the classes' names, so that prompts of them mean nothing"
+    card(name, folder)
+    task, whole = load_task(name, folder), load_task(name, copies[name])
+    assert (task.classes, task.sizes) == (whole.classes, whole.sizes)
+    assert task.notices("tiny") == whole.notices("tiny")
+    for split in ("train", "test"):
+        found, there = task.split(split), whole.split(split)
+        assert [found.label(row) for row in range(5)] == [there.label(row) for row in range(5)]
+        assert list(map(_bytes, found[0].values())) == list(map(_bytes, there[0].values()))
+
+
+@pytest.mark.parametrize("text", ["", "---\nno: [\n---\n", "---\ndataset_info: 3\n---\n", "---\n- a\n---\n"])
+def test_a_card_that_says_nothing_changes_nothing(tmp_path, text):
+    folder = plain("rte", tmp_path / "rte")
+    (folder / "README.md").write_text(text)
+    assert load_task("rte", folder).classes == ("0", "1")
+    card("rte", folder, features=[{"name": "sentence1", "dtype": "string"}])
+    assert load_task("rte", folder).classes == ("0", "1"), "it is about other columns"
+
+
+def test_what_is_called_label_is_no_part_of_the_example(tmp_path):
+    task = load_task("mine", own(tmp_path / "texts", text=["x", "y"], label=["good", "bad"]))
+    assert (task.classes, dict(task.split("train")[0])) == (("bad", "good"), {"text": "x"})
+    task = load_task("mine", plain("dtd", tmp_path / "pictures"))
+    assert task.classes == ("0", "1", "2")
+    assert task.split("train")[0]["image"].size == (12, 9)
+
+
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
@@ -361,6 +414,9 @@ def test_layouts():
     assert shards([f"data/{train}", "README.md"], None, "here") == {"train": [f"data/{train}"]}
     hashed = "data/train-00000-of-00002-704ee106f89006a9.parquet"
     assert shards([hashed], None, "here") == {"train": [hashed]}
+    for inside in ("train/part-0.parquet", "data/train/x.parquet", f"train/{train}", f"one/train/{train}"):
+        assert shards([inside], None, "here") == {"train": [inside]}
+    assert shards([f"test/{train}"], "test", "here") == {"train": [f"test/{train}"]}, "a config may have any name"
     two = [f"rte/{train}", f"mnli/{train}"]
     assert shards(two, "rte", "here") == {"train": [f"rte/{train}"]}
     with pytest.raises(KfacpackError, match=r"here: there are several configs; there are mnli, rte.*--data here/mnli"):
