@@ -38,9 +38,13 @@ class Input:
         """The bundles behind it that were not merged themselves, with their weights; at least one."""
         if merge := self.curvature.about.merge:
             return merge.parents
-        task = self.source.task if self.source else None
-        size = self.source.dataset_size if self.source else None
+        task, size = (self.source.task, self.source.dataset_size) if self.source else (None, self._seen())
         return (Parent(sha256=self.curvature.digest, weight=1.0, task=task, dataset_size=size),)
+
+    def _seen(self) -> int | None:
+        """The examples it was estimated from: the whole of its data, where nothing is said of a larger set."""
+        matrices = (matrix for block in self.curvature.blocks for _, matrix in block.structure.matrices())
+        return max((matrix.examples for matrix in matrices if matrix.examples), default=None)
 
     @property
     def tasks(self) -> float:

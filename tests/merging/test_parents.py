@@ -35,6 +35,18 @@ def assert_same_parents(one, other):
         assert (parent.task, parent.dataset_size) == (theirs[digest].task, theirs[digest].dataset_size)
 
 
+def test_estimates_of_which_no_data_set_is_told_are_weighted_by_their_examples():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    few, many = (kp.estimate(model, [torch.randn(count, 3)], fisher="exact") for count in (8, 24))
+    merged = kp.merge([few, many])
+    assert [parent.weight for parent in merged.about.merge.parents] == [0.5, 1.5]
+    assert [parent.dataset_size for parent in merged.about.merge.parents] == [8, 24]
+    tau = {"weight": torch.randn(2, 3), "bias": torch.randn(2)}
+    whole = kp.merge([few, many], "stack").quadratic(tau)
+    torch.testing.assert_close(whole, 0.5 * few.quadratic(tau) + 1.5 * many.quadratic(tau))
+
+
 @pytest.fixture
 def paths(tmp_path):
     for each in tasks():
