@@ -139,7 +139,8 @@ class Graph:
     def _negate(self, vector: Train) -> Negate:
         said = self.plan.evaluation.negation
         assert said is not None
-        control = said.control if said.control != vector.task else self.plan.others(vector.task)[0].name
+        instead = said.instead or self.plan.others(said.control)[0].name
+        control = said.control if said.control != vector.task else instead
         return self._stage(Negate, vector, control, said.keep, tuple(parse_alphas(said.alphas)))
 
     def _pairs(self, vectors: Mapping[str, Train]) -> tuple[Disentanglement, ...]:

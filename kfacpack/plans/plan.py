@@ -161,7 +161,9 @@ class ArmPart(Part):
 
 class NegationPart(Part):
     control: Text
-    """The task that is to be kept; when it is the one that is negated, the first of the others is kept in its place."""
+    """The task that is to be kept."""
+    instead: Text | None = None
+    """The one that is kept when the control itself is negated. None: the first of the others."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.95
     alphas: Alphas = "0:3:0.1"
 
@@ -255,7 +257,13 @@ class Plan(Part):
             return ("evaluation", "spectra"), f"{problem}. Add such an arm, or leave spectra out"
         asked: list[tuple[Place, str]] = []
         if told.negation:
-            asked.append((("evaluation", "negation", "control"), told.negation.control))
+            control, instead = told.negation.control, told.negation.instead
+            asked.append((("evaluation", "negation", "control"), control))
+            if instead is not None:
+                asked.append((("evaluation", "negation", "instead"), instead))
+            if instead == control:
+                problem = f"{control!r} cannot be kept in its own place; name another task"
+                return ("evaluation", "negation", "instead"), problem
         for number, pair in enumerate((told.disentanglement and told.disentanglement.pairs) or ()):
             there: Place = ("evaluation", "disentanglement", "pairs", number)
             if pair[0] == pair[1]:

@@ -53,6 +53,14 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
             changed("control: faces", "control: mnist"),
             "line 12: evaluation.negation.control: 'mnist' is none",
         ),
+        (
+            changed("control: faces", "control: faces, instead: mnist"),
+            "line 12: evaluation.negation.instead: 'mnist' is none",
+        ),
+        (
+            changed("control: faces", "control: faces, instead: faces"),
+            "line 12: evaluation.negation.instead: 'faces' cannot be kept in its own place",
+        ),
         (changed("alphas: 0,1\n", "alphas: 0:2\n"), "plan.yaml, line 11: evaluation.alphas: "),
         (changed("examples: 20", "examples: lots"), "plan.yaml, line 10: evaluation.examples: examples 'lots'"),
         (changed("examples: 20", "examples: 0"), "plan.yaml, line 10: evaluation.examples: "),
