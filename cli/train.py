@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.training.groups import STRENGTH, Preset
+from kfacpack.training.groups import STRENGTH, STRENGTH_ON_DATA, Preset
 from kfacpack.vectors.manifest import Regime
 
 from .console import human_bytes, human_seconds, noting, out, print_json, show_note
@@ -67,7 +67,11 @@ def train(
         PENALTY, None, "--reg", metavar="FILE.kfac", help="A bundle of other tasks' curvature; repeatable."
     ),
     strength: float | None = option(
-        PENALTY, None, "--strength", metavar="λ", help=f"λ, which multiplies the penalty; {STRENGTH:g} by default."
+        PENALTY,
+        None,
+        "--strength",
+        metavar="λ",
+        help=f"λ, which multiplies the penalty; by default {STRENGTH:g}, and {STRENGTH_ON_DATA:g} with --reg-data.",
     ),
     reg_every: int = option(PENALTY, 1, "--reg-every", min=1, metavar="N", help="Apply it at every N-th step only."),
     weight: list[str] | None = option(

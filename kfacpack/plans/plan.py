@@ -29,7 +29,7 @@ from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.heads import Kind as HeadKind
 from kfacpack.models import FAMILIES
 from kfacpack.tasks.sampling import how_many
-from kfacpack.training.groups import STRENGTH
+from kfacpack.training.groups import STRENGTH, STRENGTH_ON_DATA
 from kfacpack.vectors.manifest import Regime
 from kfacpack.vectors.methods import METHODS
 
@@ -141,9 +141,16 @@ class ArmPart(Part):
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
-    strength: Annotated[float, Field(ge=0)] = STRENGTH
+    strength: Annotated[float, Field(ge=0)] | None = None
     training: TrainingPart = TrainingPart()
     """What this arm has otherwise than the plan's `training`."""
+
+    @property
+    def lam(self) -> float:
+        """λ, as it is said or by default."""
+        if self.strength is not None:
+            return self.strength
+        return STRENGTH_ON_DATA if self.penalty == "data" else STRENGTH
 
     @model_validator(mode="after")
     def _has_what_it_sets(self) -> ArmPart:

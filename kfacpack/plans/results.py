@@ -69,9 +69,9 @@ def _penalty(arm: ArmPart) -> dict[str, Any] | None:
     if arm.penalty == "none":
         return None
     if arm.penalty == "data":
-        return {"data": True, "strength": arm.strength}
+        return {"data": True, "strength": arm.lam}
     rank = {"rank": arm.rank} if arm.rank > 1 else {}
-    return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.strength}
+    return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.lam}
 
 
 def _bundle(stage: Estimate, graph: Graph) -> dict[str, Any]:

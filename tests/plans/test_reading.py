@@ -8,6 +8,7 @@ from plans.small import TEXT
 import kfacpack as kp
 from kfacpack.plans.demo import plan_text
 from kfacpack.plans.reading import parse, read_plan
+from kfacpack.training.groups import STRENGTH
 
 
 def refused(text: str) -> str:
@@ -129,6 +130,13 @@ def test_an_arm_changes_only_what_it_says():
     plan = parse(changed("strength: 3}", "strength: 3, training: {steps: 7}}"), "plan.yaml")
     assert plan.training_of("kfac").steps == 7
     assert plan.training_of("kfac").batch_size == plan.training_of("without").batch_size == 8
+
+
+@pytest.mark.parametrize(("penalty", "lam"), [("kronecker", STRENGTH), ("diagonal", STRENGTH), ("data", 1.0)])
+def test_the_drift_on_data_is_the_whole_one_and_has_a_strength_of_its_own(penalty, lam):
+    text = changed("penalty: kronecker, strength: 3", f"penalty: {penalty}").replace("  spectra: true\n", "")
+    assert parse(text, "plan.yaml").arms["kfac"].lam == lam > 0
+    assert parse(changed("penalty: kronecker", f"penalty: {penalty}"), "plan.yaml").arms["kfac"].lam == 3
 
 
 @pytest.mark.parametrize("every", [False, True])

@@ -62,7 +62,7 @@ class Train(Sealed):
             "seed": self.seed,
             "head": self.shop.plan.model.head,
             "data": self.shop.data_key(self.task, "train"),
-            "strength": None if self._arm.penalty == "none" else self._arm.strength,
+            "strength": None if self._arm.penalty == "none" else self._arm.lam,
             "held": {task: self.shop.data_key(task, "train") for task in self._held},
         }
 
@@ -82,8 +82,8 @@ class Train(Sealed):
             shop.task(self.task),
             shop.head(self.task),
             settings,
-            Regularizer(self.merged.path, arm.strength) if self.merged else None,
-            Drift(others, arm.strength, said.batch_size, self.seed) if others else None,
+            Regularizer(self.merged.path, arm.lam) if self.merged else None,
+            Drift(others, arm.lam, said.batch_size, self.seed) if others else None,
         )
 
         def progress(metrics: Metrics, steps: int) -> None:
@@ -99,10 +99,10 @@ class Train(Sealed):
         said, plan = self._training, self.shop.plan
         penalty: tuple[object, ...] = ()
         if self.merged:
-            penalty = ("--reg", self.merged.path.relative_to(self.root), "--strength", self._arm.strength)
+            penalty = ("--reg", self.merged.path.relative_to(self.root), "--strength", self._arm.lam)
         elif self._held:
             named = [for_data(plan, name, self.root) for name in self._held]
-            penalty = (*(word for each in named for word in ("--reg-data", each)), "--strength", self._arm.strength)
+            penalty = (*(word for each in named for word in ("--reg-data", each)), "--strength", self._arm.lam)
         return command(
             "train",
             *for_model(plan, self.root),
