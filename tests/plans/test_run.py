@@ -41,7 +41,8 @@ class Record:
 
 @pytest.mark.parametrize(("said", "digits_keep"), [("", "faces"), (", instead: weaves", "weaves")])
 def test_a_control_that_is_negated_itself_leaves_its_place_to_another(tmp_path, said, digits_keep):
-    text = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]").replace("control: faces", f"control: digits{said}")
+    three = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]")
+    text = three.replace("control: faces", f"control: digits{said}")
     (trial, *_) = run_of(tmp_path, text).graph.trials
     kept = {task: stage.control for task, stage in trial.negated.items()}
     assert kept == {"faces": "digits", "weaves": "digits", "digits": digits_keep}
