@@ -54,7 +54,7 @@ def _from_json(said: str, exams: Mapping[str, Exam]) -> dict[str, float | TaskVe
     try:
         tasks = json.loads(Path(said).read_text(encoding="utf-8"))["tasks"]
         found = {task: (_share(said, str(tasks[task]["accuracy"])), tasks[task]["examples"]) for task in tasks}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _wrong(said, "is not what eval --json prints for one α") from error
     wanted = {task: each for task, each in found.items() if task in exams}
     if not wanted:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kfacpack.bundle.task_names import whole_name
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.evaluation.edited import device_of, passes
 from kfacpack.function.batch import tensors_of
 from kfacpack.heads import Head, head_for, known_classes
@@ -141,12 +141,20 @@ def scores(
         with each as forwards:
             for chosen, batch, labels in batches:
                 with torch.no_grad(), naming(exam.split, task.name, chosen):
-                    right = [int((head.logits(f).argmax(1).cpu() == labels).sum()) for f in forwards(batch)]
+                    right = [int((_answers(head, f) == labels).sum()) for f in forwards(batch)]
                 found = [before + more for before, more in zip(found or [0] * len(right), right, strict=True)]
                 done += len(chosen)
                 on_progress(done, total)
         correct += found
     return [Score(count, len(exam.numbers)) for count in correct]
+
+
+def _answers(head: Head, f: Tensor) -> Tensor:
+    """(N,), the class of the largest logit. Among numbers that are none there is no largest."""
+    logits = head.logits(f)
+    if not bool(logits.isfinite().all()):
+        raise NotFiniteError("logits have numbers that are not finite")
+    return logits.argmax(1).cpu()
 
 
 def work(vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[Exam]) -> int:

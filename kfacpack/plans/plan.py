@@ -30,6 +30,7 @@ from kfacpack.heads import Kind as HeadKind
 from kfacpack.models import FAMILIES
 from kfacpack.tasks.sampling import how_many
 from kfacpack.training.groups import STRENGTH, STRENGTH_ON_DATA
+from kfacpack.training.settings import LARGEST
 from kfacpack.vectors.manifest import Regime
 from kfacpack.vectors.methods import METHODS
 
@@ -92,6 +93,12 @@ def _alphas(text: str) -> str:
     return text
 
 
+def _magnitudes(text: str) -> str:
+    if wrong := [alpha for alpha in parse_alphas(text) if alpha < 0]:
+        raise KfacpackError(f"alpha {wrong[0]:g}: the vector is negated already; expected zero or more, as 0:3:0.1")
+    return text
+
+
 def _method(name: str) -> str:
     if name not in METHODS:
         raise KfacpackError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
@@ -113,6 +120,7 @@ def _telling(check: Callable[[str], str]) -> AfterValidator:
 Examples = Annotated[str, BeforeValidator(str), _telling(_examples)]
 Codec = Annotated[Text, _telling(_codec)]
 Alphas = Annotated[Text, BeforeValidator(str), _telling(_alphas)]
+Magnitudes = Annotated[Text, BeforeValidator(str), _telling(_magnitudes)]
 Method = Annotated[Text, _telling(_method)]
 
 
@@ -130,9 +138,9 @@ class TrainingPart(Part):
     regime: Regime = "linear"
     steps: Positive = 100
     batch_size: Positive = 32
-    lr: Annotated[float, Field(gt=0)] | None = None
+    lr: Annotated[float, Field(gt=0, le=LARGEST)] | None = None
     warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, le=LARGEST)] = 0.1
 
 
 class ArmPart(Part):
@@ -141,7 +149,7 @@ class ArmPart(Part):
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
-    strength: Annotated[float, Field(ge=0)] | None = None
+    strength: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
     training: TrainingPart = TrainingPart()
     """What this arm has otherwise than the plan's `training`."""
 
@@ -172,7 +180,7 @@ class NegationPart(Part):
     instead: Text | None = None
     """The one that is kept when the control itself is negated. None: the first of the others."""
     keep: Annotated[float, Field(gt=0, le=1)] = 0.95
-    alphas: Alphas = "0:3:0.1"
+    alphas: Magnitudes = "0:3:0.1"
 
 
 class PairsPart(Part):

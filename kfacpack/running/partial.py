@@ -84,10 +84,11 @@ class Partial:
                     if _digest(found) != said["sha256"][name]:
                         raise KeyError(f"{name!r} is not what was stored")
                     tensor.copy_(found)
-        except (SafetensorError, KeyError, OSError, json.JSONDecodeError) as error:
+                return int(said["batches"])
+        # What a foreign or edited file says may be of any type and any shape.
+        except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
             problem = f"{self.path}: is not {self.what} that was interrupted, or it is damaged ({error})"
             raise KfacpackError(f"{problem}. Remove it to start anew") from error
-        return int(said["batches"])
 
     def require_absent(self) -> int:
         """Do not write over somebody's unfinished work. 0, as many batches as there are in nothing."""

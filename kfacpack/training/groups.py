@@ -12,10 +12,10 @@ top of that it weighs norms and tokens by 10 and the output projection by 0.1. I
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import isfinite
 from typing import TYPE_CHECKING, Literal
 
 from kfacpack.errors import KfacpackError
+from kfacpack.training.settings import LARGEST
 
 if TYPE_CHECKING:
     from kfacpack.bundle.manifest import Base
@@ -90,16 +90,17 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
     for group, weight in (weights or {}).items():
         if group not in there:
             raise KfacpackError(f"there is no group {group!r} to weigh; there are {', '.join(there)}")
-        if not (isfinite(weight) and weight >= 0):
-            raise KfacpackError(f"the weight of {group!r} is {weight}, expected a number that is not negative")
+        if not 0 <= weight <= LARGEST:
+            problem = f"expected a number that is not negative, and {LARGEST:g} at most"
+            raise KfacpackError(f"the weight of {group!r} is {weight}, {problem}")
 
 
 def checked_strength(given: float | None, otherwise: float = STRENGTH) -> float:
     """λ as it was given, or the one for all models."""
     if given is None:
         return otherwise
-    if not (isfinite(given) and given >= 0):
-        raise KfacpackError(f"strength {given}: expected a number that is not negative")
+    if not 0 <= given <= LARGEST:
+        raise KfacpackError(f"strength {given}: expected a number that is not negative, and {LARGEST:g} at most")
     return float(given)
 
 

@@ -50,6 +50,8 @@ def metrics_path(output: Path) -> Path:
 
 def require_metrics_place(output: Path) -> None:
     """Better told before the work."""
+    if output.is_dir():
+        raise KfacpackError(f"{output}: is a folder; give the path of a file to write the vector to")
     path = metrics_path(output)
     if path.is_dir():
         problem = "is a folder, and the metrics of each step are to be written there"

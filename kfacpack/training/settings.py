@@ -10,7 +10,8 @@ from kfacpack.errors import KfacpackError
 STEPS = 500
 """Where neither steps nor epochs are given."""
 LARGEST = 1e18
-"""Of a rate: τ is float32, and two of them multiplied, or one divided by what Adam divides by, must be in its range."""
+"""Of a rate, of λ and of a group's weight: τ is float32, and two of them multiplied, or one divided by what Adam
+divides by, must be in its range."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Settings:
         for name, rate in (("learning rate", self.lr), ("weight decay", self.weight_decay)):
             if rate is not None and rate > LARGEST:
                 raise KfacpackError(f"{name} {rate}: expected a number of at most {LARGEST:g}")
+        if not 0 <= self.seed < 2**64:
+            raise KfacpackError(f"seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:
             raise KfacpackError(f"warmup {self.warmup}: expected a share of the steps, from 0 to 1")
 

@@ -73,6 +73,7 @@ def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
 def _require_different(loaded: Sequence[TaskVector], given: Sequence[Addable]) -> None:
     """What is there twice with the same sign would count twice; a sum from which one of its own is taken is none."""
     seen: dict[tuple[str, bool], str] = {}
+    wholes: dict[str, str] = {}
     for number, (vector, source) in enumerate(zip(loaded, given, strict=True), start=1):
         name = f"vector {number}" if isinstance(source, TaskVector) else os.fspath(source)
         addends = [(each.sha256, each.coefficient > 0) for each in vector.about.addends]
@@ -80,6 +81,7 @@ def _require_different(loaded: Sequence[TaskVector], given: Sequence[Addable]) -
             if piece in seen:
                 both = f"{printable(seen[piece])} and {printable(name)}"
                 remedy = f"Give it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
-                what = "are the same vector" if vector.digest == piece[0] else "have a vector in common"
+                what = "are the same vector" if vector.digest == wholes[seen[piece]] else "have a vector in common"
                 raise TaskVectorError(f"{both} {what}, which would count twice. {remedy}")
             seen[piece] = name
+        wholes[name] = vector.digest

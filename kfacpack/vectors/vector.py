@@ -231,7 +231,7 @@ class TaskVector(Mapping[str, Tensor]):
             edited = model if in_place else copy.deepcopy(model)
             self._add_to(edited.state_dict())
             return edited
-        state = model if in_place else {name: value.clone() if name in self else value for name, value in model.items()}
+        state = model if in_place else _copied(model, self)
         self._add_to(state)
         return state
 
@@ -259,6 +259,19 @@ class TaskVector(Mapping[str, Tensor]):
             # In float32 at least, and rounded once to what the model is in.
             wide = torch.promote_types(target.dtype, torch.float32)
             target.copy_(target.to(wide) + self[name].to(target.device, wide))
+
+
+def _copied(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """The same state dict with copies of the named tensors, which are copied under their other names (tied), too."""
+    copies = {_memory(state[name]): state[name].clone() for name in names}
+    return {name: copies.get(_memory(value), value) for name, value in state.items()}
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """What only tensors of the very same numbers in the very same memory have in common."""
+    if not isinstance(tensor, Tensor):
+        return (id(tensor),)
+    return tensor.device, tensor.dtype, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
 def _number(value: Any, done: str) -> float | None:

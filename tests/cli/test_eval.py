@@ -260,6 +260,8 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--individual", "SUM"], "is a vector of 2 tasks, morning, evening; expected of one"),
         (["--individual", "SHORT"], "'morning' was evaluated on 3 examples, and is on 12 here"),
         (["--individual", "SWEEP"], "is not what eval --json prints for one α"),
+        (["--individual", "LIST"], "is not what eval --json prints for one α"),
+        (["--individual", "DEEP"], "is not what eval --json prints for one α"),
         (["--csv", "SUM"], "is also an input"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -268,6 +270,9 @@ def test_what_cannot_be_asked_of_a_vector(vectors, tmp_path, wrong, words):
     files = {"SUM": vectors / "sum.safetensors", "SHORT": tmp_path / "short.json", "SWEEP": tmp_path / "sweep.json"}
     files["SHORT"].write_text(json.dumps({"tasks": {"morning": {"accuracy": 0.5, "examples": 3}}}))
     files["SWEEP"].write_text(json.dumps({"sweep": []}))
+    files |= {"LIST": tmp_path / "list.json", "DEEP": tmp_path / "deep.json"}
+    files["LIST"].write_text('{"tasks": [1]}')
+    files["DEEP"].write_text("[" * 100_000)
     done = run(*VECTOR, files["SUM"], *(files.get(each, each) for each in wrong), code=2)
     assert words in done.stderr.replace("\n", " ")
     assert not done.stdout

@@ -142,6 +142,15 @@ def test_what_makes_no_sense_is_refused(model, head, exam):
         score(model, head, exam, vector=made_up(model, size=float("inf")))
 
 
+def test_what_overflows_on_the_way_to_an_answer_is_told(model, head, exam):
+    """J τ is finite there, but what it is multiplied by, or the head, is too much for float32."""
+    _, change = kp.linearize(model).outputs(batch_of(model, exam), dict(made_up(model)))
+    vector = made_up(model, size=1e36 / float(change.abs().max()))
+    for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
+        with pytest.raises(KfacpackError, match="toy, split 'test', examples 0 to 63: f is not finite"):
+            scores(model, wide, exam, vector, [0.0, alpha])
+
+
 @pytest.mark.parametrize(
     ("said", "meant"),
     [

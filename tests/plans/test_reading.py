@@ -33,6 +33,11 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
         (changed("steps: 3", "stepz: 3"), "plan.yaml, line 5: training.stepz: is no key of a plan there"),
         (changed("strength: 3", "strength: -1"), "plan.yaml, line 8: arms.kfac.strength: "),
         (changed("strength: 3", "strength: .nan"), "plan.yaml, line 8: arms.kfac.strength: "),
+        (changed("strength: 3", "strength: 1e400"), "plan.yaml, line 8: arms.kfac.strength: "),
+        (changed("strength: 3", "strength: 1e300"), "plan.yaml, line 8: arms.kfac.strength: "),
+        (changed("steps: 3", "steps: 3, lr: 1e19"), "plan.yaml, line 5: training.lr: "),
+        (changed("steps: 3", "steps: 3, weight_decay: 1e400"), "plan.yaml, line 5: training.weight_decay: "),
+        (changed('alphas: "0,1"}', 'alphas: "-1:1:1"}'), "already; expected zero or more"),
         (changed("penalty: kronecker", "penalty: none"), "plan.yaml, line 8: arms.kfac: strength belongs to a penalty"),
         (
             changed("  without: {penalty: none}\n", "  without:\n"),

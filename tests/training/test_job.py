@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from toys import CLASSES, ToyTask, toy_model
 
 import kfacpack as kp
@@ -159,6 +160,10 @@ def test_another_run_is_not_taken_up(tmp_path):
     (tmp_path / "t.safetensors.partial").write_bytes(b"cut off")
     with pytest.raises(kp.KfacpackError, match="or it is damaged"):
         job().run(tmp_path / "t.safetensors", resume=True)
+    for said in ("[]", '{"request": [], "batches": 1}', "[" * 100_000):
+        save_file({"a": torch.ones(1)}, tmp_path / "t.safetensors.partial", {"kfacpack_partial": said})
+        with pytest.raises(kp.KfacpackError, match="or it is damaged"):
+            job().run(tmp_path / "t.safetensors", resume=True)
 
 
 @dataclass

@@ -59,6 +59,8 @@ def test_the_learning_rate_rises_and_falls():
         ({"lr": 1e39}, "learning rate 1e\\+39: expected a number of at most"),
         ({"weight_decay": 1e39}, "weight decay 1e\\+39: expected a number of at most"),
         ({"batch_size": 0}, "batch size 0"),
+        ({"seed": -1}, "seed -1: expected a whole number"),
+        ({"seed": 2**64}, "expected a whole number from 0 to"),
         ({"at_once": 0}, "at once 0"),
         ({"warmup": 2.0}, "warmup 2.0: expected a share"),
     ],

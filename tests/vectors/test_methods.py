@@ -371,6 +371,9 @@ def test_vectors_that_do_not_belong_together_are_refused(method, tmp_path):
         kp.add(twice, method)
     with pytest.raises(kp.TaskVectorError, match="vector 1 and vector 2 are the same"):
         kp.add([one, one], method)
+    for both in ([one + vector("two", 2), one], [one, one + vector("two", 2)]):
+        with pytest.raises(kp.TaskVectorError, match="vector 1 and vector 2 have a vector in common"):
+            kp.add(both, method)
     with pytest.raises(kp.KfacpackError, match="nothing to add up"):
         kp.add([], method)
     with pytest.raises(kp.KfacpackError, match="found a single one"):

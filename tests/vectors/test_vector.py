@@ -106,6 +106,22 @@ def test_applied_to_its_model():
         tau.apply(model)
 
 
+def test_a_state_dict_keeps_its_ties():
+    """Under its second name, the old weight would be loaded over the new one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    names = [name for name, _ in model.named_parameters()]
+    base = kp.identify(model, names, family="test", name="tied")
+    tensors = {name: torch.ones_like(model.state_dict()[name]) for name in names}
+    tau = kp.TaskVector(tensors, vector().about.model_copy(update={"base": base}))
+    before = model[0].weight.detach().clone()
+    state = tau.apply(model.state_dict())
+    assert torch.equal(model[0].weight, before), "a copy was edited"
+    model.load_state_dict(state)
+    assert torch.equal(model[1].weight, before + 1)
+    assert state["1.weight"] is state["0.weight"]
+
+
 def test_half_precision_is_rounded_once():
     model = network().bfloat16()
     base = kp.identify(model, list(model.state_dict()), family="test", name="half")
