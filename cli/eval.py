@@ -15,7 +15,6 @@ from .console import print_json, show_note
 from .options import (
     COLUMNS,
     DATA,
-    DATA_FOLDER,
     DEVICE,
     DTYPE,
     HEAD,
@@ -28,6 +27,7 @@ from .options import (
     File,
     HeadKind,
     check_output,
+    folders_of,
     load_asked,
     load_named,
     option,
@@ -80,9 +80,6 @@ def evaluate(
         help="Subtract the vector, as much of it as this task bears: α, chosen on validation, is the one that leaves "
         "the other tasks least while this one keeps --keep of its accuracy.",
     ),
-    control_data: str | None = option(
-        VECTOR, None, "--control-data", metavar="DIR|hf://…", help="The control task's data."
-    ),
     keep: str | None = option(
         VECTOR,
         None,
@@ -93,7 +90,14 @@ def evaluate(
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,
-    data: str | None = DATA_FOLDER,
+    data: list[str] | None = option(
+        DATA,
+        None,
+        "--data",
+        metavar="DIR|TASK=DIR",
+        help="The task's data: a folder, or hf://datasets/OWNER/REPO, as for train. Of one of several tasks, or of the "
+        "--control, TASK=DIR; repeatable.",
+    ),
     columns: str | None = COLUMNS,
     split: str = option(DATA, "test", "--split", help="The split to take examples from."),
     examples: str = option(DATA, "all", "--examples", metavar="N|P%|all", help="How many; always the same ones."),
@@ -109,11 +113,12 @@ def evaluate(
     linearised model, where a range of α costs no more than one.
     """
     names = [*task, *(more or [])]
-    _check_names(names, data, control)
+    _check_names(names, control)
+    folders = _folders(names, control, data or [], columns)
     needing = {"alpha": alpha, "individual": individual, "choose": choose, "control": control}
     if vector is None and (first := next((name for name, given in needing.items() if given), None)):
         raise KfacpackError(f"--{first} is about a task vector: give --vector FILE.safetensors as well")
-    _check_combination(choose, control, control_data, keep, individual, split)
+    _check_combination(choose, control, keep, individual, split)
     alphas = parse_alphas(alpha if alpha is not None else "0:2:0.1" if choose else "0:1:0.05" if control else "1.0")
     if choose and len(alphas) == 1:
         raise KfacpackError(f"--choose needs several α to choose from, found {alpha}; give --alpha 0:2:0.1")
@@ -133,9 +138,9 @@ def evaluate(
     show = not (quiet or as_json)
     place = local_device(device)
     with loading(", ".join([*names, model]), show=show):
-        tasks = [load_asked(name, data, columns, model, quiet=quiet) for name in names]
+        tasks = [load_asked(name, folders.get(name), columns, model, quiet=quiet) for name in names]
         if control is not None:
-            tasks.append(load_asked(control, control_data, None, model, quiet=quiet))
+            tasks.append(load_asked(control, folders.get(control), None, model, quiet=quiet))
         exams = {each.name: Exam.of(each, split, examples) for each in tasks}
         chosen_on = {each.name: validation_exam(each, examples) for each in tasks} if choose or control else {}
         known = individuals.read(individual or [], exams)
@@ -167,13 +172,23 @@ def evaluate(
         found.print()
 
 
-def _check_names(names: list[str], data: str | None, control: str | None) -> None:
+def _folders(names: list[str], control: str | None, data: list[str], columns: str | None) -> dict[str, str]:
+    """Task -> where its data is: a folder alone is that of the one task, and else it is TASK=DIR for each."""
+    if columns and len(names) > 1:
+        raise KfacpackError(
+            f"--columns is about the data of one task, found {len(names)}: {printable(', '.join(names))}"
+        )
+    everyone = [*names, *([control] if control else [])]
+    if len(names) == len(data) == 1 and data[0].partition("=")[0] not in everyone:
+        return {names[0]: data[0]}
+    return folders_of(everyone, data)
+
+
+def _check_names(names: list[str], control: str | None) -> None:
     if not names:
         raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise KfacpackError(f"task {printable(twice[0])!r} is named twice; once is enough")
-    if data is not None and len(names) > 1:
-        raise KfacpackError(f"--data is the data of one task, found {len(names)}: {printable(', '.join(names))}")
     if control in names:
         raise KfacpackError(f"--control {printable(str(control))}: is to be forgotten as well; name another task")
 
@@ -181,7 +196,6 @@ def _check_names(names: list[str], data: str | None, control: str | None) -> Non
 def _check_combination(
     choose: bool,
     control: str | None,
-    control_data: str | None,
     keep: str | None,
     individual: list[str] | None,
     split: str,
@@ -192,9 +206,8 @@ def _check_combination(
         asked = "--choose" if choose else "--control"
         problem = f"{asked} chooses α on validation and evaluates on test, found --split {printable(split)}"
         raise KfacpackError(f"{problem}. Leave out one of them")
-    if control is None and (control_data or keep):
-        asked = "--control-data" if control_data else "--keep"
-        raise KfacpackError(f"{asked} is about the control task: name it with --control TASK")
+    if control is None and keep:
+        raise KfacpackError("--keep is about the control task: name it with --control TASK")
     if control and individual:
         raise KfacpackError("--individual normalises what a vector adds, and --control takes it away; give one of them")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,10 +29,10 @@ from .options import (
     WORKERS,
     File,
     check_output,
+    folders_of,
     load_asked,
     load_named,
     option,
-    task_and_folder,
 )
 from .progress import examples_bar, loading, steps_bar
 
@@ -209,18 +209,12 @@ def _put(found: dict[str, Any], task: str, what: Any, file: File) -> None:
     found[task] = what
 
 
-def _exams(names: list[str], data: Iterable[str], split: str, examples: str, model: str, *, quiet: bool) -> list[Exam]:
+def _exams(names: list[str], data: Sequence[str], split: str, examples: str, model: str, *, quiet: bool) -> list[Exam]:
     from kfacpack.bundle.task_names import whole_name
     from kfacpack.evaluation.accuracy import Exam
     from kfacpack.tasks import PUBLISHED, TASKS
 
-    folders: dict[str, str | None] = {}
-    for each in data:
-        name, folder = task_and_folder("--data", each)
-        if name not in names or name in folders:
-            problem = "is given twice" if name in folders else f"is not measured on; that are {', '.join(names)}"
-            raise KfacpackError(f"--data {printable(each)!r}: task {printable(name)!r} {printable(problem)}")
-        folders[name] = folder
+    folders = folders_of(names, data)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise KfacpackError(f"--task {printable(twice[0])}: its examples are there already; name it once")
     known = {**TASKS, **PUBLISHED}

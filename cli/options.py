@@ -98,6 +98,19 @@ def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, s
     return task, folder or None
 
 
+def folders_of(names: Sequence[str], given: Sequence[str]) -> dict[str, str]:
+    """Task -> where its data is, of a `--data TASK=DIR` for each of several tasks."""
+    found: dict[str, str] = {}
+    for each in given:
+        name, folder = task_and_folder("--data", each)
+        assert folder is not None
+        if name not in names or name in found:
+            problem = "is given twice" if name in found else f"is not measured on; that are {', '.join(names)}"
+            raise KfacpackError(f"--data {printable(each)!r}: task {printable(name)!r} {printable(problem)}")
+        found[name] = folder
+    return found
+
+
 def load_named(
     model: str,
     weights: str | None,

@@ -51,6 +51,16 @@ def test_json_has_the_form_it_will_keep(folder):
     assert not done.stderr
 
 
+def test_each_of_several_tasks_has_its_own_folder(folder, tmp_path):
+    paint(tmp_path, {split: dict.fromkeys(classes, 2) for split, classes in COUNTS.items()})
+    both = ["--data", f"large={folder}", "--data", f"small={tmp_path}"]
+    found = json.loads(run(*RANDOM, "--task", "large", "small", *both, "--json").stdout)["tasks"]
+    assert [found[name]["examples"] for name in ("large", "small")] == [12, 6]
+    for name, place in (("large", folder), ("small", tmp_path)):
+        alone = json.loads(run(*RANDOM, "--task", name, "--data", place, "--json").stdout)["tasks"]
+        assert alone == {name: found[name]}
+
+
 @pytest.mark.usefixtures("_registered")
 @pytest.mark.parametrize("tasks", [["--task", "morning", "evening"], ["--task", "morning", "--task", "evening"]])
 def test_several_tasks_and_their_mean(tasks):
@@ -91,7 +101,10 @@ def test_a_backbone_without_texts_takes_prototypes(folder):
     [
         (["--task", "morning", "morning"], "'morning' is named twice"),
         (["--task", "morning", "unheard-of"], "'unheard-of' is no registered task"),
-        (["--task", "a", "b", "--data", "/tmp"], "--data is the data of one task, found 2: a, b"),
+        (["--task", "a", "b", "--data", "/tmp"], "'/tmp': expected a task and its folder, such as cars=data/cars"),
+        (["--task", "a", "b", "--data", "c=x"], "task 'c' is not measured on; that are a, b"),
+        (["--task", "a", "b", "--data", "a=x", "--data", "a=y"], "task 'a' is given twice"),
+        (["--task", "a", "b", "--columns", "label=y"], "--columns is about the data of one task, found 2: a, b"),
         (["--task", "a", "--data", "/no/such/folder"], "/no/such/folder"),
         (["--task", "morning", "--split", "nowhere"], "nowhere"),
         (["--task", "morning", "--examples", "0"], "examples '0'"),
