@@ -196,7 +196,7 @@ class LocalTask:
         return [row for place, row in enumerate(kept) if (place in held) == (name == "validation")]
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """The files that a split's examples are in, from the folder on, and what tells their bytes from others."""
+        """Paths are from the folder on."""
         stored = split if split in self._found else "train"
         if stored not in self._listings:
             self._listings[stored] = [(path, self.place.digest(path)) for path in self._found[stored]]
