@@ -42,7 +42,7 @@ VECTOR = "The vector"
 def evaluate(
     model: str = MODEL_NAME,
     task: list[str] = option(DATA, [], "--task", help="A task's name; repeatable."),
-    more: list[str] | None = typer.Argument(None, metavar="TASK", help="Further tasks: --task A B C."),
+    more: list[str] | None = typer.Argument(None, metavar="TASK...", help="Further tasks: --task A B C."),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     vector: File | None = option(

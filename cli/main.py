@@ -38,9 +38,10 @@ from . import (
     verify,
 )
 from .console import err, show_error
+from .help import Command, PlainHelp
 
 
-class Commands(TyperGroup):
+class Commands(PlainHelp, TyperGroup):
     """Exit codes: 0 done, 1 an honest failure, 2 bad input or usage, 130 interrupted."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -127,7 +128,7 @@ def _with_bars(command: Callable[..., None]) -> Callable[..., None]:
 
 
 for name, command in COMMANDS.items():
-    app.command(name, help=_flowing(command.__doc__ or ""))(_with_bars(command))
+    app.command(name, cls=Command, help=_flowing(command.__doc__ or ""))(_with_bars(command))
 
 
 def run_app() -> None:

@@ -74,17 +74,14 @@ class Room:
 
         found = {name: self._scores(name, heads[name], exam, vector, alphas) for name, exam in exams.items()}
         told = _told(found, individual, heads)
-        lines = [
-            row
-            for alpha, each in zip(alphas, told, strict=True)
-            for row in rows(each, split, alpha if vector else None)
-        ]
+        lines = _rows(told, split, alphas if vector else [None])
         if len(alphas) == 1:
             return Found(told[0], lines, lambda: print_result(told[0]))
         where = best(alphas, list(found.values()))
-        listed = [{"alpha": alpha, **each} for alpha, each in zip(alphas, told, strict=True)]
         largest = {"alpha": alphas[where], "split": split, "mean": told[where]["mean"]}
-        return Found({"sweep": listed, "best": largest}, lines, lambda: print_sweep(alphas, told, where, split))
+        return Found(
+            {"sweep": _listed(told, alphas), "best": largest}, lines, lambda: print_sweep(alphas, told, where, split)
+        )
 
     def choice(
         self,
@@ -110,16 +107,14 @@ class Room:
             "validation": before[at]["mean"]["accuracy"],
             "test": mean(list(made.test.values())),
         }
-        listed = [{"alpha": alpha, **each} for alpha, each in zip(alphas, before, strict=True)]
 
         def show() -> None:
             words = f"α = {made.alpha:g}, chosen from {len(alphas)} on validation: {percent(best['validation'])} there"
             out.print(Text(f"{words}; on test:"))
             print_result(after)
 
-        lines = [row for alpha, each in zip(alphas, before, strict=True) for row in rows(each, "validation", alpha)]
-        lines += rows(after, "test", made.alpha)
-        return Found({**after, "best": best, "validation": {"sweep": listed}}, lines, show)
+        lines = [*_rows(before, "validation", alphas), *rows(after, "test", made.alpha)]
+        return Found({**after, "best": best, "validation": {"sweep": _listed(before, alphas)}}, lines, show)
 
     def negation(
         self,
@@ -172,3 +167,13 @@ def _told(
     origins = {name: each.origin for name, each in heads.items()}
     count = len(next(iter(found.values())))
     return [result({name: each[k] for name, each in found.items()}, individual, origins) for k in range(count)]
+
+
+def _listed(told: Sequence[dict[str, Any]], alphas: Sequence[float]) -> list[dict[str, Any]]:
+    """The results at each α, as JSON."""
+    return [{"alpha": alpha, **each} for alpha, each in zip(alphas, told, strict=True)]
+
+
+def _rows(told: Sequence[dict[str, Any]], split: str, alphas: Sequence[float | None]) -> list[list[Any]]:
+    """The same as rows for a spreadsheet."""
+    return [row for alpha, each in zip(alphas, told, strict=True) for row in rows(each, split, alpha)]

@@ -32,7 +32,7 @@ SHOWN = 5
 
 
 def verify(
-    bundles: list[File] = typer.Argument(..., metavar="FILE.kfac", help="The bundles to check."),
+    bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to check."),
     model: str | None = typer.Option(
         None,
         "--model",

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kfacpack.bundle.container import Spec
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.bundle.writer import write_plain
-from kfacpack.curvature.block import Kronecker
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.loading import load
-from kfacpack.curvature.matrices import Diagonal, Matrix
 from kfacpack.curvature.matrices.components import FILE_TYPES, raw_bytes
 from kfacpack.errors import KfacpackError
 
@@ -55,29 +52,21 @@ def export(
     if not isinstance(curvature, Curvature):
         curvature = load(curvature)
     number_type: torch.dtype = getattr(torch, dtype)
+    # Until the end: int8 is scaled, and low rank multiplied out, before anything is rounded.
+    wide = torch.promote_types(number_type, torch.float32)
     matrices = {f"{block.name}/{role}": each for block in curvature.blocks for role, each in block.structure.matrices()}
     word = FILE_TYPES[number_type]
-    specs: dict[str, Spec] = {name: (word, _shape(matrix)) for name, matrix in matrices.items()}
+    specs: dict[str, Spec] = {name: (word, matrix.plain_shape) for name, matrix in matrices.items()}
     metadata = {"format": FORMAT, "how": HOW, "factors": json.dumps(_said(curvature), separators=(",", ":"))}
     with write_plain(path, specs, metadata) as put:
         for number, (name, matrix) in enumerate(matrices.items()):
             progress(number, len(matrices))
-            for part in _numbers(matrix, number_type).reshape(-1).split(2**22):
+            for part in matrix.plain(wide).to(number_type).reshape(-1).split(2**22):
                 if not bool(torch.stack(part.aminmax()).isfinite().all()):
                     remedy = "Use bfloat16 or float32; nothing was written"
                     raise KfacpackError(f"{name!r}: has numbers that {dtype} cannot hold. {remedy}")
                 put(name, raw_bytes(part))
         progress(len(matrices), len(matrices))
-
-
-def _shape(matrix: Matrix) -> tuple[int, ...]:
-    return (matrix.side,) if isinstance(matrix, Diagonal) else (matrix.side, matrix.side)
-
-
-def _numbers(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """In float32 at least until the end: int8 is scaled, and low rank multiplied out, before anything is rounded."""
-    wide = torch.promote_types(dtype, torch.float32)
-    return (matrix.numbers(wide) if isinstance(matrix, Diagonal) else matrix.dense(wide)).to(dtype)
 
 
 def _said(curvature: Curvature) -> dict[str, Any]:
@@ -95,13 +84,6 @@ def _said(curvature: Curvature) -> dict[str, Any]:
 
 
 def _block(block: CurvatureBlock) -> dict[str, Any]:
-    said = {"name": block.name, "join": block.join.model_dump(mode="json", exclude_none=True)}
-    if not isinstance(block.structure, Kronecker):
-        return {**said, "G": f"{block.name}/G"}
-    return {**said, "terms": list(_terms(block, block.structure))}
-
-
-def _terms(block: CurvatureBlock, structure: Kronecker) -> Iterator[dict[str, Any]]:
-    roles = [f"{block.name}/{role}" for role, _ in structure.matrices()]
-    for B, A, weight in zip(roles[::2], roles[1::2], structure.weights, strict=True):
-        yield {"B": B, "A": A, "weight": weight}
+    names = {role: f"{block.name}/{role}" for role, _ in block.structure.matrices()}
+    join = block.join.model_dump(mode="json", exclude_none=True)
+    return {"name": block.name, "join": join, **block.structure.plain(names)}

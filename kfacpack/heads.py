@@ -33,6 +33,7 @@ __all__ = [
     "head_for",
     "known_classes",
     "prototype_head",
+    "require_fitting",
     "require_several",
     "text_head",
     "word_head",
@@ -193,6 +194,12 @@ def require_several(task: Task, classes: Sequence[str]) -> None:
     if len(classes) < 2:
         only = printable(classes[0])
         raise KfacpackError(f"{printable(task.name)} has one class, {only!r}: there is nothing to learn")
+
+
+def require_fitting(head: Head, task: Task) -> None:
+    """Refuse a head whose classes are other ones, or in another order, than the labels mean."""
+    if head.classes != task.classes:
+        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}: make it for this task")
 
 
 def _members(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import kfacpack as kp
+from kfacpack.evaluation.accuracy import Exam
+from kfacpack.evaluation.choice import Subject, validation_exam
 from kfacpack.models.base import Model
 from kfacpack.models.checkpoint import WeightsFile
 from kfacpack.tasks.base import Origin
@@ -84,3 +86,13 @@ class ToyTask:
         centres = torch.randn(len(self.classes), 5, 4, generator=torch.Generator().manual_seed(self.seed))
         x = centres[labels] + 0.5 * torch.randn(self.size, 5, 4, generator=generator)
         return Numbers(x.double(), labels, Origin("toys", name))
+
+
+class ValidatedTask(ToyTask):
+    splits = ("train", "validation", "test")
+
+
+def toy_subjects(model: Model, seeds: dict[str, int], size: int = 60) -> list[Subject]:
+    """A task of each name, with the model's own head for it."""
+    tasks = [ValidatedTask(name, seed, size) for name, seed in seeds.items()]
+    return [Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task)) for task in tasks]

@@ -18,6 +18,7 @@ from kfacpack.analysis.moves import by_task, f_of, moves, require_one_kind
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import Exam, head_with
 from kfacpack.evaluation.edited import device_of, edited
+from kfacpack.heads import require_fitting
 from kfacpack.running.progress import Count, OnProgress
 
 if TYPE_CHECKING:
@@ -125,6 +126,5 @@ def _head(model: Model, exam: Exam, vector: TaskVector, heads: Mapping[str, Head
         expected = f"expected those of {printable(', '.join(vector.tasks))}, which the vector is of"
         raise KfacpackError(f"these are examples of {printable(task.name)}; {expected}")
     head = heads.get(task.name) or head_with(model, task, vector)
-    if head.classes != task.classes:
-        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}: make it for this task")
+    require_fitting(head, task)
     return head

@@ -61,7 +61,7 @@ def drift(
         task: [block for block in bundle.blocks if any(name in chosen[0] for name in block.parameters)]
         for task, bundle in bundles.items()
     }
-    total = sum(looks(chosen) * examples[task] + len(chosen) * len(blocks[task]) * few[task] for task in bundles)
+    total = sum(looks(model, chosen) * examples[task] + len(chosen) * len(blocks[task]) * few[task] for task in bundles)
     count = Count(total, on_progress)
     pairs: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []

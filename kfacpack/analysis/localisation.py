@@ -44,7 +44,7 @@ def localisation(
         raise KfacpackError(f"there are no examples of {printable(missing[0])}, which one of the vectors is of")
     if len(tasks) < 2:
         raise KfacpackError(f"there are only examples of {printable(next(iter(tasks)))}; another task is needed")
-    count = Count(looks(chosen) * sum(len(exam.numbers) for exam in exams), on_progress)
+    count = Count(looks(model, chosen) * sum(len(exam.numbers) for exam in exams), on_progress)
     # By task, (V, N).
     sizes = {
         name: torch.cat(

@@ -6,6 +6,7 @@ In the linear regime f moves by J τ, in the others by f(θ0 + τ) − f(θ0).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,23 +33,34 @@ def moves(
 
     The vectors are of one base model and one regime (see `require_one_kind`).
     """
-    if vectors[0].is_linear:
-        for found in f_of(model, exam, _tangents(model, vectors), batch_size, count):
-            f, *changes = found.chunk(1 + len(vectors), dim=1)
-            yield f, torch.stack(changes)
+    first, *others = _passes(model, vectors)
+    if not others:
+        with first as forward:
+            for found in f_of(model, exam, forward, batch_size, count):
+                f, *changes = found.chunk(1 + len(vectors), dim=1)
+                yield f, torch.stack(changes)
         return
-    # All examples with one vector, then all with the next: putting a vector in takes longer than a batch does.
     every = []
-    for vector in (None, *vectors):
-        with edited(model, vector) as forward:
+    for each in (first, *others):
+        with each as forward:
             every.append(torch.cat(list(f_of(model, exam, forward, batch_size, count))))
     f, *moved = every
     yield f, torch.stack(moved) - f
 
 
-def looks(vectors: Sequence[TaskVector]) -> int:
+def looks(model: Model, vectors: Sequence[TaskVector]) -> int:
     """How many times `moves` looks at each example, and counts it."""
-    return 1 if vectors[0].is_linear else 1 + len(vectors)
+    return len(_passes(model, vectors))
+
+
+def _passes(model: Model, vectors: Sequence[TaskVector]) -> list[AbstractContextManager[Forward]]:
+    """What all examples are put through, one after the other: f and every J τ in one pass, in the linear regime.
+
+    In the others f alone, then f with each vector: putting one in takes longer than a batch does.
+    """
+    if vectors[0].is_linear:
+        return [_tangents(model, vectors)]
+    return [edited(model, vector) for vector in (None, *vectors)]
 
 
 def f_of(model: Model, exam: Exam, forward: Forward, batch_size: int, count: Count) -> Iterator[Tensor]:
@@ -73,7 +85,8 @@ def by_task(exams: Sequence[Exam]) -> dict[str, Exam]:
     return found
 
 
-def _tangents(model: Model, vectors: Sequence[TaskVector]) -> Forward:
+@contextmanager
+def _tangents(model: Model, vectors: Sequence[TaskVector]) -> Iterator[Forward]:
     """A batch -> f and J τ of each vector side by side, (N, (1 + V) C)."""
     vectors[0].check(model.module, model.function)  # the others are of the same base model
     wanted = choose(model.module, list(vectors[0]))
@@ -86,4 +99,4 @@ def _tangents(model: Model, vectors: Sequence[TaskVector]) -> Forward:
             raise NotFiniteError("J τ has numbers that are not finite")
         return torch.cat([pairs[0][0], *(change for _, change in pairs)], dim=1)
 
-    return forward
+    yield forward

@@ -70,6 +70,10 @@ class Structure(ABC):
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
         """The manifest's words for it; `identifiers` names the matrix in each role."""
 
+    @abstractmethod
+    def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """The same for programs that know no manifest, in JSON; `names` has the tensor in each role."""
+
 
 @dataclass(frozen=True)
 class Kronecker(Structure):
@@ -121,11 +125,15 @@ class Kronecker(Structure):
         return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
-        terms = tuple(
-            Term(B=identifiers[f"B{suffix}"], A=identifiers[f"A{suffix}"], weight=weight)
-            for suffix, (_, _, weight) in zip(self._suffixes(), self.terms, strict=True)
-        )
+        terms = tuple(Term(**term) for term in self._named(identifiers))
         return KroneckerEntry(structure="kronecker", terms=terms, **common)
+
+    def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
+        return {"terms": list(self._named(names))}
+
+    def _named(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        for suffix, weight in zip(self._suffixes(), self.weights, strict=True):
+            yield {"B": names[f"B{suffix}"], "A": names[f"A{suffix}"], "weight": weight}
 
     def _suffixes(self) -> list[str]:
         return [f".{k}" for k in range(len(self.terms))] if len(self.terms) > 1 else [""]
@@ -172,6 +180,9 @@ class Whole(Structure):
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
         return DenseEntry(structure=self.matrix.structure, matrix=identifiers["G"], **common)
+
+    def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
+        return {"G": names["G"]}
 
 
 STRUCTURES: dict[str, type[Structure]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}

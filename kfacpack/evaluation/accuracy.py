@@ -13,7 +13,7 @@ from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.evaluation.edited import device_of, passes
 from kfacpack.function.batch import tensors_of
-from kfacpack.heads import Head, head_for, known_classes
+from kfacpack.heads import Head, head_for, known_classes, require_fitting
 from kfacpack.models.base import Batch, Model
 from kfacpack.models.outputs import naming, prepared
 from kfacpack.tasks.base import Split, Task
@@ -126,13 +126,12 @@ def scores(
     in one for each α.
     """
     task = exam.task
-    if head.classes != task.classes:
-        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}: make it for this task")
+    require_fitting(head, task)
     check_alphas(vector, alphas)
     head = head.to(device_of(model))
     runs = passes(model, vector, alphas)
     batches = _Prepared(model, exam, batch_size, keep=len(runs) > 1)
-    total = work(vector, alphas, [exam])
+    total = len(runs) * len(exam.numbers)
     correct: list[int] = []
     done = 0
     on_progress(done, total)
@@ -157,10 +156,9 @@ def _answers(head: Head, f: Tensor) -> Tensor:
     return logits.argmax(1).cpu()
 
 
-def work(vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[Exam]) -> int:
+def work(model: Model, vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[Exam]) -> int:
     """How many examples `scores` goes through for these exams."""
-    times = len(alphas) if vector is not None and not vector.is_linear else 1
-    return times * sum(len(exam.numbers) for exam in exams)
+    return len(passes(model, vector, alphas)) * sum(len(exam.numbers) for exam in exams)
 
 
 def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:

@@ -67,8 +67,8 @@ def choose(
     `on_progress` hears how many examples of all splits are done, and how many there are.
     """
     check_alphas(vector, alphas)
-    total = work(vector, alphas, [each.validation for each in subjects])
-    count = Count(total + work(vector, alphas[:1], [each.test for each in subjects]), on_progress)
+    total = work(model, vector, alphas, [each.validation for each in subjects])
+    count = Count(total + work(model, vector, alphas[:1], [each.test for each in subjects]), on_progress)
 
     def asked(head: Head, exam: Exam, alphas: Sequence[float]) -> list[Score]:
         return scores(model, head, exam, vector, alphas, batch_size=batch_size, on_progress=count.piece())

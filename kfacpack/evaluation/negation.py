@@ -52,8 +52,8 @@ def negate(
         raise KfacpackError(f"{control.name!r} is to be forgotten, and cannot be the control as well; name another")
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     everyone = [*targets, control]
-    total = work(vector, candidates, [each.validation for each in everyone])
-    count = Count(total + work(vector, [0.0, 1.0], [each.test for each in everyone]), on_progress)
+    total = work(model, vector, candidates, [each.validation for each in everyone])
+    count = Count(total + work(model, vector, [0.0, 1.0], [each.test for each in everyone]), on_progress)
     negated = -vector
 
     def asked(head: Head, exam: Exam, alphas: Sequence[float]) -> list[Score]:

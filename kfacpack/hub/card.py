@@ -10,17 +10,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import HubError, first_line
-from kfacpack.hub.bases import as_option, hub_id
+from kfacpack.hub.bases import hub_id
+from kfacpack.hub.data import dataset_id
 from kfacpack.hub.files.reference import Reference
 from kfacpack.reporting.numbers import human_bytes
-from kfacpack.tasks import PUBLISHED, TASKS
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-    from kfacpack.bundle.manifest import Source
     from kfacpack.hub.items import Item
 
 BEGIN = "<!-- kfacpack begins: written by `kfacpack push`; what stands outside is yours and stays -->"
@@ -30,7 +28,6 @@ _OURS = re.compile(r"<!-- kfacpack begins.*?-->.*?<!-- kfacpack ends -->", re.DO
 TAGS = ("kfac", "task-arithmetic")
 BASE_TAG, TASK_TAG = "kfac-base:", "kfac-task:"
 """What tags begin with that say which model and which tasks; the Hub's own base_model wants a repository."""
-_DATASET = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 _CARDS_LONGEST = 64
 """How many files get a section of their own."""
 
@@ -78,8 +75,8 @@ def _describe(card: ModelCard, items: Sequence[Item], license: str | None, base_
     known = [base_model] if base_model else [found for item in items if (found := hub_id(item.base))]
     models = _unique([*([] if base_model else _listed(data.base_model)), *known])
     data.base_model = models[0] if len(models) == 1 else models or None
-    sets = [source.dataset for item in items for source in item.sources if source.dataset]
-    data.datasets = _unique([*_listed(data.datasets), *filter(_DATASET.fullmatch, sets)]) or None
+    sets = [found for item in items for source in item.sources if (found := dataset_id(source))]
+    data.datasets = _unique([*_listed(data.datasets), *sets]) or None
     data.license = license or data.license
 
 
@@ -101,10 +98,9 @@ def _body(repository: str, items: Sequence[Item], revision: str | None) -> str:
         "|---|---|---|---|---|",
     ]
     for item in items:
-        what = "curvature" if item.kind == "bundle" else "task vector"
         tasks = _cell(", ".join(item.tasks[:16]) + (", …" if len(item.tasks) > 16 else ""))
         size = human_bytes(item.file.nbytes)
-        lines.append(f"| {_code(item.name)} | {what} | {_cell(item.base.name)} | {tasks} | {size} |")
+        lines.append(f"| {_code(item.name)} | {item.what} | {_cell(item.base.name)} | {tasks} | {size} |")
     for item in items[:_CARDS_LONGEST]:
         lines += ["", *_section(repository, item, revision)]
     return "\n".join(lines) + "\n"
@@ -114,49 +110,13 @@ def _section(repository: str, item: Item, revision: str | None) -> Iterator[str]
     place = str(Reference(repository, item.name, revision))
     yield f"## {_code(item.name)}"
     yield ""
-    yield from ("```sh", *_commands(item, place), "```", "", "```python", *_python(item, place), "```", "")
+    yield from ("```sh", *item.commands(place), "```", "", "```python", *item.python(place), "```", "")
     yield from ("| | |", "|---|---|")
     for label, value in item.facts:
         yield f"| {_LABELS.get(label, label)} | {_cell(value)} |"
 
 
 _LABELS = {"license": "licence of the data", "merged": "merge history"}
-
-
-def _commands(item: Item, place: str) -> list[str]:
-    model = as_option(item.base)
-    named = "" if model in (None, "tiny") else f" --model {model}"
-    file = item.name.rpartition("/")[2]
-    if item.kind == "bundle":
-        use = f"kfacpack train{named} --task TASK --reg {place} -o TASK.safetensors"
-        return ["pip install kfacpack", f"kfacpack inspect {place}", use]
-    task = f" --task {item.tasks[0]}{_data_of(item.sources[0])}" if item.tasks else ""
-    use = f"kfacpack eval{named}{task} --vector {place}"
-    return ["pip install kfacpack", f"kfacpack pull {place} -o {file}", use]
-
-
-def _data_of(source: Source) -> str:
-    """What `--data` has to say, so that the task is the one that is meant: its name alone may be that of other data."""
-    name = whole_name(source.task)
-    embedded, published = TASKS.get(name), PUBLISHED.get(name)
-    if embedded and embedded().source == source.dataset:
-        return ""
-    found, revision = source.dataset or "", source.revision
-    if published and not _DATASET.fullmatch(found):
-        found, revision = published().repository, None  # a copy of it in a folder
-    if not _DATASET.fullmatch(found):
-        return " --data DIR"
-    if published and not embedded and found == published().repository:
-        return ""
-    return f" --data hf://datasets/{found}" + (f"@{revision}" if revision else "")
-
-
-def _python(item: Item, place: str) -> list[str]:
-    if item.kind == "bundle":
-        used = "drift = curvature.quadratic(tau)  # how far a task vector tau moves f on this task, predicted"
-        return ["import kfacpack as kp", f'curvature = kp.load("{place}")', used]
-    applied = "edited = vector.apply(model)  # the base model with the vector added"
-    return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', applied]
 
 
 def _cell(text: str) -> str:

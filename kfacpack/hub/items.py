@@ -1,12 +1,12 @@
-"""A bundle or a task vector, as far as it is to be shared: what it is, and whether it holds."""
+"""A bundle or a task vector, as far as it is to be shared: what it is, whether it holds, and how others use it."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from kfacpack.bundle.checks import check_tensors
 from kfacpack.bundle.container import Container
@@ -14,11 +14,12 @@ from kfacpack.bundle.manifest import Base, Source
 from kfacpack.bundle.reader import Bundle
 from kfacpack.bundle.seal import BUNDLE, VECTOR
 from kfacpack.errors import BundleError, DoesNotHoldError
+from kfacpack.hub.bases import as_option
+from kfacpack.hub.data import data_option
 from kfacpack.hub.facts import bundle_facts, vector_facts
 from kfacpack.hub.files.reference import header_of
 from kfacpack.vectors.leaf import VectorFile
-from kfacpack.verification import Verification
-from kfacpack.verification import verify as verify_bundle
+from kfacpack.verification import Verification, verify
 
 ENDINGS = (".kfac", ".safetensors")
 """What files that may be ours are called."""
@@ -28,48 +29,63 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Item:
+class Item(ABC):
+    kind: ClassVar[Literal["bundle", "vector"]]
+    what: ClassVar[str]
+    """What a card calls it."""
+
     name: str
     """In its repository."""
     file: Bundle | VectorFile
 
-    @classmethod
-    def of(cls, path: str | os.PathLike[str], name: str) -> Item:
+    @staticmethod
+    def of(path: str | os.PathLike[str], name: str) -> Item:
         """What a file is, by its header alone; one that is neither bundle nor vector is a `BundleError`."""
         place = header_of(path)
         container = Container(place)  # opened once: each time may be a request
-        said = container.metadata
-        if BUNDLE.manifest not in said and VECTOR.manifest not in said:
-            problem = "is a safetensors file, but neither a bundle nor a task vector"
-            raise BundleError(place, problem, None, "Are these a model's weights?")
-        return cls(name, Bundle(container) if BUNDLE.manifest in said else VectorFile(container))
-
-    @property
-    def kind(self) -> Literal["bundle", "vector"]:
-        return "bundle" if isinstance(self.file, Bundle) else "vector"
+        if BUNDLE.manifest in container.metadata:
+            return BundleItem(name, Bundle(container))
+        if VECTOR.manifest in container.metadata:
+            return VectorItem(name, VectorFile(container))
+        problem = "is a safetensors file, but neither a bundle nor a task vector"
+        raise BundleError(place, problem, None, "Are these a model's weights?")
 
     @property
     def base(self) -> Base:
         return self.file.manifest.base
 
-    @cached_property
+    @property
+    @abstractmethod
     def sources(self) -> tuple[Source, ...]:
         """The tasks' data that the file itself speaks of; a merged bundle knows its parents' names alone."""
-        if isinstance(self.file, VectorFile):
-            return tuple(task.source for task in self.file.manifest.tasks)
-        source = self.file.manifest.source
-        return (source,) if source else ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        if isinstance(self.file, Bundle) and self.file.manifest.merge:
-            parents = self.file.manifest.merge.parents
-            return tuple(dict.fromkeys(parent.task for parent in parents if parent.task))
         return tuple(source.task for source in self.sources)
 
     @property
+    @abstractmethod
     def facts(self) -> list[tuple[str, str]]:
-        return list(bundle_facts(self.file) if isinstance(self.file, Bundle) else vector_facts(self.file))
+        """(what, its value in words)."""
+
+    @abstractmethod
+    def commands(self, place: str) -> list[str]:
+        """What a person types to use it, where it is published at `place`."""
+
+    @abstractmethod
+    def python(self, place: str) -> list[str]:
+        """The same in Python."""
+
+    @abstractmethod
+    def verified(self, path: str | os.PathLike[str], progress: Progress) -> Verification:
+        """All that can be checked of the file, which is at `path`."""
+
+    def require_sound(self, path: str | os.PathLike[str], progress: Progress) -> None:
+        found = self.verified(path, progress)
+        for check in found.checks:
+            for failure in check.failures[:1]:
+                more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
+                raise DoesNotHoldError(f"{found.path}: {failure.subject}: {failure.problem}{more}")
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -81,19 +97,76 @@ class Item:
             "tasks": list(self.tasks),
         }
 
+    @property
+    def _model(self) -> str:
+        """What a command says of the model, behind a space; nothing of the one that it would take anyway."""
+        model = as_option(self.base)
+        return "" if model in (None, "tiny") else f" --model {model}"
 
-def require_sound(path: str | os.PathLike[str], item: Item, progress: Progress) -> None:
-    """All checks of a bundle, as `verify` makes them; of a vector, its bytes and its numbers."""
-    if item.kind == "bundle":
-        found = verify_bundle(path, progress=progress)
-    else:
+
+@dataclass(frozen=True)
+class BundleItem(Item):
+    kind = "bundle"
+    what = "curvature"
+
+    file: Bundle
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        source = self.file.manifest.source
+        return (source,) if source else ()
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        if merge := self.file.manifest.merge:
+            return tuple(dict.fromkeys(parent.task for parent in merge.parents if parent.task))
+        return super().tasks
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        return list(bundle_facts(self.file))
+
+    def commands(self, place: str) -> list[str]:
+        use = f"kfacpack train{self._model} --task TASK --reg {place} -o TASK.safetensors"
+        return ["pip install kfacpack", f"kfacpack inspect {place}", use]
+
+    def python(self, place: str) -> list[str]:
+        used = "drift = curvature.quadratic(tau)  # how far a task vector tau moves f on this task, predicted"
+        return ["import kfacpack as kp", f'curvature = kp.load("{place}")', used]
+
+    def verified(self, path: str | os.PathLike[str], progress: Progress) -> Verification:
+        return verify(path, progress=progress)
+
+
+@dataclass(frozen=True)
+class VectorItem(Item):
+    kind = "vector"
+    what = "task vector"
+
+    file: VectorFile
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        return tuple(task.source for task in self.file.manifest.tasks)
+
+    @property
+    def facts(self) -> list[tuple[str, str]]:
+        return list(vector_facts(self.file))
+
+    def commands(self, place: str) -> list[str]:
+        task = f" --task {self.tasks[0]}{data_option(self.sources[0])}" if self.tasks else ""
+        use = f"kfacpack eval{self._model}{task} --vector {place}"
+        return ["pip install kfacpack", f"kfacpack pull {place} -o {self.name.rpartition('/')[2]}", use]
+
+    def python(self, place: str) -> list[str]:
+        applied = "edited = vector.apply(model)  # the base model with the vector added"
+        return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', applied]
+
+    def verified(self, path: str | os.PathLike[str], progress: Progress) -> Verification:
+        """Its bytes and its numbers."""
         file = VectorFile(path)
         checks = (
             check_tensors("sha256", file, file.hash_problem, progress),
             check_tensors("finite", file, file.finite_problem, progress),
         )
-        found = Verification(str(file.path), file.digest, checks)
-    for check in found.checks:
-        for failure in check.failures[:1]:
-            more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
-            raise DoesNotHoldError(f"{found.path}: {failure.subject}: {failure.problem}{more}")
+        return Verification(str(file.path), file.digest, checks)

@@ -12,7 +12,7 @@ from kfacpack.bundle.writer import replacing
 from kfacpack.errors import HubError, KfacpackError
 from kfacpack.hub.files.download import digest_of_file, local_copy
 from kfacpack.hub.files.reference import SCHEME, Reference
-from kfacpack.hub.items import ENDINGS, Item, Progress, require_sound
+from kfacpack.hub.items import ENDINGS, Item, Progress
 from kfacpack.hub.repositories import look_at, parse_repository
 
 
@@ -43,7 +43,7 @@ def pull(
     for reference, place in zip(wanted, places, strict=True):
         cached = local_copy(reference, checked=True)
         item = Item.of(cached, reference.file)
-        require_sound(cached, item, progress)
+        item.require_sound(cached, progress)
         _put(cached, place, force=force)
         found.append(Pulled(reference, place, Item.of(place, reference.file)))
     return found

@@ -16,7 +16,7 @@ from kfacpack.hub.card import card_for
 from kfacpack.hub.files.client import client, speaking
 from kfacpack.hub.files.download import digest_of_file, local_copy
 from kfacpack.hub.files.reference import is_reference
-from kfacpack.hub.items import ENDINGS, Item, Progress, require_sound
+from kfacpack.hub.items import ENDINGS, Item, Progress
 from kfacpack.hub.repositories import Repository, Stored, look_at, parse_repository
 
 CARD = "README.md"
@@ -74,7 +74,7 @@ def push(
     if twice := repeated(item.name for _, item in items):
         raise KfacpackError(f"two files are called {twice}, and would be one in the repository; rename one of them")
     for path, item in items:
-        require_sound(path, item, progress)
+        item.require_sound(path, progress)
     found, branch_missing = _looked_at(name, revision)
     if private and found and not found.private:
         raise HubError(name, "is public already, and --private is for one that is made", "Change it in its settings")

@@ -15,8 +15,6 @@ from kfacpack.heads import check_head, head_for, known_classes, require_several
 from kfacpack.models import load_model
 from kfacpack.models.fingerprint import fingerprint
 from kfacpack.tasks import load_task
-from kfacpack.tasks.local import LocalTask
-from kfacpack.tasks.parts import whole_of
 from kfacpack.tasks.places import is_address
 
 if TYPE_CHECKING:
@@ -77,19 +75,18 @@ class Shop:
         """Of a split's content."""
         if (task, split) not in self._prints:
             made = fingerprint(self.model, self.task(task).split(split), task, labels=True)
-            self._prints[task, split] = self._of_folder(task, split, made)
+            self._prints[task, split] = self._with_files(task, split, made)
         return self._prints[task, split]
 
-    def _of_folder(self, task: str, split: str, made: str) -> str:
-        """A fingerprint with what it does not see of data in files; an embedded task's changes with the version.
+    def _with_files(self, task: str, split: str, made: str) -> str:
+        """A fingerprint with what it does not see of data in files.
 
         It looks at some examples, so that all files have to have the bytes they had; and heads are made of the classes'
         names.
         """
-        found = whole_of(self.task(task))
-        if not isinstance(found, LocalTask):
-            return made
-        return sha256(repr((made, found.classes, found.listing(split))).encode()).hexdigest()
+        found = self.task(task)
+        listing = found.listing(split)
+        return sha256(repr((made, found.classes, listing)).encode()).hexdigest() if listing else made
 
     def check(self) -> None:
         """Refuse what a stage would refuse after others have taken their time."""

@@ -65,4 +65,10 @@ class Task(Protocol):
     def notices(self, model: str) -> tuple[str, ...]:
         """What a person who uses it with a model of this name should be told, lest they mistake it for other data."""
 
+    def listing(self, split: str) -> list[tuple[str, str]]:
+        """The files that a split's examples are in, and what tells their bytes from others.
+
+        None for a task of the package, whose examples change with the version.
+        """
+
     def split(self, name: str) -> Split: ...

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from glob import escape
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from kfacpack.errors import KfacpackError, first_line, printable
-from kfacpack.tasks.base import Example, Origin
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.tasks import parquet
+from kfacpack.tasks.base import Origin
 from kfacpack.tasks.card import declared_features
 from kfacpack.tasks.columns import IMAGE, Columns, Wanted, find_columns, is_image
-from kfacpack.tasks.depth import eight_bit
 from kfacpack.tasks.holding import held_out
 from kfacpack.tasks.layout import Splits, lacking, pictures, shards
+from kfacpack.tasks.local_split import LocalSplit
 from kfacpack.tasks.places import Folder, Place
 from kfacpack.tasks.published.base import VALIDATION, Published
 
@@ -55,8 +53,8 @@ class LocalTask:
         self._config = config = config or (definition.config if definition else None)
         paths = self.place.paths()
         self._shards = self._arranged(shards(paths, config, self.place.name, asked=asked))
-        is_folder = isinstance(self.place, Folder)  # thousands of pictures are not fetched one by one
-        self._pictures = {} if self._shards or not is_folder else self._arranged(pictures(paths, self.place.name))
+        by_class = not self._shards and self.place.at_hand  # thousands of pictures are not fetched one by one
+        self._pictures = self._arranged(pictures(paths, self.place.name)) if by_class else {}
         if not self._found:
             found = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
             raise KfacpackError(f"{self.place.name}: found {printable(found)}; {self.place.expected}")
@@ -154,23 +152,23 @@ class LocalTask:
     @cached_property
     def _columns(self) -> Columns:
         file = self.place.file(self._shards[self._first][0])
-        return find_columns(self._declared or _looked_into(file)[0], str(file), self._wanted)
+        return find_columns(self._declared or parquet.looked_into(file)[0], str(file), self._wanted)
 
     @cached_property
     def _declared(self) -> Any | None:
         """The columns' types as the data's card has them, if the files have none of the Hub's and the same columns."""
         file = self.place.file(self._shards[self._first][0])
-        if CARD not in self.place.paths() or _says_types(file):
+        if CARD not in self.place.paths() or parquet.says_types(file):
             return None
         text = self.place.file(CARD).read_text(encoding="utf-8", errors="replace")
         found = declared_features(text, self._config)
-        return found if found and set(found) == set(_looked_into(file)[0]) else None
+        return found if found and set(found) == set(parquet.looked_into(file)[0]) else None
 
     def _rows(self, split: str) -> int:
         """How many examples are in its files."""
         if self._pictures:
             return len(self._pictures[split])
-        return sum(_looked_into(self.place.file(path))[1] for path in self._shards[split])
+        return sum(parquet.looked_into(self.place.file(path))[1] for path in self._shards[split])
 
     def _kept(self, split: str) -> Sequence[int]:
         """Which examples of a split's files are examples of the task."""
@@ -181,7 +179,7 @@ class LocalTask:
     def _read_labels(self, split: str) -> list[Any]:
         column = self._columns.label
         files = [self.place.file(path) for path in self._shards[split]] if column else []
-        return [value for file in files for value in _column(file, str(column))]
+        return [value for file in files for value in parquet.column(file, str(column))]
 
     @cached_property
     def _held_out(self) -> Sequence[int]:
@@ -198,7 +196,7 @@ class LocalTask:
         return [row for place, row in enumerate(kept) if (place in held) == (name == "validation")]
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """The files that a split's examples are in, from the folder on, and what tells their bytes from others."""
+        """Paths are from the folder on."""
         stored = split if split in self._found else "train"
         if stored not in self._listings:
             self._listings[stored] = [(path, self.place.digest(path)) for path in self._found[stored]]
@@ -229,21 +227,10 @@ class LocalTask:
         return self.place.expected[0].upper() + self.place.expected[1:]
 
     def _read_shards(self, name: str) -> Any:
-        import datasets
-
         if not self._rows(name):
             raise KfacpackError(f"{self.place.name}: split {name!r} has no examples")
-        files = [escape(str(self.place.file(path))) for path in self._shards[name]]
-        # datasets reads an Arrow copy that it maps into memory. The mapping outlives the file's name, so the copy's
-        # disk space is free again when the data is let go, or when the process is killed.
-        with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
-            try:
-                return datasets.load_dataset(
-                    "parquet", data_files={name: files}, split=name, cache_dir=copies, features=self._declared
-                )
-            except Exception as error:  # Arrow's, datasets' and the system's errors have no common base
-                cause = first_line(error.__cause__ or error)
-                raise KfacpackError(f"{self.place.name}: split {name!r} cannot be read: {cause}") from error
+        files = [self.place.file(path) for path in self._shards[name]]
+        return parquet.read(files, name, self._declared, self.place.name)
 
     def _read_pictures(self, name: str) -> Any:
         import datasets
@@ -256,111 +243,6 @@ class LocalTask:
         return datasets.Dataset.from_dict({"image": files, "label": labels}, features)
 
 
-class LocalSplit:
-    def __init__(
-        self,
-        data: Any,
-        columns: Columns,
-        source: Origin,
-        rows: Sequence[int],
-        stored: str,
-        files: Sequence[Path] | None,
-    ):
-        """`rows`: which of the data are its examples. `stored`: the split the files are of, and `files`: the picture
-        of each row, where each has one."""
-        self.source = source
-        self._rows, self._stored, self._files = rows, stored, files
-        self._columns = columns
-        self._data = data
-        self._examples = data.select_columns(list(columns.inputs.values()))
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Example:
-        try:
-            row = self._examples[self._rows[index]]
-            example = {column: row[stored] for column, stored in self._columns.inputs.items()}
-            if example.get(IMAGE) is not None:
-                example[IMAGE] = eight_bit(example[IMAGE])
-        except Exception as error:  # what Pillow raises has no common base: sizes, damaged EXIF, broken files
-            raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {first_line(error)}") from error
-        if empty := [column for column, value in example.items() if value is None]:
-            raise KfacpackError(f"{self._place(index)}: {empty[0]!r} is null; leave such rows out")
-        return example
-
-    def label(self, index: int) -> int:
-        if self._columns.label is None:
-            remedy = "--columns says which of texts or whole numbers to take: label=COLUMN"
-            raise KfacpackError(f"{self.source.dataset}: there is no column of class labels. {remedy}")
-        label = self._labels[self._rows[index]]
-        if label not in self._classes:
-            said = printable(str(label))
-            raise KfacpackError(f"{self._place(index)}: its label is {said}, which is no class; leave such rows out")
-        return self._classes[label]
-
-    @cached_property
-    def _classes(self) -> dict[Any, int]:
-        """What the label's column holds -> the class."""
-        classes = self._columns.values or range(len(self._columns.classes or ()))
-        return {value: number for number, value in enumerate(classes)}
-
-    @cached_property
-    def _labels(self) -> list[Any]:
-        return list(self._data[self._columns.label])
-
-    def _place(self, index: int) -> str:
-        row = self._rows[index]
-        return str(self._files[row]) if self._files else f"{self.source.dataset}, split {self._stored!r}, row {row}"
-
-
 def _unlabelled(value: Any) -> bool:
     """Data sets write a label that is not known as -1, as a dash, or not at all."""
     return value is None or value in ("", "-", -1)
-
-
-def _looked_into(file: Path) -> tuple[Any, int]:
-    """The columns that a parquet file declares, with the Hub's types if it has them; and how many rows it has."""
-    import datasets
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(file) as opened:
-            return datasets.Features.from_arrow_schema(opened.schema_arrow), opened.metadata.num_rows
-    except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise KfacpackError(f"{file}: is no parquet file that can be read: {first_line(error)}") from error
-
-
-def _says_types(file: Path) -> bool:
-    """Whether a parquet file has the Hub's types, such as the names of classes, in its metadata."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return b"huggingface" in (parquet.read_schema(file).metadata or {})
-    except (pyarrow.ArrowException, OSError):
-        return True  # what is wrong with it is told where it is read
-
-
-def _column(file: Path, name: str) -> list[Any]:
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        return list(parquet.read_table(file, columns=[name]).column(name).to_pylist())
-    except (pyarrow.ArrowException, OSError, KeyError) as error:
-        raise KfacpackError(f"{file}: its column {printable(name)!r} cannot be read: {first_line(error)}") from error
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    import datasets
-
-    hidden = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not hidden:
-            datasets.enable_progress_bars()

@@ -93,6 +93,9 @@ class Part:
     def notices(self, model: str) -> tuple[str, ...]:
         return self.whole.notices(model)
 
+    def listing(self, split: str) -> list[tuple[str, str]]:
+        return self.whole.listing(split)
+
     def split(self, name: str) -> PartSplit:
         found = self._examples(name)
         if not len(found):

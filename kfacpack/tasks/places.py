@@ -38,6 +38,10 @@ class Place(Protocol):
     def expected(self) -> str:
         """What should have been found, or where to get it."""
 
+    @property
+    def at_hand(self) -> bool:
+        """Whether the files are on this machine before anybody asks for them."""
+
     def paths(self) -> list[str]:
         """Of all files, with slashes, from the place on, at most three deep."""
 
@@ -51,6 +55,7 @@ class Place(Protocol):
 class Folder:
     revision = None
     expected = EXPECTED
+    at_hand = True
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -93,6 +98,8 @@ class Repository:
 
     Without a network, what the cache has is all there is.
     """
+
+    at_hand = False
 
     def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
         """`config` is for the remedies in errors."""

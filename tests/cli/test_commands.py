@@ -221,3 +221,13 @@ def test_every_command_can_be_asked_for_help():
         done = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False)
         assert done.exit_code == 0
         assert f"kfacpack {name}" in done.stdout or f" {name} " in done.stdout
+
+
+def test_help_shows_what_a_person_types():
+    """Arguments as they are typed, and no value behind a flag."""
+    for name in ["merge", "eval", "push", "pull", "measure"]:
+        said = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
+        assert "bool" not in said
+        assert not any(odd in said.split("\n")[1] for odd in ("{", "......", "None"))
+    usage = CliRunner().invoke(app, ["push", "--help"], env={"COLUMNS": "120"}).stdout.split("\n")[1]
+    assert usage.split("[OPTIONS]")[1].strip() == "FILE... OWNER/REPO"

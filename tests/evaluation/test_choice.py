@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from made_up import made_up
-from toys import ToyTask, toy_model
+from toys import ToyTask, ValidatedTask, toy_model, toy_subjects
 
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
@@ -16,10 +16,6 @@ from kfacpack.evaluation.results import result
 ALPHAS = [0.0, 0.4, 0.8, 1.2, 1.6]
 
 
-class Task(ToyTask):
-    splits = ("train", "validation", "test")
-
-
 @pytest.fixture(scope="module")
 def model():
     return toy_model(dtype=torch.float32)
@@ -27,8 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def subjects(model):
-    tasks = [Task("one", 1, 60), Task("two", 2, 60)]
-    return [Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task)) for task in tasks]
+    return toy_subjects(model, {"one": 1, "two": 2})
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
@@ -59,9 +54,7 @@ def test_of_equal_ones_the_nearest_to_one_is_taken(model, subjects):
 def test_test_is_never_asked_at_another_alpha(model, subjects):
     asked = []
 
-    class Watching(ToyTask):
-        splits = ("train", "validation", "test")
-
+    class Watching(ValidatedTask):
         def split(self, name):
             found = super().split(name)
             if name == "test":

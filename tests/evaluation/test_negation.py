@@ -5,19 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from made_up import made_up
-from toys import ToyTask, toy_model
+from toys import toy_model, toy_subjects
 
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import Exam, Score, score
-from kfacpack.evaluation.choice import Subject, validation_exam
+from kfacpack.evaluation.accuracy import Score, score
+from kfacpack.evaluation.choice import Subject
 from kfacpack.evaluation.negation import chosen, negate
 
 ALPHAS = [0.2, 0.5, 1.0, 2.0, 4.0]
-
-
-class Task(ToyTask):
-    splits = ("train", "validation", "test")
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +23,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def subjects(model):
-    tasks = [Task(name, seed, 60) for seed, name in enumerate(("one", "two", "control"))]
-    return [Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task)) for task in tasks]
+    return toy_subjects(model, {"one": 0, "two": 1, "control": 2})
 
 
 @pytest.mark.parametrize(("regime", "keep"), [("linear", 0.95), ("linear", 0.6), ("full", 0.8)])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
 from kfacpack.models.batches import batches, use_workers
-from kfacpack.tasks.local import LocalSplit
+from kfacpack.tasks.local_split import LocalSplit
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "4"]
 

@@ -110,7 +110,10 @@ def test_interrupted_anywhere_it_finds_the_same(found, tmp_path):
     assert (tmp_path / RESULTS).read_bytes() == found
 
 
-@pytest.mark.parametrize(("kind", "left"), [("bundles", "*.partial"), ("vectors", "*.partial"), ("scores", None)])
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [("bundles", "*.partial"), ("merged", None), ("vectors", "*.partial"), ("sums", None), ("scores", None)],
+)
 def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
     at_work = []
 

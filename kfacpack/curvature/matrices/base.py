@@ -84,6 +84,15 @@ class Matrix(ABC):
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """M itself, (n, n). It may be the matrix's own memory, and is not to be changed."""
 
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        """The shape of `plain`."""
+        return (self.side, self.side)
+
+    def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """M as it is given to programs that know no forms: dense, or a vector where it is only its diagonal."""
+        return self.dense(dtype)
+
     @abstractmethod
     def psd_witnesses(self) -> Iterator[Tensor]:
         """Symmetric float64 matrices, (n, n) or a batch (k, n, n), all positive semi-definite exactly when M is."""

@@ -39,6 +39,13 @@ class Diagonal(Matrix):
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.numbers(dtype).diag()
 
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        return (self.side,)
+
+    def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.numbers(dtype)
+
     def eigenvalues(self) -> Tensor:
         return self.numbers(torch.float64).sort(descending=True).values
 

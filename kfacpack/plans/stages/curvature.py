@@ -93,8 +93,9 @@ class Merge(Sealed):
         return {"rule": self.rule, "rank": self.rank}
 
     def make(self, watch: Watch) -> None:
-        paths = [each.path for each in self.bundles]
-        merge_and_report(paths, self.rule, self.rank, progress=watch.counted).curvature.save(self.path)
+        paths, watch = [each.path for each in self.bundles], watch.of_one_piece()
+        merged = merge_and_report(paths, self.rule, self.rank, progress=watch.counted)
+        merged.curvature.save(self.path, progress=watch.counted)
 
     def cost(self) -> float:
         return 50.0 * len(self.bundles)

@@ -139,7 +139,8 @@ class Add(Sealed):
         return {"method": self.method}
 
     def make(self, watch: Watch) -> None:
-        add([TaskVector.load(each.path) for each in self.vectors], self.method).save(self.path)
+        vectors = [TaskVector.load(each.path) for each in self.vectors]
+        add(vectors, self.method).save(self.path, progress=watch.of_one_piece().counted)
 
     def cost(self) -> float:
         return 20.0 * len(self.vectors)

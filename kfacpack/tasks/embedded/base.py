@@ -50,6 +50,9 @@ class Embedded:
             f"--data hf://datasets/{repository}",
         )
 
+    def listing(self, split: str) -> list[tuple[str, str]]:
+        return []
+
     def split(self, name: str) -> EmbeddedSplit:
         if name not in self.sizes:
             raise KfacpackError(f"{self.name}: no split {printable(name)!r}; there are {', '.join(self.splits)}")
