@@ -29,7 +29,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.function.parameters import choose
 from kfacpack.importing.imported import Imported
 from kfacpack.importing.mammoth_factors import TOWER, Layer, block_of, check, examples_of, layers_of
-from kfacpack.importing.sources import HubFolder, fetched, names_in, place_of
+from kfacpack.importing.sources import HubFolder, fetched, listing, place_of
 from kfacpack.importing.unpickling import Tensors, unpickled
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ def import_mammoth(
     _require_samples(fisher, samples)
     layers = layers_of(model)
     chosen = _chosen(model, layers, params)
-    place = place_of(source)
-    names = names_in(place)
+    place, names = listing(place_of(source))
     prefix = _prefix(place, names, task, files)
     wanted = {part: f"{prefix}_{part}.pt" for part in PARTS}
     if missing := [name for name in wanted.values() if name not in names]:
@@ -148,8 +147,12 @@ def _prefix(place: Path | HubFolder, names: Sequence[str], task: str | None, fil
         if files not in there:
             raise KfacpackError(f"{place}: has no files that begin with {printable(files)!r}; there are {listed}")
         return files
-    if named := [each for each in there if task is not None and _known_task(each) == task]:
-        there = named
+    if task is not None and any(task in TASKS.get(each.rpartition("_task_")[0], ()) for each in there):
+        there = [each for each in there if _known_task(each) == task]
+        if not there:
+            raise KfacpackError(
+                f"{place}: has no files of {task}; there are {listed}. Choose by --files, or another name"
+            )
     if len(there) > 1:
         raise KfacpackError(f"{place}: has the files of several tasks; choose one with --files. There are {listed}")
     return there[0]

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kfacpack.errors import KfacpackError, printable
-from kfacpack.hub.files.client import speaking
+from kfacpack.errors import HubError, KfacpackError, printable
+from kfacpack.hub.files.client import client, speaking
+from kfacpack.hub.files.download import snapshot
 from kfacpack.hub.files.reference import SCHEME, is_reference, read_address
 
 OTHERWISE = "download it by other means, and give the folder"
@@ -19,10 +20,13 @@ class HubFolder(NamedTuple):
     repository: str
     folder: str
     revision: str | None
+    kept: Path | None = None
+    """Where the Hub cannot be reached, all that its cache has of the repository."""
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
-        return f"{SCHEME}{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
+        said = f"{SCHEME}{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
+        return f"{said}, as far as the cache has it (the Hub cannot be reached)" if self.kept else said
 
 
 def place_of(source: str | Path) -> Path | HubFolder:
@@ -40,21 +44,29 @@ def place_of(source: str | Path) -> Path | HubFolder:
     return HubFolder(address.repository, inner, address.revision or last or None)
 
 
-def names_in(place: Path | HubFolder) -> list[str]:
-    """The names of all files there, those in folders below left aside."""
+def listing(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
+    """The names of all files there, those in folders below left aside; and the place that has them: without a network,
+    that is the cache."""
     if isinstance(place, Path):
-        return sorted(each.name for each in place.iterdir() if each.is_file())
-    from huggingface_hub import list_repo_files
-
-    with speaking(place, place.repository, place.revision, otherwise=OTHERWISE):
-        paths = map(Path, list_repo_files(place.repository, revision=place.revision))
-        return sorted(path.name for path in paths if path.parent == Path(place.folder))
+        return place, sorted(each.name for each in place.iterdir() if each.is_file())
+    try:
+        with speaking(place, place.repository, place.revision, otherwise=OTHERWISE):
+            told = client().model_info(place.repository, revision=place.revision)
+    except HubError as error:
+        kept = snapshot(place.repository, place.revision) if error.unreachable else None
+        if kept is None or not (kept / place.folder).is_dir():
+            raise
+        return place._replace(kept=kept), listing(kept / place.folder)[1]
+    paths = [Path(each.rfilename) for each in told.siblings or ()]
+    return place, sorted(path.name for path in paths if path.parent == Path(place.folder))
 
 
 def fetched(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
     """A folder that has these files, and, from the Hub, the commit that they are of."""
     if isinstance(place, Path):
         return place, None
+    if place.kept:
+        return place.kept / place.folder, place.kept.name
     from huggingface_hub import snapshot_download
 
     wanted = [f"{place.folder}/{name}" if place.folder else name for name in names]

@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kfacpack.errors import HubError, KfacpackError, first_line, printable
 from kfacpack.hub.files.client import client, speaking
-from kfacpack.hub.files.download import digest_of_file
+from kfacpack.hub.files.download import digest_of_file, snapshot
 from kfacpack.hub.files.reference import read_address
 from kfacpack.tasks.layout import DEEPEST, EXPECTED
 
 CONVERTED = "refs/convert/parquet"
 """Where the Hub keeps its own parquet copy of data that is stored otherwise."""
 CONFIG = re.compile(r"[\w.-]+")
+INSTEAD = "give a folder that has the data: --data DIR"
 FORM = "hf://datasets/OWNER/REPO, with @REVISION and /CONFIG behind it if need be"
 
 
@@ -93,6 +95,13 @@ class Folder:
             raise KfacpackError(f"{self.file(path)}: cannot be read: {error.strerror}") from error
 
 
+class _Listing(NamedTuple):
+    revision: str | None
+    """By its name; None for the main branch."""
+    commit: str
+    paths: list[str]
+
+
 class Repository:
     """Of data sets. Its files are listed when they are first asked for, and fetched one by one into the Hub's cache.
 
@@ -113,7 +122,7 @@ class Repository:
 
     @property
     def revision(self) -> str:
-        return self._found[0]
+        return self._found.commit
 
     @property
     def expected(self) -> str:
@@ -123,26 +132,35 @@ class Repository:
         return f"{told}; {self._otherwise}"
 
     def paths(self) -> list[str]:
-        return self._found[1]
+        return self._found.paths
 
     def file(self, path: str) -> Path:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
+        from huggingface_hub.errors import EntryNotFoundError
 
-        place = f"{self.name}: {path}"
-        with speaking(place, self.source, self.revision, kind="dataset", otherwise=self._otherwise):
-            return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=self.revision))
+        named, commit, _ = self._found
+        kept = try_to_load_from_cache(self.source, path, revision=commit, repo_type="dataset")
+        if isinstance(kept, str):
+            return Path(kept)
+        with self._speaking(f"{self.name}: {path}", commit):
+            # By its own name, so that the cache knows without a network what it stands for; by the commit, if that name
+            # has moved on since the files were listed.
+            with suppress(EntryNotFoundError):
+                found = Path(hf_hub_download(self.source, path, repo_type="dataset", revision=named))
+                if commit in found.parts:
+                    return found
+            return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
         """A commit's files do not change, so that nothing has to be fetched."""
         return f"{self.revision}:{path}"
 
     @cached_property
-    def _found(self) -> tuple[str, list[str]]:
-        """The commit, and the paths there."""
+    def _found(self) -> _Listing:
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            with speaking(self.name, self.source, self._asked, kind="dataset", otherwise=self._otherwise):
+            with self._speaking(self.name, self._asked):
                 told = client().dataset_info(self.source, revision=self._asked)
         except HubError as error:
             if self._asked == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
@@ -153,24 +171,23 @@ class Repository:
             if kept is None:
                 raise
             self._offline = first_line(error.__cause__)
-            return kept.name, list(_below(kept, DEEPEST))
+            return _Listing(kept.name, kept.name, list(_below(kept, DEEPEST)))
         paths = [each.rfilename for each in told.siblings or ()]
         if self._asked is None and not any(path.endswith(".parquet") for path in paths):
             other = Repository(self.source, CONVERTED, self._config)
             return other._found
-        return str(told.sha), paths
+        return _Listing(self._asked, str(told.sha), paths)
 
     def _kept(self) -> Path | None:
-        """The snapshot in the Hub's cache."""
-        from huggingface_hub import constants
-
-        folder = Path(constants.HF_HUB_CACHE) / f"datasets--{self.source.replace('/', '--')}"
-        for revision in (self._asked,) if self._asked else ("main", CONVERTED):
-            ref = folder / "refs" / revision
-            commit = ref.read_text().strip() if ref.is_file() else revision
-            if (snapshot := folder / "snapshots" / commit).is_dir() and any(_below(snapshot, DEEPEST)):
-                return snapshot
+        """The snapshot in the Hub's cache, if it has any data."""
+        for revision in (self._asked,) if self._asked else (None, CONVERTED):
+            kept = snapshot(self.source, revision, "dataset")
+            if kept and any(path.endswith(".parquet") for path in _below(kept, DEEPEST)):
+                return kept
         return None
+
+    def _speaking(self, place: str, revision: str | None) -> AbstractContextManager[None]:
+        return speaking(place, self.source, revision, kind="dataset", otherwise=self._otherwise, instead=INSTEAD)
 
     @property
     def _otherwise(self) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from hub.loopback import Loopback
 from huggingface_hub import constants
@@ -11,13 +13,18 @@ from vectors.small import vector
 import kfacpack as kp
 
 
+def set_endpoint(monkeypatch, endpoint):
+    """What HF_ENDPOINT does when huggingface_hub is imported."""
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """Nobody is logged in; `log_in` does."""
     server = Loopback()
-    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
-    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    set_endpoint(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
@@ -27,6 +34,18 @@ def hub(monkeypatch, tmp_path):
     yield server
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def unplug(monkeypatch):
+    """Once called, nobody answers any more."""
+
+    def nobody():
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            set_endpoint(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
+
+    return nobody
 
 
 @pytest.fixture

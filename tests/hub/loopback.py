@@ -1,7 +1,8 @@
 """A Hub on loopback: as much of its interface as huggingface_hub's own client needs, and a count of what it serves.
 
-Repositories are kept in memory. Large files are served, as by the Hub, by a redirect to another host, which gets no
-token. It can be told to cut connections and to alter bytes.
+Repositories are kept in memory, those of data sets under datasets/OWNER/NAME, where their pages are. Large files are
+served, as by the Hub, by a redirect to another host, which gets no token. It can be told to cut connections and to
+alter bytes.
 """
 
 from __future__ import annotations
@@ -11,66 +12,16 @@ import hashlib
 import json
 import re
 import threading
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
+from hub.repositories import Repo, card_problems, entry, git_id, is_large
 
-LARGE = 4096
-"""From how many bytes on a file is kept by its SHA-256; safetensors files always are."""
 USERS = {"hf_owner": "owner", "hf_stranger": "stranger"}
 """Tokens, and whose they are."""
-LICENSES = {"apache-2.0", "mit", "cc-by-4.0", "cc-by-sa-4.0", "cc0-1.0", "openrail", "other", "unknown"}
-KEYS = {
-    "language", "license", "license_name", "license_link", "library_name", "tags", "datasets", "metrics", "base_model",
-    "base_model_relation", "pipeline_tag", "thumbnail", "model-index", "new_version", "inference", "widget",
-}  # fmt: skip
-REPOSITORY = r"(?P<name>[\w.-]+/[\w.-]+)"
-
-
-@dataclass
-class Repo:
-    private: bool = False
-    gated: bool = False
-    branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
-    commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
-    messages: list[str] = field(default_factory=list)
-
-
-def is_large(path: str, size: int) -> bool:
-    return path.endswith(".safetensors") or size >= LARGE
-
-
-def git_id(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def card_problems(content: str) -> list[str]:
-    """What the Hub's validation looks at: metadata is a mapping, of known keys, whose values it can link to."""
-    found = re.match(r"\s*---\r?\n([\s\S]*?)\r?\n---[ \t]*(\r?\n|$)", content)
-    if not found:
-        return ["there is no metadata"]
-    try:
-        data = yaml.safe_load(found[1])
-    except yaml.YAMLError as error:
-        return [f"not YAML: {error}"]
-    if not isinstance(data, dict):
-        return ["metadata is no mapping"]
-    problems = [f'"{key}" is not allowed' for key in data if key not in KEYS]
-
-    def many(key):
-        value = data.get(key)
-        return [] if value is None else [value] if isinstance(value, str) else value
-
-    if any(each not in LICENSES for each in many("license")):
-        problems.append(f'"license" must be one of {sorted(LICENSES)}')
-    for key in ("base_model", "datasets"):
-        if not all(isinstance(each, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", each) for each in many(key)):
-            problems.append(f'"{key}" with value "{data[key]}" is not valid. Use an id')
-    if not isinstance(data.get("tags", []), list) or not all(isinstance(tag, str) for tag in data.get("tags", [])):
-        problems.append('"tags" must be a list of strings')
-    return problems
+REPOSITORY = r"(?P<name>(?:datasets/)?[\w.-]+/[\w.-]+)"
+API = rf"/api/(?:models/|(?=datasets/)){REPOSITORY}"
 
 
 class Loopback(ThreadingHTTPServer):
@@ -103,7 +54,9 @@ class Loopback(ThreadingHTTPServer):
     def put(self, name: str, files: dict[str, bytes], branch: str = "main", **about) -> str:
         """A commit, as somebody else would make it."""
         repo = self.repos.setdefault(name, Repo(**about))
-        before = repo.commits[repo.branches.get(branch, repo.branches["main"])]
+        # What the Hub converts has nothing of the original beside it.
+        parent = None if branch.startswith("refs/convert/") else repo.branches["main"]
+        before = repo.commits.get(repo.branches.get(branch, parent), {})
         content = {**before, **files}
         commit = hashlib.sha1(repr((len(repo.commits), sorted(content))).encode()).hexdigest()
         repo.commits[commit], repo.branches[branch] = content, commit
@@ -115,6 +68,13 @@ class Loopback(ThreadingHTTPServer):
     def files(self, name: str, branch: str = "main") -> dict[str, bytes]:
         repo = self.repos[name]
         return repo.commits[repo.branches[branch]]
+
+    def fetched(self) -> list[str]:
+        """The paths of those large files whose bytes were asked for, each time that they were."""
+        every = [files for repo in self.repos.values() for files in repo.commits.values()]
+        paths = {hashlib.sha256(data).hexdigest(): path for files in every for path, data in files.items()}
+        asked = [path.removeprefix("/large/") for method, path, _ in self.log if method == "GET"]
+        return [paths[oid] for oid in asked if oid in paths]
 
     def served(self, method: str = "GET", containing: str = "") -> int:
         """How many bytes went out."""
@@ -197,12 +157,10 @@ class Handler(BaseHTTPRequestHandler):
         return USERS.get(token)
 
     def _repo(self, name: str, *, write: bool = False) -> Repo:
-        repo, user = self.server.repos.get(name), self._user()
-        if repo is None or (repo.private and user != name.split("/")[0]):
+        repo, user, owner = self.server.repos.get(name), self._user(), name.split("/")[-2]
+        if repo is None or (repo.private and user != owner):
             raise missing("RepoNotFound", 404 if user else 401)
-        if repo.gated and user != name.split("/")[0]:
-            raise missing("GatedRepo", 403 if user else 401)
-        if write and user != name.split("/")[0]:
+        if write and user != owner:
             raise Answer(403 if user else 401, {"error": "no"}, X_Error_Message="You don't have the rights")
         return repo
 
@@ -233,18 +191,26 @@ class Handler(BaseHTTPRequestHandler):
         raise Answer(200, self._info(name, repo, commit, sizes="blobs" in self.query))
 
     def _info(self, name: str, repo: Repo, commit: str, *, sizes: bool):
-        siblings = []
-        for path, data in repo.commits[commit].items():
-            entry = {"rfilename": path}
-            if sizes:
-                entry |= {"size": len(data), "blobId": git_id(data)}
-                if is_large(path, len(data)):
-                    digest = hashlib.sha256(data).hexdigest()
-                    entry["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 130}
-            siblings.append(entry)
-        tags = self._tags(repo.commits[commit].get("README.md", b"").decode())
-        return {"id": name, "modelId": name, "sha": commit, "private": repo.private, "tags": tags, "downloads": 7,
-                "siblings": siblings}  # fmt: skip
+        files = repo.commits[commit]
+        more = {path: {"blobId": git_id(data), **entry(path, data)} if sizes else {} for path, data in files.items()}
+        return {
+            "id": name.removeprefix("datasets/"),
+            "sha": commit,
+            "private": repo.private,
+            "gated": "auto" if repo.gated else False,
+            "tags": self._tags(files.get("README.md", b"").decode()),
+            "downloads": 7,
+            "siblings": [{"rfilename": path, **about} for path, about in more.items()],
+        }
+
+    def tree(self, name: str, revision: str):
+        repo = self._repo(name)
+        files = repo.commits[self._commit(repo, revision)]
+        folders = {"/".join(path.split("/")[:depth]) for path in files for depth in range(1, path.count("/") + 1)}
+        found = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
+        for path, data in files.items():
+            found.append({"type": "file", "path": path, "oid": git_id(data), **entry(path, data)})
+        raise Answer(200, found)
 
     def _tags(self, card: str):
         found = re.match(r"---\n([\s\S]*?)\n---", card)
@@ -259,7 +225,7 @@ class Handler(BaseHTTPRequestHandler):
         for name, repo in self.server.repos.items():
             info = self._info(name, repo, repo.branches["main"], sizes=False)
             right = all(tag in info["tags"] for tag in wanted) and (author is None or name.startswith(f"{author}/"))
-            if right and not repo.private:
+            if right and not repo.private and not name.startswith("datasets/"):
                 found.append(info)
         raise Answer(200, found[: int(self.query.get("limit", ["100"])[0])])
 
@@ -316,6 +282,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def resolve(self, name: str, revision: str, path: str):
         repo = self._repo(name)
+        # What a gated repository has and says of itself is there for everybody to see, but its files.
+        if repo.gated and self._user() != name.split("/")[-2]:
+            raise missing("GatedRepo", 403 if self._user() else 401)
         commit = self._commit(repo, revision)
         data = repo.commits[commit].get(path)
         if data is None:
@@ -347,10 +316,11 @@ ROUTES = [
     (r"POST /api/repos/create", Handler.create),
     (r"POST /api/validate-yaml", Handler.validate),
     (r"GET /api/models", Handler.listed),
-    (rf"GET /api/models/{REPOSITORY}(/revision/(?P<revision>[^/]+))?", Handler.info),
-    (rf"POST /api/models/{REPOSITORY}/branch/(?P<branch>[^/]+)", Handler.branch),
-    (rf"POST /api/models/{REPOSITORY}/preupload/(?P<revision>[^/]+)", Handler.preupload),
-    (rf"POST /api/models/{REPOSITORY}/commit/(?P<revision>[^/]+)", Handler.commit),
+    (rf"GET {API}(/revision/(?P<revision>[^/]+))?", Handler.info),
+    (rf"GET {API}/tree/(?P<revision>[^/]+)", Handler.tree),
+    (rf"POST {API}/branch/(?P<branch>[^/]+)", Handler.branch),
+    (rf"POST {API}/preupload/(?P<revision>[^/]+)", Handler.preupload),
+    (rf"POST {API}/commit/(?P<revision>[^/]+)", Handler.commit),
     (rf"POST /{REPOSITORY}\.git/info/lfs/objects/batch", Handler.batch),
     (r"PUT /large/(?P<oid>\w+)", Handler.upload),
     (r"GET /large/(?P<oid>\w+)", Handler.large),

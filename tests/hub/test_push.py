@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from hub.loopback import card_problems
+from hub.repositories import card_problems
 from huggingface_hub import ModelCard
 from kfacpack_cli.main import app
 from typer.testing import CliRunner

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 
@@ -181,14 +180,9 @@ def test_a_missing_file_is_told_with_what_there_is(stocked):
     assert {"name": "one.kfac", "bytes": len(stocked.files("owner/repo")["one.kfac"])} in listed["files"]
 
 
-def test_without_a_network_the_cache_serves(stocked, shelf, monkeypatch):
+def test_without_a_network_the_cache_serves(stocked, shelf, unplug, monkeypatch):
     kp.load(LARGE)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
-    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
-    template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    unplug()
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
     assert run("inspect", LARGE).exit_code == 0
     assert "cannot be reached" in run("inspect", "hf://owner/repo/one.kfac", code=2).stderr

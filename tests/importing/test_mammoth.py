@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from hub.conftest import hub, unplug  # noqa: F401 - fixtures
 from importing.published import factors_of, store
 from kfacpack_cli.main import app
 from models.conftest import tiny_clip  # noqa: F401 - a fixture
@@ -23,6 +24,7 @@ from kfacpack.importing.unpickling import SINGLE, Tensors
 from kfacpack.models import load_model
 
 PREFIX = "seq-8vision_task_1"
+PARTS = ("aaT", "ggT", "ffT", "num_aaT", "num_ggT")
 SIZES = (3, 2)
 
 
@@ -216,7 +218,7 @@ def test_what_the_files_do_not_say_is_asked_for(folder, model, tmp_path):
 
 @pytest.mark.usefixtures("at_once")
 def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
-    for part in ("aaT", "ggT", "ffT", "num_aaT", "num_ggT"):
+    for part in PARTS:
         shutil.copy(folder / f"{PREFIX}_{part}.pt", folder / f"seq-8vision_task_7_{part}.pt")
     (folder / "notes.txt").write_text("hello")
     said = refusal(folder, model, tmp_path)
@@ -249,36 +251,78 @@ def test_places_on_the_hub():
         place_of("hf://a")
 
 
+def put(server, folder, branch="main"):
+    """As its authors have it: with other tasks' files, and other folders', beside it."""
+    files = {f"vitb16/kfac/{each.name}": each.read_bytes() for each in folder.iterdir()}
+    other = {f"vitb16/kfac/{PREFIX[:-1]}7_{part}.pt": b"of svhn" for part in PARTS}
+    other |= {"vitb16/kfac/deep/x_task_0_aaT.pt": b"", "vitb16/ewc/x_task_0_aaT.pt": b"", "README.md": b"# TAK\n"}
+    return server.put("owner/TAK", {**files, **other}, branch)
+
+
+def imported(place, model, path, *more, code=0):
+    arguments = ["import", "mammoth", place, "--model", model.name, "--weights", "random", "--fisher", "exact"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "-o", str(path), *more], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, unplug):  # noqa: F811
+    commit = put(hub, folder)
+    place = "hf://owner/TAK/vitb16/kfac"
+    told = imported(place, model, tmp_path / "hub.kfac", "--task", "dtd", "--json").stdout
+    assert {"what": "seq-8vision_task_7_ffT.pt", "why": "of svhn"} in json.loads(told)["left_out"]
+    assert sorted(hub.fetched()) == sorted(f"vitb16/kfac/{PREFIX}_{part}.pt" for part in PARTS), "and no others"
+
+    imported(folder, model, tmp_path / "folder.kfac", "--task", "dtd")
+    ours, theirs = (kp.Bundle(tmp_path / name) for name in ("hub.kfac", "folder.kfac"))
+    assert {name: bytes(ours.bytes_of(name)) for name in ours.tensors} == {
+        name: bytes(theirs.bytes_of(name)) for name in theirs.tensors
+    }
+    assert ours.manifest.source == theirs.manifest.source.model_copy(update={"revision": commit})
+    assert ours.manifest.blocks == theirs.manifest.blocks
+
+    unplug()
+    imported(place, model, tmp_path / "cache.kfac", "--task", "dtd")
+    assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
+    told = imported(place, model, tmp_path / "other.kfac", "--task", "svhn", code=2).stderr
+    assert f"{place}, as far as the cache has it (the Hub cannot be reached): has no files of svhn" in told
+    assert not (tmp_path / "other.kfac").exists(), "what is there is of another task"
+
+
 @pytest.mark.usefixtures("at_once")
-def test_only_five_files_are_fetched_from_the_hub(folder, model, tmp_path, monkeypatch):
-    import huggingface_hub
+def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F811
+    hub.put("owner/TAK", {"README.md": b"# TAK\n"})
+    commit = put(hub, folder, "v1")
+    for plug in (lambda: None, unplug):
+        plug()
+        for place in ("TAK@v1/vitb16/kfac", "TAK/vitb16/kfac@v1", f"TAK@{commit}/vitb16/kfac"):
+            kp.import_mammoth(f"hf://owner/{place}", model, tmp_path / "made.kfac", files=PREFIX, fisher="exact")
+            assert kp.Bundle(tmp_path / "made.kfac").manifest.source.revision == commit
+    assert "hf://owner/TAK/vitb16/kfac: the Hub (http" in refusal("hf://owner/TAK/vitb16/kfac", model, tmp_path)
 
-    asked = []
 
-    def snapshot_download(repository, *, revision, allow_patterns):
-        asked.append((repository, revision, sorted(allow_patterns)))
-        root = tmp_path / "cache" / ("0" * 40)
-        shutil.copytree(folder, root / "vitb16" / "kfac", dirs_exist_ok=True)
-        return str(root)
+@pytest.mark.parametrize("about", [None, {"private": True}, {"gated": True}])
+def test_what_the_hub_refuses(folder, model, tmp_path, hub, unplug, about):  # noqa: F811
+    if about:
+        files = {each.name: each.read_bytes() for each in folder.iterdir()}
+        hub.put("owner/TAK", files, **about)
+    out = tmp_path / "out"
+    out.mkdir()
+    said = refusal("hf://owner/TAK", model, out)
+    assert ("owner/TAK is gated" if about == {"gated": True} else "there is no repository owner/TAK") in said
+    assert said.endswith("hf auth login; or download it by other means, and give the folder")
+    unplug()
+    said = refusal("hf://owner/TAK", model, out)
+    assert "hf://owner/TAK: the Hub (http" in said
+    assert said.endswith("Then try again; or download it by other means, and give the folder")
 
-    there = [f"vitb16/kfac/{each.name}" for each in folder.iterdir()] + [
-        "vitb16/kfac/deep/x_task_0_aaT.pt",
-        "README.md",
-    ]
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda repository, revision: there)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    kp.import_mammoth("hf://a/b/vitb16/kfac@main", model, tmp_path / "made.kfac", fisher="exact")
-    assert asked == [("a/b", "main", sorted(f"vitb16/kfac/{each.name}" for each in folder.iterdir()))]
-    assert kp.load(tmp_path / "made.kfac").about.source.revision == "0" * 40
 
-    def fail(repository, revision):
-        raise ConnectionError("no network\nat all")
-
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", fail)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    said = refusal("hf://a/b", model, tmp_path)
-    assert "hf://a/b: the Hub (" in said
-    assert "cannot be reached: no network. Is there a network?" in said
+@pytest.mark.usefixtures("at_once")
+def test_a_task_is_not_made_of_anothers_files(folder, model, tmp_path):
+    said = refusal(folder, model, tmp_path, task="svhn")
+    assert "has no files of svhn; there are seq-8vision_task_1 (dtd)" in said
+    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", task="svhn", files=PREFIX, fisher="exact")
+    assert made.task == "svhn", "whoever names the files knows"
 
 
 def test_the_command(folder, model, tmp_path):

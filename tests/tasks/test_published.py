@@ -172,49 +172,6 @@ def test_a_cache_that_lacks_a_split_says_that_it_is_a_cache(tmp_path, offline):
 
 
 @pytest.mark.parametrize(
-    ("failure", "problem", "remedy"),
-    [
-        (
-            "GatedRepoError",
-            "ILSVRC/imagenet-1k is gated",
-            "/datasets/ILSVRC/imagenet-1k, and log in with: hf auth login",
-        ),
-        ("RepositoryNotFoundError", "there is no repository ILSVRC/imagenet-1k, or it is private", "Check its name"),
-        ("RevisionNotFoundError", "has no revision 'main'", "a branch, a tag or a commit"),
-    ],
-)
-def test_what_the_hub_refuses_is_told_apart(monkeypatch, failure, problem, remedy):
-    from huggingface_hub import HfApi, errors
-
-    kind = getattr(errors, failure)
-
-    def refuse(*arguments, **more):
-        raise kind.__new__(kind)  # without the response that it would be made of
-
-    monkeypatch.setattr(HfApi, "dataset_info", refuse)
-    with pytest.raises(KfacpackError, match=problem) as raised:
-        load_task("imagenet")
-    assert remedy in str(raised.value)
-
-
-def test_data_that_is_no_parquet_is_read_from_the_hubs_conversion(monkeypatch):
-    from types import SimpleNamespace
-
-    from huggingface_hub import HfApi
-
-    listed = {None: ["data.csv"], "refs/convert/parquet": ["default/train/0000.parquet"]}
-
-    def told(api, repository, revision=None):
-        files = [SimpleNamespace(rfilename=path) for path in listed[revision]]
-        return SimpleNamespace(sha=f"commit of {revision}", siblings=files)
-
-    monkeypatch.setattr(HfApi, "dataset_info", told)
-    place = Repository("someone/csv")
-    assert place.paths() == ["default/train/0000.parquet"]
-    assert place.revision == "commit of refs/convert/parquet"
-
-
-@pytest.mark.parametrize(
     ("address", "repository", "revision", "config"),
     [
         ("hf://datasets/ylecun/mnist", "ylecun/mnist", None, None),

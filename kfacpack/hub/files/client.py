@@ -51,10 +51,12 @@ def speaking(
     *,
     kind: Kind = "model",
     otherwise: str | None = None,
+    instead: str | None = None,
 ) -> Iterator[None]:
     """What huggingface_hub raises becomes a `HubError` about `place`; meanwhile its bars are as `bars` says.
 
     `otherwise`: what a user can do who does not get the file from the Hub, if that is more than to give a bundle.
+    `instead`: the same of one whom the Hub refuses it, where that is something else.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -73,7 +75,7 @@ def speaking(
         if met is None or not isinstance(met, (of_http, OSError, HFValidationError)):
             raise
         # From what was met, so that whoever catches it can tell which kind it is.
-        raise _told(met, _Asked(str(place), repository, revision, kind, otherwise)) from met
+        raise _told(met, _Asked(str(place), repository, revision, kind, otherwise, instead or otherwise)) from met
     finally:
         if silenced:
             enable_progress_bars()
@@ -88,6 +90,10 @@ class _Asked:
     revision: str | None
     kind: Kind
     otherwise: str | None
+    instead: str | None
+
+    def or_instead(self, remedy: str) -> str:
+        return f"{remedy}; or {self.instead}" if self.instead else remedy
 
     @property
     def url(self) -> str:
@@ -120,34 +126,34 @@ def _refusal(error: BaseException, asked: _Asked) -> tuple[str, str] | None:
     repository, revision = asked.repository, asked.revision
     if isinstance(error, errors.GatedRepoError):
         remedy = f"Ask for access at {asked.url}, and {LOG_IN}"
-        return f"{repository} is gated, and you have no access to it", remedy
+        return f"{repository} is gated, and you have no access to it", asked.or_instead(remedy)
     if isinstance(error, errors.RepositoryNotFoundError):
         problem = f"there is no repository {repository}, or it is private and you may not see it"
-        return problem, f"Check its name; if it is private, {LOG_IN}"
+        return problem, asked.or_instead(f"Check its name; if it is private, {LOG_IN}")
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision or 'main'!r}", "Give a branch, a tag or a commit that is there"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         where = f" at {revision}" if revision else ""
         ours = asked.kind == "model" and not asked.otherwise
         seen = f"See what it has: {f'kfacpack pull {repository} --list' if ours else asked.url}"
-        return f"{repository} has no such file{where}", f"{seen}; or {asked.otherwise}" if asked.otherwise else seen
+        return f"{repository} has no such file{where}", asked.or_instead(seen)
     if isinstance(error, errors.HFValidationError):
         return f"is not a name the Hub knows: {first_line(error)}", "Expected owner/repo"
-    return _by_status(error, repository) if isinstance(error, errors.HfHubHTTPError) else None
+    return _by_status(error, asked) if isinstance(error, errors.HfHubHTTPError) else None
 
 
-def _by_status(error: HfHubHTTPError, repository: str) -> tuple[str, str]:
-    status = _status(error)
+def _by_status(error: HfHubHTTPError, asked: _Asked) -> tuple[str, str]:
+    status, repository = _status(error), asked.repository
     said = f": {first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
-        return f"the Hub does not know who you are{said}", f"For {repository}, {LOG_IN}"
+        return f"the Hub does not know who you are{said}", asked.or_instead(f"For {repository}, {LOG_IN}")
     if status == 403:
         remedy = f"With an account that may, and a token that can write where you write, {LOG_IN}"
         return f"you may not do this with {repository}{said}", remedy
     if status == 412:
         return f"{repository} has changed meanwhile{said}", "Do it again, on what it is now"
     if _is_busy(status):
-        return f"the Hub answers {status}{said}", "Try again later"
+        return f"the Hub answers {status}{said}", asked.or_instead("Try again later")
     return f"the Hub refuses ({status}){said}", f"Is {repository} what you meant?"
 
 

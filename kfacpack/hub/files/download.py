@@ -15,7 +15,7 @@ from kfacpack.hub.files.client import speaking
 from kfacpack.hub.files.reference import COMMIT
 
 if TYPE_CHECKING:
-    from kfacpack.hub.files.reference import Reference
+    from kfacpack.hub.files.reference import Kind, Reference
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 2**20
@@ -88,6 +88,17 @@ def header_descriptor(reference: Reference, longest: int) -> int:
         stand_in.truncate(remote.nbytes)
         stand_in.flush()
         return os.dup(stand_in.fileno())
+
+
+def snapshot(repository: str, revision: str | None, kind: Kind = "model") -> Path | None:
+    """The folder of huggingface_hub's cache with all that was fetched of a revision, if anything was."""
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
+    ref = folder / "refs" / (revision or "main")
+    commit = ref.read_text().strip() if ref.is_file() else revision
+    found = folder / "snapshots" / commit if commit else None
+    return found if found and found.is_dir() else None
 
 
 def _looked_up(reference: Reference) -> Remote | Path:

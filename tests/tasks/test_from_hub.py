@@ -1,0 +1,219 @@
+"""Tasks from the Hub, as huggingface_hub's own client fetches them: by name, by address, from the cache, not at all."""
+
+from __future__ import annotations
+
+import datasets
+import pytest
+from copies import copy, pairs
+from hub.conftest import hub, log_in, unplug  # noqa: F401 - fixtures
+from huggingface_hub import hf_hub_download
+from kfacpack_cli.main import app
+from models.conftest import bert_folder  # noqa: F401 - a fixture
+from PIL import Image
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.tasks import PUBLISHED, load_task
+
+ONE_BLOCK = ("--model", "tiny", "--params", "visual.proj", "-q")
+SHARD = "-00000-of-00001.parquet"
+
+# How huggingface_hub calls its own HTTP library.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _quiet_writing():
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def run(*arguments, code=0):
+    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def refusal(*arguments):
+    told = run("estimate", *ONE_BLOCK, *arguments, code=2).stderr
+    assert told.startswith("error: hf://datasets/")
+    return told
+
+
+def files_of(folder):
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def tensors(path):
+    bundle = kp.Bundle(path)
+    return {name: bytes(bundle.bytes_of(name)) for name in bundle.tensors}
+
+
+@pytest.fixture
+def dtd(hub, tmp_path):  # noqa: F811
+    """tanganke/dtd, small; and a folder of the same."""
+    folder = copy("dtd", tmp_path / "dtd")
+    hub.put("datasets/tanganke/dtd", files_of(folder))
+    return folder
+
+
+@pytest.fixture
+def glue(hub, tmp_path):  # noqa: F811
+    """nyu-mll/glue, of which nobody should need more than a config."""
+    folder = copy("rte", tmp_path / "rte")
+    other = {f"{config}/train{SHARD}": b"of another config" for config in ("ax", "mnli", "qnli", "stsb")}
+    hub.put("datasets/nyu-mll/glue", {**files_of(folder), **other, "README.md": b"# GLUE\n"})
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dtd", "rte"])
+def test_a_published_task_is_fetched_by_its_name_alone(name, request, hub, unplug, tmp_path):  # noqa: F811
+    folder = request.getfixturevalue("dtd" if name == "dtd" else "glue")
+    model = ONE_BLOCK
+    if name == "rte":
+        text = request.getfixturevalue("bert_folder")
+        model = ("--model", f"hf:{text}", "--params", "encoder.layer.1.output.dense.*", "-q")
+    estimate = ("estimate", "--task", name, *model)
+    run(*estimate, "-o", tmp_path / "hub.kfac")
+    source = kp.Bundle(tmp_path / "hub.kfac").manifest.source
+    repository = PUBLISHED[name]().repository
+    commit = hub.repos[f"datasets/{repository}"].branches["main"]
+    assert (source.task, source.dataset, source.revision, source.split) == (name, repository, commit, "train")
+    assert (source.examples, source.dataset_size, source.license) == (22, 22, PUBLISHED[name]().license)
+    inside = "data" if name == "dtd" else "rte"
+    assert hub.fetched() == [f"{inside}/train{SHARD}"], "the split that was asked for, once"
+
+    run(*estimate, "--data", folder, "-o", tmp_path / "folder.kfac")
+    assert tensors(tmp_path / "hub.kfac") == tensors(tmp_path / "folder.kfac")
+
+    run(*estimate, "-o", tmp_path / "again.kfac")
+    assert len(hub.fetched()) == 1
+    asked = len(hub.log)
+    unplug()
+    run(*estimate, "-o", tmp_path / "cache.kfac")
+    assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
+    assert len(hub.log) == asked
+    assert "no split 'test'; there are train, validation. The Hub cannot be reached" in refusal(
+        "--task", name, "--split", "test", "-o", tmp_path / "x.kfac"
+    )
+
+
+def test_a_commit_that_was_listed_is_the_one_that_is_read(hub, dtd):  # noqa: F811
+    first = hub.repos["datasets/tanganke/dtd"].branches["main"]
+    task = load_task("dtd")
+    later = hub.put("datasets/tanganke/dtd", {f"data/train{SHARD}": b"other bytes"})
+    del hub.repos["datasets/tanganke/dtd"].commits[later][f"data/test{SHARD}"]
+    for name, size in (("train", 22), ("test", 6)):
+        split = task.split(name)
+        assert (len(split), split.source.revision) == (size, first)
+
+
+def own_pictures(folder, colour):
+    folder.mkdir()
+    Image.new("RGB", (9, 9), colour).save(folder / "0.png")
+    shots = [(folder / "0.png").read_bytes()] * 12
+    data = {"shot": shots, "caption": ["a"] * 12, "kind": ["dark", "light"] * 6}
+    datasets.Dataset.from_dict(data).to_parquet(folder / "train.parquet")
+    return (folder / "train.parquet").read_bytes()
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3"])
+def test_a_private_repository_of_ones_own_at_a_revision(hub, log_in, unplug, tmp_path, revision):  # noqa: F811
+    hub.put("datasets/owner/mine", {f"data/train{SHARD}": own_pictures(tmp_path / "main", "red")}, private=True)
+    asked = {f"data/train{SHARD}": own_pictures(tmp_path / "asked", "blue")}
+    commit = hub.put("datasets/owner/mine", asked, revision)
+    log_in("owner")
+    address = f"hf://datasets/owner/mine@{revision}"
+    own = ("--columns", "image=shot,label=kind")
+    estimate = ("estimate", *ONE_BLOCK, "--task", "mine", *own, "--data")
+    run(*estimate, address, "-o", tmp_path / "hub.kfac")
+    source = kp.Bundle(tmp_path / "hub.kfac").manifest.source
+    assert (source.task, source.dataset, source.revision) == ("mine", "owner/mine", commit)
+    run(*estimate, tmp_path / "asked", "-o", tmp_path / "folder.kfac")
+    assert tensors(tmp_path / "hub.kfac") == tensors(tmp_path / "folder.kfac")
+    assert not hub.leaked, "the token went to another host"
+    unplug()
+    run(*estimate, address, "-o", tmp_path / "cache.kfac")
+    assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
+    run(*estimate, f"hf://datasets/owner/mine@{commit}", "-o", tmp_path / "cache.kfac")
+    assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
+    assert "cannot be reached" in refusal("--task", "mine", *own, "--data", "hf://datasets/owner/mine"), "not fetched"
+
+
+def test_a_config_of_ones_own(hub, glue):  # noqa: F811
+    task = load_task("mine", "hf://datasets/nyu-mll/glue/rte", "text=sentence1,label=label")
+    assert dict(task.split("train")[0]) == {"text": pairs("rte", "train")[0]["sentence1"]}
+    assert refusal("--task", "mine", "--data", "hf://datasets/nyu-mll/glue").endswith(
+        "several configs; there are ax, mnli, qnli, rte, stsb. Say which: --data hf://datasets/nyu-mll/glue/ax\n"
+    )
+
+
+@pytest.mark.parametrize("user", [None, "stranger"])
+@pytest.mark.parametrize(
+    ("about", "problem"),
+    [
+        (None, "there is no repository tanganke/dtd, or it is private and you may not see it"),
+        ({"private": True}, "there is no repository tanganke/dtd, or it is private and you may not see it"),
+        ({"gated": True}, "tanganke/dtd is gated, and you have no access to it. Ask for access at http://"),
+    ],
+)
+def test_what_the_hub_refuses_is_told_with_the_way_round(hub, log_in, tmp_path, user, about, problem):  # noqa: F811
+    if about:
+        hub.put("datasets/tanganke/dtd", files_of(copy("dtd", tmp_path / "dtd")), **about)
+    if user:
+        log_in(user)
+    for named in ((), ("--data", "hf://datasets/tanganke/dtd")):
+        told = refusal("--task", "dtd", *named)
+        assert problem in told
+        assert told.endswith("log in with: hf auth login; or give a folder that has the data: --data DIR\n")
+
+
+def test_a_gated_task_is_read_by_who_has_access(hub, log_in, tmp_path):  # noqa: F811
+    files = files_of(copy("imagenet", tmp_path / "imagenet"))
+    hub.put("datasets/ILSVRC/imagenet-1k", files, gated=True)
+    with pytest.raises(kp.KfacpackError, match=r"is gated.*/datasets/ILSVRC/imagenet-1k, and log in with"):
+        load_task("imagenet").split("train")
+    hub.repos["datasets/owner/imagenet"] = hub.repos["datasets/ILSVRC/imagenet-1k"]
+    log_in("owner")
+    assert load_task("imagenet", "hf://datasets/owner/imagenet").sizes["train"] == 22
+
+
+def test_a_token_that_is_none_and_a_revision_that_is_none(hub, dtd, log_in):  # noqa: F811
+    told = refusal("--task", "dtd", "--data", "hf://datasets/tanganke/dtd@nowhere")
+    assert "tanganke/dtd has no revision 'nowhere'. Give a branch, a tag or a commit that is there" in told
+    log_in("nobody")
+    told = refusal("--task", "dtd")
+    assert "does not know who you are" in told
+    assert told.endswith("give a folder that has the data: --data DIR\n")
+
+
+@pytest.mark.parametrize(("name", "part"), [("dtd", ""), ("rte", " --include 'rte/*'")])
+def test_without_a_network_and_a_cache(hub, unplug, name, part):  # noqa: F811
+    unplug()
+    repository = PUBLISHED[name]().repository
+    told = refusal("--task", name)
+    assert f"hf://datasets/{repository}: the Hub (http://127.0.0.1:" in told
+    assert "cannot be reached: " in told
+    command = f"hf download {repository} --repo-type dataset{part} --local-dir DIR"
+    assert told.endswith(f"{command}. Then give that folder: --data DIR\n")
+
+
+def test_a_card_alone_in_the_cache_is_no_data(hub, dtd, unplug):  # noqa: F811
+
+    hub.put("datasets/tanganke/dtd", {"README.md": b"# Textures\n"})
+    hf_hub_download("tanganke/dtd", "README.md", repo_type="dataset")
+    unplug()
+    assert "cannot be reached: " in refusal("--task", "dtd")
+
+
+def test_data_that_is_no_parquet_is_read_from_the_hubs_conversion(hub, unplug, tmp_path):  # noqa: F811
+    hub.put("datasets/someone/csv", {"train.csv": b"a,b\n", "README.md": b"# Numbers\n"})
+    with pytest.raises(kp.KfacpackError, match="is not parquet, and the Hub has no parquet copy of it"):
+        load_task("dtd", "hf://datasets/someone/csv")
+    converted = files_of(copy("dtd", tmp_path / "converted", viewer=True))
+    commit = hub.put("datasets/someone/csv", converted, "refs/convert/parquet")
+    for plug in (lambda: None, unplug):
+        plug()
+        split = load_task("dtd", "hf://datasets/someone/csv").split("train")
+        assert (len(split), split.source.dataset, split.source.revision) == (22, "someone/csv", commit)
