@@ -26,8 +26,8 @@ Preset = Literal["tak"]
 STRENGTH = 80.0
 """λ where none is given: the middle of the decade over which sums change little. Of eight tasks, the mean accuracy of
 `tiny` with the sum of their vectors is 0.49 without a penalty and 0.69, 0.72, 0.71 at λ = 25, 80, 250, and that of
-single vectors 0.75 without and 0.75, 0.73, 0.71 (examples/eight_tasks.yaml, three seeds). In this scaling, the published
-accuracies are best at 20 (ViT-B/32) and 25 (ViT-B/16), and 2 points lower at ten times as much."""
+single vectors 0.75 without and 0.75, 0.73, 0.71 (examples/eight_tasks.yaml, three seeds). In this scaling, the
+published accuracies are best at 20 (ViT-B/32) and 25 (ViT-B/16), and 2 points lower at ten times as much."""
 STRENGTH_ON_DATA = 1.0
 """λ of the penalty that needs data, where none is given. Its drift is the true one, of which a bundle foretells a tenth
 to a hundredth, so that λ is less by as much."""
