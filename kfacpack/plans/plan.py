@@ -29,13 +29,12 @@ from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.heads import Kind as HeadKind
 from kfacpack.models import FAMILIES
 from kfacpack.tasks.sampling import how_many
-from kfacpack.training.groups import STRENGTH, STRENGTH_ON_DATA
+from kfacpack.training.groups import checked_strength
 from kfacpack.training.settings import LARGEST
 from kfacpack.vectors.manifest import Regime
 from kfacpack.vectors.methods import METHODS
 
 Text = Annotated[str, Field(min_length=1, max_length=200)]
-Positive = Annotated[int, Field(ge=1)]
 
 
 def _no_truth(said: Any) -> Any:
@@ -43,7 +42,10 @@ def _no_truth(said: Any) -> Any:
     return str(said) if isinstance(said, bool) else said
 
 
-Seed = Annotated[int, BeforeValidator(_no_truth), Field(ge=0, lt=2**32)]
+Whole = Annotated[int, BeforeValidator(_no_truth)]
+Number = Annotated[float, BeforeValidator(_no_truth)]
+Positive = Annotated[Whole, Field(ge=1)]
+Seed = Annotated[Whole, Field(ge=0, lt=2**32)]
 Place = tuple[str | int, ...]
 """Where something stands in a plan: keys, and numbers in lists."""
 BASELINE = "without"
@@ -138,9 +140,9 @@ class TrainingPart(Part):
     regime: Regime = "linear"
     steps: Positive = 100
     batch_size: Positive = 32
-    lr: Annotated[float, Field(gt=0, le=LARGEST)] | None = None
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.1
-    weight_decay: Annotated[float, Field(ge=0, le=LARGEST)] = 0.1
+    lr: Annotated[Number, Field(gt=0, le=LARGEST)] | None = None
+    warmup: Annotated[Number, Field(ge=0, le=1)] = 0.1
+    weight_decay: Annotated[Number, Field(ge=0, le=LARGEST)] = 0.1
 
 
 class ArmPart(Part):
@@ -149,16 +151,14 @@ class ArmPart(Part):
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
-    strength: Annotated[float, Field(ge=0, le=LARGEST)] | None = None
+    strength: Annotated[Number, Field(ge=0, le=LARGEST)] | None = None
     training: TrainingPart = TrainingPart()
     """What this arm has otherwise than the plan's `training`."""
 
     @property
     def lam(self) -> float:
         """λ, as it is said or by default."""
-        if self.strength is not None:
-            return self.strength
-        return STRENGTH_ON_DATA if self.penalty == "data" else STRENGTH
+        return checked_strength(self.strength, on_data=self.penalty == "data")
 
     @model_validator(mode="after")
     def _has_what_it_sets(self) -> ArmPart:
@@ -179,7 +179,7 @@ class NegationPart(Part):
     """The task that is to be kept."""
     instead: Text | None = None
     """The one that is kept when the control itself is negated. None: the first of the others."""
-    keep: Annotated[float, Field(gt=0, le=1)] = 0.95
+    keep: Annotated[Number, Field(gt=0, le=1)] = 0.95
     alphas: Magnitudes = "0:3:0.1"
 
 
@@ -195,7 +195,7 @@ class SomePart(Part):
 
 
 class DriftPart(SomePart):
-    layer_examples: Annotated[int, Field(ge=0)] = 8
+    layer_examples: Annotated[Whole, Field(ge=0)] = 8
     """Each layer's drift is measured on fewer, for it takes a pass of its own; 0 leaves layers out."""
 
 

@@ -15,7 +15,7 @@ import torch
 
 from kfacpack.errors import KfacpackError
 from kfacpack.models.batches import batches
-from kfacpack.training.groups import STRENGTH_ON_DATA, checked_strength
+from kfacpack.training.groups import checked_strength
 from kfacpack.training.order import Order
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Drift:
         if not tasks:
             raise KfacpackError("a penalty on data needs at least one other task")
         self.tasks = tuple(task.name for task in tasks)
-        self.strength = checked_strength(strength, STRENGTH_ON_DATA)
+        self.strength = checked_strength(strength, on_data=True)
         self._splits = [task.split("train") for task in tasks]
         sizes = np.array([len(split) for split in self._splits], dtype=np.float64)
         self._shares = sizes / sizes.sum()

@@ -94,10 +94,10 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
             raise KfacpackError(f"the weight of {group!r} is {weight}, {problem}")
 
 
-def checked_strength(given: float | None, otherwise: float = STRENGTH) -> float:
-    """λ as it was given, or the one for all models."""
+def checked_strength(given: float | None, *, on_data: bool = False) -> float:
+    """λ as it was given, or the one for all models: of bundles, or of a penalty that needs data."""
     if given is None:
-        return otherwise
+        return STRENGTH_ON_DATA if on_data else STRENGTH
     if not 0 <= given <= LARGEST:
         raise KfacpackError(f"strength {given}: expected a number that is not negative, and {LARGEST:g} at most")
     return float(given)
