@@ -42,7 +42,7 @@ def summary(results: Results) -> Section:
         how_to_read="“Own vector” is the accuracy of each task with its vector alone, “all added” that of one model "
         "with every vector; “normalised” is their ratio, “recovered” the share of what the arm without a penalty loses "
         "by adding that this arm does not, “removed” the share of its margin over chance that a negated task loses.",
-        tables=[_summary_table(results)],
+        tables=[_summary_table(results), _arms_table(results)],
         pictures=[picture] if picture else [],
     )
 
@@ -50,10 +50,8 @@ def summary(results: Results) -> Section:
 def _summary_table(results: Results) -> Table:
     """Columns that no arm has anything in are left out."""
     several = len(results.seeds) > 1
-    arms = {arm.name: arm for arm in results.arms}
 
     def cells(row: Summary) -> list[Cell]:
-        arm = arms.get(row.arm)
         return [
             text(row.arm),
             text(row.method),
@@ -63,13 +61,11 @@ def _summary_table(results: Results) -> Table:
             Cell(kind="number", value=row.best_alpha),
             *map(_share, (row.best, row.removed, row.control_kept)),
             Cell(kind="score", value=row.auroc),
-            text(_penalty(arm.penalty) if arm else None),
-            text(arm.regime if arm else None),
         ]
 
     columns = [
         "arm", "method", "own vector", "all added", "normalised", "recovered", "best\u00a0α", "at best\u00a0α",
-        "removed", "control kept", "AUROC", "penalty", "regime",
+        "removed", "control kept", "AUROC",
     ]  # fmt: skip
     rows = [cells(row) for row in results.summary]
     kept = [k for k in range(len(columns)) if any(row[k].value is not None for row in rows)]
@@ -77,6 +73,14 @@ def _summary_table(results: Results) -> Table:
         caption=f"Means over {len(results.tasks)} tasks{_seeds(results)}",
         columns=[columns[k] for k in kept],
         rows=[[row[k] for k in kept] for row in rows],
+    )
+
+
+def _arms_table(results: Results) -> Table:
+    return Table(
+        caption="How the vectors of each arm were trained",
+        columns=["arm", "penalty", "regime"],
+        rows=[[text(arm.name), text(_penalty(arm.penalty)), text(arm.regime)] for arm in results.arms],
     )
 
 
