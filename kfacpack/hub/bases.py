@@ -78,3 +78,14 @@ def as_option(base: Base) -> str | None:
         return None
     tagged = not prefix and base.name not in EMBEDDED and base.revision and not base.revision.startswith("random-")
     return f"{prefix}:{base.name}" if prefix else f"{base.name}/{base.revision}" if tagged else base.name
+
+
+def from_option(option: str) -> tuple[str, str | None]:
+    """Of what `--model` says: the name in a manifest, and of an open_clip NAME/TAG the id on the Hub."""
+    from kfacpack.models import FAMILIES
+
+    prefix, colon, name = option.partition(":")
+    if colon and prefix in FAMILIES:
+        return name, None
+    name, _, tag = option.partition("/")
+    return option, _of_open_clip(name, tag) if tag else None

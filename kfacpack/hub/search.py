@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kfacpack.hub.bases import from_option
 from kfacpack.hub.card import BASE_TAG, TAGS, TASK_TAG
 from kfacpack.hub.files.client import client, speaking
 from kfacpack.hub.repositories import look_at
@@ -31,17 +32,23 @@ def search(
 ) -> list[Found]:
     """Repositories whose cards say that they hold bundles or vectors, at most `limit`.
 
-    `base_model`: as `--model` has it (ViT-B-32, tiny) or by its id on the Hub; `author`: a user or an organisation.
+    `base_model`: as `--model` has it (tiny, ViT-B-32/openai, timm:NAME; without a tag, of any) or by its id on the Hub;
+    `author`: a user or an organisation.
     """
     common = [TAGS[0], *([f"{TASK_TAG}{task}"] if task else [])]
-    # Which of the two a name is, it does not show.
-    ways = [[f"{BASE_TAG}{base_model}"], [f"base_model:{base_model}"]] if base_model else [[]]
+    ways = _ways(base_model) if base_model else [[]]
     found: dict[str, ModelInfo] = {}
     with speaking("the Hub", "search"):
         for way in ways:
             for each in client().list_models(filter=[*common, *way], author=author, limit=limit, full=True):
                 found.setdefault(each.id, each)
     return [_found(each) for each in list(found.values())[:limit]]
+
+
+def _ways(base_model: str) -> list[list[str]]:
+    """What tags say that it is this one. Whether a name is ours or an id on the Hub, it does not show."""
+    name, known = from_option(base_model)
+    return [[f"{BASE_TAG}{name}"], [f"base_model:{name}"], *([[f"base_model:{known}"]] if known else [])]
 
 
 def _found(info: ModelInfo) -> Found:

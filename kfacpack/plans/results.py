@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kfacpack.bundle.reader import Bundle
 from kfacpack.evaluation.results import normalized, result
 from kfacpack.evaluation.sweep import as_table, best
+from kfacpack.merging.rules import RULES
 from kfacpack.plans.plan import BASELINE
 from kfacpack.reporting.results import FORMAT
 
@@ -89,7 +90,6 @@ def _bundle(stage: Estimate, graph: Graph) -> dict[str, Any]:
 
 def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
     bundle, first = Bundle(stage.path), stage.bundles[0]
-    lost = [loss.frobenius for loss in bundle.manifest.losses if loss.step == stage.rule]
     return {
         "rule": stage.rule,
         "rank": stage.rank,
@@ -98,7 +98,7 @@ def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
         "seed": first.seed,
         "file": str(stage.path.relative_to(graph.root)),
         "bytes": bundle.nbytes,
-        "error": lost[0] if lost else None,
+        "error": RULES[stage.rule](stage.rank).error_in(bundle.manifest.losses),
     }
 
 

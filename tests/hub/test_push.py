@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from vectors.small import vector
 
 import kfacpack as kp
-from kfacpack.hub.bases import as_option, hub_id
+from kfacpack.hub.bases import as_option, from_option, hub_id
 from kfacpack.hub.card import BEGIN, END, card_for
 from kfacpack.hub.items import Item
 from kfacpack.vectors.manifest import TaskEntry
@@ -283,7 +283,8 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
 
     assert names() == ["owner/one", "owner/two"]
     assert names("--base-model", "small", "--task", "two") == ["owner/two"]
-    assert names("--base-model", "owner/base") == ["owner/two"]
+    assert names("--base-model", "owner/base") == names("--base-model", "hf:owner/base") == ["owner/two"]
+    assert names("--base-model", "timm:small") == ["owner/one", "owner/two"]
     assert names("--author", "stranger") == []
     assert len(names("--limit", "1")) == 1
     shown = run("search", "--task", "two").stdout
@@ -308,3 +309,5 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
 def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, known, option):
     base = kp.identify({"w": torch.zeros(1)}, ["w"], family=family, name=name, revision=revision)
     assert (hub_id(base), as_option(base)) == (known, option)
+    if option is not None:
+        assert from_option(option) in ((name, None), (option, known))

@@ -13,6 +13,7 @@ from kit import HOLDS, dense_block, of_task, random_psd, random_tau
 
 import kfacpack as kp
 from kfacpack.merging.merge import merge_and_report
+from kfacpack.merging.rules import RULES
 
 seeds = st.integers(0, 2**16)
 counts = st.integers(1, 5)
@@ -51,6 +52,9 @@ def test_the_reported_errors_are_those_of_brute_force(hold, seed, by):
         assert block.frobenius * size == pytest.approx(float(difference.norm()), rel=1e-4, abs=2e-6 * size)
     total = torch.cat([each.flatten() for each in lost]).norm() / torch.tensor(sizes).norm()
     assert merged.report.total.frobenius == pytest.approx(float(total), rel=1e-4, abs=2e-6)
+    rule, rank = by
+    written = RULES[rule](rank).error_in(merged.curvature.about.losses)
+    assert written == pytest.approx(merged.report.total.frobenius, abs=2e-6)
 
 
 @given(seed=seeds, count=counts)

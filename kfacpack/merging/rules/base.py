@@ -20,7 +20,7 @@ from kfacpack.merging.weights import relative
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kfacpack.bundle.manifest import Estimate, Parent, Sharing, Source
+    from kfacpack.bundle.manifest import Estimate, Loss, Parent, Sharing, Source
     from kfacpack.curvature.matrices import Matrix
     from kfacpack.merging.inputs import Input
 
@@ -72,6 +72,14 @@ class Rule(ABC):
     def step(self) -> str:
         """What a block's losses call it."""
         return f"{self.name}:{self.rank}" if self.ranked else self.name
+
+    def error_in(self, losses: Sequence[Loss]) -> float | None:
+        """The relative error of what it made, by the losses that were written down with it.
+
+        Nothing is written where nothing is lost; None where it was, and is not known.
+        """
+        own = [loss.frobenius for loss in losses if loss.step == self.step]
+        return own[-1] if own else 0.0
 
     def check(self, inputs: Sequence[Input]) -> None:
         """Refuse inputs that this rule cannot do right by, though they belong together."""
