@@ -80,12 +80,19 @@ def as_option(base: Base) -> str | None:
     return f"{prefix}:{base.name}" if prefix else f"{base.name}/{base.revision}" if tagged else base.name
 
 
-def from_option(option: str) -> tuple[str, str | None]:
-    """Of what `--model` says: the name in a manifest, and of an open_clip NAME/TAG the id on the Hub."""
-    from kfacpack.models import FAMILIES
+_TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _of_open_clip), "timm": (".", _of_timm)}
+"""Prefix -> what parts the name from the tag in `--model`, and how both become an id."""
 
-    prefix, colon, name = option.partition(":")
-    if colon and prefix in FAMILIES:
-        return name, None
-    name, _, tag = option.partition("/")
-    return option, _of_open_clip(name, tag) if tag else None
+
+def from_option(option: str) -> tuple[str, str]:
+    """Of what `--model` says: the name that a manifest has, and the id on the Hub. What may be either is both."""
+    from kfacpack.models import split_spec
+    from kfacpack.models.transformers_hub import public_name
+
+    prefix, name = split_spec(option)
+    if prefix in _TAGGED:
+        separator, id_of = _TAGGED[prefix]
+        plain, _, tag = name.partition(separator)
+        return name, (id_of(plain, tag) if tag else None) or name
+    name = public_name(name)
+    return name, name

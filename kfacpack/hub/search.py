@@ -32,7 +32,7 @@ def search(
 ) -> list[Found]:
     """Repositories whose cards say that they hold bundles or vectors, at most `limit`.
 
-    `base_model`: as `--model` has it (tiny, ViT-B-32/openai, timm:NAME; without a tag, of any) or by its id on the Hub;
+    `base_model`: as `--model` has it (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag) or by its id on the Hub;
     `author`: a user or an organisation.
     """
     common = [TAGS[0], *([f"{TASK_TAG}{task}"] if task else [])]
@@ -46,9 +46,9 @@ def search(
 
 
 def _ways(base_model: str) -> list[list[str]]:
-    """What tags say that it is this one. Whether a name is ours or an id on the Hub, it does not show."""
+    """The tags that say that it is this one. Whether a name is ours or an id on the Hub, it does not show."""
     name, known = from_option(base_model)
-    return [[f"{BASE_TAG}{name}"], [f"base_model:{name}"], *([[f"base_model:{known}"]] if known else [])]
+    return [[f"{BASE_TAG}{name}"], [f"base_model:{known}"]]
 
 
 def _found(info: ModelInfo) -> Found:

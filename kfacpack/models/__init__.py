@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from kfacpack.models.names import UnknownModel
 from kfacpack.models.t5 import T5
 from kfacpack.models.timm_family import Timm
 
-__all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "downloaded", "load_model"]
+__all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "downloaded", "load_model", "split_spec"]
 
 FAMILIES: dict[str, Family] = {family.prefix: family for family in (OpenClip(), Timm(), T5(), Encoder())}
 """By what stands before the colon; a name without one is open_clip's."""
@@ -47,6 +48,19 @@ def downloaded() -> list[Downloaded]:
     ]
 
 
+def split_spec(spec: str) -> tuple[str, str]:
+    """The prefix of a family, empty for open_clip's, and the name that the family knows."""
+    prefix, colon, name = spec.partition(":")
+    if not colon:
+        prefix, name = "", spec
+    if prefix not in FAMILIES or not name:
+        raise KfacpackError(f"{printable(spec)!r} names no model. A model is {FORMS}")
+    if name.startswith("~"):
+        with suppress(RuntimeError):  # a user whom nobody knows: the family says that there is no such folder
+            name = str(Path(name).expanduser())
+    return prefix, name
+
+
 def load_model(
     spec: str,
     *,
@@ -61,16 +75,10 @@ def load_model(
     `weights`: a safetensors file in their place, or the word "random", to initialise from `seed`. A file that is called
     random is ./random. `image_size`: pixels of a side; position embeddings are resampled by the model's own library.
     """
-    prefix, colon, name = spec.partition(":")
-    if not colon:
-        prefix, name = "", spec
-    if prefix not in FAMILIES or not name:
-        raise KfacpackError(f"{printable(spec)!r} names no model. A model is {FORMS}")
+    prefix, name = split_spec(spec)
     if image_size is not None and image_size < 1:
         raise KfacpackError(f"an image size of {image_size} pixels; expected a positive number")
     try:
-        if name.startswith("~"):
-            name = str(Path(name).expanduser())
         source: Weights = None if weights is None else "random" if weights == "random" else Path(weights)
         return FAMILIES[prefix].load(Request(name, source, image_size, dtype, _usable(device), seed))
     except UnknownModel as error:

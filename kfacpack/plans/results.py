@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from kfacpack.bundle.reader import Bundle
 from kfacpack.evaluation.results import normalized, result
 from kfacpack.evaluation.sweep import as_table, best
-from kfacpack.merging.rules import RULES
 from kfacpack.plans.plan import BASELINE
 from kfacpack.reporting.results import FORMAT
 
@@ -98,7 +97,7 @@ def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
         "seed": first.seed,
         "file": str(stage.path.relative_to(graph.root)),
         "bytes": bundle.nbytes,
-        "error": RULES[stage.rule](stage.rank).error_in(bundle.manifest.losses),
+        "error": stage.error(),
     }
 
 

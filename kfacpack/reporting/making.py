@@ -91,11 +91,13 @@ def made(results: Results, times: Times | None) -> Section:
             [text(stage.name), Cell(kind="seconds", value=stage.seconds), text("reused" if stage.reused else "made")]
             for stage in times.stages
         ]
-        rows.append([text("whole run"), Cell(kind="seconds", value=times.seconds), text(None)])
-        caption = "Times of the run that wrote these results"
+        together = sum(stage.seconds for stage in times.stages)
+        rows.append([text("all of these"), Cell(kind="seconds", value=together), text(None)])
+        rows.append([text("the last call"), Cell(kind="seconds", value=times.seconds), text(None)])
+        caption = "Times: of each stage when it was made, and of the call that wrote these results"
         tables.append(Table(caption=caption, columns=["stage", "time", "how"], rows=rows, folded=len(rows) > 24))
         if times.peak_bytes is not None:
-            peak = [[text("peak"), Cell(kind="bytes", value=times.peak_bytes)]]
+            peak = [[text("peak of the last call"), Cell(kind="bytes", value=times.peak_bytes)]]
             tables.append(Table(caption="Memory", columns=["what", "how much"], rows=peak))
     return Section(
         id="made",

@@ -285,6 +285,9 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
     assert names("--base-model", "small", "--task", "two") == ["owner/two"]
     assert names("--base-model", "owner/base") == names("--base-model", "hf:owner/base") == ["owner/two"]
     assert names("--base-model", "timm:small") == ["owner/one", "owner/two"]
+    pushed(shelf / "one.kfac", "owner/one", "--base-model", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K")
+    assert names("--base-model", "ViT-B-32/laion2b_s34b_b79k") == ["owner/one"]
+    assert "names no model" in run("search", "--base-model", "no:such", code=2).stderr
     assert names("--author", "stranger") == []
     assert len(names("--limit", "1")) == 1
     shown = run("search", "--task", "two").stdout
@@ -309,5 +312,23 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
 def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, known, option):
     base = kp.identify({"w": torch.zeros(1)}, ["w"], family=family, name=name, revision=revision)
     assert (hub_id(base), as_option(base)) == (known, option)
-    if option is not None:
-        assert from_option(option) in ((name, None), (option, known))
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "known"),
+    [
+        ("tiny", "tiny", "tiny"),
+        ("ViT-B-32", "ViT-B-32", "ViT-B-32"),
+        ("ViT-B-32/laion2b_s34b_b79k", "ViT-B-32/laion2b_s34b_b79k", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K"),
+        ("laion/CLIP-ViT-B-32", "laion/CLIP-ViT-B-32", "laion/CLIP-ViT-B-32"),
+        ("timm:vit_tiny_patch16_224", "vit_tiny_patch16_224", "vit_tiny_patch16_224"),
+        ("timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k", "vit_tiny_patch16_224.augreg_in21k_ft_in1k",
+         "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
+        ("t5:google-t5/t5-base", "google-t5/t5-base", "google-t5/t5-base"),
+        ("hf:./mine/", "mine", "mine"),
+    ],
+)  # fmt: skip
+def test_what_model_says_is_looked_for_by_name_and_by_id(option, name, known, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    assert from_option(option) == (name, known)

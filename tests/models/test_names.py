@@ -28,6 +28,7 @@ from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
         ("timm:", "names no model"),
         ("", "is no model that open_clip knows|names no model"),
         ("t5:./no/such/folder", "no such directory"),
+        ("hf:~nobody-of-that-name/folder", "no such directory"),
         ("hf:nobody/nothing", "its config and tokenizer cannot be loaded"),
         ("nonsense", r"timm:NAME, t5:NAME_OR_DIR, hf:NAME_OR_DIR"),
     ],

@@ -91,6 +91,7 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
         ),
         (changed('alphas: "0,1", examples: 5', "pairs: [[faces, faces]], examples: 5"), "found 'faces' twice"),
         (TEXT + "seeds: [true]\n", "seeds.0: expected a whole number"),
+        (changed("steps: 3", "steps: true"), "plan.yaml, line 5: training.steps: expected a whole number"),
         (changed("strength: 3", "strength: true"), "plan.yaml, line 8: arms.kfac.strength: expected a number"),
         (TEXT + "seeds: [!!int foo]\n", "plan.yaml: is no plan"),
         (changed("name: small", "name: !foo small"), "plan.yaml, line 1: is no plan"),

@@ -11,9 +11,11 @@ import torch
 from plans.small import TEXT
 
 import kfacpack as kp
+from kfacpack.merging.merge import merge_and_report
 from kfacpack.plans.reading import parse
 from kfacpack.plans.run import RESULTS, TIMES, Run
 from kfacpack.plans.shop import Shop
+from kfacpack.plans.stages.base import Watch
 from kfacpack.running.partial import Interrupted
 
 
@@ -46,6 +48,19 @@ def test_a_control_that_is_negated_itself_leaves_its_place_to_another(tmp_path, 
     (trial, *_) = run_of(tmp_path, text).graph.trials
     kept = {task: stage.control for task, stage in trial.negated.items()}
     assert kept == {"faces": "digits", "weaves": "digits", "digits": digits_keep}
+
+
+@pytest.mark.parametrize("penalty", ["kronecker, rule: tak", "kronecker, rule: optimal", "diagonal"])
+def test_a_merge_says_what_it_lost(tmp_path, penalty):
+    text = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]").replace("  spectra: true\n", "")
+    run = run_of(tmp_path, text.replace("penalty: kronecker", f"penalty: {penalty}"))
+    merge = next(iter(run.graph.merges.values()))
+    for stage in (*merge.bundles, merge):
+        stage.path.parent.mkdir(exist_ok=True)
+        stage.make(Watch())
+    measured = merge_and_report([each.path for each in merge.bundles], merge.rule).report.total.frobenius
+    assert merge.error() == pytest.approx(measured)
+    assert (measured > 0) == (penalty != "diagonal")
 
 
 @pytest.fixture(scope="module")

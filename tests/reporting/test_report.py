@@ -231,7 +231,7 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path):
     assert [section["id"] for section in page.all("section")] == ["summary", "tasks", "made"]
     assert "AUROC" not in page.text
     assert "gets back" not in page.headline
-    assert "whole run" not in page.cells
+    assert "the last call" not in page.cells
 
 
 def test_names_are_harmless(tmp_path):

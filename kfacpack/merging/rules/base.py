@@ -74,9 +74,9 @@ class Rule(ABC):
         return f"{self.name}:{self.rank}" if self.ranked else self.name
 
     def error_in(self, losses: Sequence[Loss]) -> float | None:
-        """The relative error of what it made, by the losses that were written down with it.
+        """The relative error of what it made of bundles of single tasks, by the losses that were written down with it.
 
-        Nothing is written where nothing is lost; None where it was, and is not known.
+        Nothing is written where nothing is lost; None where something was, and it is not known how much.
         """
         own = [loss.frobenius for loss in losses if loss.step == self.step]
         return own[-1] if own else 0.0

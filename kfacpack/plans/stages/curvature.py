@@ -9,6 +9,7 @@ from kfacpack.bundle.reader import Bundle
 from kfacpack.estimation.job import Job
 from kfacpack.estimation.options import Options, Structure
 from kfacpack.merging.merge import merge_and_report
+from kfacpack.merging.rules import RULES
 from kfacpack.plans.commands import command, for_model, for_task
 from kfacpack.plans.stages.base import Sealed, Stage, Watch
 from kfacpack.tasks.sampling import how_many
@@ -99,6 +100,10 @@ class Merge(Sealed):
 
     def cost(self) -> float:
         return 50.0 * len(self.bundles)
+
+    def error(self) -> float | None:
+        """Of the merged curvature, relative to the sum."""
+        return RULES[self.rule](self.rank).error_in(Bundle(self.path).manifest.losses)
 
     def command(self) -> str:
         paths = [each.path.relative_to(self.root) for each in self.bundles]
