@@ -29,7 +29,7 @@ SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_
 def run(
     plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="The plan; paths in it are meant from its folder."),
     output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="DIR", help="The folder to write to; else one here with the plan's name."
+        RUN, None, "--output", "-o", metavar="DIR", help="The folder to write to; else one called as the plan's file."
     ),
     device: str = DEVICE,
     dry_run: bool = option(RUN, False, "--dry-run", help="Show what would run and about how long; write nothing."),

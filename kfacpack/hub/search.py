@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kfacpack.errors import HubError
 from kfacpack.hub.bases import from_option
 from kfacpack.hub.card import BASE_TAG, TAGS, TASK_TAG
 from kfacpack.hub.files.client import client, speaking
@@ -35,10 +36,14 @@ def search(
     `base_model`: as `--model` has it (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag) or by its id on the Hub;
     `author`: a user or an organisation.
     """
+    from huggingface_hub import constants
+
     common = [TAGS[0], *([f"{TASK_TAG}{task}"] if task else [])]
     ways = _ways(base_model) if base_model else [[]]
     found: dict[str, ModelInfo] = {}
-    with speaking("the Hub", "search"):
+    if constants.HF_HUB_OFFLINE:
+        raise HubError("search", "asks the Hub, and HF_HUB_OFFLINE is set", "Unset it", unreachable=True)
+    with speaking("search", "search", otherwise="let HF_ENDPOINT name a mirror"):
         for way in ways:
             for each in client().list_models(filter=[*common, *way], author=author, limit=limit, full=True):
                 found.setdefault(each.id, each)

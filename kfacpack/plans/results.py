@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from kfacpack.plans.stages.curvature import Estimate, Merge
 
 
+_NOISE = 1e-9
+"""Means of the same accuracies differ by rounding; one example of ten million is a hundred times that."""
+
+
 def results(graph: Graph, text: str) -> dict[str, Any]:
     plan, shop = graph.plan, graph.shop
     base = {task: stage.read() for task, stage in graph.base.items()}
@@ -138,7 +142,7 @@ def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
     without = next((line for line in lines if line["arm"] == BASELINE), None)
     for line in lines:
         lost = without["individual"] - without["added"] if without else 0.0
-        fair = without is not None and lost > 0 and line["arm"] != BASELINE and line["method"] == without["method"]
+        fair = without is not None and lost > _NOISE and line["arm"] != BASELINE and line["method"] == without["method"]
         line["recovered"] = (line["added"] - without["added"]) / lost if fair and without else None
     return lines
 

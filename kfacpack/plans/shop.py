@@ -94,9 +94,10 @@ class Shop:
         for number, task in enumerate(tasks):
             with self.plan.at("tasks", number):
                 require_several(task, known_classes(task))
+        model = self.model  # what is wrong with it is told with its own line
         with self.plan.at("model", "head"):
             for task in tasks:
-                check_head(self.model, task, self.plan.model.head)
+                check_head(model, task, self.plan.model.head)
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
         if task not in self._heads:

@@ -40,8 +40,9 @@ def summary(results: Results) -> Section:
         id="summary",
         title="In short",
         how_to_read="“Own vector” is the accuracy of each task with its vector alone, “all added” that of one model "
-        "with every vector; “normalised” is their ratio, “recovered” the share of what the arm without a penalty loses "
-        "by adding that this arm does not, “removed” the share of its margin over chance that a negated task loses.",
+        "with every vector; “normalised” is the mean of the tasks' ratios, “recovered” the share of what the arm "
+        "without a penalty loses by adding that this arm does not, “removed” the share of its margin over chance that "
+        "a negated task loses.",
         tables=[_summary_table(results), _arms_table(results)],
         pictures=[picture] if picture else [],
     )

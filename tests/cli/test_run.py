@@ -79,11 +79,18 @@ def test_a_wrong_plan_is_refused(tmp_path):
     assert "plan.yaml, line 5: training.steps" in done.stderr.replace("\n", " ")
 
 
-def test_an_unknown_task_is_told_before_anything_is_made(tmp_path):
-    (tmp_path / "plan.yaml").write_text(TEXT.replace("[faces, weaves]", "[faces, nowhere]"))
+@pytest.mark.parametrize(
+    ("known", "unknown", "expected"),
+    [
+        ("[faces, weaves]", "[faces, nowhere]", "line 3: tasks.1: 'nowhere' is no registered task"),
+        ("name: tiny", "name: nosuch", "line 2: model: 'nosuch' is no model that open_clip knows"),
+    ],
+)
+def test_an_unknown_name_is_told_before_anything_is_made(tmp_path, known, unknown, expected):
+    (tmp_path / "plan.yaml").write_text(TEXT.replace(known, unknown))
     done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out")
     assert done.exit_code == 2
-    assert "plan.yaml, line 3: tasks.1: 'nowhere' is no registered task" in done.stderr
+    assert done.stderr.startswith(f"error: {tmp_path / 'plan.yaml'}, {expected}")
     assert not (tmp_path / "out").exists()
 
 

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from hub.repositories import card_problems
-from huggingface_hub import ModelCard
+from huggingface_hub import ModelCard, constants
 from kfacpack_cli.main import app
 from typer.testing import CliRunner
 from vectors.small import vector
@@ -272,6 +272,11 @@ def test_pull_puts_nothing_in_place_that_does_not_hold(owner, shelf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_search_needs_the_hub(owner, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "search: asks the Hub, and HF_HUB_OFFLINE is set" in run("search", code=2).stderr
+
+
 def test_search_finds_by_model_task_and_author(owner, shelf):
     pushed(shelf / "one.kfac", "owner/one")
     pushed(shelf / "two.kfac", shelf / "two.safetensors", "owner/two", "--base-model", "owner/base")
@@ -287,6 +292,7 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
     assert names("--base-model", "timm:small") == ["owner/one", "owner/two"]
     pushed(shelf / "one.kfac", "owner/one", "--base-model", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K")
     assert names("--base-model", "ViT-B-32/laion2b_s34b_b79k") == ["owner/one"]
+    assert names("--base-model", "/") == []
     assert "names no model" in run("search", "--base-model", "no:such", code=2).stderr
     assert names("--author", "stranger") == []
     assert len(names("--limit", "1")) == 1

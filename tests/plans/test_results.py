@@ -36,3 +36,11 @@ def test_what_is_got_back_is_a_share_of_what_adding_loses():
     assert without["recovered"] is None
     assert kfac["recovered"] == pytest.approx(0.5)
     assert (kfac["removed"], kfac["control_kept"]) == (1.0, 0.8)
+
+
+def test_where_adding_loses_nothing_but_rounding_nothing_is_got_back():
+    arms = [
+        arm("without", added=0.4 - 1e-16, removed=0.5, control_before=0.5),
+        arm("kfac", added=0.5, removed=0.5, control_before=0.5),
+    ]
+    assert [line["recovered"] for line in summary(arms)] == [None, None]
