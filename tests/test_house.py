@@ -15,6 +15,7 @@ import kfacpack as kp
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     "errors",
+    "paths",
     "hub.files",
     "bundle",
     "curvature.matrices",

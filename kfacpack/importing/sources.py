@@ -10,6 +10,7 @@ from kfacpack.errors import HubError, KfacpackError, printable
 from kfacpack.hub.files.client import client, speaking
 from kfacpack.hub.files.download import snapshot
 from kfacpack.hub.files.reference import SCHEME, is_reference, read_address
+from kfacpack.paths import expanded
 
 OTHERWISE = "download it by other means, and give the folder"
 
@@ -32,7 +33,7 @@ class HubFolder(NamedTuple):
 def place_of(source: str | Path) -> Path | HubFolder:
     """A folder, or hf://owner/repo[@revision][/folder]; mammoth writes the revision last: hf://owner/repo/folder@main."""
     if not is_reference(source):
-        folder = Path(source).expanduser()
+        folder = expanded(source)
         if not folder.is_dir():
             raise KfacpackError(f"{folder}: is no folder; give the one with the .pt files, or hf://owner/repo/folder")
         return folder

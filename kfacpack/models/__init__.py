@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from kfacpack.models.encoder import Encoder
 from kfacpack.models.names import UnknownModel
 from kfacpack.models.t5 import T5
 from kfacpack.models.timm_family import Timm
+from kfacpack.paths import expanded
 
 __all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "downloaded", "load_model", "split_spec"]
 
@@ -55,10 +55,7 @@ def split_spec(spec: str) -> tuple[str, str]:
         prefix, name = "", spec
     if prefix not in FAMILIES or not name:
         raise KfacpackError(f"{printable(spec)!r} names no model. A model is {FORMS}")
-    if name.startswith("~"):
-        with suppress(RuntimeError):  # a user whom nobody knows: the family says that there is no such folder
-            name = str(Path(name).expanduser())
-    return prefix, name
+    return prefix, str(expanded(name)) if name.startswith("~") else name
 
 
 def load_model(

@@ -8,6 +8,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfacpack.paths import expanded
 from kfacpack.tasks.places import is_address
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def typed(plan: Plan, said: str, root: Path, before: str = "") -> str:
     """A path of the plan, from the run's folder; one that is absolute stays as it is written, variables and all."""
     if is_address(said):
         return before + said
-    full = Path(os.path.expandvars(said)).expanduser()
+    full = expanded(os.path.expandvars(said))
     if not full.is_absolute():
         # Through no links: the shell and the system disagree on what is above one.
         return before + os.path.relpath(plan.place(said).resolve(), root.resolve())

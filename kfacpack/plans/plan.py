@@ -28,6 +28,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.heads import Kind as HeadKind
 from kfacpack.models import FAMILIES
+from kfacpack.paths import expanded
 from kfacpack.tasks.sampling import how_many
 from kfacpack.training.groups import checked_strength
 from kfacpack.training.settings import LARGEST
@@ -336,4 +337,4 @@ class Plan(Part):
         if unset := re.search(r"\$\{?(\w+)", full):
             problem = f"the environment has no variable {unset[1]}"
             raise KfacpackError(f"{said}: {problem}. Set it to the place that is meant, or write it into the plan")
-        return self._folder / Path(full).expanduser()
+        return self._folder / expanded(full)

@@ -92,7 +92,7 @@ def _bundle(stage: Estimate, graph: Graph) -> dict[str, Any]:
 
 
 def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
-    bundle, first = Bundle(stage.path), stage.bundles[0]
+    first = stage.bundles[0]
     return {
         "rule": stage.rule,
         "rank": stage.rank,
@@ -100,7 +100,7 @@ def _merge(stage: Merge, graph: Graph) -> dict[str, Any]:
         "without": stage.without,
         "seed": first.seed,
         "file": str(stage.path.relative_to(graph.root)),
-        "bytes": bundle.nbytes,
+        "bytes": stage.path.stat().st_size,
         "error": stage.error(),
     }
 

@@ -83,6 +83,7 @@ def test_a_wrong_plan_is_refused(tmp_path):
     ("known", "unknown", "expected"),
     [
         ("[faces, weaves]", "[faces, nowhere]", "line 3: tasks.1: 'nowhere' is no registered task"),
+        ("weaves]", "{name: mine, data: ~nosuch/x}]", "line 3: tasks.1: ~nosuch/x: no such directory"),
         ("name: tiny", "name: nosuch", "line 2: model: 'nosuch' is no model that open_clip knows"),
     ],
 )

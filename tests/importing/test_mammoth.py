@@ -231,6 +231,7 @@ def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
     assert left["seq-8vision_task_1_ggT.pt"] == "of dtd"
     assert "no file such as" in refusal(tmp_path, model, tmp_path)
     assert "is no folder" in refusal(tmp_path / "nowhere", model, tmp_path)
+    assert "~nosuch/x: no such directory" in refusal("~nosuch/x", model, tmp_path)
 
 
 @pytest.mark.usefixtures("at_once")
