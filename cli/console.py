@@ -32,10 +32,11 @@ def show_note(message: str) -> None:
 
 
 @contextmanager
-def noting(kind: type[Warning], *, show: bool) -> Iterator[None]:
-    """The library's warnings of this kind become notes, or nothing where none are to be shown."""
+def noting(*kinds: type[Warning], show: bool) -> Iterator[None]:
+    """The library's warnings of these kinds become notes, or nothing where none are to be shown."""
     with warnings.catch_warnings():
-        warnings.simplefilter("always", kind)
+        for kind in kinds:
+            warnings.simplefilter("always", kind)
         otherwise = warnings.showwarning
 
         def showwarning(
@@ -46,7 +47,7 @@ def noting(kind: type[Warning], *, show: bool) -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if not issubclass(category, kind):
+            if not issubclass(category, kinds):
                 otherwise(message, category, filename, lineno, file, line)
             elif show:
                 show_note(f"warning: {message}")

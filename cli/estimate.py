@@ -14,6 +14,7 @@ from rich.text import Text
 from kfacpack.bundle.manifest import Fisher, FloatType, Probe, Sharing
 from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
+from kfacpack.prompts import PromptStyle
 
 from .compress import print_report, report_json
 from .console import human_bytes, human_seconds, out, print_json
@@ -26,6 +27,7 @@ from .options import (
     IMAGE_SIZE,
     MODEL_NAME,
     PARAMS,
+    PROMPTS,
     QUIET,
     RUN,
     WEIGHTS,
@@ -53,6 +55,7 @@ def estimate(
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
+    prompts: PromptStyle | None = PROMPTS,
     params: list[str] | None = PARAMS,
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
@@ -113,7 +116,7 @@ def estimate(
         with loading(model, show=show):
             # The task first: a slip of the pen should not wait for a model.
             found_task = load_asked(task, data, columns, model, quiet=quiet or processes.rank() != 0)
-            found_model = load_named(model, weights, image_size, dtype, place, seed)
+            found_model = load_named(model, weights, image_size, dtype, place, seed, prompts)
         chosen = tuple(params) if params else None
         job = Job(found_model, found_task, options, examples, batch_size, split, chosen, _part(shard))
         if dry_run:

@@ -9,6 +9,7 @@ import typer
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.alphas import parse_alphas
+from kfacpack.prompts import PromptStyle
 
 from . import individual as individuals
 from .console import print_json, show_note
@@ -20,6 +21,7 @@ from .options import (
     HEAD,
     IMAGE_SIZE,
     MODEL_NAME,
+    PROMPTS,
     QUIET,
     RUN,
     WEIGHTS,
@@ -45,6 +47,7 @@ def evaluate(
     more: list[str] | None = typer.Argument(None, metavar="TASK...", help="Further tasks: --task A B C."),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
+    prompts: PromptStyle | None = PROMPTS,
     vector: File | None = option(
         VECTOR,
         None,
@@ -145,7 +148,7 @@ def evaluate(
         chosen_on = {each.name: validation_exam(each, examples) for each in tasks} if choose or control else {}
         known = individuals.read(individual or [], exams)
         tau = TaskVector.load(vector) if vector else None
-        loaded = load_named(model, weights, image_size, dtype, place)
+        loaded = load_named(model, weights, image_size, dtype, place, prompts=prompts)
     for each in (tau, *known.values()):
         if isinstance(each, TaskVector):
             each.check(loaded.module, loaded.function)  # before anything takes long

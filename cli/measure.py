@@ -13,6 +13,7 @@ import typer
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.hub.files.reference import located
+from kfacpack.prompts import PromptStyle
 from kfacpack.running.files import write_whole
 
 from .console import out, print_json
@@ -23,6 +24,7 @@ from .options import (
     DTYPE,
     IMAGE_SIZE,
     MODEL_NAME,
+    PROMPTS,
     QUIET,
     RUN,
     WEIGHTS,
@@ -77,6 +79,7 @@ def measure(
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
+    prompts: PromptStyle | None = PROMPTS,
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     task: list[str] | None = option(
@@ -134,7 +137,7 @@ def measure(
         names = list(curvatures) or [*taus, *(task or ())]
         with loading(", ".join([*names, model]), show=show):
             exams = _exams(names, data or (), split, examples, model, quiet=quiet)
-            loaded = load_named(model, weights, image_size, dtype, place)
+            loaded = load_named(model, weights, image_size, dtype, place, prompts=prompts)
         with examples_bar(what, show=show) as advance:
             how: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
             if what == "disentanglement":

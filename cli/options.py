@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kfacpack.bundle.manifest import FloatType
     from kfacpack.models import Model
+    from kfacpack.prompts import PromptStyle
     from kfacpack.tasks import Task
 
 File = str
@@ -41,6 +42,12 @@ WEIGHTS = option(
 )
 IMAGE_SIZE = option(
     MODEL, None, "--image-size", min=1, metavar="N", help="Pixels of a side, instead of the model's own."
+)
+PROMPTS = option(
+    MODEL,
+    None,
+    "--prompts",
+    help="Prompt style of a t5: model: t5 or flan. By default the style the model was trained with.",
 )
 DEVICE = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is.")
 PARAMS = option(
@@ -118,6 +125,7 @@ def load_named(
     dtype: FloatType = "float32",
     device: str | torch.device = "cpu",
     seed: int = 0,
+    prompts: PromptStyle | None = None,
 ) -> Model:
     """The model that the options name."""
     import torch
@@ -125,7 +133,9 @@ def load_named(
     from kfacpack.models import load_model
 
     number_type = getattr(torch, dtype)
-    return load_model(model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed)
+    return load_model(
+        model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed, prompts=prompts
+    )
 
 
 def load_asked(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kfacpack.errors import printable
 
-from .console import human_bytes, human_seconds, out, percent, print_json, show_note
+from .console import human_bytes, human_seconds, noting, out, percent, print_json, show_note
 from .options import DEVICE, QUIET, RUN, WORKERS, option
 from .progress import work_bar
 from .stopping import stopping
@@ -73,7 +73,12 @@ def carry_out(
         if as_json or not quiet:
             _print_forecast(begun, as_json=as_json)
         return
-    with stopping(f"what is done is kept in {root}. The same command goes on from there") as stopped:
+    from kfacpack.training.metrics import PenaltyWarning
+
+    with (
+        noting(PenaltyWarning, show=not quiet),
+        stopping(f"what is done is kept in {root}. The same command goes on from there") as stopped,
+    ):
         results = begun.execute(_shower(show, explain), stopped)
     page = report(root, root / "report.html")
     if as_json:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.prompts import PromptStyle
 from kfacpack.training.groups import STRENGTH, STRENGTH_ON_DATA, Preset
 from kfacpack.vectors.manifest import Regime
 
@@ -25,6 +26,7 @@ from .options import (
     IMAGE_SIZE,
     MODEL_NAME,
     PARAMS,
+    PROMPTS,
     QUIET,
     RUN,
     WEIGHTS,
@@ -57,6 +59,7 @@ def train(
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
+    prompts: PromptStyle | None = PROMPTS,
     params: list[str] | None = PARAMS,
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
@@ -71,7 +74,8 @@ def train(
         None,
         "--strength",
         metavar="λ",
-        help=f"λ, which multiplies the penalty; by default {STRENGTH:g}, and {STRENGTH_ON_DATA:g} with --reg-data.",
+        help="λ, which multiplies the drift of f relative to the scale of f. "
+        f"Default: {STRENGTH:g}, or {STRENGTH_ON_DATA:g} with --reg-data.",
     ),
     reg_every: int = option(PENALTY, 1, "--reg-every", min=1, metavar="N", help="Apply it at every N-th step only."),
     weight: list[str] | None = option(
@@ -171,7 +175,7 @@ def train(
             found_task = load_asked(task, data, columns, model, quiet=silent)
             named = [task_and_folder("--reg-data", each, bare=True) for each in reg_data or ()]
             others = [load_asked(name, folder, None, model, quiet=silent) for name, folder in named]
-            found_model = load_named(model, weights, image_size, dtype, place, seed)
+            found_model = load_named(model, weights, image_size, dtype, place, seed, prompts)
             chosen = REGIMES[regime](found_model, tuple(params) if params else None)
             regularizer = _regularizer(
                 reg,
@@ -203,14 +207,14 @@ def train(
 
 
 def _regularizer(reg: list[File] | None, *, quiet: bool, **how: Any) -> Regularizer | None:
-    from kfacpack.training.regularizer import OwnTaskWarning, Regularizer
+    from kfacpack.training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularizer
 
     if not reg:
         if how["weights"] or how["preset"] or how["every"] != 1 or how["offload"]:
             problem = "--weight, --preset, --reg-every and --offload belong to a penalty of bundles"
             raise KfacpackError(f"{problem}: give --reg FILE.kfac")
         return None
-    with noting(OwnTaskWarning, show=not quiet):
+    with noting(OwnTaskWarning, OutputScaleWarning, show=not quiet):
         return Regularizer(reg, **how)
 
 
@@ -247,14 +251,14 @@ def _held(job: Job) -> tuple[str, ...]:
 def _run(job: Job, output: Path, resume: bool, *, show: bool, quiet: bool, as_json: bool) -> None:
     from kfacpack.running import processes
     from kfacpack.running.partial import require_unfinished
-    from kfacpack.training.metrics import MetricsWarning, metrics_path
+    from kfacpack.training.metrics import MetricsWarning, PenaltyWarning, metrics_path
 
     if resume:
         require_unfinished(output)
     start = time.perf_counter()
     with (
         stopping(f"what is done is stored beside {output}. Go on with --resume") as stopped,
-        noting(MetricsWarning, show=not quiet),
+        noting(MetricsWarning, PenaltyWarning, show=not quiet),
         training_bar(job.task.name, job.steps, show=show) as advance,
     ):
         vector = job.run(output, resume=resume, on_progress=advance, stopped=stopped)

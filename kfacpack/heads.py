@@ -116,7 +116,7 @@ def _word_rows(model: Model, task: Task) -> Tensor:
     classes = known_classes(task)
     if model.word_weights is None:
         raise KfacpackError(f"{model.name} predicts no words; classes can have prototypes instead: --head prototypes")
-    weight = model.word_weights([name.replace("_", " ") for name in classes])
+    weight = model.word_weights(_label_words(model, task))
     if (alike := _first_alike(weight)) is not None:
         names = " and ".join(repr(printable(classes[k])) for k in alike)
         raise KfacpackError(f"{printable(task.name)}: the classes {names} begin with the same word for {model.name}")
@@ -127,7 +127,14 @@ def _speaks(model: Model, task: Task) -> bool:
     """Whether the model tells the classes' names apart by the first word."""
     if model.word_weights is None:
         return False
-    return _first_alike(model.word_weights([name.replace("_", " ") for name in known_classes(task)])) is None
+    return _first_alike(model.word_weights(_label_words(model, task))) is None
+
+
+def _label_words(model: Model, task: Task) -> Sequence[str]:
+    classes = known_classes(task)
+    if model.label_words is None:
+        return [name.replace("_", " ") for name in classes]
+    return model.label_words(classes, task.name)
 
 
 def _first_alike(weight: Tensor) -> tuple[int, int] | None:
@@ -167,7 +174,9 @@ def prototype_head(
     means = sums / torch.tensor([[len(numbers)] for numbers in members])
     centre = means.mean(0)
     directions = normalize(means - centre, dim=-1)
-    weight = _best_scale((found - centre) @ directions.T, known, model.logit_scale) * directions
+    # For an f that is not normalised, the same scales are tried relative to its standard deviation.
+    spread = 1.0 if model.function.normalized else float((found - centre).square().sum(1).mean().sqrt()) or 1.0
+    weight = _best_scale((found - centre) @ directions.T / spread, known, model.logit_scale) / spread * directions
     return Head(weight.to(f), -(weight @ centre).to(f), classes, "prototypes")
 
 

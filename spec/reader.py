@@ -141,5 +141,10 @@ class Bundle:
                     result[place] = (G @ vector if dense else G * vector).reshape(place.shape)
             return {name: result[index, ...] for name, index in indices.items()}
 
+    def output_scale(self) -> dict[str, float] | None:
+        found: dict[str, float] | None = self.manifest.get("output_scale")  # section 3.3
+        check(found is None or min(found["mean_square"], found["variance"]) >= 0, f"output_scale: {found}")
+        return found
+
     def quadratic(self, tau: dict[str, Array]) -> float:
         return float(sum(np.vdot(tau[name], value) for name, value in self.apply(tau).items() if name in tau))

@@ -32,7 +32,7 @@ from kfacpack.bundle.container import repeated
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-VERSION = "1.0"
+VERSION = "1.1"
 MAX_SIDE = 2**24
 MAX_PIECES = 64
 
@@ -71,6 +71,7 @@ FloatType = Literal["float64", "float32", "float16", "bfloat16"]
 Fisher = Literal["exact", "mc"]
 Probe = Literal["gaussian", "rademacher", "orthogonal"]
 Sharing = Literal["expand", "reduce"]
+NonNegative = Annotated[StrictFloat, Field(ge=0)]
 
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
@@ -127,6 +128,15 @@ class Function(Entry):
     width: Side
     at: Literal["base"] = "base"
     detail: Text | None = None
+
+
+class OutputScale(Entry):
+    """How large f is on the examples. Of a merged curvature, the weighted means over its tasks."""
+
+    mean_square: NonNegative
+    """E‖f‖²."""
+    variance: NonNegative
+    """E‖f − E f‖², with the divisor n − 1; 0 for a single example."""
 
 
 FORMULAS = {
@@ -234,6 +244,8 @@ class About(Entry):
 
     base: Base
     function: Function
+    output_scale: OutputScale | None = None
+    """Scale of f on the examples, which a penalty compares the drift of f with. New in 1.1."""
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
     source: Source | None = None

@@ -158,14 +158,16 @@ def conclude(
 ) -> Curvature:
     """What all processes have summed, as a curvature."""
     processes.add_up(tensor for _, tensor in estimation.tensors())
+    blocks = [_with_loss(block, options) for block in estimation.finish()]
     about = About(
         base=base,
         function=function,
+        output_scale=estimation.output_scale,
         scaling=options.scaling,
         estimate=options.manifest(estimation.dtype),
         source=source,
     )
-    return Curvature([_with_loss(block, options) for block in estimation.finish()], about)
+    return Curvature(blocks, about)
 
 
 def _with_loss(block: CurvatureBlock, options: Options) -> CurvatureBlock:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kfacpack.bundle.manifest import OutputScale
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.collect import Collector, Passing, Settings, Tally, collector
 from kfacpack.estimation.forecast import BlockForecast
@@ -47,6 +48,10 @@ class Estimation:
         shared: dict[int, Tally] = {}
         self._collectors = [collector(planned, settings, shared) for planned in plan.blocks]
         self._examples = torch.zeros((), dtype=torch.int64)
+        first = next(iter(wanted.values()))
+        dtype = torch.promote_types(torch.float32, first.dtype)
+        self._output_sum = torch.zeros(plan.width, dtype=dtype, device=first.device)
+        self._output_squares = torch.zeros((), dtype=dtype, device=first.device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,6 +79,9 @@ class Estimation:
             raise KfacpackError(f"f has {examples} rows for a batch of {len(numbers)} examples; expected one for each")
         if self._known is not None and numbers[0] == self._known[0]:
             self._require_independence(f[0].detach(), self._known[1])
+        outputs = f.detach().to(self._output_sum.dtype)
+        self._output_sum += outputs.sum(0)
+        self._output_squares += outputs.square().sum()
         graph = Graph(f)
         places = self._places(graph)
         mask = padding_mask(batch)
@@ -122,6 +130,8 @@ class Estimation:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Everything that has been summed, by name, to be changed in place."""
         yield "examples", self._examples
+        yield "output_sum", self._output_sum
+        yield "output_squares", self._output_squares
         for name, tally in self._tallies().items():
             for number, tensor in enumerate(tally.tensors()):
                 yield f"{name}/{number}", tensor
@@ -157,6 +167,15 @@ class Estimation:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for _, tensor in self.tensors())
+
+    @property
+    def output_scale(self) -> OutputScale:
+        """Scale of f over the examples taken so far."""
+        count = self.examples
+        square = float(self._output_squares) / count
+        mean = self._output_sum.cpu().double() / count
+        variance = (square - float(mean.square().sum())) * count / max(count - 1, 1)
+        return OutputScale(mean_square=square, variance=max(variance, 0.0))
 
     def finish(self) -> list[CurvatureBlock]:
         """The blocks, scaled as the true GGN. The sums are used up."""

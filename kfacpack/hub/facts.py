@@ -26,6 +26,10 @@ def bundle_facts(bundle: Bundle) -> Iterator[tuple[str, str]]:
         rank = f" of rank {merge.rank}" if merge.rank else ""
         yield "merged", f"{merge.rule}{rank}: {parents}"
     yield from _model_facts(base, function)
+    if scale := manifest.output_scale:
+        yield "scale of f", f"E‖f‖² = {scale.mean_square:.4g}, variance {scale.variance:.4g}"
+    elif not function.normalized:
+        yield "scale of f", "not recorded; a penalty uses the absolute drift"
     if estimate:
         probes = f"{estimate.probes} {estimate.probe} probes per example" if estimate.probes else None
         seed = f"seed {estimate.seed}" if estimate.seed is not None else None

@@ -21,6 +21,7 @@ from kfacpack.merging.report import BlockReport, Report, measured
 from kfacpack.merging.rules import RULES, Rule, Terms
 from kfacpack.merging.rules.base import PARTIAL
 from kfacpack.merging.subtract import leave_out
+from kfacpack.merging.weights import mean_output_scale
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -228,6 +229,7 @@ def _about(rule: Rule, inputs: Sequence[Input], factors: Sequence[float], report
     return About(
         base=base,
         function=first.function,
+        output_scale=mean_output_scale(inputs, factors),
         scaling=first.scaling,
         estimate=rule.estimate(inputs),
         source=rule.source(inputs),

@@ -26,8 +26,10 @@ from kfacpack.merging.rules import RULES
 from kfacpack.merging.rules.base import PARTIAL
 from kfacpack.merging.rules.optimal import Optimal
 from kfacpack.merging.rules.tak import Tak
+from kfacpack.merging.weights import weighted_scale
 
 if TYPE_CHECKING:
+    from kfacpack.bundle.manifest import OutputScale
     from kfacpack.curvature.matrices import Matrix
 
 _SMALL = 1e-2
@@ -94,8 +96,21 @@ def subtracted(merged: Input, own: Input) -> Input:
         if parent.sha256 not in gone
     )
     about, merge = merged.curvature.about, Merge(rule=Tak.name, parents=parents)
-    about = about.model_copy(update={"merge": merge, "losses": _not_known(about.losses)})
+    changes = {
+        "merge": merge,
+        "losses": _not_known(about.losses),
+        "output_scale": _remaining_output_scale(merged, own, factor),
+    }
+    about = about.model_copy(update=changes)
     return Input(Curvature(blocks, about), f"{merged.name} without {own.name}")
+
+
+def _remaining_output_scale(merged: Input, own: Input, factor: float) -> OutputScale | None:
+    """Scale of f over the tasks that remain: the weighted mean without the subtracted tasks' share."""
+    whole, part = (each.curvature.about.output_scale for each in (merged, own))
+    if whole is None or part is None:
+        return None
+    return weighted_scale([whole, part], [merged.tasks, -factor * own.tasks])
 
 
 def _not_known(losses: Sequence[Loss]) -> tuple[Loss, ...]:

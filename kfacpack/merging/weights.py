@@ -9,10 +9,11 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from kfacpack.bundle.manifest import OutputScale
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from kfacpack.merging.inputs import Input
 
@@ -30,6 +31,28 @@ def relative(inputs: Sequence[Input], given: Sequence[float] | None) -> list[flo
             raise KfacpackError(f"{each.name}: {problem}")
     tasks = sum(each.tasks for each in inputs)
     return [tasks * share / sum(shares) / each.tasks for each, share in zip(inputs, shares, strict=True)]
+
+
+def mean_output_scale(inputs: Sequence[Input], factors: Sequence[float]) -> OutputScale | None:
+    """Scale of f over the merged tasks, each task weighted as its G is; None if an input does not record its own."""
+    weights = [factor * each.tasks for each, factor in zip(inputs, factors, strict=True)]
+    scales = [each.curvature.about.output_scale for each in inputs]
+    known = [scale for scale in scales if scale is not None]
+    if len(known) < len(scales):
+        return None
+    return weighted_scale(known, weights)
+
+
+def weighted_scale(scales: Sequence[OutputScale], weights: Sequence[float]) -> OutputScale:
+    """Weighted mean of scales; negative weights subtract."""
+
+    def mean(values: Iterable[float]) -> float:
+        total = sum(weight * value for weight, value in zip(weights, values, strict=True))
+        return max(total / sum(weights), 0.0)
+
+    return OutputScale(
+        mean_square=mean(scale.mean_square for scale in scales), variance=mean(scale.variance for scale in scales)
+    )
 
 
 def _data_set_sizes(inputs: Sequence[Input]) -> list[float]:

@@ -18,6 +18,7 @@ from kfacpack.models.names import UnknownModel
 from kfacpack.models.t5 import T5
 from kfacpack.models.timm_family import Timm
 from kfacpack.paths import expanded
+from kfacpack.prompts import PromptStyle
 
 __all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "downloaded", "load_model", "split_spec"]
 
@@ -66,18 +67,24 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     seed: int = 0,
+    prompts: PromptStyle | None = None,
 ) -> Model:
     """The model that `spec` names, with the weights it stands for.
 
     `weights`: a safetensors file in their place, or the word "random", to initialise from `seed`. A file that is called
     random is ./random. `image_size`: pixels of a side; position embeddings are resampled by the model's own library.
+    `prompts`: the prompt style of a text-to-text model, "t5" or "flan"; by default the one it was trained with.
     """
     prefix, name = split_spec(spec)
     if image_size is not None and image_size < 1:
         raise KfacpackError(f"an image size of {image_size} pixels; expected a positive number")
+    styles = FAMILIES[prefix].prompt_styles
+    if prompts is not None and prompts not in styles:
+        expected = f"expected {' or '.join(styles)}" if styles else "only t5: models have prompt styles"
+        raise KfacpackError(f"prompt style {printable(prompts)!r} for {printable(spec)}: {expected}")
     try:
         source: Weights = None if weights is None else "random" if weights == "random" else Path(weights)
-        return FAMILIES[prefix].load(Request(name, source, image_size, dtype, _usable(device), seed))
+        return FAMILIES[prefix].load(Request(name, source, image_size, dtype, _usable(device), seed, prompts))
     except UnknownModel as error:
         raise UnknownModel(f"{error}. A model is {FORMS}") from error
     except ModuleNotFoundError as error:

@@ -15,6 +15,7 @@ from kfacpack.bundle.manifest import Base, Function
 from kfacpack.curvature.identify import identify
 from kfacpack.models.checkpoint import Checkpoint
 from kfacpack.models.downloaded import Repository
+from kfacpack.prompts import PromptStyle
 from kfacpack.tasks.base import Example
 
 Batch = Tensor | dict[str, Tensor]
@@ -49,6 +50,8 @@ class Model:
     """N texts -> their normalised embeddings beside f, (N, C), without gradient; None without a trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None
     """K words -> (K, C): by which f becomes the logit of each as the next word; None where f predicts no words."""
+    label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
+    """K class names and their task's name -> K words for `word_weights`; None where `word_weights` is None."""
     logit_scale: float = 100.0
     """What cosines are multiplied by to become logits: the model's own, or else what CLIP's training arrives at."""
 
@@ -66,6 +69,8 @@ class Request(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     seed: int
+    prompts: PromptStyle | None = None
+    """Prompt style, for families that have several; None: the model's own."""
 
     def revision(self, published: str | None) -> str | None:
         """Which weights they are: those that were published under this tag or commit, unless others were asked for."""
@@ -89,6 +94,8 @@ class Family(Protocol):
     """What f is, in words."""
     head: str
     """What heads its models have, unless another is asked for: of texts, of words or of prototypes."""
+    prompt_styles: tuple[PromptStyle, ...]
+    """Prompt styles that can be asked for; empty where a family has only one way to read an example."""
 
     def load(self, asked: Request) -> Model: ...
 

@@ -26,6 +26,7 @@ from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
 from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, misfit, refuse, safe_name
+from kfacpack.prompts import PromptStyle
 
 EMBEDDINGS = (
     "visual.conv1.weight",
@@ -46,6 +47,7 @@ class OpenClip:
     takes_folder = False
     f = "the image embedding, normalised"
     head = "text"
+    prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, asked: Request) -> Model:
         """A tag says where weights are and what they were trained with; with a weights file, only the latter counts.
@@ -53,7 +55,7 @@ class OpenClip:
         A file does not show which activation it was trained with, so `ViT-B-32` with a file is the architecture as
         open_clip configures it, and `ViT-B-32/openai` with a file has QuickGELU, as those weights need.
         """
-        spec, weights, image_size, dtype, device, seed = asked
+        spec, weights, image_size, dtype, device, seed, _ = asked
         with compiler_deferred():
             make_torchvision_importable()
             import open_clip

@@ -13,6 +13,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
 from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
+from kfacpack.prompts import PromptStyle
 from kfacpack.tasks.base import Example
 
 
@@ -22,9 +23,10 @@ class Encoder:
     takes_folder = True
     f = "the mean over the tokens of a text encoder of transformers, normalised"
     head = "prototypes"
+    prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, asked: Request) -> Model:
-        name, weights, image_size, dtype, device, seed = asked
+        name, weights, image_size, dtype, device, seed, _ = asked
         if image_size is not None:
             raise KfacpackError(f"hf:{name} reads text: it takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)

@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from kfacpack.bundle.manifest import Function
-from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import KfacpackError
 from kfacpack.models.base import Model, Request
 from kfacpack.models.downloaded import Repository
 from kfacpack.models.transformers_hub import config_and_tokenizer, folder_of, longest, pretrained, public_name, texts
+from kfacpack.prompts import CONFIG_KEY, PROMPT_STYLES, PromptStyle, label_words, prompt_style, prompts
 from kfacpack.tasks.base import Example
 
-TRAINED = {
-    "mnli": ("hypothesis", "premise"),
-    "qnli": ("question", "sentence"),
-    "rte": ("sentence1", "sentence2"),
-}
-"""Tasks that T5 was trained on -> the order that their columns had there."""
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
 
 
@@ -30,9 +24,10 @@ class T5:
     takes_folder = True
     f = "the decoder's last hidden state where it predicts the label"
     head = "words"
+    prompt_styles: tuple[PromptStyle, ...] = PROMPT_STYLES
 
     def load(self, asked: Request) -> Model:
-        name, weights, image_size, dtype, device, seed = asked
+        name, weights, image_size, dtype, device, seed, asked_style = asked
         if image_size is not None:
             raise KfacpackError(f"t5:{name} reads text: it takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)
@@ -43,6 +38,8 @@ class T5:
         module, missing = pretrained(T5ForConditionalGeneration, config, name, weights, dtype, seed)
         module = module.to(device).eval()
         limit = longest(tokenizer, config)
+        style = asked_style or prompt_style(public_name(name), config)
+        setattr(module.config, CONFIG_KEY, style)
         first = getattr(config, "decoder_start_token_id", None)
         first = config.pad_token_id if first is None else first  # as transformers does for configs that do not say it
 
@@ -58,15 +55,8 @@ class T5:
             return f
 
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-            """As T5 was trained: the task's name, then every column with its name before it."""
-            columns = texts(examples, f"t5:{name}", task)
-            called = whole_name(task)
-            if set(order := TRAINED.get(called, ())) == set(columns):
-                columns = {column: columns[column] for column in order}
-            rows = [
-                " ".join([called, *(f"{column}: {value}" for column, value in zip(columns, values, strict=True))])
-                for values in zip(*columns.values(), strict=True)
-            ]
+            """Prompts in the model's style, tokenized."""
+            rows = prompts(texts(examples, f"t5:{name}", task), task, style)
             tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
@@ -76,8 +66,10 @@ class T5:
             if unspeakable := [word for word, each in zip(words, ids, strict=True) if not each]:
                 raise KfacpackError(f"t5:{name} has no token for the class {unspeakable[0]!r}; use --head prototypes")
             rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
-            # Where the output layer is the word embedding, T5 makes f smaller before it.
-            scaled: Tensor = rows * config.d_model**-0.5 if config.tie_word_embeddings else rows
+            # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no attribute of
+            # its own for this.
+            scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
+            scaled: Tensor = rows * config.d_model**-0.5 if scales else rows
             return scaled
 
         return Model(
@@ -97,7 +89,8 @@ class T5:
             prepare=prepare,
             checkpoint=folder_of(module, tokenizer, missing),
             word_weights=word_weights,
-            preprocessing=f"'TASK column: text column: text', at most {limit} tokens",
+            label_words=lambda classes, task: label_words(classes, task, style),
+            preprocessing=f"prompts in the style of {style!r}, at most {limit} tokens",
         )
 
     def downloaded(self, repository: Repository) -> Iterator[str]:

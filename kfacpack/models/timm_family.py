@@ -21,6 +21,7 @@ from kfacpack.models.names import unknown
 from kfacpack.models.quiet import quiet
 from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
 from kfacpack.models.weights import LOCAL_WEIGHTS, checked, fetched, refuse, safe_name
+from kfacpack.prompts import PromptStyle
 
 RESIZED = ("*pos_embed*",)
 
@@ -31,9 +32,10 @@ class Timm:
     takes_folder = False
     f = "the pooled features before the classifier, normalised"
     head = "prototypes"
+    prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, asked: Request) -> Model:
-        name, weights, image_size, dtype, device, seed = asked
+        name, weights, image_size, dtype, device, seed, _ = asked
         with compiler_deferred():
             make_torchvision_importable()
             from timm.data.config import resolve_model_data_config

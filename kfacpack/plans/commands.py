@@ -35,6 +35,7 @@ def for_model(plan: Plan, root: Path) -> tuple[object, ...]:
         *("--model", name),
         *(("--weights", weights) if weights else ()),
         *(("--image-size", said.image_size) if said.image_size else ()),
+        *(("--prompts", said.prompts) if said.prompts else ()),
         *(("--dtype", said.dtype) if said.dtype != "float32" else ()),
     )
 

@@ -29,6 +29,7 @@ from kfacpack.evaluation.alphas import parse_alphas
 from kfacpack.heads import Kind as HeadKind
 from kfacpack.models import FAMILIES
 from kfacpack.paths import expanded
+from kfacpack.prompts import PromptStyle
 from kfacpack.tasks.sampling import how_many
 from kfacpack.training.groups import checked_strength
 from kfacpack.training.settings import LARGEST
@@ -62,6 +63,8 @@ class ModelPart(Part):
     weights: Text | None = None
     image_size: Positive | None = None
     dtype: FloatType = "float32"
+    prompts: PromptStyle | None = None
+    """Prompt style of a t5: model, as for --prompts."""
     head: HeadKind = "auto"
     """What tells classes apart, see kfacpack/heads.py."""
 

@@ -41,7 +41,14 @@ class Shop:
             weights = self.plan.place(said.weights) if said.weights not in (None, "random") else said.weights
             folder = self.plan.model_folder()
             name = f"{said.name.partition(':')[0]}:{folder}" if folder else said.name
-            return load_model(name, weights=weights, image_size=said.image_size, dtype=dtype, device=self.device)
+            return load_model(
+                name,
+                weights=weights,
+                image_size=said.image_size,
+                dtype=dtype,
+                device=self.device,
+                prompts=said.prompts,
+            )
 
     @cached_property
     def model_key(self) -> str:

@@ -1,4 +1,7 @@
-"""The penalty that needs data (τJp): how far τ moves f on other tasks' examples, λ Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
+"""The penalty that needs data (τJp): how far τ moves f on other tasks' examples, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
+
+s is 1 for a normalised f; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
+not depend on the scale of f.
 
 In the linearised model that is λ Σ_t w_t τᵀ G_t τ with the true G, of which a bundle keeps an approximation. A step
 looks at one batch of one task, drawn by the sizes of the data sets, so that its mean over the steps is the sum.
@@ -15,6 +18,7 @@ import torch
 
 from kfacpack.errors import KfacpackError
 from kfacpack.models.batches import batches
+from kfacpack.models.outputs import outputs
 from kfacpack.training.groups import checked_strength
 from kfacpack.training.order import Order
 
@@ -25,6 +29,10 @@ if TYPE_CHECKING:
     from kfacpack.tasks.base import Split, Task
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regimes.base import Tau
+
+
+_SCALE_EXAMPLES = 64
+"""Examples of each task that the variance of f is measured on."""
 
 
 class Drift:
@@ -38,8 +46,21 @@ class Drift:
         self._shares = sizes / sizes.sum()
         self._orders = [Order(len(split), batch_size, seed) for split in self._splits]
         self._seed, self._batch_size = seed, batch_size
+        self.output_scale = 1.0
+        """Variance of f over the held tasks, by which the drift is divided; 1 for a normalised f."""
         self._coming: Generator[Batch, None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
+
+    def measure_output_scale(self, model: Model) -> None:
+        """Measures the variance of f on the first examples of each task, unless f is normalised."""
+        if model.function.normalized:
+            return
+        scale = 0.0
+        for task, split, share in zip(self.tasks, self._splits, self._shares, strict=True):
+            numbers = range(min(len(split), _SCALE_EXAMPLES))
+            f = torch.cat([part for _, part in outputs(model, split, task, numbers, self._batch_size)])
+            scale += float(share) * float((f - f.mean(0)).square().sum()) / max(len(f) - 1, 1)
+        self.output_scale = scale or 1.0
 
     @property
     def splits(self) -> dict[str, Split]:
@@ -49,8 +70,10 @@ class Drift:
     @property
     def settings(self) -> dict[str, float | str]:
         sizes = (len(split) for split in self._splits)
+        scale = {"output_scale": self.output_scale} if self.output_scale != 1 else {}
         return {
             "strength": self.strength,
+            **scale,
             "reg_data": ", ".join(f"{name} ({size})" for name, size in zip(self.tasks, sizes, strict=True)),
         }
 
@@ -58,7 +81,7 @@ class Drift:
         self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], at_once: int | None = None
     ) -> Tensor:
         """This process's share of the value at this step's batch, and of its gradient, added in place."""
-        weight = self.strength * len(self.tasks) / self._batch_size
+        weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         value = torch.zeros((), dtype=torch.float64)
         coming = self._from(step, regime.model, at_once)
         for _ in self._wanted(step, at_once):

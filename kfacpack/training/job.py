@@ -7,6 +7,7 @@ for rounding.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field
@@ -26,7 +27,15 @@ from kfacpack.models.batches import batches
 from kfacpack.running import processes
 from kfacpack.running.partial import EVERY, Interrupted, Partial, require_place
 from kfacpack.tasks.parts import own_classes
-from kfacpack.training.metrics import Metrics, metrics_path, opened, require_metrics_place
+from kfacpack.training.metrics import (
+    Metrics,
+    PenaltyWarning,
+    metrics_path,
+    opened,
+    penalty_problem,
+    read_metrics,
+    require_metrics_place,
+)
 from kfacpack.training.order import Order
 from kfacpack.training.rate import fitting_rate, require_influence
 from kfacpack.training.record import request_of, vector_of
@@ -63,6 +72,8 @@ class Job:
             raise KfacpackError(f"{printable(self.task.name)}: its training split has no examples")
         if self.regularizer and self.drift:
             raise KfacpackError("the penalty comes from bundles or from data, found both")
+        if self.drift:
+            self.drift.measure_output_scale(self.regime.model)
         if self.regularizer:
             self.regularizer.check(self.regime.model.module, self.regime.model.function)
 
@@ -147,7 +158,13 @@ class Job:
         processes.wait_for_all()
         if first:
             partial.remove()
+            self._check_penalty(metrics_path(output))
         return vector
+
+    def _check_penalty(self, path: Path) -> None:
+        penalty = self.regularizer or self.drift
+        if penalty and (problem := penalty_problem(read_metrics(path), penalty.strength)):
+            warnings.warn(f"{self.task.name}: {problem}", PenaltyWarning, stacklevel=3)
 
     def _begin(self, partial: Partial, state: State, *, resume: bool) -> int:
         """How many steps are done already. The first process knows; and all train against its head."""

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TextIO
 
 from kfacpack.errors import KfacpackError
+
+_FEWEST_STEPS = 10
+"""Shorter trainings are not checked: their losses are noise."""
+_NOT_LEARNED = 0.95
+"""A loss above this share of the first one has not fallen."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,41 @@ class Log:
             raise KfacpackError(f"{self._file.name}: cannot be written: {error.strerror}") from error
 
 
+class PenaltyWarning(UserWarning):
+    """The penalty kept the task from being learned, or outweighed the loss from the first steps."""
+
+
+def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
+    """Checks whether the penalty was too strong for the task to be learned.
+
+    Args:
+        steps: Metrics of all steps, in order.
+        strength: λ of the run.
+
+    Returns:
+        What was observed and the λ at which penalty and loss would have balanced in the first steps, or None.
+    """
+    if len(steps) < _FEWEST_STEPS:
+        return None
+    window = max(4, len(steps) // 8)
+    # At the first step τ is zero, and so is the penalty.
+    early = [each for each in steps[1 : 1 + window] if each.penalty is not None]
+    penalty = fmean(each.penalty or 0.0 for each in early) if early else 0.0
+    if penalty <= 0:
+        return None
+    loss = fmean(each.loss for each in early)
+    balance = strength * loss / penalty
+    first, last = steps[0].loss, fmean(each.loss for each in steps[-window:])
+    if penalty > loss:
+        remedy = f"They would balance at λ = {balance:.2g}"
+        return f"the penalty outweighed the loss in the first steps: {penalty:.3g} against {loss:.3g}. {remedy}"
+    if last > _NOT_LEARNED * first:
+        cause = f"The penalty was the smaller one and would balance the loss at λ = {balance:.2g}, so that"
+        remedy = f"{cause} another learning rate or more steps may help more than a smaller λ"
+        return f"the loss ended where it began: {first:.3g} at the first step, {last:.3g} at the end. {remedy}"
+    return None
+
+
 class MetricsWarning(UserWarning):
     """Steps of a run that is taken up again are no longer in its file of metrics."""
 
@@ -56,6 +97,17 @@ def require_metrics_place(output: Path) -> None:
     if path.is_dir():
         problem = "is a folder, and the metrics of each step are to be written there"
         raise KfacpackError(f"{path}: {problem}. Move it, or write the vector to another file")
+
+
+def read_metrics(path: Path) -> list[Metrics]:
+    """Returns the steps recorded in a metrics file; a missing or damaged file gives those before the damage."""
+    steps: list[Metrics] = []
+    try:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            steps.append(Metrics(**json.loads(line)))
+    except (OSError, ValueError, TypeError):
+        pass
+    return steps
 
 
 @contextmanager

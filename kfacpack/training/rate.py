@@ -2,7 +2,8 @@
 
 The first step of Adam moves every parameter by the learning rate, in the direction of its gradient's sign. How far that
 moves f differs from model to model by orders of magnitude, but can be computed: the model is linear there. So the rate
-is the one with which such a step moves f by a given share of its own length.
+is the one with which such a step moves f by a given share of its own size: the length of a normalised f, the deviation
+from its mean of any other.
 """
 
 from __future__ import annotations
@@ -36,12 +37,23 @@ def fitting_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> fl
         raise no_influence(regime)
     step = {name: each.sign() for name, each in gradient.items()}
     _, change = linearized.outputs(batch, step)
-    moved = float(change.float().norm() / point.f.float().norm())
+    moved = float(change.float().norm() / _size(point.f.float(), normalized=regime.model.function.normalized))
     if not 0 < moved < float("inf"):
         raise KfacpackError(
             "no learning rate can be found from the first batch: its gradient is zero; give one with --lr"
         )
     return float(f"{regime.reach / moved:.{_DIGITS}g}")
+
+
+def _size(f: Tensor, *, normalized: bool) -> Tensor:
+    """Norm that a change of f (N, C) is compared with.
+
+    An f that is not normalised may have a mean that is large compared with its variation over examples, and only the
+    variation tells examples apart. So such an f is centred, unless that leaves nothing.
+    """
+    centred = f - f.mean(0)
+    size: Tensor = f.norm() if normalized or not bool(centred.any()) else centred.norm()
+    return size
 
 
 def require_influence(regime: Regime, batch: Batch) -> None:

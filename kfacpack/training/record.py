@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 def request_of(job: Job, base: Base) -> dict[str, Any]:
     """What must be the same for a run to be taken up again."""
     model, others = job.regime.model, job.drift.splits if job.drift else {}
+    settings = _settings(job)
+    settings.pop("output_scale", None)  # it follows from the bundles or the data
     return {
-        **_settings(job),
+        **settings,
         "regime": job.regime.name,
         "model": f"{base.family} {base.name}",
         "weights": base.sha256,

@@ -1,6 +1,6 @@
 """`kp.Regularizer`: the penalty λ Σ τᵀ G τ over bundles, and its gradient in closed form.
 
-    H = G τ  (B ΔW A for Kronecker factors)        value = λ <τ, H>        gradient = 2 λ H
+    H = G τ  (B ΔW A for Kronecker factors)     value = λ/s <τ, H>     gradient = 2 λ/s H     s = scale of f
 
 G is symmetric, so the gradient costs nothing that the value has not computed, and there is no graph to keep.
 """
@@ -26,6 +26,7 @@ from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
 from kfacpack.merging.alike import check_addable
 from kfacpack.merging.inputs import Input
 from kfacpack.merging.subtract import leave_out
+from kfacpack.merging.weights import mean_output_scale
 from kfacpack.models.base import Model
 from kfacpack.training.factors import Factors
 from kfacpack.training.groups import Preset, check_weights, checked_strength, factors_of, published_strength
@@ -40,8 +41,14 @@ class OwnTaskWarning(UserWarning):
     """The penalty holds the task that is trained back from changing its own outputs."""
 
 
+class OutputScaleWarning(UserWarning):
+    """A bundle does not record the scale of f and f is not normalised, so λ depends on that scale."""
+
+
 class Regularizer:
-    """Σ over bundles of τᵀ G τ, times `strength`. A merged bundle stands for Σ w_t G_t, with w_t that average one.
+    """λ/s Σ over bundles of τᵀ G τ. A merged bundle stands for Σ w_t G_t, with w_t that average one.
+
+    s makes λ independent of the scale of f: 1 for a normalised f, otherwise the variance of f that bundles record.
 
     - bundles: curvatures or paths, one or several, of one base model and one f.
     - strength: λ; `preset="tak"` has the published ones, for the models they were published for.
@@ -83,6 +90,8 @@ class Regularizer:
         check_addable(self._inputs)
         check_weights(weights, [before.curvature for before, _ in pairs])
         self.strength = self._strength(strength, preset)
+        self.output_scale = 1.0 if preset else _output_scale(self._inputs)
+        """Scale of f over the held tasks, by which the drift is divided; 1 for a normalised f and for presets."""
         self.every = every
         self._weights, self._preset = dict(weights or {}), preset
         self._device = torch.device(device) if device is not None else None
@@ -105,6 +114,7 @@ class Regularizer:
         weights = ", ".join(f"{group}={weight!r}" for group, weight in self._weights.items())
         said = {
             "strength": self.strength,
+            "output_scale": self.output_scale if self.output_scale != 1 else None,
             "reg_every": self.every,
             "preset": self._preset,
             "weights": weights or None,
@@ -150,7 +160,7 @@ class Regularizer:
                     raise KfacpackError(f"{each.name}: {problem}. Estimate its curvature at these weights")
 
     def value(self, tau: Mapping[str, Tensor]) -> Tensor:
-        """λ Σ τᵀ G τ, a 0-d tensor without a graph. Parameters that no bundle covers do not count."""
+        """λ/s Σ τᵀ G τ, a 0-d tensor without a graph. Parameters that no bundle covers do not count."""
         return self._run(self._covered(tau), None)
 
     def loss(self, tau: Mapping[str, Tensor]) -> Tensor:
@@ -203,7 +213,7 @@ class Regularizer:
             for block, multiply in factors.along(touched):
                 delta = gather(tau, block.join, self._shapes).to(factors.device, factors.dtype)
                 H = block.structure.apply(delta, multiply)
-                strength = self.strength * self._weight_of[id(block)]
+                strength = self.strength / self.output_scale * self._weight_of[id(block)]
                 values.append(strength * torch.dot(delta.reshape(-1), H.reshape(-1)))
                 if grads is not None:
                     accumulate(H, block.join, self._shapes, grads, 2 * strength)
@@ -240,6 +250,25 @@ class _Penalty(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, *(u.to(grad) * grad for grad in ctx.saved_tensors)
+
+
+def _output_scale(inputs: Sequence[Input]) -> float:
+    """Returns the variance of f over the tasks of all bundles, each task weighted as its G is; 1 for a normalised f.
+
+    Bundles that do not record it take the mean of the others. Without any record, the drift is used as it is.
+    """
+    if inputs[0].curvature.about.function.normalized:
+        return 1.0
+    recorded = [each for each in inputs if each.curvature.about.output_scale]
+    scale = mean_output_scale(recorded, [1.0] * len(recorded)) if recorded else None
+    # The variance of a single example, or of a constant f, is zero.
+    reference = (scale.variance or scale.mean_square) if scale else 0.0
+    for each in inputs:
+        if each not in recorded:
+            instead = "that of the other bundles is used" if reference else "λ multiplies the absolute drift"
+            problem = f"does not record the scale of f, which is not normalised; {instead}"
+            warnings.warn(f"{each.name}: {problem}. Estimate it again", OutputScaleWarning, stacklevel=3)
+    return reference or 1.0
 
 
 def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:

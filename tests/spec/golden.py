@@ -17,7 +17,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "spec" / "golden"
-SCHEMA = ROOT / "spec" / "kfac-1.0.schema.json"
+SCHEMA = ROOT / "spec" / "kfac-1.1.schema.json"
 EXPECTED = GOLDEN / "expected.json"
 
 
@@ -25,7 +25,7 @@ def schema_text() -> str:
     from kfacpack.bundle.manifest import Manifest
 
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_files(Manifest.model_json_schema())}
-    schema["title"] = "Manifest of a kfac bundle, format 1.0"
+    schema["title"] = "Manifest of a kfac bundle, format 1.1"
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -65,6 +65,7 @@ def expected_numbers(path: Path) -> dict[str, object]:
     return {
         "sha256": bundle.digest,
         "quadratic": float(curvature.quadratic(wide)),
+        **({"output_scale": scale.model_dump()} if (scale := curvature.about.output_scale) else {}),
         "apply": {name: value.flatten().tolist() for name, value in curvature.apply(wide).items()},
         "matrices": {name: {"trace": float(m.trace()), "norm": float(m.norm())} for name, m in dense.items()},
     }
@@ -75,11 +76,17 @@ def write_good() -> None:
     from kit import HOLDS, small_curvature
 
     from kfacpack import Curvature
-    from kfacpack.bundle.manifest import REDUCE, Loss, Merge, Parent
+    from kfacpack.bundle.manifest import REDUCE, Loss, Merge, OutputScale, Parent
 
     for hold in HOLDS:
         if not (target := GOLDEN / f"{hold}.kfac").exists():
             small_curvature(hold, seed=len(hold)).save(target, pack=hold != "dense")
+    if not (target := GOLDEN / "output-scale.kfac").exists():
+        plain = small_curvature("packed", seed=9)
+        function = plain.about.function.model_copy(update={"output": "hidden-state", "normalized": False})
+        scale = OutputScale(mean_square=600.5, variance=21.25)
+        about = plain.about.model_copy(update={"function": function, "output_scale": scale})
+        Curvature(plain.blocks, about).save(target)
     if not (target := GOLDEN / "merged.kfac").exists():
         plain = small_curvature("block", seed=5)
         parents = tuple(

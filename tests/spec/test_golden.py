@@ -59,6 +59,8 @@ def test_the_library_finds_the_golden_numbers(name):
     tau = {key: torch.from_numpy(value) for key, value in golden.golden_tau(shapes).items()}
     assert bundle.digest == expected["sha256"]
     assert float(curvature.quadratic(tau)) == pytest.approx(expected["quadratic"], rel=1e-12)
+    scale = curvature.about.output_scale
+    assert (scale.model_dump() if scale else None) == expected.get("output_scale")
     applied = curvature.apply(tau)
     assert list(applied) == list(expected["apply"])
     for key, values in expected["apply"].items():
@@ -114,6 +116,7 @@ for path in sys.argv[3:]:
         found[path] = {
             "sha256": bundle.digest,
             "quadratic": float(bundle.quadratic(tau)),
+            "output_scale": bundle.output_scale(),
             "apply": {name: value.ravel().tolist() for name, value in bundle.apply(tau).items()},
             "matrices": {n: {"trace": float(m.trace()), "norm": float(np.linalg.norm(m))} for n, m in dense.items()},
         }
@@ -139,6 +142,7 @@ def test_the_torch_free_reader_finds_the_golden_numbers(read_without_torch, name
     found, expected = read_without_torch[str(golden.GOLDEN / name)], EXPECTED[name]
     assert found["sha256"] == expected["sha256"]
     assert found["quadratic"] == pytest.approx(expected["quadratic"], rel=1e-12)
+    assert found["output_scale"] == expected.get("output_scale")
     assert set(found["apply"]) == set(expected["apply"])
     for key, values in expected["apply"].items():
         np.testing.assert_allclose(found["apply"][key], values, rtol=1e-9, atol=1e-12)

@@ -19,6 +19,8 @@ from kfacpack.training.metrics import MetricsWarning, metrics_path
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.settings import Settings
 
+# Toy penalties are strong on purpose; test_output_scale.py tests the warning.
+pytestmark = pytest.mark.filterwarnings("ignore::kfacpack.training.metrics.PenaltyWarning")
 SETTINGS = Settings(steps=12, batch_size=10, lr=0.02)
 
 
@@ -319,15 +321,20 @@ def test_in_bfloat16_a_small_step_is_not_lost(regime, tmp_path):
     assert cast.about.tasks[0].training.settings["autocast"] == "bfloat16"
 
 
-def test_a_rate_is_found_that_moves_f_by_its_own_length():
-    made = job(settings=replace(SETTINGS, lr=None))
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_rate_is_found_that_moves_f_by_its_own_size(normalized):
+    """The length of a normalised f; the deviation from the mean of any other."""
+    model = toy_model()
+    function = model.function.model_copy(update={"normalized": normalized})
+    made = job(settings=replace(SETTINGS, lr=None), model=replace(model, function=function))
     model, numbers = made.regime.model, made._order.batch(0)
     x = made._batch(numbers)
     lin = kp.linearize(model)
     tau = {name: value.requires_grad_() for name, value in lin.zeros().items()}
     torch.nn.functional.cross_entropy(made.head.logits(lin(x, tau)), made._labels(numbers)).backward()
     f, change = lin.outputs(x, {name: value.grad.sign() for name, value in tau.items() if value.grad is not None})
-    assert made.lr * float(change.norm() / f.norm()) == pytest.approx(1.0, rel=0.05)
+    size = f.norm() if normalized else (f - f.mean(0)).norm()
+    assert made.lr * float(change.norm() / size) == pytest.approx(1.0, rel=0.05)
 
 
 def test_what_cannot_be_trained_is_refused(other, tmp_path):
