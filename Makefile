@@ -10,7 +10,7 @@ export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Tests compute with one thread, so two processes share them: one takes these folders, the other all that there are besides.
-COMMANDS := tests/cli tests/plans
+COMMANDS := tests/cli tests/experiments
 
 .PHONY: help demo test testcommands testlibrary check bench golden wheel clean
 

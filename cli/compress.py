@@ -9,17 +9,18 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
+from kfacpack.format.reader import Bundle
+from kfacpack.format.units import human_bytes
 
-from .console import human_bytes, out, print_json
+from .console import out, print_json, steps_bar
 from .options import QUIET, RUN, File, check_output, option
-from .progress import steps_bar
 
 if TYPE_CHECKING:
-    from kfacpack.compression.report import BlockReport, Report
+    from kfacpack.compression.compression_report import BlockCompressionReport, CompressionReport
 
-WHAT = "What is kept"
+
+KEPT_PANEL = "What is kept"
 
 
 def compress(
@@ -29,7 +30,7 @@ def compress(
     ),
     output: Path | None = option(RUN, None, "--output", "-o", metavar="SMALL.kfac", help="The file to write."),
     budget: str | None = option(
-        WHAT,
+        KEPT_PANEL,
         None,
         "--budget",
         metavar="SIZE|P%",
@@ -54,9 +55,9 @@ def compress(
     """
     # They bring torch, which --help has no need to wait for.
     from kfacpack.compression.compress import choice_of, compress_by
-    from kfacpack.compression.vector import vector_of_file
-    from kfacpack.curvature.loading import from_bundle
+    from kfacpack.curvature.curvature import from_bundle
     from kfacpack.curvature.saving import file_size
+    from kfacpack.vectors.tensor_file import read_vector_tensors
 
     if output is None and not dry_run:
         raise KfacpackError("say where to with -o SMALL.kfac, or look at it first with --dry-run")
@@ -64,7 +65,7 @@ def compress(
     if output is not None:
         check_output(output, [bundle])
     curvature = from_bundle(opened)
-    tau = vector_of_file(vector, curvature) if vector else None
+    tau = read_vector_tensors(vector, curvature) if vector else None
     show = not (quiet or as_json)
     with steps_bar("trying codecs", show=show and budget is not None) as advance:
         choice = choice_of(curvature, spec, budget, advance, with_vector=tau is not None)
@@ -83,7 +84,7 @@ def compress(
         print_report(report, f"{word} {human_bytes(said['bytes'])}, from {human_bytes(opened.nbytes)}", said["bytes"])
 
 
-def report_json(report: Report, size: int) -> dict[str, Any]:
+def report_json(report: CompressionReport, size: int) -> dict[str, Any]:
     return {
         "dense_bytes": report.dense_bytes,
         "ratio": size / report.dense_bytes,
@@ -93,7 +94,7 @@ def report_json(report: Report, size: int) -> dict[str, Any]:
     }
 
 
-def _block_json(block: BlockReport) -> dict[str, Any]:
+def _block_json(block: BlockCompressionReport) -> dict[str, Any]:
     return {
         "name": block.name,
         "step": block.step,
@@ -106,16 +107,16 @@ def _block_json(block: BlockReport) -> dict[str, Any]:
     }
 
 
-def _quadratic_json(report: Report | BlockReport) -> dict[str, float | None]:
-    from kfacpack.compression.report import relative_error
+def _quadratic_json(report: CompressionReport | BlockCompressionReport) -> dict[str, float | None]:
+    from kfacpack.compression.compression_report import relative_error
 
     found = report.moments
     return {"random": found.quadratic, "along": found.along, "vector": relative_error(report.real)}
 
 
-def print_report(report: Report, said: str, size: int) -> None:
+def print_report(report: CompressionReport, said: str, size: int) -> None:
     """`said`, the ratio to dense float32, the errors, and what no codec made smaller."""
-    from kfacpack.compression.report import relative_error
+    from kfacpack.compression.compression_report import relative_error
 
     dense = human_bytes(report.dense_bytes)
     out.print(Text(f"{said}: {size / report.dense_bytes:.2%} of dense float32 ({dense})"))
@@ -131,8 +132,8 @@ def print_report(report: Report, said: str, size: int) -> None:
         out.print(Text(f"{len(kept)} of {len(report.blocks)} blocks stay as they are: {some}"), soft_wrap=True)
 
 
-def _print_blocks(report: Report) -> None:
-    from kfacpack.compression.report import relative_error
+def _print_blocks(report: CompressionReport) -> None:
+    from kfacpack.compression.compression_report import relative_error
 
     table = Table("block", "codec", box=None, header_style="bold", pad_edge=False)
     with_vector = report.real is not None

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Literal
 from rich.table import Table
 from rich.text import Text
 
-from kfacpack.bundle.manifest import Fisher, FloatType, Probe, Sharing
-from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
-from kfacpack.prompts import PromptStyle
+from kfacpack.format.manifest import Fisher, FloatType, Probe, Sharing
+from kfacpack.format.reader import Bundle
+from kfacpack.format.units import human_bytes, human_seconds
+from kfacpack.models.prompts import PromptStyle
 
 from .compress import print_report, report_json
-from .console import human_bytes, human_seconds, out, print_json
+from .console import examples_bar, loading, out, print_json, stop_on_interrupt
 from .options import (
     COLUMNS,
     DATA,
@@ -32,18 +33,17 @@ from .options import (
     RUN,
     WEIGHTS,
     WORKERS,
-    load_asked,
-    load_named,
+    load_model_option,
+    load_task_option,
     option,
 )
-from .progress import examples_bar, loading
-from .stopping import stopping
 
 if TYPE_CHECKING:
-    from kfacpack.estimation.forecast import Forecast
-    from kfacpack.estimation.job import Job
+    from kfacpack.estimation.accumulator import Forecast
+    from kfacpack.estimation.task_estimate import TaskEstimate
 
-HOW = "The estimate"
+
+ESTIMATE_PANEL = "The estimate"
 Structure = Literal["kronecker", "diagonal"]
 
 
@@ -73,20 +73,24 @@ def estimate(
         help="Every N-th of them, from the K-th on; 'merge --rule shards' joins them.",
     ),
     fisher: Fisher = option(
-        HOW, "mc", "--fisher", help="mc: f is differentiated in random directions; exact: in every one."
+        ESTIMATE_PANEL, "mc", "--fisher", help="mc: f is differentiated in random directions; exact: in every one."
     ),
-    samples: int = option(HOW, 1, "--samples", min=1, help="With mc, directions for each example."),
-    probe: Probe = option(HOW, "orthogonal", "--probe", help="With mc, how directions are drawn."),
-    sharing: Sharing = option(HOW, "expand", "--sharing", help="Which KFAC, where positions share a weight."),
-    structure: Structure = option(HOW, "kronecker", "--structure", help="diagonal: G's diagonal for every block."),
+    samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="With mc, directions for each example."),
+    probe: Probe = option(ESTIMATE_PANEL, "orthogonal", "--probe", help="With mc, how directions are drawn."),
+    sharing: Sharing = option(
+        ESTIMATE_PANEL, "expand", "--sharing", help="Which KFAC, where positions share a weight."
+    ),
+    structure: Structure = option(
+        ESTIMATE_PANEL, "kronecker", "--structure", help="diagonal: G's diagonal for every block."
+    ),
     compress: str | None = option(
-        HOW,
+        ESTIMATE_PANEL,
         None,
         "--compress",
         metavar="CODEC",
         help="As 'compress' does: block:8, svd:32+int8, …; of block:K, no more is computed.",
     ),
-    seed: int = option(HOW, 0, "--seed", min=0, help="Decides the examples and the directions."),
+    seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Decides the examples and the directions."),
     batch_size: int = option(RUN, 32, "--batch-size", min=1, help="Examples at a time."),
     offload: bool = option(RUN, False, "--offload", help="Keep the sums on the CPU, whatever the device."),
     resume: bool = option(RUN, False, "--resume", help="Go on with the run that was interrupted."),
@@ -103,31 +107,31 @@ def estimate(
     accelerate launch, processes share the work: torchrun --nproc-per-node 2 -m kfacpack_cli estimate …
     """
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.estimation.job import Job
-    from kfacpack.estimation.options import Options
-    from kfacpack.models.batches import use_workers
-    from kfacpack.running import processes
+    from kfacpack.estimation import distributed
+    from kfacpack.estimation.options import EstimateOptions
+    from kfacpack.estimation.task_estimate import TaskEstimate
+    from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
-    options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
-    place = processes.local_device(device)
-    with processes.launched(place):
-        show = processes.rank() == 0 and not (quiet or as_json)
+    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    place = distributed.local_device(device)
+    with distributed.process_group(place):
+        show = distributed.rank() == 0 and not (quiet or as_json)
         with loading(model, show=show):
             # The task first: a slip of the pen should not wait for a model.
-            found_task = load_asked(task, data, columns, model, quiet=quiet or processes.rank() != 0)
-            found_model = load_named(model, weights, image_size, dtype, place, seed, prompts)
+            found_task = load_task_option(task, data, columns, model, quiet=quiet or distributed.rank() != 0)
+            found_model = load_model_option(model, weights, image_size, dtype, place, seed, prompts)
         chosen = tuple(params) if params else None
-        job = Job(found_model, found_task, options, examples, batch_size, split, chosen, _part(shard))
+        job = TaskEstimate(found_model, found_task, options, examples, batch_size, split, chosen, _parse_shard(shard))
         if dry_run:
             found = job.forecast()
-            if processes.rank() == 0 and (as_json or not quiet):
+            if distributed.rank() == 0 and (as_json or not quiet):
                 print_json(asdict(found)) if as_json else _print_forecast(found)
             return
         _run(job, output or Path(f"{task.replace('/', '-')}.kfac"), resume, show=show, as_json=as_json)
 
 
-def _part(shard: str | None) -> tuple[int, int]:
+def _parse_shard(shard: str | None) -> tuple[int, int]:
     if shard is None:
         return 1, 1
     match = re.fullmatch(r"([1-9][0-9]{0,6})/([1-9][0-9]{0,6})", shard)
@@ -136,17 +140,17 @@ def _part(shard: str | None) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _run(job: Job, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
-    from kfacpack.running import processes
-    from kfacpack.running.partial import require_unfinished
+def _run(job: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: bool) -> None:
+    from kfacpack.estimation import distributed
+    from kfacpack.estimation.resume import require_unfinished
 
     start = time.perf_counter()
     if resume:
         require_unfinished(output)
     kept = f"what is done is stored beside {output}. Go on with --resume"
-    with stopping(kept) as stopped, examples_bar(job.task.name, show=show) as advance:
+    with stop_on_interrupt(kept) as stopped, examples_bar(job.task.name, show=show) as advance:
         curvature = job.run(output, resume=resume, on_progress=advance, stopped=stopped)
-    if processes.rank() != 0:
+    if distributed.rank() != 0:
         return
     seconds, bundle = time.perf_counter() - start, Bundle(output)
     if as_json:

@@ -1,18 +1,26 @@
-"""`kfacpack eval`: how often a model is right on tasks."""
+"""What `--individual` says: how well each task's own vector does, to normalise by.
+
+`kfacpack eval`: how often a model is right on tasks.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
-from kfacpack.bundle.manifest import FloatType
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.evaluation.alphas import parse_alphas
-from kfacpack.prompts import PromptStyle
+from kfacpack.format.manifest import FloatType
+from kfacpack.format.reference import is_reference
+from kfacpack.format.units import parse_alphas
+from kfacpack.models.prompts import PromptStyle
 
-from . import individual as individuals
-from .console import print_json, show_note
+from .console import loading, print_json, show_note
+from .evaluator import Evaluator, write_csv
 from .options import (
     COLUMNS,
     DATA,
@@ -30,13 +38,88 @@ from .options import (
     HeadKind,
     check_output,
     folders_of,
-    load_asked,
-    load_named,
+    load_model_option,
+    load_task_option,
     option,
 )
-from .progress import loading
-from .room import Room
-from .scores import write_csv
+
+if TYPE_CHECKING:
+    from kfacpack.evaluation.accuracy import EvaluationSet
+    from kfacpack.vectors.task_vector import TaskVector
+
+
+NUMBER = re.compile(r"(.+)=([0-9.]+)(%?)")
+INDIVIDUAL_FORMS = "expected a vector's file, TASK=0.93, or a .json that eval --json printed"
+
+
+def read_individual(said: list[str], exams: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
+    """A task's name -> its individual accuracy, or the vector that has it."""
+    known: dict[str, float | TaskVector] = {}
+    for each in said:
+        for task, found in _read_entry(each, exams).items():
+            if task in known:
+                raise KfacpackError(f"--individual {printable(each)}: {printable(task)!r} is already given by another")
+            known[task] = found
+    return known
+
+
+def _read_entry(said: str, exams: Mapping[str, EvaluationSet]) -> Mapping[str, float | TaskVector]:
+    if is_reference(said):
+        return _vector(said, exams)
+    number = None if Path(said).exists() else NUMBER.fullmatch(said)
+    if number:
+        return {_evaluated(said, number[1], exams): _parse_share(said, number[2], number[3])}
+    if not Path(said).is_file():
+        raise _invalid_individual(said, f"there is no such file; {INDIVIDUAL_FORMS}")
+    return _from_json(said, exams) if said.endswith(".json") else _vector(said, exams)
+
+
+def _vector(said: str, exams: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
+    from kfacpack.vectors.task_vector import TaskVector
+
+    vector = TaskVector.load(said)
+    if len(vector.tasks) != 1:
+        raise _invalid_individual(
+            said, f"is a vector of {len(vector.tasks)} tasks, {', '.join(vector.tasks)}; expected of one"
+        )
+    return {_evaluated(said, vector.tasks[0], exams): vector}
+
+
+def _from_json(said: str, exams: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
+    try:
+        tasks = json.loads(Path(said).read_text(encoding="utf-8"))["tasks"]
+        found = {task: (_parse_share(said, str(tasks[task]["accuracy"])), tasks[task]["examples"]) for task in tasks}
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise _invalid_individual(said, "is not what eval --json prints for one α") from error
+    wanted = {task: each for task, each in found.items() if task in exams}
+    if not wanted:
+        raise _invalid_individual(said, f"has none of the tasks that are evaluated; it has {', '.join(found)}")
+    for task, (_, examples) in wanted.items():
+        if examples != (own := len(exams[task].numbers)):
+            problem = f"{task!r} was evaluated on {examples} examples, and is on {own} here"
+            raise _invalid_individual(said, f"{problem}; evaluate it with the same --split and --examples")
+    return {task: accuracy for task, (accuracy, _) in wanted.items()}
+
+
+def _evaluated(said: str, task: str, exams: Mapping[str, EvaluationSet]) -> str:
+    if task not in exams:
+        raise _invalid_individual(said, f"{task!r} is not among the tasks that are evaluated: {', '.join(exams)}")
+    return task
+
+
+def _parse_share(said: str, number: str, percent: str = "") -> float:
+    try:
+        share = float(number) / (100 if percent else 1)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise _invalid_individual(said, f"{number}{percent} is no accuracy to divide by; expected above 0, up to 1")
+    return share
+
+
+def _invalid_individual(said: str, problem: str) -> KfacpackError:
+    return KfacpackError(f"--individual {printable(said)}: {printable(problem)}")
+
 
 VECTOR = "The vector"
 
@@ -125,37 +208,37 @@ def evaluate(
     alphas = parse_alphas(alpha if alpha is not None else "0:2:0.1" if choose else "0:1:0.05" if control else "1.0")
     if choose and len(alphas) == 1:
         raise KfacpackError(f"--choose needs several α to choose from, found {alpha}; give --alpha 0:2:0.1")
-    share = _share(keep or "95%")
+    share = _percentage_of_individual(keep or "95%")
     if csv:
         if csv.is_dir():
             raise KfacpackError(f"{csv}: is a folder; give the path of a file")
         check_output(csv, [each for each in (vector, *(individual or ())) if each])
     # They bring torch, which --help has no need to wait for.
-    from kfacpack.evaluation.accuracy import Exam, own_head
-    from kfacpack.evaluation.choice import validation_exam
-    from kfacpack.models.batches import use_workers
-    from kfacpack.running.processes import local_device
-    from kfacpack.vectors.vector import TaskVector
+    from kfacpack.estimation.distributed import local_device
+    from kfacpack.evaluation.accuracy import EvaluationSet, vector_head
+    from kfacpack.evaluation.sweep import validation_set
+    from kfacpack.models.data_loading import use_workers
+    from kfacpack.vectors.task_vector import TaskVector
 
     use_workers(workers)
     show = not (quiet or as_json)
     place = local_device(device)
     with loading(", ".join([*names, model]), show=show):
-        tasks = [load_asked(name, folders.get(name), columns, model, quiet=quiet) for name in names]
+        tasks = [load_task_option(name, folders.get(name), columns, model, quiet=quiet) for name in names]
         if control is not None:
-            tasks.append(load_asked(control, folders.get(control), None, model, quiet=quiet))
-        exams = {each.name: Exam.of(each, split, examples) for each in tasks}
-        chosen_on = {each.name: validation_exam(each, examples) for each in tasks} if choose or control else {}
-        known = individuals.read(individual or [], exams)
+            tasks.append(load_task_option(control, folders.get(control), None, model, quiet=quiet))
+        exams = {each.name: EvaluationSet.of(each, split, examples) for each in tasks}
+        chosen_on = {each.name: validation_set(each, examples) for each in tasks} if choose or control else {}
+        known = read_individual(individual or [], exams)
         tau = TaskVector.load(vector) if vector else None
-        loaded = load_named(model, weights, image_size, dtype, place, prompts=prompts)
+        loaded = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
     for each in (tau, *known.values()):
         if isinstance(each, TaskVector):
             each.check(loaded.module, loaded.function)  # before anything takes long
-    room = Room(loaded, head, batch_size, show)
+    room = Evaluator(loaded, head, batch_size, show)
     made = {each.name: room.head(each, tau) for each in tasks}
     if vector and tau and head == "auto" and not quiet:
-        for name in (each.name for each in tasks[: len(names)] if own_head(each, tau) is None):
+        for name in (each.name for each in tasks[: len(names)] if vector_head(each, tau) is None):
             own = f"its heads are for {', '.join(tau.heads)}" if tau.heads else "it has none"
             problem = f"{vector} has no head for {name!r}, {own}"
             show_note(f"note: {problem}; what is told of it is with one made for the model ({made[name].origin})")
@@ -215,7 +298,7 @@ def _check_combination(
         raise KfacpackError("--individual normalises what a vector adds, and --control takes it away; give one of them")
 
 
-def _share(text: str) -> float:
+def _percentage_of_individual(text: str) -> float:
     try:
         share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except ValueError:

@@ -1,4 +1,7 @@
-"""The command `kfacpack`: its subcommands, and what an error or an interruption turns into."""
+"""What `--help` says of a command, where typer's own words would mislead.
+
+The command `kfacpack`: its subcommands, and what an error or an interruption turns into.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +13,36 @@ from functools import wraps
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 import kfacpack
-from kfacpack.hub.files.client import bars
+from kfacpack.format.hub_client import progress_bars
 
-from . import (
-    add,
-    compress,
-    demo,
-    estimate,
-    eval,
-    export,
-    import_,
-    inspect,
-    measure,
-    merge,
-    models,
-    negate,
-    plan,
-    pull,
-    push,
-    report,
-    search,
-    tasks,
-    train,
-    verify,
-)
+from . import add, compress, estimate, eval, experiments, export, hub, inspect, measure, merge, models, tasks, train
 from .console import err, show_error
-from .help import Command, PlainHelp
 
 
-class Commands(PlainHelp, TyperGroup):
+class PlainHelp:
+    """A flag takes no value, so that none is named behind it."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return found
+
+
+class PlainCommand(PlainHelp, TyperCommand):
+    """Its usage has arguments as they are typed: their metavars, in brackets where they may be left out."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [each for each in self.get_params(ctx) if each.param_type_name == "argument"]
+        named = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
+        return [self.options_metavar or "", *named]
+
+
+class CommandGroup(PlainHelp, TyperGroup):
     """Exit codes: 0 done, 1 an honest failure, 2 bad input or usage, 130 interrupted."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -61,7 +62,7 @@ class Commands(PlainHelp, TyperGroup):
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -90,28 +91,28 @@ def main(
 COMMANDS: dict[str, Callable[..., None]] = {
     "estimate": estimate.estimate,
     "inspect": inspect.inspect,
-    "verify": verify.verify,
+    "verify": inspect.verify,
     "compress": compress.compress,
     "merge": merge.merge,
-    "import": import_.import_,
+    "import": export.import_,
     "export": export.export,
     "train": train.train,
     "add": add.add,
-    "negate": negate.negate,
+    "negate": add.negate,
     "eval": eval.evaluate,
     "measure": measure.measure,
-    "run": plan.run,
-    "report": report.report,
-    "push": push.push,
-    "pull": pull.pull,
-    "search": search.search,
-    "demo": demo.demo,
+    "run": experiments.run,
+    "report": experiments.report,
+    "push": hub.push,
+    "pull": hub.pull,
+    "search": hub.search,
+    "demo": experiments.demo,
     "models": models.models,
     "tasks": tasks.tasks,
 }
 
 
-def _flowing(text: str) -> str:
+def _unwrap_help(text: str) -> str:
     """Paragraphs without the line breaks of the source, which fit no terminal."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
@@ -121,14 +122,14 @@ def _with_bars(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def called(**given: Any) -> None:
-        with bars(show=err.is_terminal and not (given.get("quiet") or given.get("as_json"))):
+        with progress_bars(show=err.is_terminal and not (given.get("quiet") or given.get("as_json"))):
             command(**given)
 
     return called
 
 
 for name, command in COMMANDS.items():
-    app.command(name, cls=Command, help=_flowing(command.__doc__ or ""))(_with_bars(command))
+    app.command(name, cls=PlainCommand, help=_unwrap_help(command.__doc__ or ""))(_with_bars(command))
 
 
 def run_app() -> None:

@@ -10,40 +10,43 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from kfacpack.bundle.reader import Bundle
 from kfacpack.errors import KfacpackError
+from kfacpack.format.reader import Bundle
+from kfacpack.format.units import human_bytes, human_seconds
 
-from .console import human_bytes, human_seconds, out, print_json
+from .console import out, print_json, steps_bar
 from .options import QUIET, RUN, File, check_output, option
-from .progress import steps_bar
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.manifest import Merge
-    from kfacpack.merging.report import BlockReport, Report
+    from kfacpack.format.manifest import Merge
+    from kfacpack.merging.merge import BlockMergeReport, MergeReport
 
-HOW = "The merge"
+
+MERGE_PANEL = "The merge"
 
 
 def merge(
     bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to merge."),
     output: Path = option(RUN, ..., "--output", "-o", metavar="MERGED.kfac", help="The file to write."),
     rule: str = option(
-        HOW,
+        MERGE_PANEL,
         "tak",
         "--rule",
         help="tak: the paper's, one Kronecker product. optimal: the nearest sum of --rank products. stack: every term, "
         "exact. shards: estimates of one task from different examples, exact.",
     ),
-    rank: int = option(HOW, 1, "--rank", metavar="R", help="With optimal: how many Kronecker products a block keeps."),
+    rank: int = option(
+        MERGE_PANEL, 1, "--rank", metavar="R", help="With optimal: how many Kronecker products a block keeps."
+    ),
     weights: str | None = option(
-        HOW,
+        MERGE_PANEL,
         None,
         "--weights",
         metavar="W,W,...",
         help="One number for each bundle, in the place of its data set's size. Only their ratios matter.",
     ),
     without: list[str] | None = option(
-        HOW,
+        MERGE_PANEL,
         None,
         "--without",
         metavar="TASK",
@@ -51,7 +54,7 @@ def merge(
         "given, too, is subtracted.",
     ),
     allow_partial: bool = option(
-        HOW, False, "--allow-partial", help="Add up a block that some bundles lack over those that have it."
+        MERGE_PANEL, False, "--allow-partial", help="Add up a block that some bundles lack over those that have it."
     ),
     blocks: bool = option(RUN, False, "--blocks", help="List every block with its error."),
     as_json: bool = option(RUN, False, "--json", help="Print parents, weights and errors, block by block, as JSON."),
@@ -102,8 +105,8 @@ def _words(about: Merge) -> str:
     return f"{about.rule}{rank} of {', '.join([*parents[:16], *more])}"
 
 
-def _report_json(report: Report) -> dict[str, Any]:
-    def errors(block: BlockReport) -> dict[str, Any]:
+def _report_json(report: MergeReport) -> dict[str, Any]:
+    def errors(block: BlockMergeReport) -> dict[str, Any]:
         known, measured = not report.subtracted, report.measured and not report.subtracted
         return {"frobenius": block.frobenius if known else None, "bound": block.relative_bound if measured else None}
 
@@ -114,7 +117,7 @@ def _report_json(report: Report) -> dict[str, Any]:
     return {"subtracted": list(report.subtracted), **errors(report.total), "blocks": blocks}
 
 
-def _print_errors(report: Report, rule: str) -> None:
+def _print_errors(report: MergeReport, rule: str) -> None:
     if report.subtracted:
         out.print("its error is not known after a subtraction; merge the other tasks' own bundles to have it measured")
     elif report.measured:
@@ -135,7 +138,7 @@ def _print_errors(report: Report, rule: str) -> None:
         out.print(Text(f"partial: {block.name} is not in {lacking}, and is added up without"), soft_wrap=True)
 
 
-def _print_blocks(report: Report) -> None:
+def _print_blocks(report: MergeReport) -> None:
     table = Table("block", box=None, header_style="bold", pad_edge=False)
     for heading in ("terms", "relative error", "the paper's bound"):
         table.add_column(heading, justify="right")

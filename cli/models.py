@@ -10,13 +10,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import KfacpackError
+from kfacpack.format.units import human_bytes
 
-from .console import facts_table, human_bytes, out, print_json
-from .options import load_named
-from .progress import loading
+from .console import key_value_table, loading, out, print_json
+from .options import load_model_option
 
 if TYPE_CHECKING:
-    from kfacpack.models import Model
+    from kfacpack.models.model import Model
 
 
 def models(
@@ -34,7 +34,7 @@ def models(
     """List the models in the package, the families of models and what of them is downloaded, or show one model."""
     if name is not None:
         with loading(name, show=not as_json):
-            about = _of_model(load_named(name, weights, image_size))
+            about = _of_model(load_model_option(name, weights, image_size))
         print_json(about) if as_json else _print_facts(about)
         return
     if weights or image_size:
@@ -52,9 +52,9 @@ def models(
 
 
 def _embedded() -> Iterator[dict[str, Any]]:
-    from kfacpack.models import EMBEDDED
+    from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 
-    for name, model in EMBEDDED.items():
+    for name, model in EMBEDDED_MODELS.items():
         config = model.architecture
         yield {
             "name": name,
@@ -68,14 +68,14 @@ def _embedded() -> Iterator[dict[str, Any]]:
 
 
 def _families() -> Iterator[dict[str, str]]:
-    from kfacpack.models import FAMILIES
+    from kfacpack.models.families import FAMILIES
 
     for family in FAMILIES.values():
         yield {"family": family.name, "named": family.form, "f": family.f, "head": family.head}
 
 
 def _downloaded() -> Iterator[dict[str, Any]]:
-    from kfacpack.models import downloaded
+    from kfacpack.models.families import downloaded
 
     for each in downloaded():
         yield {
@@ -145,4 +145,4 @@ def _print_facts(about: dict[str, Any]) -> None:
         "head": about["head"],
         "frozen": ", ".join(about["frozen"]),
     }
-    out.print(facts_table(shown.items()))
+    out.print(key_value_table(shown.items()))

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.hub.files.reference import is_reference
+from kfacpack.format.reference import is_reference
 
 from .console import show_note
 
 if TYPE_CHECKING:
     import torch
 
-    from kfacpack.bundle.manifest import FloatType
-    from kfacpack.models import Model
-    from kfacpack.prompts import PromptStyle
-    from kfacpack.tasks import Task
+    from kfacpack.format.manifest import FloatType
+    from kfacpack.models.model import Model
+    from kfacpack.models.prompts import PromptStyle
+    from kfacpack.tasks.task import Task
+
 
 File = str
 """A bundle or vector to read: a path, or hf://owner/repo[@revision]/FILE, of which a Path would lose a slash."""
@@ -118,7 +119,7 @@ def folders_of(names: Sequence[str], given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def load_named(
+def load_model_option(
     model: str,
     weights: str | None,
     image_size: int | None,
@@ -130,7 +131,7 @@ def load_named(
     """The model that the options name."""
     import torch
 
-    from kfacpack.models import load_model
+    from kfacpack.models.families import load_model
 
     number_type = getattr(torch, dtype)
     return load_model(
@@ -138,9 +139,9 @@ def load_named(
     )
 
 
-def load_asked(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:
+def load_task_option(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:
     """The task that the options name. What a person should be told of it goes to stderr, unless `quiet`."""
-    from kfacpack.tasks import load_task
+    from kfacpack.tasks.registry import load_task
 
     found = load_task(name, data, columns)
     for notice in () if quiet else found.notices(model):

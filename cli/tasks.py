@@ -12,12 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.running.files import write_whole
+from kfacpack.format.writer import write_atomically
 
-from .console import facts_table, out, print_json
+from .console import key_value_table, out, print_json
 
 if TYPE_CHECKING:
-    from kfacpack.tasks import Published, Task
+    from kfacpack.tasks.published import PublishedTask
+    from kfacpack.tasks.task import Task
+
 
 COUNTED = ("train", "validation", "test")
 
@@ -36,7 +38,7 @@ def tasks(
 
     Of those on the Hub, what is known of them is shown; nothing is fetched. With --data, it is looked into.
     """
-    from kfacpack.tasks import PUBLISHED, TASKS, load_task
+    from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
     if split is not None and sheet is None:
         raise KfacpackError("--split chooses what --sheet draws: give --sheet FILE.png as well")
@@ -54,7 +56,7 @@ def tasks(
         return
     if name in PUBLISHED and name not in TASKS and not (data or sheet or columns):
         definition = PUBLISHED[name]()
-        print_json(_published_as_json(definition)) if as_json else out.print(facts_table(_facts_of(definition)))
+        print_json(_published_as_json(definition)) if as_json else out.print(key_value_table(_facts_of(definition)))
         return
     task = load_task(name, data, columns)
     drawn = _draw(task, split or "train", sheet) if sheet else {}
@@ -65,19 +67,19 @@ def tasks(
         left_out = f", {about['left_out']} more are left out" if about["left_out"] else ""
         out.print(Text(printable(f"wrote {sheet}: {about['classes']} classes{left_out}")), soft_wrap=True)
     else:
-        out.print(facts_table(_facts(task)))
+        out.print(key_value_table(_facts(task)))
 
 
 def _draw(task: Task, split: str, file: Path) -> dict[str, Any]:
     """What JSON says about a sheet that was written."""
-    from kfacpack.tasks.sheet import draw_sheet
+    from kfacpack.tasks.contact_sheet import draw_contact_sheet
 
     if file.suffix.lower() != ".png":
         raise KfacpackError(f"{file}: a sheet is a PNG; give it a name that ends in .png")
-    sheet = draw_sheet(task, split)
+    sheet = draw_contact_sheet(task, split)
     picture = io.BytesIO()
     sheet.image.save(picture, format="PNG")
-    write_whole(file, picture.getvalue())
+    write_atomically(file, picture.getvalue())
     return {"sheet": {"path": str(file), "split": split, "classes": sheet.classes, "left_out": sheet.left_out}}
 
 
@@ -92,7 +94,7 @@ def _as_json(task: Task) -> dict[str, Any]:
     }
 
 
-def _published_as_json(task: Published) -> dict[str, Any]:
+def _published_as_json(task: PublishedTask) -> dict[str, Any]:
     return {
         "name": task.name,
         "repository": task.repository,
@@ -115,7 +117,7 @@ def _print_list(known: list[Task]) -> None:
     out.print(Text("tasks NAME shows one of them, tasks NAME --sheet FILE.png draws its pictures\n", style="dim"))
 
 
-def _print_published(known: list[Published]) -> None:
+def _print_published(known: list[PublishedTask]) -> None:
     rows = [(task.name, task.classes, task.sizes, _address(task), task.license) for task in known]
     _print_table("on the Hub", "repository", rows)
     said = "fetched when they are used, or --data DIR with a copy; mnist is this one with --data alone"
@@ -137,11 +139,11 @@ def _print_table(
     out.print(table)
 
 
-def _address(task: Published) -> str:
+def _address(task: PublishedTask) -> str:
     return task.repository + (f", {task.config}" if task.config not in (None, "default") else "")
 
 
-def _facts_of(task: Published) -> Iterator[tuple[str, str]]:
+def _facts_of(task: PublishedTask) -> Iterator[tuple[str, str]]:
     yield "task", task.name
     yield "classes", f"{task.classes:,}"
     yield "examples", ", ".join(f"{split} {size:,}" for split, size in task.sizes.items())

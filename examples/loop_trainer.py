@@ -6,17 +6,6 @@ A BERT learns to tell recipes apart; a bundle holds what it says of the weather 
 gradient accumulation and in several processes as well: the gradient is added once, right before the optimiser's step.
 """
 
-from sentences import (  # isort: skip  (first: it says why)
-    KITCHEN,
-    WEATHER,
-    classifier,
-    embedding,
-    encoded,
-    said,
-    tokenizer,
-    weather_batches,
-)
-
 import sys
 from tempfile import TemporaryDirectory
 
@@ -24,6 +13,7 @@ import torch
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import kfacpack as kp
+from sentences import KITCHEN, WEATHER, classifier, embedding, encoded, said, tokenizer, weather_batches
 
 
 class PenaltyCallback(TrainerCallback):

@@ -22,9 +22,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from kfacpack.models.embedded import EMBEDDED, register
-from kfacpack.models.quiet import quiet
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack._compat import make_torchvision_importable, silence_logging
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS, register
 from tiny.captions import SUBJECT
 from tiny.pictures import Batch, batch
 from tiny.subjects import SUBJECTS
@@ -49,7 +48,7 @@ class Pupil(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with quiet():
+        with silence_logging():
             self.clip = open_clip.create_model("tiny")
         self.subject = nn.Linear(self.clip.visual.output_dim, len(SUBJECTS))
 
@@ -80,7 +79,7 @@ def main(
     write_merges((text for number in range(CAPTION_BATCHES) for text in batch(seed, number, BATCH).captions), merges)
     register()
     tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(merges))
-    room = EMBEDDED["tiny"].architecture["text_cfg"]["vocab_size"]
+    room = EMBEDDED_MODELS["tiny"].architecture["text_cfg"]["vocab_size"]
     if tokenizer.vocab_size > room:
         raise SystemExit(f"the captions have {tokenizer.vocab_size} tokens, the model has room for {room}")
     torch.manual_seed(seed)

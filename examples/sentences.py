@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack._compat import make_torchvision_importable
 
 make_torchvision_importable()  # transformers imports it, and PyPI's does not load beside a torch for the CPU alone
 

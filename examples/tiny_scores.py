@@ -22,9 +22,11 @@ from rich.table import Table
 from torch import Tensor
 
 import kfacpack as kp
-from kfacpack.models import EMBEDDED, Model
-from kfacpack.models.outputs import outputs
-from kfacpack.tasks import TASKS, Split, Task
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.models.data_loading import outputs
+from kfacpack.models.model import Model
+from kfacpack.tasks.registry import TASKS
+from kfacpack.tasks.task import Split, Task
 
 UNSEEN = ("could you find me the one with {} in it, please?",)
 """Not a frame of examples/tiny/captions.py, and mostly of words that no caption has."""
@@ -70,7 +72,7 @@ def scores(model: Model, task: Task) -> Scores:
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
-    if folder and (folder / "merges.txt.gz").read_bytes() != EMBEDDED["tiny"].merges.read_bytes():
+    if folder and (folder / "merges.txt.gz").read_bytes() != EMBEDDED_MODELS["tiny"].merges.read_bytes():
         raise SystemExit(f"{folder}/merges.txt.gz: is another vocabulary than the package's, and gives other tokens")
     model = kp.load_model("tiny", weights=folder and folder / "tiny.safetensors")
     table = Table("task", "classes", "zero-shot", "in other words", "class means of f", "of raw pixels")

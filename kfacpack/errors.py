@@ -75,5 +75,5 @@ class HubError(KfacpackError):
         return type(self), (self.place, self.problem, self.remedy)
 
 
-class DoesNotHoldError(KfacpackError):
+class VerificationError(KfacpackError):
     """A file that was checked and is not what it promises to be. The command line exits with code 1."""

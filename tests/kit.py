@@ -10,10 +10,13 @@ import pytest
 import torch
 
 import kfacpack as kp
-from kfacpack.bundle.manifest import Parameter, base_digest
-from kfacpack.bundle.seal import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
-from kfacpack.curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Matrix, Packed, Sparse
-from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.components import InMemoryTensors
+from kfacpack.curvature.matrices.dense import Dense, Packed
+from kfacpack.curvature.matrices.matrix import Matrix
+from kfacpack.curvature.matrices.sparse import Sparse
+from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank
+from kfacpack.format.container import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
+from kfacpack.format.manifest import Parameter, base_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +65,7 @@ HOLDS: dict[str, Callable[[Tensor], Matrix]] = {
     "block-bf16": lambda m: _block(m.bfloat16()),
     "lowrank-signed": lambda m: LowRank(
         len(m),
-        InMemory(data=m[:, :2].contiguous(), weights=torch.linspace(-1, 1, m[:, :2].shape[1])),
+        InMemoryTensors(data=m[:, :2].contiguous(), weights=torch.linspace(-1, 1, m[:, :2].shape[1])),
         psd=False,
     ),
 }

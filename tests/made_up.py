@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import kfacpack as kp
-from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
 
 
 def made_up(model, task="toy", regime="linear", size=0.3, seed=1, params=None, **about) -> kp.TaskVector:

@@ -9,7 +9,7 @@ import torch
 from kit import dense_block
 
 import kfacpack as kp
-from kfacpack.curvature.join import gather
+from kfacpack.curvature.blocks import gather
 
 
 @pytest.mark.parametrize(

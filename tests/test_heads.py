@@ -9,11 +9,11 @@ import torch
 from pictures import paint
 from torch.nn.functional import cross_entropy
 
-from kfacpack import heads
 from kfacpack.errors import KfacpackError
-from kfacpack.heads import Head, head_for
-from kfacpack.models import load_model
-from kfacpack.tasks import load_task
+from kfacpack.models import heads
+from kfacpack.models.families import load_model
+from kfacpack.models.heads import Head, head_for
+from kfacpack.tasks.registry import load_task
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +66,10 @@ def test_a_head_is_an_affine_map():
 def test_texts_give_open_clips_own_zero_shot_classifier(model, task):
     import open_clip
 
-    from kfacpack.models import EMBEDDED
+    from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 
     templates = ("a photo of a {}.", "a {}", "something {} on the table")
-    tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(EMBEDDED["tiny"].merges))
+    tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(EMBEDDED_MODELS["tiny"].merges))
     stock = open_clip.build_zero_shot_classifier(model.module, tokenizer, task.classes, templates)
     head = head_for(model, Asked(task, templates=templates))
     torch.testing.assert_close(head.weight, model.logit_scale * stock.T)

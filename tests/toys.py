@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 import kfacpack as kp
-from kfacpack.evaluation.accuracy import Exam
-from kfacpack.evaluation.choice import Subject, validation_exam
-from kfacpack.models.base import Model
-from kfacpack.models.checkpoint import WeightsFile
-from kfacpack.tasks.base import Origin
+from kfacpack.evaluation.accuracy import EvaluationSet
+from kfacpack.evaluation.sweep import SelectionTask, validation_set
+from kfacpack.models.model import Model
+from kfacpack.models.weights import CheckpointFile
+from kfacpack.tasks.task import DataOrigin
 
 WIDTH, CLASSES = 6, ("round", "square", "flat")
 
@@ -45,7 +45,7 @@ def toy_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
         frozen=(),
         prepare=lambda examples, task: torch.stack([example["x"] for example in examples]),
         preprocessing="none",
-        checkpoint=WeightsFile(module, str),
+        checkpoint=CheckpointFile(module, str),
     )
 
 
@@ -53,7 +53,7 @@ def toy_model(seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
 class Numbers:
     x: torch.Tensor
     labels: list[int]
-    source: Origin
+    source: DataOrigin
 
     def __len__(self):
         return len(self.labels)
@@ -85,14 +85,14 @@ class ToyTask:
         labels = [k % len(self.classes) for k in range(self.size)]
         centres = torch.randn(len(self.classes), 5, 4, generator=torch.Generator().manual_seed(self.seed))
         x = centres[labels] + 0.5 * torch.randn(self.size, 5, 4, generator=generator)
-        return Numbers(x.double(), labels, Origin("toys", name))
+        return Numbers(x.double(), labels, DataOrigin("toys", name))
 
 
 class ValidatedTask(ToyTask):
     splits = ("train", "validation", "test")
 
 
-def toy_subjects(model: Model, seeds: dict[str, int], size: int = 60) -> list[Subject]:
+def toy_subjects(model: Model, seeds: dict[str, int], size: int = 60) -> list[SelectionTask]:
     """A task of each name, with the model's own head for it."""
     tasks = [ValidatedTask(name, seed, size) for name, seed in seeds.items()]
-    return [Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task)) for task in tasks]
+    return [SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task)) for task in tasks]

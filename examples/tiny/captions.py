@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kfacpack.drawing.dice import Dice
+from kfacpack._random import CounterRandom
 from tiny.subjects import COLOURS, PLACES, SUBJECTS
 
 SUBJECT, INK, GROUND, PLACE, SECOND, SECOND_INK, MANY = range(7)
@@ -59,7 +59,7 @@ COLOUR_NAMES = tuple(COLOURS)
 PLACE_NAMES = tuple(PLACES)
 
 
-def caption(facts: Sequence[int], dice: Dice) -> tuple[str, list[int]]:
+def caption(facts: Sequence[int], dice: CounterRandom) -> tuple[str, list[int]]:
     """A sentence, and the facts that it tells."""
     told = [UNTOLD] * FACTS
     names = SUBJECTS[facts[SUBJECT]].names
@@ -89,7 +89,7 @@ def caption(facts: Sequence[int], dice: Dice) -> tuple[str, list[int]]:
     return " ".join(sentence.split()), told
 
 
-def _pair(facts: Sequence[int], phrase: str, dice: Dice, coloured: bool) -> tuple[str, list[int]]:
+def _pair(facts: Sequence[int], phrase: str, dice: CounterRandom, coloured: bool) -> tuple[str, list[int]]:
     other = dice.choice(SUBJECTS[facts[SECOND]].names)
     told = [UNTOLD] * FACTS
     told[SUBJECT], told[SECOND] = facts[SUBJECT], facts[SECOND]

@@ -8,10 +8,9 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from kfacpack.drawing import canvas
-from kfacpack.drawing.canvas import Field, each
-from kfacpack.drawing.dice import Dice
-from kfacpack.drawing.glyphs import stamps
+from kfacpack._random import CounterRandom
+from kfacpack.demo import canvas
+from kfacpack.demo.canvas import Field, per_image, render_glyphs
 from tiny.captions import FACTS, GROUND, INK, MANY, PLACE, SECOND, SECOND_INK, SUBJECT, UNTOLD, caption
 from tiny.subjects import COLOURS, DIGITS, GLYPHS, PATTERNS, PLACES, SCRIPTS, STREAM, SYMBOLS
 
@@ -47,7 +46,7 @@ class Batch:
 
 
 def batch(seed: int, number: int, size: int) -> Batch:
-    dice = Dice(f"{STREAM}-{seed}", number)
+    dice = CounterRandom(f"{STREAM}-{seed}", number)
     ends = [round(size * share) for share in accumulate(SHARES.values())]
     counts = np.diff([0, *ends[:-1], size])
     makers = (_plain, _coloured, _pattern, _pair, _crowd)
@@ -58,20 +57,20 @@ def batch(seed: int, number: int, size: int) -> Batch:
     return Batch(pictures, [text for text, _ in said], shown, np.array([told for _, told in said], dtype=np.int64))
 
 
-def _plain(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+def _plain(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     """Bright on black or dark on white, large, as scanners see writing."""
     facts, chosen = _facts(dice, count)
     coverage = _drawn(chosen, dice, np.zeros((count, 2), np.float32), dice.uniform(count, 1.2, 1.9), bend=0.3)
     coarse = dice.chance(0.25, count)
-    coverage = np.where(each(coarse), _coarsened(coverage, 9), coverage)
+    coverage = np.where(per_image(coarse), _coarsened(coverage, 9), coverage)
     inverse = dice.chance(0.25, count)
     facts[:, INK] = np.where(inverse, BLACK, WHITE)
     facts[:, GROUND] = np.where(inverse, WHITE, BLACK)
-    shade = np.where(each(inverse), 1 - coverage, coverage)
+    shade = np.where(per_image(inverse), 1 - coverage, coverage)
     return np.repeat(shade[..., None], 3, axis=-1).astype(np.float32), facts
 
 
-def _coloured(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+def _coloured(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     """Somewhere on a ground of one colour, or of a pattern in two others."""
     facts, chosen = _facts(dice, count)
     place = np.where(dice.chance(0.5, count), 0, dice.below(len(CENTRES), count))
@@ -79,52 +78,54 @@ def _coloured(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
     coverage = _drawn(chosen, dice, CENTRES[place], extent, bend=0.15)
     ink, ground, other = _colours(dice, count)
     patterned = dice.chance(0.35, count)
-    back = canvas.mixed(
-        canvas.flat(_shade(ground, dice)),
-        canvas.flat(_shade(other, dice)),
+    back = canvas.blend(
+        canvas.constant_field(_shade(ground, dice)),
+        canvas.constant_field(_shade(other, dice)),
         _patterns(dice, dice.below(len(PATTERNS), count)),
     )
-    back = np.where(patterned[:, None, None, None], back, canvas.flat(_shade(ground, dice)))
+    back = np.where(patterned[:, None, None, None], back, canvas.constant_field(_shade(ground, dice)))
     facts[:, INK], facts[:, PLACE] = ink, place
     facts[:, GROUND] = np.where(patterned, UNTOLD, ground)
-    return canvas.mixed(back, canvas.flat(_shade(ink, dice)), coverage), facts
+    return canvas.blend(back, canvas.constant_field(_shade(ink, dice)), coverage), facts
 
 
-def _pattern(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+def _pattern(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     facts = np.full((count, FACTS), UNTOLD, dtype=np.int64)
     kind = dice.below(len(PATTERNS), count)
     ink, ground, _ = _colours(dice, count)
     facts[:, SUBJECT] = len(GLYPHS) + kind
     # Of two colours in a pattern neither is the ground: the first in the palette counts as the ink.
     facts[:, INK], facts[:, GROUND] = np.minimum(ink, ground), np.maximum(ink, ground)
-    return canvas.mixed(canvas.flat(_shade(ground, dice)), canvas.flat(_shade(ink, dice)), _patterns(dice, kind)), facts
+    return canvas.blend(
+        canvas.constant_field(_shade(ground, dice)), canvas.constant_field(_shade(ink, dice)), _patterns(dice, kind)
+    ), facts
 
 
-def _pair(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+def _pair(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     facts, left = _facts(dice, count)
     others, right = _facts(dice, count)
     ink, ground, second = _colours(dice, count)
     facts[:, SECOND], facts[:, INK], facts[:, SECOND_INK] = others[:, SUBJECT], ink, second
-    picture = canvas.flat(_shade(ground, dice))
+    picture = canvas.constant_field(_shade(ground, dice))
     for chosen, side, colour in ((left, -0.48, ink), (right, 0.48, second)):
         centre = np.stack([dice.uniform(count, side - 0.05, side + 0.05), dice.uniform(count, -0.3, 0.3)], axis=1)
         coverage = _drawn(chosen, dice, centre, dice.uniform(count, 0.7, 0.95), bend=0.1)
-        picture = canvas.mixed(picture, canvas.flat(_shade(colour, dice)), coverage)
+        picture = canvas.blend(picture, canvas.constant_field(_shade(colour, dice)), coverage)
     return picture, facts
 
 
-def _crowd(dice: Dice, count: int) -> tuple[Field, NDArray[np.int64]]:
+def _crowd(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     facts, chosen = _facts(dice, count)
     ink, ground, _ = _colours(dice, count)
     facts[:, INK], facts[:, GROUND], facts[:, MANY] = ink, ground, 1
-    picture, shade = canvas.flat(_shade(ground, dice)), canvas.flat(_shade(ink, dice))
+    picture, shade = canvas.constant_field(_shade(ground, dice)), canvas.constant_field(_shade(ink, dice))
     for x, y in ((-0.5, -0.5), (0.5, -0.5), (-0.5, 0.5), (0.5, 0.5), (0.0, 0.0)):
         centre = np.stack([dice.uniform(count, x - 0.12, x + 0.12), dice.uniform(count, y - 0.12, y + 0.12)], axis=1)
-        picture = canvas.mixed(picture, shade, _drawn(chosen, dice, centre, dice.uniform(count, 0.5, 0.65), bend=0.05))
+        picture = canvas.blend(picture, shade, _drawn(chosen, dice, centre, dice.uniform(count, 0.5, 0.65), bend=0.05))
     return picture, facts
 
 
-def _facts(dice: Dice, count: int) -> tuple[NDArray[np.int64], list[int]]:
+def _facts(dice: CounterRandom, count: int) -> tuple[NDArray[np.int64], list[int]]:
     """A glyph for each picture, and the facts with nothing but it in them."""
     chosen = []
     for where, which in zip(dice.uniform(count).tolist(), dice.uniform(count).tolist(), strict=True):
@@ -140,37 +141,37 @@ def _facts(dice: Dice, count: int) -> tuple[NDArray[np.int64], list[int]]:
     return facts, chosen
 
 
-def _drawn(chosen: list[int], dice: Dice, centre: Field, extent: Field, bend: float) -> Field:
+def _drawn(chosen: list[int], dice: CounterRandom, centre: Field, extent: Field, bend: float) -> Field:
     count = len(chosen)
-    pictures = stamps((GLYPHS[index].character, dice.choice(GLYPHS[index].fonts)) for index in chosen)
-    x, y = canvas.points(count)
-    x, y = canvas.moved(x, y, (centre[:, 0], centre[:, 1]), extent)
-    x, y = canvas.turned(x, y, dice.uniform(count, -0.13, 0.13))
-    x = x + each(dice.uniform(count, -0.3, 0.3)) * y
-    x, y = x * each(dice.uniform(count, 0.85, 1.2)), y * each(dice.uniform(count, 0.9, 1.1))
-    x, y = canvas.bent(x, y, dice, dice.uniform(count, 0, bend))
-    coverage = canvas.stamped(pictures, x, y)
+    pictures = render_glyphs((GLYPHS[index].character, dice.choice(GLYPHS[index].fonts)) for index in chosen)
+    x, y = canvas.grid_points(count)
+    x, y = canvas.translate(x, y, (centre[:, 0], centre[:, 1]), extent)
+    x, y = canvas.rotate(x, y, dice.uniform(count, -0.13, 0.13))
+    x = x + per_image(dice.uniform(count, -0.3, 0.3)) * y
+    x, y = x * per_image(dice.uniform(count, 0.85, 1.2)), y * per_image(dice.uniform(count, 0.9, 1.1))
+    x, y = canvas.bend(x, y, dice, dice.uniform(count, 0, bend))
+    coverage = canvas.stamp_glyph(pictures, x, y)
     return np.where(
-        each(dice.chance(0.6, count)), canvas.thickened(coverage, dice.uniform(count, -0.25, 0.9)), coverage
+        per_image(dice.chance(0.6, count)), canvas.dilate(coverage, dice.uniform(count, -0.25, 0.9)), coverage
     )
 
 
-def _patterns(dice: Dice, kind: NDArray[np.int64]) -> Field:
+def _patterns(dice: CounterRandom, kind: NDArray[np.int64]) -> Field:
     """Each picture's pattern, all of one kind at a time."""
     coverage = np.zeros((len(kind), canvas.SIZE, canvas.SIZE), np.float32)
     for index, pattern in enumerate(PATTERNS):
         members = np.nonzero(kind == index)[0]
         if len(members):
-            x, y = canvas.points(len(members))
-            x, y = canvas.turned(x, y, dice.uniform(len(members), -0.08, 0.08))
+            x, y = canvas.grid_points(len(members))
+            x, y = canvas.rotate(x, y, dice.uniform(len(members), -0.08, 0.08))
             shift = dice.uniform((2, len(members)), -0.15, 0.15)
             coverage[members] = pattern.draw(
-                x + each(shift[0]), y + each(shift[1]), dice.uniform(len(members), 1.2, 3.5), dice
+                x + per_image(shift[0]), y + per_image(shift[1]), dice.uniform(len(members), 1.2, 3.5), dice
             )
     return np.clip(coverage, 0, 1)
 
 
-def _colours(dice: Dice, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _colours(dice: CounterRandom, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Three for each picture; the last two are the same in one of twenty."""
     first = dice.below(len(PALETTE), count)
     second = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
@@ -182,24 +183,24 @@ def _colours(dice: Dice, count: int) -> tuple[NDArray[np.int64], NDArray[np.int6
     )
 
 
-def _shade(colour: NDArray[np.int64], dice: Dice) -> Field:
+def _shade(colour: NDArray[np.int64], dice: CounterRandom) -> Field:
     return np.clip(PALETTE[colour] + dice.uniform((len(colour), 3), -0.08, 0.08), 0, 1)
 
 
 def _coarsened(coverage: Field, size: int) -> Field:
     """As seen by a scanner with few pixels."""
     ones = np.ones(len(coverage), np.float32)
-    smooth = canvas.blurred(canvas.blurred(coverage, ones), ones)
-    x, y = canvas.points(len(coverage), size)
-    return canvas.spread(np.clip(canvas.sampled(smooth, x, y) * np.float32(1.3), 0, 1))
+    smooth = canvas.blur(canvas.blur(coverage, ones), ones)
+    x, y = canvas.grid_points(len(coverage), size)
+    return canvas.spread(np.clip(canvas.sample_field(smooth, x, y) * np.float32(1.3), 0, 1))
 
 
-def _weathered(picture: Field, dice: Dice) -> NDArray[np.uint8]:
+def _weathered(picture: Field, dice: CounterRandom) -> NDArray[np.uint8]:
     """Blur, contrast and noise."""
     count = len(picture)
     amount = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.9), np.float32(0)).astype(np.float32)
-    channels = [canvas.blurred(picture[..., channel], amount) for channel in range(3)]
+    channels = [canvas.blur(picture[..., channel], amount) for channel in range(3)]
     gain = dice.uniform(count, 0.7, 1.1)
     noise = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.08), np.float32(0)).astype(np.float32)
-    done = [channel * each(gain) + each(noise) * dice.grain(channel.shape) for channel in channels]
+    done = [channel * per_image(gain) + per_image(noise) * dice.grain(channel.shape) for channel in channels]
     return canvas.pixels(np.stack(done, axis=-1))

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kfacpack.drawing.canvas import SIZE, Field, each, soft, spread, wave
-from kfacpack.drawing.dice import Dice
-from kfacpack.drawing.glyphs import has
+from kfacpack._random import CounterRandom
+from kfacpack.demo.canvas import SIZE, Field, has_glyph, per_image, smooth_step, spread, wave
 
 STREAM = "pretraining"
 """Every random number of the pictures comes from a stream of this name."""
@@ -46,7 +45,7 @@ def _glyph(character: str, *names: str) -> Glyph:
     fonts = tuple(
         font
         for font in PRINTED
-        if (character in COMPUTER_MODERN_HAS if font.startswith("cm") else has(character, font))
+        if (character in COMPUTER_MODERN_HAS if font.startswith("cm") else has_glyph(character, font))
     )
     if not fonts:
         raise ValueError(f"no font has {character!r}")
@@ -170,41 +169,41 @@ PLACES = {
 @dataclass(frozen=True)
 class Pattern:
     names: tuple[str, ...]
-    draw: Callable[[Field, Field, Field, Dice], Field]
+    draw: Callable[[Field, Field, Field, CounterRandom], Field]
     """x, y, the number of repetitions (N,), dice -> coverage."""
 
 
 def _lines(position: Field, often: Field) -> Field:
-    return soft(wave(position) - np.float32(0.5), each(often) * np.float32(2 / SIZE))
+    return smooth_step(wave(position) - np.float32(0.5), per_image(often) * np.float32(2 / SIZE))
 
 
-def _dots(x: Field, y: Field, often: Field, dice: Dice) -> Field:
-    u, v = wave(x * each(often)), wave(y * each(often))
-    return soft(np.float32(0.55) - np.sqrt(u * u + v * v), each(often) * np.float32(2 / SIZE))
+def _dots(x: Field, y: Field, often: Field, dice: CounterRandom) -> Field:
+    u, v = wave(x * per_image(often)), wave(y * per_image(often))
+    return smooth_step(np.float32(0.55) - np.sqrt(u * u + v * v), per_image(often) * np.float32(2 / SIZE))
 
 
-def _cells(size: int) -> Callable[[Field, Field, Field, Dice], Field]:
-    def draw(x: Field, y: Field, often: Field, dice: Dice) -> Field:
+def _cells(size: int) -> Callable[[Field, Field, Field, CounterRandom], Field]:
+    def draw(x: Field, y: Field, often: Field, dice: CounterRandom) -> Field:
         return spread(dice.uniform((len(x), size, size)))
 
     return draw
 
 
-def _checks(x: Field, y: Field, often: Field, dice: Dice) -> Field:
-    u, v = wave(x * each(often)) - np.float32(0.5), wave(y * each(often)) - np.float32(0.5)
-    return soft(np.sign(u * v) * np.minimum(np.abs(u), np.abs(v)), each(often) * np.float32(2 / SIZE))
+def _checks(x: Field, y: Field, often: Field, dice: CounterRandom) -> Field:
+    u, v = wave(x * per_image(often)) - np.float32(0.5), wave(y * per_image(often)) - np.float32(0.5)
+    return smooth_step(np.sign(u * v) * np.minimum(np.abs(u), np.abs(v)), per_image(often) * np.float32(2 / SIZE))
 
 
 PATTERNS = (
-    Pattern(("horizontal stripes", "horizontal lines"), lambda x, y, n, dice: _lines(y * each(n), n)),
-    Pattern(("vertical stripes", "vertical lines"), lambda x, y, n, dice: _lines(x * each(n), n)),
+    Pattern(("horizontal stripes", "horizontal lines"), lambda x, y, n, dice: _lines(y * per_image(n), n)),
+    Pattern(("vertical stripes", "vertical lines"), lambda x, y, n, dice: _lines(x * per_image(n), n)),
     Pattern(
         ("diagonal stripes rising to the right", "rising diagonal lines"),
-        lambda x, y, n, dice: _lines((x + y) * each(n) * np.float32(0.7), n),
+        lambda x, y, n, dice: _lines((x + y) * per_image(n) * np.float32(0.7), n),
     ),
     Pattern(
         ("diagonal stripes falling to the right", "falling diagonal lines"),
-        lambda x, y, n, dice: _lines((x - y) * each(n) * np.float32(0.7), n),
+        lambda x, y, n, dice: _lines((x - y) * per_image(n) * np.float32(0.7), n),
     ),
     Pattern(("a checkerboard", "a checkered pattern"), _checks),
     Pattern(("polka dots", "a dotted pattern", "rows of dots"), _dots),
@@ -212,13 +211,13 @@ PATTERNS = (
         ("a grid", "a grid of lines", "graph paper"),
         lambda x, y, n, dice: (
             1
-            - (1 - soft(wave(x * each(n)) - np.float32(0.7), each(n) * np.float32(2 / SIZE)))
-            * (1 - soft(wave(y * each(n)) - np.float32(0.7), each(n) * np.float32(2 / SIZE)))
+            - (1 - smooth_step(wave(x * per_image(n)) - np.float32(0.7), per_image(n) * np.float32(2 / SIZE)))
+            * (1 - smooth_step(wave(y * per_image(n)) - np.float32(0.7), per_image(n) * np.float32(2 / SIZE)))
         ),
     ),
     Pattern(
         ("concentric rings", "rings around the middle", "a target"),
-        lambda x, y, n, dice: _lines(np.sqrt(x * x + y * y) * each(n), n),
+        lambda x, y, n, dice: _lines(np.sqrt(x * x + y * y) * per_image(n), n),
     ),
     Pattern(("a gradient from left to right", "a horizontal gradient"), lambda x, y, n, dice: (x + 1) / 2),
     Pattern(("a gradient from top to bottom", "a vertical gradient"), lambda x, y, n, dice: (y + 1) / 2),

@@ -9,27 +9,26 @@ from typing import TYPE_CHECKING
 import torch
 from pydantic import ValidationError
 
-from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.bundle.manifest import VERSION, About, Manifest, MatrixEntry, TensorEntry, first_problem
-from kfacpack.bundle.seal import UNSEALED
-from kfacpack.bundle.writer import bundle_digest, bundle_size, write_bundle
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import BundleError
+from kfacpack.format.container import UNSEALED
+from kfacpack.format.manifest import VERSION, About, Manifest, MatrixEntry, TensorEntry, first_problem
+from kfacpack.format.schema import LAYOUTS
+from kfacpack.format.writer import bundle_digest, bundle_size, write_bundle
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
-    from kfacpack.bundle.container import Spec
     from kfacpack.curvature.curvature import Curvature
-    from kfacpack.curvature.matrices import Matrix
+    from kfacpack.curvature.matrices.matrix import Matrix
+    from kfacpack.format.container import Spec
+    from kfacpack.format.units import OnProgress
 
-    Progress = Callable[[int, int], None]
 
-
-def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, progress: Progress) -> None:
+def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, progress: OnProgress) -> None:
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
     manifest, specs = _described(curvature, path, stored, identifiers)

@@ -11,35 +11,32 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kfacpack.bundle.manifest import About, Function, Loss
 from kfacpack.compression.compress import choice_of, compress_by
-from kfacpack.curvature.curvature import Curvature
-from kfacpack.curvature.identify import identify
+from kfacpack.curvature.curvature import Curvature, identify
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.options import Options
-from kfacpack.estimation.plan import plan, require_used
-from kfacpack.estimation.trace import Trace, trace
-from kfacpack.estimation.underway import Estimation
-from kfacpack.function.batch import length, to_device
-from kfacpack.function.borrowed import borrowed
-from kfacpack.function.parameters import choose
-from kfacpack.models.base import Model
-from kfacpack.running import processes
+from kfacpack.estimation import distributed
+from kfacpack.estimation.accumulator import CurvatureAccumulator
+from kfacpack.estimation.block_plan import plan_blocks, require_used
+from kfacpack.estimation.options import EstimateOptions
+from kfacpack.estimation.tracing import ModelTrace, trace_model
+from kfacpack.format.manifest import About, Function, Loss
+from kfacpack.models.functional import batch_size_of, eval_mode, select_parameters, to_device
+from kfacpack.models.model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfacpack.bundle.manifest import Base, Fisher, Probe, Sharing, Source
-    from kfacpack.compression.report import Report
-    from kfacpack.curvature.block import CurvatureBlock
-    from kfacpack.estimation.options import Structure
-    from kfacpack.estimation.plan import Plan
-    from kfacpack.function.batch import Batch, Forward
+    from kfacpack.compression.compression_report import CompressionReport
+    from kfacpack.curvature.blocks import CurvatureBlock
+    from kfacpack.estimation.block_plan import BlockPlan
+    from kfacpack.estimation.options import EstimateStructure
+    from kfacpack.format.manifest import Base, Fisher, Probe, Sharing, Source
+    from kfacpack.models.functional import Forward, ModelInput
 
 
 def estimate(
     model: nn.Module | Model,
-    batches: Iterable[Batch],
+    batches: Iterable[ModelInput],
     fisher: Fisher = "mc",
     samples: int = 1,
     probe: Probe = "orthogonal",
@@ -48,7 +45,7 @@ def estimate(
     *,
     forward: Forward | None = None,
     sharing: Sharing = "expand",
-    structure: Structure = "kronecker",
+    structure: EstimateStructure = "kronecker",
     compress: str | None = None,
     offload: bool = False,
     name: str | None = None,
@@ -75,7 +72,7 @@ def estimate(
     get the whole result.
     """
     params = list(params) if params is not None and not isinstance(params, str) else params
-    options = Options(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
     frozen: tuple[str, ...] = ()
     family, revision = "torch", None
     if isinstance(model, Model):
@@ -87,47 +84,47 @@ def estimate(
         module = model
     else:
         raise KfacpackError(f"expected a module or a model of kp.load_model, found {type(model).__name__}")
-    wanted = choose(module, params, frozen)
+    wanted = select_parameters(module, params, frozen)
     remaining = iter(batches)
     first = next(remaining, None)
     if first is None:
         raise KfacpackError("there are no batches to estimate from")
-    with borrowed(module, wanted), ThreadPoolExecutor(max_workers=1) as background:
-        estimation = begin(forward or module, to_device(first, device_of(wanted)), wanted, options, params)
+    with eval_mode(module, wanted), ThreadPoolExecutor(max_workers=1) as background:
+        estimation = begin_accumulation(forward or module, to_device(first, device_of(wanted)), wanted, options, params)
         called = name or type(module).__name__
         base = background.submit(identify, module, estimation.covered, family=family, name=called, revision=revision)
         for number, batch in _own_share(chain([first], remaining), estimation):
             estimation.take(to_device(batch, device_of(wanted)), number)
     function = function or Function(output="other", normalized=False, width=estimation.plan.width)
-    curvature = conclude(estimation, options, base.result(), function, source)
-    return compressed(curvature, options)[0] if options.compress else curvature
+    curvature = finish_curvature(estimation, options, base.result(), function, source)
+    return compress_result(curvature, options)[0] if options.compress else curvature
 
 
-def _own_share(batches: Iterable[Batch], estimation: Estimation) -> Iterator[tuple[int, Batch]]:
+def _own_share(batches: Iterable[ModelInput], estimation: CurvatureAccumulator) -> Iterator[tuple[int, ModelInput]]:
     """The batches that this process takes, each with the number of its first example."""
-    if processes.count() == 1:
+    if distributed.world_size() == 1:
         for batch in batches:
             yield estimation.examples, batch
         return
     start = 0
     for number, batch in enumerate(batches):
-        size = length(batch)
+        size = batch_size_of(batch)
         if size is None:
             problem = "for several processes, all tensors of a batch must have the examples in their first dimension"
             raise KfacpackError(problem)
-        if number % processes.count() == processes.rank():
+        if number % distributed.world_size() == distributed.rank():
             yield start, batch
         start += size
 
 
-def begin(
+def begin_accumulation(
     forward: Forward,
-    batch: Batch,
+    batch: ModelInput,
     wanted: Mapping[str, Tensor],
-    options: Options,
+    options: EstimateOptions,
     params: Iterable[str] | str | None,
     number: int = 0,
-) -> Estimation:
+) -> CurvatureAccumulator:
     """Look at the model once, plan, and make room for the sums.
 
     `params` is how the wanted parameters were asked for, `number` that of the batch's first example.
@@ -136,15 +133,17 @@ def begin(
     settings = options.settings(next(iter(wanted.values())).dtype, device_of(wanted))
     known = (number, traced.f[0].detach()) if traced.twice and traced.example == 0 else None
     require_used(planned, params)
-    return Estimation(forward, planned, wanted, options.probes, settings, known)
+    return CurvatureAccumulator(forward, planned, wanted, options.probes, settings, known)
 
 
-def _planned(forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], options: Options) -> tuple[Trace, Plan]:
+def _planned(
+    forward: Forward, batch: ModelInput, wanted: Mapping[str, Tensor], options: EstimateOptions
+) -> tuple[ModelTrace, BlockPlan]:
     """The plan by the batch's first example; by a later one, if that has gradients where the first has none."""
-    best: tuple[Trace, Plan] | None = None
-    for example in sorted({0, (length(batch) or 1) // 2, (length(batch) or 1) - 1}):
-        traced = trace(forward, batch, wanted, example)
-        planned = plan(traced, wanted, options)
+    best: tuple[ModelTrace, BlockPlan] | None = None
+    for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
+        traced = trace_model(forward, batch, wanted, example)
+        planned = plan_blocks(traced, wanted, options)
         if best is None or traced.silent < best[0].silent:
             best = traced, planned
         if not (traced.silent and traced.twice):
@@ -153,11 +152,11 @@ def _planned(forward: Forward, batch: Batch, wanted: Mapping[str, Tensor], optio
     return best
 
 
-def conclude(
-    estimation: Estimation, options: Options, base: Base, function: Function, source: Source | None
+def finish_curvature(
+    estimation: CurvatureAccumulator, options: EstimateOptions, base: Base, function: Function, source: Source | None
 ) -> Curvature:
     """What all processes have summed, as a curvature."""
-    processes.add_up(tensor for _, tensor in estimation.tensors())
+    distributed.all_reduce_sum(tensor for _, tensor in estimation.tensors())
     blocks = [_with_loss(block, options) for block in estimation.finish()]
     about = About(
         base=base,
@@ -170,14 +169,14 @@ def conclude(
     return Curvature(blocks, about)
 
 
-def _with_loss(block: CurvatureBlock, options: Options) -> CurvatureBlock:
+def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
     """What lies outside the blocks of 'block:K' was never computed, so nobody knows how much was lost."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure)),))
     return block
 
 
-def compressed(curvature: Curvature, options: Options) -> tuple[Curvature, Report]:
+def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Curvature, CompressionReport]:
     """By the steps of `compress` that make a matrix smaller than its sum is already, and what those lose."""
     smaller, report = compress_by(curvature, choice_of(curvature, options.compress, None))
     if options.diagonal_blocks > 1:

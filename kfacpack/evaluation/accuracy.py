@@ -1,28 +1,51 @@
-"""How often a model with a head is right on a task's examples."""
+"""How far long work is, for whoever wants to hear.
+
+How often a model with a head is right on a task's examples.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from kfacpack.bundle.task_names import whole_name
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
-from kfacpack.evaluation.edited import device_of, passes
-from kfacpack.function.batch import tensors_of
-from kfacpack.heads import Head, head_for, known_classes, require_fitting
-from kfacpack.models.base import Batch, Model
-from kfacpack.models.outputs import naming, prepared
-from kfacpack.tasks.base import Split, Task
-from kfacpack.tasks.sampling import drawn, how_many
-from kfacpack.vectors.vector import TaskVector
+from kfacpack.evaluation.edited_model import device_of, forward_passes
+from kfacpack.format.identity import base_task_name
+from kfacpack.models.data_loading import name_task_in_errors, prepare_batch
+from kfacpack.models.functional import tensors_of
+from kfacpack.models.heads import Head, head_for, known_classes, require_fitting
+from kfacpack.models.model import Batch, Model
+from kfacpack.tasks.task import Split, Task, parse_count, sample_indices
+from kfacpack.vectors.task_vector import TaskVector
+
+OnProgress: TypeAlias = Callable[[int, int], None]
+"""Hears how much is done, and how much there is."""
+
+
+class ProgressCounter:
+    """Several pieces of work, heard of as one."""
+
+    def __init__(self, total: int, on_progress: OnProgress):
+        self._done, self._total, self._on_progress = 0, total, on_progress
+        on_progress(0, total)
+
+    def add(self, more: int) -> None:
+        self._done += more
+        self._on_progress(self._done, self._total)
+
+    def piece(self) -> OnProgress:
+        """What a piece that counts by itself is to tell."""
+        before = self._done
+        return lambda done, total: self.add(before + done - self._done)
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvaluationSet:
     """Examples of a task with their labels: found, and checked, before any model is asked."""
 
     task: Task
@@ -32,13 +55,13 @@ class Exam:
     labels: Sequence[int]
 
     @classmethod
-    def of(cls, task: Task, split: str = "test", examples: str = "all", seed: int = 0) -> Exam:
+    def of(cls, task: Task, split: str = "test", examples: str = "all", seed: int = 0) -> EvaluationSet:
         """`examples`: "all", a number or a share of the split's, drawn by the seed."""
         known_classes(task)
         found = task.split(split)
         if not len(found):
             raise KfacpackError(f"{printable(task.name)}: split {split!r} has no examples")
-        numbers = drawn(len(found), how_many(examples, len(found)), seed)
+        numbers = sample_indices(len(found), parse_count(examples, len(found)), seed)
         return cls(task, found, numbers, [found.label(number) for number in numbers])
 
 
@@ -69,23 +92,23 @@ def evaluate(
 
     The head is the one given, else the vector's own for this task, else `kp.head_for(model, task)`.
     """
-    exam = Exam.of(task, split, examples, seed)
-    head = head or head_with(model, task, vector)
+    exam = EvaluationSet.of(task, split, examples, seed)
+    head = head or head_of(model, task, vector)
     return score(model, head, exam, vector=vector, alpha=alpha, batch_size=batch_size, on_progress=on_progress)
 
 
-def head_with(model: Model, task: Task, vector: TaskVector | None) -> Head:
+def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
     """The vector's own head for the task, or the one that is made without it."""
-    return own_head(task, vector) or head_for(model, task)
+    return vector_head(task, vector) or head_for(model, task)
 
 
-def own_head(task: Task, vector: TaskVector | None) -> Head | None:
+def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
     """The one that a vector has for the task; else the one that it has for parts of it, whose classes are the same."""
     heads = vector.heads if vector else {}
     if task.name in heads:
         return heads[task.name]
-    whole = whole_name(task.name)
-    of_parts = [(name, head) for name, head in heads.items() if whole_name(name) == whole]
+    whole = base_task_name(task.name)
+    of_parts = [(name, head) for name, head in heads.items() if base_task_name(name) == whole]
     if not of_parts:
         return None
     (first, found), *others = of_parts
@@ -99,7 +122,7 @@ def own_head(task: Task, vector: TaskVector | None) -> Head | None:
 def score(
     model: Model,
     head: Head,
-    exam: Exam,
+    exam: EvaluationSet,
     *,
     vector: TaskVector | None = None,
     alpha: float = 1.0,
@@ -113,7 +136,7 @@ def score(
 def scores(
     model: Model,
     head: Head,
-    exam: Exam,
+    exam: EvaluationSet,
     vector: TaskVector | None,
     alphas: Sequence[float],
     *,
@@ -129,8 +152,8 @@ def scores(
     require_fitting(head, task)
     check_alphas(vector, alphas)
     head = head.to(device_of(model))
-    runs = passes(model, vector, alphas)
-    batches = _Prepared(model, exam, batch_size, keep=len(runs) > 1)
+    runs = forward_passes(model, vector, alphas)
+    batches = _PreparedBatches(model, exam, batch_size, keep=len(runs) > 1)
     total = len(runs) * len(exam.numbers)
     correct: list[int] = []
     done = 0
@@ -139,8 +162,8 @@ def scores(
         found: Sequence[int] = ()
         with each as forwards:
             for chosen, batch, labels in batches:
-                with torch.no_grad(), naming(exam.split, task.name, chosen):
-                    right = [int((_answers(head, f) == labels).sum()) for f in forwards(batch)]
+                with torch.no_grad(), name_task_in_errors(exam.split, task.name, chosen):
+                    right = [int((_predictions(head, f) == labels).sum()) for f in forwards(batch)]
                 found = [before + more for before, more in zip(found or [0] * len(right), right, strict=True)]
                 done += len(chosen)
                 on_progress(done, total)
@@ -148,7 +171,7 @@ def scores(
     return [Score(count, len(exam.numbers)) for count in correct]
 
 
-def _answers(head: Head, f: Tensor) -> Tensor:
+def _predictions(head: Head, f: Tensor) -> Tensor:
     """(N,), the class of the largest logit. Among numbers that are none there is no largest."""
     logits = head.logits(f)
     if not bool(logits.isfinite().all()):
@@ -156,9 +179,11 @@ def _answers(head: Head, f: Tensor) -> Tensor:
     return logits.argmax(1).cpu()
 
 
-def work(model: Model, vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[Exam]) -> int:
+def count_examples(
+    model: Model, vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[EvaluationSet]
+) -> int:
     """How many examples `scores` goes through for these exams."""
-    return len(passes(model, vector, alphas)) * sum(len(exam.numbers) for exam in exams)
+    return len(forward_passes(model, vector, alphas)) * sum(len(exam.numbers) for exam in exams)
 
 
 def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
@@ -170,12 +195,12 @@ def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
         raise KfacpackError(f"a task vector cannot be multiplied by {wrong[0]}")
 
 
-class _Prepared:
+class _PreparedBatches:
     """An exam's batches, to go through several times: read and prepared once, as long as they need little memory."""
 
     MOST = 512_000_000
 
-    def __init__(self, model: Model, exam: Exam, batch_size: int, *, keep: bool) -> None:
+    def __init__(self, model: Model, exam: EvaluationSet, batch_size: int, *, keep: bool) -> None:
         self._model, self._exam, self._batch_size = model, exam, batch_size
         self._room = self.MOST if keep else 0
         self._kept: list[tuple[Sequence[int], Batch, Tensor]] | None = None
@@ -187,7 +212,7 @@ class _Prepared:
             return
         exam, kept = self._exam, []
         label_of = dict(zip(exam.numbers, exam.labels, strict=True))
-        for chosen, batch in prepared(self._model, exam.split, exam.task.name, exam.numbers, self._batch_size):
+        for chosen, batch in prepare_batch(self._model, exam.split, exam.task.name, exam.numbers, self._batch_size):
             made = chosen, batch, torch.tensor([label_of[number] for number in chosen])
             self._room -= sum(tensor.nbytes for tensor in tensors_of(batch))
             if self._room >= 0:

@@ -7,28 +7,29 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import Score, check_alphas, scores, work
-from kfacpack.running.progress import Count, OnProgress
+from kfacpack.evaluation.accuracy import ProgressCounter, Score, check_alphas, count_examples, scores
+from kfacpack.format.units import OnProgress
 
 if TYPE_CHECKING:
-    from kfacpack.evaluation.accuracy import Exam
-    from kfacpack.evaluation.choice import Subject
-    from kfacpack.heads import Head
-    from kfacpack.models.base import Model
-    from kfacpack.vectors.vector import TaskVector
+    from kfacpack.evaluation.accuracy import EvaluationSet
+    from kfacpack.evaluation.sweep import SelectionTask
+    from kfacpack.models.heads import Head
+    from kfacpack.models.model import Model
+    from kfacpack.vectors.task_vector import TaskVector
 
-KEEP = 0.95
+
+CONTROL_KEEP = 0.95
 """The share of its accuracy that the control task keeps, in this literature."""
 
 
 def negate(
     model: Model,
-    targets: Sequence[Subject],
-    control: Subject,
+    targets: Sequence[SelectionTask],
+    control: SelectionTask,
     vector: TaskVector,
     alphas: Sequence[float],
     *,
-    keep: float = KEEP,
+    keep: float = CONTROL_KEEP,
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
@@ -52,20 +53,22 @@ def negate(
         raise KfacpackError(f"{control.name!r} is to be forgotten, and cannot be the control as well; name another")
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     everyone = [*targets, control]
-    total = work(model, vector, candidates, [each.validation for each in everyone])
-    count = Count(total + work(model, vector, [0.0, 1.0], [each.test for each in everyone]), on_progress)
+    total = count_examples(model, vector, candidates, [each.validation for each in everyone])
+    count = ProgressCounter(
+        total + count_examples(model, vector, [0.0, 1.0], [each.test for each in everyone]), on_progress
+    )
     negated = -vector
 
-    def asked(head: Head, exam: Exam, alphas: Sequence[float]) -> list[Score]:
+    def asked(head: Head, exam: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
         return scores(model, head, exam, negated, alphas, batch_size=batch_size, on_progress=count.piece())
 
     found = [asked(each.head, each.validation, candidates) for each in everyone]
-    alpha = candidates[chosen(found[:-1], found[-1], keep, [len(each.head.classes) for each in targets])]
+    alpha = candidates[choose_negation_alpha(found[:-1], found[-1], keep, [len(each.head.classes) for each in targets])]
     before, after = zip(*(asked(each.head, each.test, [0.0, alpha]) for each in everyone), strict=True)
     tasks = {
         target.name: {
             "alpha": alpha,
-            **_taken(after[k], before[k], len(target.head.classes)),
+            **_scores_at(after[k], before[k], len(target.head.classes)),
             "control": after[-1].accuracy,
             "control_before": before[-1].accuracy,
         }
@@ -74,7 +77,9 @@ def negate(
     return {"control": control.name, "keep": keep, "tasks": tasks}
 
 
-def chosen(targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float, classes: Sequence[int]) -> int:
+def choose_negation_alpha(
+    targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float, classes: Sequence[int]
+) -> int:
     """The number of the α, given the scores of each target and of the control at rising α, the first at zero.
 
     Below chance nothing is left to forget, so that an α which only goes further there does not pay with the control.
@@ -90,7 +95,7 @@ def chosen(targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: f
     return min(borne, key=left)
 
 
-def _taken(after: Score, before: Score, classes: int) -> dict[str, float | None]:
+def _scores_at(after: Score, before: Score, classes: int) -> dict[str, float | None]:
     chance = 1 / classes
     margin = before.accuracy - chance
     removed = (before.accuracy - after.accuracy) / margin if margin > 0 else None

@@ -1,4 +1,6 @@
-"""The model card of a repository: what its bundles and vectors are, made of their manifests.
+"""What a bundle or a vector says of itself, in words: for `inspect`, for cards, for whoever pulls it.
+
+The model card of a repository: what its bundles and vectors are, made of their manifests.
 
 Our part lies between two comments and is made anew each time; what stands outside is the user's, and stays. So does
 metadata that we do not know of.
@@ -11,19 +13,126 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import HubError, first_line
-from kfacpack.hub.bases import hub_id
-from kfacpack.hub.data import dataset_id
-from kfacpack.hub.files.reference import Reference
-from kfacpack.reporting.numbers import human_bytes
+from kfacpack.format.reference import Reference
+from kfacpack.format.units import human_bytes
+from kfacpack.hub.model_ids import dataset_id, hub_id
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     from huggingface_hub import ModelCard
 
-    from kfacpack.hub.items import Item
+    from kfacpack.format.manifest import Base, Function, Source
+    from kfacpack.format.reader import Bundle
+    from kfacpack.hub.artifacts import Artifact
+    from kfacpack.vectors.storage import VectorFile
+
+
+def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
+    manifest = bundle.manifest
+    base, function, source, estimate, merge = (
+        manifest.base, manifest.function, manifest.source, manifest.estimate, manifest.merge,
+    )  # fmt: skip
+    if source:
+        yield from _source_facts(source)
+    if merge:
+        parents = abbreviate(f"{parent.task or parent.sha256[:12]} × {parent.weight:.4g}" for parent in merge.parents)
+        rank = f" of rank {merge.rank}" if merge.rank else ""
+        yield "merged", f"{merge.rule}{rank}: {parents}"
+    yield from _model_facts(base, function)
+    if scale := manifest.output_scale:
+        yield "scale of f", f"E‖f‖² = {scale.mean_square:.4g}, variance {scale.variance:.4g}"
+    elif not function.normalized:
+        yield "scale of f", "not recorded; a penalty uses the absolute drift"
+    if estimate:
+        probes = f"{estimate.probes} {estimate.probe} probes per example" if estimate.probes else None
+        seed = f"seed {estimate.seed}" if estimate.seed is not None else None
+        model = f"model in {estimate.model_dtype}" if estimate.model_dtype else None
+        sums = f"sums in {estimate.accumulation_dtype}" if estimate.accumulation_dtype else None
+        yield "estimate", ", ".join(filter(None, [estimate.fisher, probes, seed, model, sums]))
+    yield "scaling", f"{manifest.scaling.sharing}, as the true GGN (1/N Σ JᵀJ)"
+    promised = sum(matrix.psd for matrix in manifest.matrices)
+    if promised < len(manifest.matrices):
+        yield "psd", f"{promised} of {len(manifest.matrices)} matrices promise to be positive semi-definite"
+    if manifest.losses:
+        steps = (f"{loss.step} (error of G {relative_error(loss.frobenius)})" for loss in manifest.losses)
+        yield "lossy steps", abbreviate(steps)
+    dense = bundle.dense_bytes
+    share = f", {bundle.nbytes / dense:.1%} of dense float32 ({human_bytes(dense)})" if bundle.nbytes < dense else ""
+    yield "size", human_bytes(bundle.nbytes) + share
+    yield "content", f"sha256 {bundle.digest}"
+    yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
+
+
+def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
+    manifest = file.manifest
+    if len(manifest.tasks) == 1:
+        yield from _source_facts(manifest.tasks[0].source)
+    else:
+        yield "tasks", abbreviate((task.name for task in manifest.tasks), most=64)
+    if manifest.addends:
+        method = manifest.method.name if manifest.method else "sum"
+        parts = (f"{'+'.join(each.tasks) or each.sha256[:12]} × {each.coefficient:.4g}" for each in manifest.addends)
+        yield "merged", f"{method}: {abbreviate(parts)}"
+    yield from _model_facts(manifest.base, manifest.function)
+    yield "regime", REGIME_DESCRIPTIONS[manifest.regime]
+    for task in manifest.tasks if len(manifest.tasks) == 1 else ():
+        if task.training:
+            settings = [f"{key} {value}" for key, value in task.training.settings.items()]
+            held = f"under {len(task.training.bundles)} bundles" if task.training.bundles else "without a penalty"
+            seed = [] if task.training.seed is None else [f"seed {task.training.seed}"]
+            yield "training", abbreviate([held, *seed, *settings])
+    if heads := [task.name for task in manifest.tasks if task.head]:
+        yield "heads", abbreviate(heads)
+    yield "size", f"{human_bytes(file.nbytes)}, {len(manifest.base.parameters)} parameters"
+    yield "content", f"sha256 {file.digest}"
+    yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
+
+
+REGIME_DESCRIPTIONS = {
+    "linear": "linear: trained and used in the linearised model",
+    "full": "full: all parameters of the model itself",
+    "attention": "attention: the attention layers of the model itself",
+}
+
+
+def _source_facts(source: Source) -> Iterator[tuple[str, str]]:
+    yield "task", source.task
+    data = [source.dataset, source.split, f"revision {source.revision}" if source.revision else None]
+    if any(data):
+        yield "data", ", ".join(filter(None, data))
+    if source.examples is not None:
+        size = f" of {source.dataset_size:,}" if source.dataset_size is not None else ""
+        yield "examples", f"{source.examples:,}{size}"
+    if source.preprocessing:
+        yield "preprocessing", source.preprocessing
+    if source.license:
+        yield "license", source.license
+
+
+def _model_facts(base: Base, function: Function) -> Iterator[tuple[str, str]]:
+    revision = f", {base.revision}" if base.revision else ""
+    yield "base model", f"{base.name} ({base.family}{revision})"
+    yield "", f"sha256 {base.sha256[:16]}… over {len(base.parameters)} parameters"
+    normalized = "normalised " if function.normalized else ""
+    detail = f": {function.detail}" if function.detail else ""
+    yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
+
+
+def abbreviate(words: Iterable[str], most: int = 16) -> str:
+    """The first of them, and how many more there are: a table is for reading."""
+    found = list(words)
+    more = [f"and {len(found) - most} more"] if len(found) > most else []
+    return ", ".join([*found[:most], *more])
+
+
+def relative_error(relative: float | None) -> str:
+    return "not measured" if relative is None else f"{relative:.2g}"
+
 
 BEGIN = "<!-- kfacpack begins: written by `kfacpack push`; what stands outside is yours and stays -->"
 END = "<!-- kfacpack ends -->"
-_OURS = re.compile(r"<!-- kfacpack begins.*?-->.*?<!-- kfacpack ends -->", re.DOTALL)
+_GENERATED_SECTION = re.compile(r"<!-- kfacpack begins.*?-->.*?<!-- kfacpack ends -->", re.DOTALL)
 
 TAGS = ("kfac", "task-arithmetic")
 BASE_TAG, TASK_TAG = "kfac-base:", "kfac-task:"
@@ -34,7 +143,7 @@ _CARDS_LONGEST = 64
 
 def card_for(
     repository: str,
-    items: Sequence[Item],
+    items: Sequence[Artifact],
     existing: str | None = None,
     *,
     revision: str | None = None,
@@ -49,7 +158,11 @@ def card_for(
     card = _parsed(repository, existing if existing is not None else f"---\n{{}}\n---\n\n# {repository}\n\n{ours}\n")
     text = card.text
     # Through a function, so that no backslash in our part is taken for a group.
-    card.text = _OURS.sub(lambda _: ours, text, count=1) if _OURS.search(text) else f"{text.rstrip()}\n\n{ours}\n"
+    card.text = (
+        _GENERATED_SECTION.sub(lambda _: ours, text, count=1)
+        if _GENERATED_SECTION.search(text)
+        else f"{text.rstrip()}\n\n{ours}\n"
+    )
     _describe(card, items, license, base_model)
     return str(card)
 
@@ -65,7 +178,7 @@ def _parsed(repository: str, content: str) -> ModelCard:
         raise HubError(repository, problem, "Correct it on the Hub; its text stays as it is") from error
 
 
-def _describe(card: ModelCard, items: Sequence[Item], license: str | None, base_model: str | None) -> None:
+def _describe(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:
     data: Any = card.data  # a ModelCardData, which its type does not say
     kept = [tag for tag in _listed(data.tags) if not tag.startswith((BASE_TAG, TASK_TAG))]
     bases = [f"{BASE_TAG}{item.base.name}" for item in items]
@@ -89,7 +202,7 @@ def _unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _body(repository: str, items: Sequence[Item], revision: str | None) -> str:
+def _body(repository: str, items: Sequence[Artifact], revision: str | None) -> str:
     lines = [
         "Curvature (Kronecker factors) and task vectors for task arithmetic, in the format of kfacpack: one sealed "
         "safetensors file each, whose manifest says what it is, of which model, and from what.",
@@ -106,7 +219,7 @@ def _body(repository: str, items: Sequence[Item], revision: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(repository: str, item: Item, revision: str | None) -> Iterator[str]:
+def _section(repository: str, item: Artifact, revision: str | None) -> Iterator[str]:
     place = str(Reference(repository, item.name, revision))
     yield f"## {_code(item.name)}"
     yield ""

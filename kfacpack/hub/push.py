@@ -10,33 +10,32 @@ from dataclasses import dataclass
 from hashlib import sha1
 from pathlib import Path
 
-from kfacpack.bundle.container import repeated
 from kfacpack.errors import HubError, KfacpackError, printable
+from kfacpack.format.container import refuse_duplicate_keys
+from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, local_copy
+from kfacpack.format.reference import is_reference
+from kfacpack.hub.artifacts import SUFFIXES, Artifact, FileProgress
 from kfacpack.hub.card import card_for
-from kfacpack.hub.files.client import client, speaking
-from kfacpack.hub.files.download import digest_of_file, local_copy
-from kfacpack.hub.files.reference import is_reference
-from kfacpack.hub.items import ENDINGS, Item, Progress
-from kfacpack.hub.repositories import Repository, Stored, look_at, parse_repository
+from kfacpack.hub.repository import HubRepository, RepositoryFile, inspect_repository, parse_repository
 
 CARD = "README.md"
 _SAFE = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
 @dataclass(frozen=True)
-class Sent:
-    item: Item
+class PushedFile:
+    item: Artifact
     there: bool
     """Whether the repository has had these very bytes under this name."""
 
 
 @dataclass(frozen=True)
-class Pushed:
+class PushResult:
     """What a push did, or, dry, would do."""
 
     repository: str
     revision: str | None
-    files: tuple[Sent, ...]
+    files: tuple[PushedFile, ...]
     card: str
     card_changed: bool
     creates: bool
@@ -55,8 +54,8 @@ def push(
     license: str | None = None,
     base_model: str | None = None,
     dry_run: bool = False,
-    progress: Progress = lambda check, done, total: None,
-) -> Pushed:
+    progress: FileProgress = lambda check, done, total: None,
+) -> PushResult:
     """Verify files, then publish them with their card in one commit; the repository is made if it is not there.
 
     `private`: of a repository that is made. `revision`: a branch, made if it is not there. `license` and `base_model`:
@@ -71,15 +70,15 @@ def push(
     items = [(path, _item(path)) for path in paths]
     if not items:
         raise KfacpackError("there is nothing to push: give at least one file")
-    if twice := repeated(item.name for _, item in items):
+    if twice := refuse_duplicate_keys(item.name for _, item in items):
         raise KfacpackError(f"two files are called {twice}, and would be one in the repository; rename one of them")
     for path, item in items:
         item.require_sound(path, progress)
-    found, branch_missing = _looked_at(name, revision)
+    found, branch_missing = _inspect_target(name, revision)
     if private and found and not found.private:
         raise HubError(name, "is public already, and --private is for one that is made", "Change it in its settings")
     there = {file.name: file for file in found.files} if found else {}
-    sent = tuple(Sent(item, _same(Path(path), there.get(item.name))) for path, item in items)
+    sent = tuple(PushedFile(item, _is_unchanged(Path(path), there.get(item.name))) for path, item in items)
     existing = _existing_card(found)
     card = card_for(
         name,
@@ -89,37 +88,37 @@ def push(
         license=license,
         base_model=base_model,
     )
-    planned = Pushed(name, revision, sent, card, card != existing, found is None, None)
+    planned = PushResult(name, revision, sent, card, card != existing, found is None, None)
     if dry_run or (found and not planned.card_changed and all(each.there for each in sent) and not branch_missing):
         return planned
     commit = _send(planned, [path for path, _ in items], found, private, branch_missing, message)
-    return Pushed(name, revision, sent, card, planned.card_changed, planned.creates, commit)
+    return PushResult(name, revision, sent, card, planned.card_changed, planned.creates, commit)
 
 
-def _item(path: str | os.PathLike[str]) -> Item:
+def _item(path: str | os.PathLike[str]) -> Artifact:
     if is_reference(path):
         raise KfacpackError(f"{os.fspath(path)}: is on the Hub already; a push takes files")
     file = Path(path).name
-    if not _SAFE.fullmatch(file) or not file.endswith(ENDINGS):
+    if not _SAFE.fullmatch(file) or not file.endswith(SUFFIXES):
         problem = "expected letters, digits and -_.+, and .kfac or .safetensors at the end"
         raise KfacpackError(f"{printable(os.fspath(path))}: its name will be used in addresses; {problem}. Rename it")
-    return Item.of(path, file)
+    return Artifact.of(path, file)
 
 
-def _looked_at(name: str, revision: str | None) -> tuple[Repository | None, bool]:
+def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | None, bool]:
     """The repository, if it is there, and whether the branch is not."""
     try:
-        return look_at(name, revision, missing_ok=True), False
+        return inspect_repository(name, revision, missing_ok=True), False
     except HubError as error:
         from huggingface_hub.errors import RevisionNotFoundError
 
         if revision is None or not isinstance(error.__cause__, RevisionNotFoundError):
             raise
         # A branch begins as main is.
-        return look_at(name, None, missing_ok=True), True
+        return inspect_repository(name, None, missing_ok=True), True
 
 
-def _same(path: Path, stored: Stored | None) -> bool:
+def _is_unchanged(path: Path, stored: RepositoryFile | None) -> bool:
     """Whether the Hub has these very bytes: it knows large files by their SHA-256, small ones by git's own id."""
     if stored is None or stored.nbytes != path.stat().st_size:
         return False
@@ -129,14 +128,14 @@ def _same(path: Path, stored: Stored | None) -> bool:
     return sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == stored.git
 
 
-def _existing_card(found: Repository | None) -> str | None:
+def _existing_card(found: HubRepository | None) -> str | None:
     if found is None or all(file.name != CARD for file in found.files):
         return None
     # As bytes, so that the user's line ends stay what they are.
     return local_copy(found.reference(CARD)).read_bytes().decode("utf-8-sig", "replace")
 
 
-def _all_items(found: Repository | None, new: Sequence[Item]) -> list[Item]:
+def _all_items(found: HubRepository | None, new: Sequence[Artifact]) -> list[Artifact]:
     """What the repository will hold: the new files, and those of ours that it has, by name."""
     names = {item.name for item in new}
     others = [found.item(file.name) for file in found.candidates if file.name not in names] if found else []
@@ -144,9 +143,9 @@ def _all_items(found: Repository | None, new: Sequence[Item]) -> list[Item]:
 
 
 def _send(
-    planned: Pushed,
+    planned: PushResult,
     paths: Sequence[str | os.PathLike[str]],
-    found: Repository | None,
+    found: HubRepository | None,
     private: bool,
     branch_missing: bool,
     message: str | None,
@@ -159,10 +158,10 @@ def _send(
     if planned.card_changed:
         operations.append(CommitOperationAdd(CARD, planned.card.encode()))
     words = message or (f"Add {', '.join(item.name for _, item in new)}" if new else "Bring the card up to date")
-    with speaking(name, name, revision):
+    with hub_errors(name, name, revision):
         if planned.card_changed:
             _validate(name, planned.card)  # before anything is made
-        hub = client()
+        hub = hub_api()
         if found is None:
             hub.create_repo(name, private=private)
         if revision and (branch_missing or (found is None and revision != "main")):
@@ -181,11 +180,11 @@ def _validate(name: str, card: str) -> None:
         ModelCard(card).validate()
     except ValueError as error:
         raise HubError(
-            name, f"the Hub refuses the card: {_said(str(error))}", "Nothing was sent. See --license"
+            name, f"the Hub refuses the card: {_commit_message(str(error))}", "Nothing was sent. See --license"
         ) from error
 
 
-def _said(answer: str) -> str:
+def _commit_message(answer: str) -> str:
     """The words in what the Hub answers, which is JSON or plain text."""
     try:
         return "; ".join(each["message"] for each in json.loads(answer)["errors"])

@@ -17,18 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfacpack.bundle.layout import triangle, widest_block
-from kfacpack.curvature.matrices import BlockDiagonal, Diagonal, Matrix, Packed
-from kfacpack.curvature.matrices.block_diagonal import spans
+from kfacpack.curvature.matrices.dense import Packed
+from kfacpack.curvature.matrices.matrix import Matrix
+from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, spans
+from kfacpack.format.schema import triangle_length, widest_block
 
 if TYPE_CHECKING:
-    from kfacpack.curvature.matrices.components import Components
+    from kfacpack.curvature.matrices.components import MatrixTensors
 
     Shape = tuple[int, ...]
+
     Numbers = np.ndarray[Any, np.dtype[np.float64]]
 
 
-TOGETHER = 2**20
+STRIP_NUMBERS = 2**20
 """How many numbers of all matrices are held at a time, or one row of each if that is more: memory does not grow with
 the number of matrices, up to some hundred of them."""
 
@@ -42,7 +44,7 @@ class Strip:
     stop: int
 
 
-class Layout(ABC):
+class StripLayout(ABC):
     """What matrices of one side have in common: where their numbers are, and which count twice."""
 
     side: int
@@ -67,12 +69,12 @@ class Layout(ABC):
 
     @abstractmethod
     def hold(
-        self, components: Components, *, psd: bool, examples: int | None = None, positions: int | None = None
+        self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
         """A matrix of this layout."""
 
 
-class Diagonals(Layout):
+class DiagonalStrips(StripLayout):
     def __init__(self, side: int):
         self.side = side
         self.shape = (side,)
@@ -91,32 +93,32 @@ class Diagonals(Layout):
         return torch.arange(strip.stop - strip.start)
 
     def hold(
-        self, components: Components, *, psd: bool, examples: int | None = None, positions: int | None = None
+        self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
         return Diagonal(self.side, components, psd=psd, examples=examples, positions=positions)
 
 
-class Triangles(Layout):
+class TriangleStrips(StripLayout):
     """The triangles of `count` diagonal blocks. Strips are whole rows of them."""
 
     def __init__(self, side: int, count: int = 1):
         self.side, self.count = side, count
         self._width = widest_block(side, count)
-        self.shape = (count, triangle(self._width)) if count > 1 else (triangle(side),)
+        self.shape = (count, triangle_length(self._width)) if count > 1 else (triangle_length(side),)
 
     def strips(self, limit: int) -> Iterator[Strip]:
         for block in range(self.count):
             first = 0
             while first < self._width:
                 last = first + 1
-                while last < self._width and triangle(last + 1) - triangle(first) <= limit:
+                while last < self._width and triangle_length(last + 1) - triangle_length(first) <= limit:
                     last += 1
-                yield Strip(block, triangle(first), triangle(last))
+                yield Strip(block, triangle_length(first), triangle_length(last))
                 first = last
 
     def is_strip(self, strip: Strip) -> bool:
         first, last = _rows(strip)
-        return (triangle(first), triangle(last)) == (strip.start, strip.stop) and last <= self._width
+        return (triangle_length(first), triangle_length(last)) == (strip.start, strip.stop) and last <= self._width
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
         first, last = _rows(strip)
@@ -129,32 +131,32 @@ class Triangles(Layout):
         return rows * (rows + 3) // 2 - strip.start
 
     def hold(
-        self, components: Components, *, psd: bool, examples: int | None = None, positions: int | None = None
+        self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
         form: type[Packed | BlockDiagonal] = BlockDiagonal if self.count > 1 else Packed
         return form(self.side, components, psd=psd, examples=examples, positions=positions)
 
 
-def layout_of(matrices: Sequence[Matrix]) -> Layout:
+def layout_of(matrices: Sequence[Matrix]) -> StripLayout:
     """The smallest layout that loses nothing of any of them."""
     side, forms = matrices[0].side, {matrix.form for matrix in matrices}
     if forms == {Diagonal.form}:
-        return Diagonals(side)
+        return DiagonalStrips(side)
     counts = {matrix.components.specs["data"][1][0] for matrix in matrices}
     if forms == {BlockDiagonal.form} and len(counts) == 1:
-        return Triangles(side, counts.pop())
-    return Triangles(side)
+        return TriangleStrips(side, counts.pop())
+    return TriangleStrips(side)
 
 
-def side_by_side(layout: Layout, matrices: Sequence[Matrix]) -> Iterator[tuple[Strip, Numbers]]:
+def side_by_side(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[tuple[Strip, Numbers]]:
     """Every strip of the T matrices as (T, numbers). The next strip is put where the last one was."""
-    longest = max(TOGETHER // len(matrices), layout.side)
+    longest = max(STRIP_NUMBERS // len(matrices), layout.side)
     room = np.empty(len(matrices) * longest)
     for strip in layout.strips(longest):
-        yield strip, put(layout, matrices, strip, room)
+        yield strip, write_strip(layout, matrices, strip, room)
 
 
-def put(layout: Layout, matrices: Sequence[Matrix], strip: Strip, room: Numbers) -> Numbers:
+def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, room: Numbers) -> Numbers:
     """One strip of the T matrices as (T, numbers), in a room that is large enough.
 
     In numpy, which copies and adds in one thread. Those of torch wait for each other, and for such small steps that
@@ -183,7 +185,7 @@ def _row_of_each(first: int, last: int) -> Tensor:
 def _stored(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
     """Rows of one of the triangles that a matrix consists of."""
     start = block * matrix.components.specs["data"][1][-1]
-    numbers = matrix.components.span("data", start + triangle(first), start + triangle(last))
+    numbers = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
     if "scale" not in matrix.components.specs:
         return numbers
     start = block * matrix.components.specs["scale"][1][-1]
@@ -222,15 +224,15 @@ def _of_sparse(matrix: Matrix, first: int, last: int) -> Tensor:
     numbers, rows = data.double(), rows.long()
     if "scale" in matrix.components.specs:
         numbers = numbers * matrix.components["scale"][rows].double()
-    packed = torch.zeros(triangle(last) - triangle(first), dtype=torch.float64)
-    packed[rows * (rows + 1) // 2 + columns - triangle(first)] = numbers
+    packed = torch.zeros(triangle_length(last) - triangle_length(first), dtype=torch.float64)
+    packed[rows * (rows + 1) // 2 + columns - triangle_length(first)] = numbers
     return packed
 
 
 def _of_diagonal(matrix: Matrix, first: int, last: int) -> Tensor:
-    packed = torch.zeros(triangle(last) - triangle(first), dtype=torch.float64)
+    packed = torch.zeros(triangle_length(last) - triangle_length(first), dtype=torch.float64)
     rows = torch.arange(first, last)
-    packed[rows * (rows + 3) // 2 - triangle(first)] = matrix.components.span("data", first, last).double()
+    packed[rows * (rows + 3) // 2 - triangle_length(first)] = matrix.components.span("data", first, last).double()
     return packed
 
 

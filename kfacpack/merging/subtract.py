@@ -16,29 +16,26 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfacpack.bundle.manifest import Loss, Merge
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError, SubtractionError
-from kfacpack.merging.combine import Combiner
-from kfacpack.merging.gram import gram
-from kfacpack.merging.inputs import Input
-from kfacpack.merging.rules import RULES
-from kfacpack.merging.rules.base import PARTIAL
-from kfacpack.merging.rules.optimal import Optimal
-from kfacpack.merging.rules.tak import Tak
-from kfacpack.merging.weights import weighted_scale
+from kfacpack.format.manifest import Loss, Merge
+from kfacpack.merging.combination import MatrixCombiner, gram
+from kfacpack.merging.inputs import MergeInput, weighted_scale
+from kfacpack.merging.rule import PARTIAL
+from kfacpack.merging.rules import RULES, OptimalRule, TakRule
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.manifest import OutputScale
-    from kfacpack.curvature.matrices import Matrix
+    from kfacpack.curvature.matrices.matrix import Matrix
+    from kfacpack.format.manifest import OutputScale
+
 
 _SMALL = 1e-2
 """What remains of a matrix, relative to it, below which its rounding errors may show as negative eigenvalues."""
-_LOST = 1e-4
+_PRECISION_LOSS = 1e-4
 """And below which they are a thousandth of what remains."""
 
 
-def leave_out(inputs: Sequence[Input], tasks: Sequence[str]) -> list[tuple[int, Input]]:
+def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
     """The inputs without those of some tasks, which are also subtracted from merged ones; each with its old place."""
     own = [each for each in inputs if all(parent.task in tasks for parent in each.parents)]
     rest = [(place, each) for place, each in enumerate(inputs) if each not in own]
@@ -53,7 +50,7 @@ def leave_out(inputs: Sequence[Input], tasks: Sequence[str]) -> list[tuple[int, 
     for place, merged in rest:
         for each in own:
             if {parent.sha256 for parent in each.parents} <= {parent.sha256 for parent in merged.parents}:
-                merged = subtracted(merged, each)
+                merged = subtract_parents(merged, each)
         if left := [parent.task for parent in merged.parents if parent.task in tasks]:
             problem = f"contains {left[0]!r}, and no input is that very bundle, which could be subtracted"
             raise SubtractionError(f"{merged.name}: {problem}. Give it, too, or merge the other tasks' bundles anew")
@@ -61,14 +58,14 @@ def leave_out(inputs: Sequence[Input], tasks: Sequence[str]) -> list[tuple[int, 
     return found
 
 
-def subtracted(merged: Input, own: Input) -> Input:
+def subtract_parents(merged: MergeInput, own: MergeInput) -> MergeInput:
     """What was merged, without one of its parents, or without what several of them were merged to."""
-    _require_sums(merged, [Tak.name])
+    _require_sums(merged, [TakRule.name])
     if own.curvature.about.merge:
         _require_sums(own, [name for name, rule in RULES.items() if rule.keeps_sums])
     factor = _factor(merged, own)
     others, remaining = merged.tasks - own.tasks, merged.tasks - factor * own.tasks
-    combine = Combiner()
+    combine = MatrixCombiner()
     blocks = []
     for block in merged.curvature.blocks:
         mine = own.blocks.get(block.name, block)
@@ -82,8 +79,8 @@ def subtracted(merged: Input, own: Input) -> Input:
         coefficients = [G] if len(sides) == 1 else [B, [each / remaining for each in A]]
         made = []
         for side, each in zip(sides, coefficients, strict=True):
-            left = _left(side, each)
-            if left < _LOST:
+            left = _remaining(side, each)
+            if left < _PRECISION_LOSS:
                 problem = f"what remains of its block {block.name!r} is lost in the rounding of what is subtracted"
                 raise SubtractionError(f"{merged.name}: {problem}. Merge the other tasks' bundles anew")
             psd = left > _SMALL and all(matrix.psd for matrix in side)
@@ -95,17 +92,17 @@ def subtracted(merged: Input, own: Input) -> Input:
         for parent in merged.parents
         if parent.sha256 not in gone
     )
-    about, merge = merged.curvature.about, Merge(rule=Tak.name, parents=parents)
+    about, merge = merged.curvature.about, Merge(rule=TakRule.name, parents=parents)
     changes = {
         "merge": merge,
         "losses": _not_known(about.losses),
         "output_scale": _remaining_output_scale(merged, own, factor),
     }
     about = about.model_copy(update=changes)
-    return Input(Curvature(blocks, about), f"{merged.name} without {own.name}")
+    return MergeInput(Curvature(blocks, about), f"{merged.name} without {own.name}")
 
 
-def _remaining_output_scale(merged: Input, own: Input, factor: float) -> OutputScale | None:
+def _remaining_output_scale(merged: MergeInput, own: MergeInput, factor: float) -> OutputScale | None:
     """Scale of f over the tasks that remain: the weighted mean without the subtracted tasks' share."""
     whole, part = (each.curvature.about.output_scale for each in (merged, own))
     if whole is None or part is None:
@@ -115,10 +112,10 @@ def _remaining_output_scale(merged: Input, own: Input, factor: float) -> OutputS
 
 def _not_known(losses: Sequence[Loss]) -> tuple[Loss, ...]:
     """The error of the remaining tasks' sum depends on each of them, and they are not there."""
-    return tuple(Loss(step=Tak.name) if loss.step == Tak.name else loss for loss in losses)
+    return tuple(Loss(step=TakRule.name) if loss.step == TakRule.name else loss for loss in losses)
 
 
-def _require_sums(each: Input, rules: Sequence[str]) -> None:
+def _require_sums(each: MergeInput, rules: Sequence[str]) -> None:
     """Refuse what does not consist of its parents' sums alone."""
     merge = each.curvature.about.merge
     remedy = "Merge the other tasks' bundles anew"
@@ -127,14 +124,14 @@ def _require_sums(each: Input, rules: Sequence[str]) -> None:
         raise SubtractionError(f"{each.name}: {how}; to subtract exactly takes {' or '.join(rules)}. {remedy}")
     # A codec that parents went through before they were merged is no hindrance: it is they that were added up.
     steps = [loss.step for loss in each.curvature.about.losses]
-    since = steps[steps.index(Tak.name) + 1 :] if Tak.name in steps else steps
-    other = [step for step in steps if step == PARTIAL or step.startswith(f"{Optimal.name}:")]
+    since = steps[steps.index(TakRule.name) + 1 :] if TakRule.name in steps else steps
+    other = [step for step in steps if step == PARTIAL or step.startswith(f"{OptimalRule.name}:")]
     if found := [*other, *since]:
         problem = f"it went through {found[0]!r}, so it may be no sum of its parents any more"
         raise SubtractionError(f"{each.name}: {problem}. {remedy}")
 
 
-def _factor(merged: Input, own: Input) -> float:
+def _factor(merged: MergeInput, own: MergeInput) -> float:
     """By what `own` was multiplied when it was merged."""
     weights = {parent.sha256: parent.weight for parent in merged.parents}
     factors = [weights[parent.sha256] / parent.weight for parent in own.parents]
@@ -145,7 +142,7 @@ def _factor(merged: Input, own: Input) -> float:
     return factors[0]
 
 
-def _left(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
+def _remaining(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
     """What remains of the first matrix, as a share of its norm."""
     values = torch.tensor(coefficients, dtype=torch.float64)
     products = gram(matrices)

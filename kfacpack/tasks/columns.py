@@ -12,16 +12,16 @@ TEXT_TYPES = ("string", "large_string")
 STORED = {"bytes", "path"}
 """What a picture consists of in parquet."""
 LABEL = "label"
-CALLED = (LABEL, "labels")
+LABEL_NAMES = (LABEL, "labels")
 """What a label that is no class label is called, where nobody says it."""
 IMAGE = "image"
-FORM = (
+COLUMNS_FORM = (
     "image=COLUMN,label=COLUMN, or every text in its order and the label: premise=COLUMN,hypothesis=COLUMN,label=COLUMN"
 )
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RequestedColumns:
     """Which columns are asked for, by name: the first of each that is there is taken."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -48,30 +48,32 @@ class Columns:
         return self.label is not None and self.classes is None
 
 
-def read_columns(said: str) -> Wanted:
+def read_columns(said: str) -> RequestedColumns:
     """What `--columns` says."""
     found: dict[str, tuple[str, ...]] = {}
     for part in said.split(","):
         key, equals, column = (each.strip() for each in part.partition("="))
         if not (key and equals and column) or key in found:
-            raise KfacpackError(f"--columns {printable(said)!r}: expected {FORM}")
+            raise KfacpackError(f"--columns {printable(said)!r}: expected {COLUMNS_FORM}")
         found[key] = (column,)
     label = found.pop(LABEL, ())
     if IMAGE in found and len(found) > 1:
-        raise KfacpackError(f"--columns {printable(said)!r}: a picture comes without other inputs; expected {FORM}")
-    return Wanted(found, label)
+        raise KfacpackError(
+            f"--columns {printable(said)!r}: a picture comes without other inputs; expected {COLUMNS_FORM}"
+        )
+    return RequestedColumns(found, label)
 
 
-def find_columns(features: Any, where: str, wanted: Wanted | None = None) -> Columns:
+def find_columns(features: Any, where: str, wanted: RequestedColumns | None = None) -> Columns:
     """By name what is wanted, and what is not, by type: the picture, or else every text; and the class label."""
-    wanted = wanted or Wanted()
+    wanted = wanted or RequestedColumns()
     inputs = {key: _first(names, features) for key, names in wanted.inputs.items()}
     label = _first(wanted.label, features)
     lacking = [names for key, names in wanted.inputs.items() if inputs[key] is None]
     lacking += [wanted.label] if wanted.label and label is None else []
     if lacking and wanted.required:
         problem = f"no column {printable(' or '.join(lacking[0]))!r}; there are {_list(features)}"
-        raise KfacpackError(f"{where}: {problem}. --columns says which to take: {FORM}")
+        raise KfacpackError(f"{where}: {problem}. --columns says which to take: {COLUMNS_FORM}")
     label = label or _label_by_type(features, where)
     if lacking or not inputs:
         taken = _inputs_by_type(features, where, label)
@@ -100,7 +102,7 @@ def _label_by_type(features: Any, where: str) -> str | None:
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     if not labels:  # lest a text that is called label be read as a part of the example
-        labels = [name for name in CALLED if name in features and _may_be_label(features[name])][:1]
+        labels = [name for name in LABEL_NAMES if name in features and _may_be_label(features[name])][:1]
     return _only(labels, "class labels", where)
 
 
@@ -125,7 +127,7 @@ def _inputs_by_type(features: Any, where: str, label: str | None) -> dict[str, s
 def _only(found: list[str], kind: str, where: str) -> str | None:
     if len(found) > 1:
         problem = f"{len(found)} columns of {kind}, {_list(found)}; expected one"
-        raise KfacpackError(f"{where}: {problem}. --columns says which to take: {FORM}")
+        raise KfacpackError(f"{where}: {problem}. --columns says which to take: {COLUMNS_FORM}")
     return found[0] if found else None
 
 

@@ -32,7 +32,7 @@ class Metrics:
     lr: float
 
 
-class Log:
+class MetricsLog:
     def __init__(self, file: TextIO):
         self._file = file
 
@@ -89,7 +89,7 @@ def metrics_path(output: Path) -> Path:
     return output.with_name(f"{output.name}-metrics.jsonl")
 
 
-def require_metrics_place(output: Path) -> None:
+def require_metrics_path(output: Path) -> None:
     """Better told before the work."""
     if output.is_dir():
         raise KfacpackError(f"{output}: is a folder; give the path of a file to write the vector to")
@@ -111,7 +111,7 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 
 @contextmanager
-def opened(path: Path, done: int) -> Iterator[Log]:
+def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
     """To go on writing after `done` steps. What an interrupted run wrote of later ones is dropped."""
     kept = []
     if done and path.exists():
@@ -130,4 +130,4 @@ def opened(path: Path, done: int) -> Iterator[Log]:
     except OSError as error:
         raise KfacpackError(f"{path}: cannot be written: {error.strerror}") from error
     with file:
-        yield Log(file)
+        yield MetricsLog(file)

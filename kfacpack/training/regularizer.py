@@ -16,24 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kfacpack.bundle.identity import difference, function_difference
-from kfacpack.bundle.task_names import share_classes, whole_name
-from kfacpack.curvature.curvature import Curvature
-from kfacpack.curvature.fitting import covered_part
-from kfacpack.curvature.identify import weights_of_model
-from kfacpack.curvature.join import accumulate, gather
+from kfacpack.curvature.blocks import accumulate, gather
+from kfacpack.curvature.curvature import Curvature, covered_parameters, weights_of_model
 from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
-from kfacpack.merging.alike import check_addable
-from kfacpack.merging.inputs import Input
-from kfacpack.merging.subtract import leave_out
-from kfacpack.merging.weights import mean_output_scale
-from kfacpack.models.base import Model
-from kfacpack.training.factors import Factors
-from kfacpack.training.groups import Preset, check_weights, checked_strength, factors_of, published_strength
+from kfacpack.format.identity import base_task_name, difference, function_difference, share_classes
+from kfacpack.merging.inputs import MergeInput, check_addable, mean_output_scale
+from kfacpack.merging.subtract import merge_without
+from kfacpack.models.model import Model
+from kfacpack.training.factor_placement import FactorPlacement
+from kfacpack.training.penalty_weights import Preset, block_factors, check_weights, published_strength, resolve_strength
 
 if TYPE_CHECKING:
-    from kfacpack.bundle.manifest import Function
-    from kfacpack.curvature.block import CurvatureBlock
+    from kfacpack.curvature.blocks import CurvatureBlock
+    from kfacpack.format.manifest import Function
     from kfacpack.merging.inputs import Mergeable
 
 
@@ -75,7 +70,7 @@ class Regularizer:
         leaving_out: str | None = None,
     ):
         given = [bundles] if isinstance(bundles, Curvature | str | os.PathLike) else list(bundles)
-        inputs = [Input.of(each, place) for place, each in enumerate(given, start=1)]
+        inputs = [MergeInput.of(each, place) for place, each in enumerate(given, start=1)]
         if not inputs:
             raise KfacpackError("a regularizer needs at least one bundle")
         if preset not in (None, "tak"):
@@ -84,7 +79,7 @@ class Regularizer:
             raise KfacpackError(f"every {every}: expected a number of steps, at least 1")
         self.digests = tuple(each.curvature.digest for each in inputs)
         """Of the bundles that were given, for the vector that is trained under them."""
-        pairs = _without(inputs, leaving_out) if leaving_out else [(each, each) for each in inputs]
+        pairs = _without_own_task(inputs, leaving_out) if leaving_out else [(each, each) for each in inputs]
         self._inputs = [each for _, each in pairs]
         self._left_out = leaving_out if pairs != [(each, each) for each in inputs] else None
         check_addable(self._inputs)
@@ -97,13 +92,13 @@ class Regularizer:
         self._device = torch.device(device) if device is not None else None
         self._dtype = dtype
         self._offload = offload
-        self._factors: Factors | None = None
+        self._factors: FactorPlacement | None = None
         self._shapes = {p.name: p.shape for each in self.curvatures for p in each.about.base.parameters}
         self._blocks: list[CurvatureBlock] = []
         self._weight_of: dict[int, float] = {}
         for before, used in pairs:
             # As it was given it says over how many positions its means ran; after a subtraction it does not.
-            factors = factors_of(before.curvature, weights, preset)
+            factors = block_factors(before.curvature, weights, preset)
             counting = [block for block in used.curvature.blocks if factors[block.name]]
             self._blocks += counting
             self._weight_of |= {id(block): factors[block.name] for block in counting}
@@ -220,19 +215,19 @@ class Regularizer:
         return torch.stack(values).sum()
 
     def _covered(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return covered_part(tau, self._shapes, "regularizer")
+        return covered_parameters(tau, self._shapes, "regularizer")
 
-    def _ready_for(self, tau: Mapping[str, Tensor]) -> Factors:
+    def _ready_for(self, tau: Mapping[str, Tensor]) -> FactorPlacement:
         first = next(iter(tau.values()))
         device = self._device or first.device
         dtype = self._dtype or torch.promote_types(torch.float32, first.dtype)
         if self._factors is None or (self._factors.device, self._factors.dtype) != (device, dtype):
-            self._factors = Factors(dtype, device, offload=self._offload)
+            self._factors = FactorPlacement(dtype, device, offload=self._offload)
         return self._factors
 
     def _strength(self, given: float | None, preset: Preset | None) -> float:
         return (
-            published_strength(self.curvatures[0].about.base) if given is None and preset else checked_strength(given)
+            published_strength(self.curvatures[0].about.base) if given is None and preset else resolve_strength(given)
         )
 
 
@@ -252,7 +247,7 @@ class _Penalty(torch.autograd.Function):
         return None, None, *(u.to(grad) * grad for grad in ctx.saved_tensors)
 
 
-def _output_scale(inputs: Sequence[Input]) -> float:
+def _output_scale(inputs: Sequence[MergeInput]) -> float:
     """Returns the variance of f over the tasks of all bundles, each task weighted as its G is; 1 for a normalised f.
 
     Bundles that do not record it take the mean of the others. Without any record, the drift is used as it is.
@@ -271,7 +266,7 @@ def _output_scale(inputs: Sequence[Input]) -> float:
     return reference or 1.0
 
 
-def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
+def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[MergeInput, MergeInput]]:
     """The bundles as they were given and without the task that is trained, as far as it can be taken out."""
     _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for each in inputs for parent in each.parents):
@@ -282,7 +277,7 @@ def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
             f"nothing remains to hold without {task!r}, the task that is trained. Give other tasks' bundles"
         )
     try:
-        return [(inputs[place], each) for place, each in leave_out(inputs, [task])]
+        return [(inputs[place], each) for place, each in merge_without(inputs, [task])]
     except SubtractionError as error:
         warnings.warn(
             f"the penalty holds back {task!r} itself, the task that is trained: {error}", OwnTaskWarning, stacklevel=3
@@ -290,13 +285,13 @@ def _without(inputs: Sequence[Input], task: str) -> list[tuple[Input, Input]]:
         return [(each, each) for each in others]
 
 
-def _warn_of_common_classes(inputs: Sequence[Input], task: str) -> None:
+def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
     """A part and its whole, or parts of other sizes, are tasks of other names: neither can be subtracted."""
     held = {parent.task: each for each in inputs for parent in each.parents if parent.task and parent.task != task}
     for other, each in held.items():
         if share_classes(other, task):
             problem = f"{each.name} is of {other!r}, which has classes of it"
-            remedy = f"Give bundles of the other parts of {whole_name(task)!r}, divided alike, and of other tasks"
+            remedy = f"Give bundles of the other parts of {base_task_name(task)!r}, divided alike, and of other tasks"
             said = f"the penalty holds back {task!r} itself, the task that is trained: {problem}. {remedy}"
             warnings.warn(said, OwnTaskWarning, stacklevel=4)
             return

@@ -9,13 +9,13 @@ from kfacpack.errors import KfacpackError
 
 STEPS = 500
 """Where neither steps nor epochs are given."""
-LARGEST = 1e18
+MAX_RATE = 1e18
 """Of a rate, of λ and of a group's weight: τ is float32, and two of them multiplied, or one divided by what Adam
 divides by, must be in its range."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     steps: int | None = None
     epochs: float | None = None
     """In the place of `steps`: how often the training examples are gone through."""
@@ -45,8 +45,8 @@ class Settings:
             if value is not None and not (isfinite(value) and value >= least):
                 raise KfacpackError(f"{name} {value}: expected a number of at least {least}")
         for name, rate in (("learning rate", self.lr), ("weight decay", self.weight_decay)):
-            if rate is not None and rate > LARGEST:
-                raise KfacpackError(f"{name} {rate}: expected a number of at most {LARGEST:g}")
+            if rate is not None and rate > MAX_RATE:
+                raise KfacpackError(f"{name} {rate}: expected a number of at most {MAX_RATE:g}")
         if not 0 <= self.seed < 2**64:
             raise KfacpackError(f"seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:

@@ -1,17 +1,52 @@
-"""`kp.add`: task vectors of many tasks into one, by a method."""
+"""A vector that a method makes of others, a parameter at a time, when it is read.
+
+`kp.add`: task vectors of many tasks into one, by a method.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from kfacpack.errors import KfacpackError, TaskVectorError, printable
-from kfacpack.vectors.manifest import Addend, MethodEntry
-from kfacpack.vectors.merged import Merged
-from kfacpack.vectors.methods import METHODS, Input
-from kfacpack.vectors.vector import TaskVector
+from kfacpack.format.vector_manifest import Addend, MethodEntry
+from kfacpack.vectors.methods import METHODS
+from kfacpack.vectors.methods.method import MethodInput
+from kfacpack.vectors.storage import VectorStorage
+from kfacpack.vectors.task_vector import TaskVector
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kfacpack.format.vector_manifest import AboutVector
+    from kfacpack.models.heads import Head
+    from kfacpack.vectors.methods.method import MergedParameter, MergeMethod, MethodInput
+
+
+class MergedVector(VectorStorage):
+    def __init__(
+        self, method: MergeMethod, inputs: Sequence[MethodInput], about: AboutVector, heads: Mapping[str, Head]
+    ):
+        self.about = about
+        self._method, self._inputs, self._heads = method, inputs, heads
+
+    @cached_property
+    def _parameter(self) -> MergedParameter:
+        return self._method.begin(self._inputs)
+
+    def read(self, name: str) -> Tensor:
+        with torch.no_grad():
+            return self._parameter(name).float()
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        return self._heads
+
 
 Addable = TaskVector | str | os.PathLike[str]
 """A vector, or the path of its file."""
@@ -50,14 +85,14 @@ def add(
     total = sum(others, first)
     if by.is_sum:
         return total
-    inputs = [Input(number, each, each.digest) for each, number in zip(loaded, alphas, strict=True)]
+    inputs = [MethodInput(number, each, each.digest) for each, number in zip(loaded, alphas, strict=True)]
     addends = tuple(
         Addend(sha256=each.digest, coefficient=number, tasks=each.tasks)
         for each, number in zip(loaded, alphas, strict=True)
     )
     entry = MethodEntry(name=by.name, settings=by.settings)
     about = total.about.model_copy(update={"addends": addends, "method": entry})
-    return TaskVector.of_leaf(Merged(by, inputs, about, total.heads))
+    return TaskVector.of_leaf(MergedVector(by, inputs, about, total.heads))
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:

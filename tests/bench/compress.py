@@ -19,7 +19,7 @@ import torch
 from promises import kept
 
 import kfacpack as kp
-from kfacpack.compression.chain import Chain
+from kfacpack.compression.chain import CodecChain
 from kfacpack.compression.compress import choice_of, compress_by
 from kfacpack.curvature.saving import file_size
 
@@ -61,7 +61,7 @@ def layer() -> list[tuple[str, float, str, float]]:
     )
     print(f"{'':18}{'bytes':>8}{'apply':>9}{'densify, apply':>16}{'difference':>12}")
     for spec in CODECS:
-        chain = Chain.parse(spec)
+        chain = CodecChain.parse(spec)
         b, a = chain.encode(B)[1], chain.encode(A)[1]
         small = kp.Kronecker.of(b, a)
 

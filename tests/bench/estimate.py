@@ -33,7 +33,7 @@ from peers import CONTENDERS, OUTPUT, PEERS, Found, plain
 from promises import kept
 from torch import nn
 
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack._compat import make_torchvision_importable
 
 if TYPE_CHECKING:
     from collections.abc import Callable

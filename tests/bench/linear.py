@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 
 import kfacpack as kp
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack._compat import make_torchvision_importable
 
 BATCH, PIXELS, PATCH, HEAD, OUTPUT, CLASSES, THREADS = 16, 224, 32, 64, 512, 10, 2
 FULL, SMALL = (12, 768), (2, 128)  # layers, width

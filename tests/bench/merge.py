@@ -24,7 +24,7 @@ from promises import kept
 from tower import SHAPES, SIDES, tower
 
 import kfacpack as kp
-from kfacpack.curvature.matrices.components import InMemory
+from kfacpack.curvature.matrices.components import InMemoryTensors
 
 LAYERS, ROUNDS, TIMED = 12, 3, 8
 MERGE = """
@@ -43,7 +43,7 @@ def write_bundles(folder: Path, count: int) -> list[Path]:
     """Bundles of different tasks. The numbers are the same in all of them; neither time nor memory depends on them."""
     generator = torch.Generator().manual_seed(0)
     triangles = {side: torch.randn(side * (side + 1) // 2, generator=generator) for side in SIDES}
-    made = tower("ViT-B-32", LAYERS, lambda side: kp.Packed(side, InMemory(data=triangles[side])))
+    made = tower("ViT-B-32", LAYERS, lambda side: kp.Packed(side, InMemoryTensors(data=triangles[side])))
     paths = [folder / f"task{number}.kfac" for number in range(count)]
     for number, path in enumerate(paths):
         source = kp.Source(task=path.stem, dataset_size=1000 + number)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tower import SIDES, tower
 
 import kfacpack as kp
-from kfacpack.curvature.join import gather
+from kfacpack.curvature.blocks import gather
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -18,10 +18,10 @@ import torch
 from promises import kept
 
 import kfacpack as kp
-from kfacpack.evaluation.accuracy import Exam, score, scores
-from kfacpack.evaluation.alphas import parse_alphas
-from kfacpack.models import Model
-from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.evaluation.accuracy import EvaluationSet, score, scores
+from kfacpack.format.units import parse_alphas
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.models.model import Model
 
 ALPHAS = parse_alphas("0:2:0.1")
 CHECKED = (0, 3, 10, 20)
@@ -43,7 +43,7 @@ def small_vector(model: Model) -> kp.TaskVector:
 
 def main(rounds: int, examples: str) -> int:
     model, task = kp.load_model("tiny"), kp.load_task("digits")
-    vector, head, exam = small_vector(model), kp.head_for(model, task), Exam.of(task, examples=examples)
+    vector, head, exam = small_vector(model), kp.head_for(model, task), EvaluationSet.of(task, examples=examples)
     swept = scores(model, head, exam, vector, ALPHAS)
     for k in CHECKED:
         assert swept[k] == score(model, head, exam, vector=vector, alpha=ALPHAS[k]), "a sweep is its evaluations"

@@ -45,7 +45,7 @@ def seconds(program: str, folder: Path) -> float:
 
 
 def main() -> None:
-    from kfacpack.tasks import TASKS
+    from kfacpack.tasks.registry import TASKS
 
     with TemporaryDirectory() as temporary:
         folder = Path(temporary) / "unpacked"

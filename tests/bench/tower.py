@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 import kfacpack as kp
-from kfacpack.curvature.matrices import Matrix
+from kfacpack.curvature.matrices.matrix import Matrix
 
 SHAPES = {
     "attn.in_proj_weight": (2304, 768),

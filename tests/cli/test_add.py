@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
 from kfacpack.vectors.methods import METHODS
 
 PREFIX = "visual.transformer.resblocks.3."

@@ -199,7 +199,7 @@ def test_an_interruption_is_130(bundle, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kfacpack_cli.inspect.Bundle", interrupted)
+    monkeypatch.setattr("kfacpack.format.reader.Bundle", interrupted)
     assert run("inspect", bundle).exit_code == 130
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.running.partial import Partial
+from kfacpack.estimation.resume import PartialFile
 
 COMMAND = [sys.executable, "-m", "kfacpack_cli"]
 TIMM = ["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--image-size", "32"]
@@ -153,7 +153,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
 
 def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
     estimation = SimpleNamespace(tensors=lambda: iter([("sum", torch.arange(100.0))]))
-    partial = Partial(tmp_path / "t.kfac.partial", "an estimate", {"seed": 1})
+    partial = PartialFile(tmp_path / "t.kfac.partial", "an estimate", {"seed": 1})
     partial.keep(estimation, 3, now=True)
     assert partial.restore(estimation) == 3
     raw = bytearray(partial.path.read_bytes())

@@ -9,16 +9,16 @@ import subprocess
 import sys
 
 import pytest
+from kfacpack_cli.evaluator import print_sweep
 from kfacpack_cli.main import app
-from kfacpack_cli.scores import print_sweep
 from made_up import made_up
 from pictures import paint
 from typer.testing import CliRunner
 
 import kfacpack as kp
 from kfacpack.evaluation.accuracy import Score
-from kfacpack.evaluation.results import result
-from kfacpack.tasks import TASKS, load_task
+from kfacpack.evaluation.sweep import evaluation_result
+from kfacpack.tasks.registry import TASKS, load_task
 
 RANDOM = ["--weights", "random"]
 COUNTS = {split: dict.fromkeys(("red", "green", "blue"), 4) for split in ("train", "validation", "test")}
@@ -300,7 +300,7 @@ def test_what_is_about_a_vector_needs_one():
 @pytest.mark.parametrize("count", [1, 8, 30])
 def test_a_sweeps_table_fits_eighty_columns(capsys, count):
     names = ["materials_of_a_long_name", *(f"syllabics{k}" for k in range(count - 1))]
-    found = [result(dict.fromkeys(names, Score(k, 3)), dict.fromkeys(names, 0.9)) for k in range(4)]
+    found = [evaluation_result(dict.fromkeys(names, Score(k, 3)), dict.fromkeys(names, 0.9)) for k in range(4)]
     print_sweep([-0.05, 0.0, 0.5, 1.0], found, 3, "test")
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80

@@ -11,9 +11,9 @@ from pictures import paint
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.models import load_model
-from kfacpack.tasks import load_task
-from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.models.families import load_model
+from kfacpack.tasks.registry import load_task
 
 COUNTS = {split: dict.fromkeys(("red", "green", "blue"), 4) for split in ("train", "test")}
 PARAMS = ("visual.transformer.resblocks.3.mlp.c_proj.weight", "visual.transformer.resblocks.3.mlp.c_proj.bias")

@@ -10,7 +10,7 @@ from kit import of_task, random_tau
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.bundle.manifest import base_digest
+from kfacpack.format.manifest import base_digest
 from kfacpack.merging.merge import merge_and_report
 
 

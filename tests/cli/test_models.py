@@ -8,7 +8,8 @@ import pytest
 from kfacpack_cli.main import app
 from typer.testing import CliRunner
 
-from kfacpack.models import EMBEDDED, FAMILIES, load_model
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.models.families import FAMILIES, load_model
 
 
 def run(*arguments, code=0):
@@ -23,7 +24,7 @@ def test_every_family_and_every_embedded_model_is_listed():
     assert {each["family"]: each["head"] for each in found["families"]}["open_clip"] == "text"
     tiny = found["embedded"][0]
     assert tiny["name"] == "tiny"
-    assert tiny["bytes"] == EMBEDDED["tiny"].weights.stat().st_size
+    assert tiny["bytes"] == EMBEDDED_MODELS["tiny"].weights.stat().st_size
     assert tiny["parameters"] == sum(each.numel() for each in load_model("tiny").module.parameters())
     shown = run().stdout
     for words in ("tiny", f"{tiny['parameters']:,}", "timm:NAME", "t5:NAME_OR_DIR", "prototypes"):
@@ -74,7 +75,7 @@ def test_one_model_is_shown():
     assert (found["family"], found["revision"], found["width"], found["head"]) == ("timm", "random-0", 64, "prototypes")
     assert "pos_embed" in found["frozen"]
     shown = run("tiny").stdout
-    for words in ("tiny (open_clip)", EMBEDDED["tiny"].revision, "of width 128", "visual.conv1.weight", "text"):
+    for words in ("tiny (open_clip)", EMBEDDED_MODELS["tiny"].revision, "of width 128", "visual.conv1.weight", "text"):
         assert words in shown
 
 

@@ -10,13 +10,12 @@ import time
 import warnings
 
 import pytest
+from experiments.small import TEXT
 from kfacpack_cli.main import app
 from pictures import paint
-from plans.small import TEXT
 from typer.testing import CliRunner
 
-from kfacpack.reporting.results import read_results, read_times
-from kfacpack.reporting.unknown import UnknownKeyWarning
+from kfacpack.experiments.results_schema import UnknownKeyWarning, read_results, read_times
 
 
 def run(*arguments):

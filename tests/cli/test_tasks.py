@@ -12,7 +12,7 @@ from kfacpack_cli.main import app
 from PIL import Image
 from typer.testing import CliRunner
 
-from kfacpack.tasks import PUBLISHED, TASKS, load_task
+from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
 
 def run(*arguments, code=0):

@@ -12,8 +12,8 @@ from torch import nn
 
 import kfacpack as kp
 from kfacpack.compression.compress import choice_of, compress_by
-from kfacpack.compression.size import parse_size
 from kfacpack.curvature.saving import file_size
+from kfacpack.format.units import parse_size
 
 SINGLE = ["int8", "fp16", "bf16", "block:2", "block:8", "block:8+int8", "block:5+fp16", "svd:16", "svd:25%+int8"]
 

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from kit import HOLDS, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
-from kfacpack.compression.chain import Chain
-from kfacpack.curvature.checks import negative_direction
-from kfacpack.curvature.matrices import Diagonal, LowRank, Packed, Sparse
+from kfacpack.compression.chain import CodecChain
+from kfacpack.curvature.curvature import negative_direction
+from kfacpack.curvature.matrices.dense import Packed
+from kfacpack.curvature.matrices.sparse import Sparse
+from kfacpack.curvature.matrices.structured import Diagonal, LowRank
 
 STRUCTURES = ["block:3", "svd:2", "svd:30%", "prune:20%"]
 NUMBERS = ["int8", "fp16", "bf16"]
@@ -31,7 +33,7 @@ def low_rank(side: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize("spec", CHAINS)
 @given(side=sides, columns=st.integers(1, 5), seed=seeds)
 def test_what_a_codec_makes_multiplies_like_its_dense_matrix(spec, side, columns, seed):
-    _, made = Chain.parse(spec).encode(Packed.from_dense(random_psd(side, seed)))
+    _, made = CodecChain.parse(spec).encode(Packed.from_dense(random_psd(side, seed)))
     x = torch.randn(columns, side, generator=torch.Generator().manual_seed(seed)).T
     expected = made.dense(torch.float64) @ x.double()
     torch.testing.assert_close(made.matmul(x).double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
@@ -41,7 +43,7 @@ def test_what_a_codec_makes_multiplies_like_its_dense_matrix(spec, side, columns
 @given(side=sides, seed=seeds)
 def test_a_matrix_becomes_smaller_or_stays_the_same_object(spec, side, seed):
     source = Packed.from_dense(random_psd(side, seed))
-    taken, made = Chain.parse(spec).encode(source)
+    taken, made = CodecChain.parse(spec).encode(source)
     assert made.nbytes < source.nbytes if taken.steps else made is source
     assert made.side == side
 
@@ -51,7 +53,7 @@ def test_a_matrix_becomes_smaller_or_stays_the_same_object(spec, side, seed):
 @given(side=sides, seed=seeds)
 def test_who_promises_to_be_psd_is(spec, make, side, seed):
     source = Packed.from_dense(make(side, seed))
-    taken, made = Chain.parse(spec).encode(source)
+    taken, made = CodecChain.parse(spec).encode(source)
     names = {step.name for step in taken.steps}
     keeps = "prune" not in names and ("int8" not in names or "svd" in names)
     assert made.psd is keeps
@@ -62,7 +64,7 @@ def test_who_promises_to_be_psd_is(spec, make, side, seed):
 def test_a_matrix_that_does_not_promise_gets_no_promise():
     source = Packed.from_dense(random_psd(9, 0) - 0.8 * torch.eye(9), psd=False)
     for spec in ("block:3", "svd:3", "fp16", "svd:3+int8"):
-        assert not Chain.parse(spec).encode(source)[1].psd
+        assert not CodecChain.parse(spec).encode(source)[1].psd
 
 
 @pytest.mark.parametrize("spec", CHAINS)
@@ -70,7 +72,7 @@ def test_a_matrix_that_does_not_promise_gets_no_promise():
 def test_every_form_can_be_compressed_again(hold, spec):
     source = HOLDS[hold](random_psd(24, 1))
     source.examples, source.positions = 7, 21
-    _, made = Chain.parse(spec).encode(source)
+    _, made = CodecChain.parse(spec).encode(source)
     assert made.nbytes <= source.nbytes
     assert (made.examples, made.positions) == (7, 21)
     assert made.dense().isfinite().all()
@@ -106,8 +108,8 @@ def test_a_shared_matrix_stays_shared():
 def test_diagonals_take_types_of_numbers_alone():
     diagonal = Diagonal.of(torch.rand(64))
     for spec in ("block:2", "svd:1", "prune:1%", "int8", "svd:1+int8"):
-        assert Chain.parse(spec).encode(diagonal)[1] is diagonal
-    assert Chain.parse("svd:1+bf16").encode(diagonal)[1].dtype is torch.bfloat16
+        assert CodecChain.parse(spec).encode(diagonal)[1] is diagonal
+    assert CodecChain.parse("svd:1+bf16").encode(diagonal)[1].dtype is torch.bfloat16
 
 
 def test_a_step_that_saves_nothing_is_left_out():
@@ -121,16 +123,16 @@ def test_a_step_that_saves_nothing_is_left_out():
         ("prune:0.01%", "none"),
         ("svd:3+int8", "svd:3+int8"),
     ):
-        assert str(Chain.parse(asked).encode(source)[0]) == taken
+        assert str(CodecChain.parse(asked).encode(source)[0]) == taken
     int8 = source.quantized()
     for spec in ("int8", "fp16", "bf16"):
-        assert Chain.parse(spec).encode(int8)[1] is int8
+        assert CodecChain.parse(spec).encode(int8)[1] is int8
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-4, 1.0, 1e6])
 def test_fp16_is_held_as_bf16_where_its_range_is_too_small(size):
     source = Packed.from_dense(size * random_psd(12, 0))
-    made = Chain.parse("fp16").encode(source)[1]
+    made = CodecChain.parse("fp16").encode(source)[1]
     assert made.dtype is (torch.float16 if size in (1e-4, 1.0) else torch.bfloat16)
     error = (made.dense() - source.dense()).norm() / source.dense().norm()
     assert float(error) < 0.004
@@ -174,11 +176,11 @@ def test_a_sparse_matrix_multiplies_the_same_however_it_is_done(width):
 
 @pytest.mark.parametrize("spec", CHAINS)
 def test_a_chain_is_written_as_it_is_read(spec):
-    assert str(Chain.parse(spec)) == spec
+    assert str(CodecChain.parse(spec)) == spec
 
 
 def test_spaces_do_not_matter():
-    assert str(Chain.parse(" block:8 + int8 ")) == "block:8+int8"
+    assert str(CodecChain.parse(" block:8 + int8 ")) == "block:8+int8"
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from kit import dense_block, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
 from kfacpack.compression.compress import choice_of, compress_by
-from kfacpack.compression.measure import Moments, compare, moments
-from kfacpack.curvature.matrices import Diagonal, Packed
+from kfacpack.compression.compression_report import Moments, compare, moments
+from kfacpack.curvature.matrices.dense import Packed
+from kfacpack.curvature.matrices.structured import Diagonal
 
 SPECS = ["block:2", "block:2+int8", "svd:2", "svd:40%+fp16", "prune:15%", "prune:25%+int8", "int8", "fp16", "bf16"]
 seeds = st.integers(0, 2**16)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kit import HOLDS, dense_block, forge, linear_join, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
-from kfacpack.curvature.matrices import Dense
+from kfacpack.curvature.matrices.dense import Dense
 
 seeds = st.integers(0, 2**16)
 

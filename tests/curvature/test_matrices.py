@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from kit import HOLDS, random_psd
 
 import kfacpack as kp
-from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.curvature.checks import negative_direction
-from kfacpack.curvature.matrices import FORMS, BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
-from kfacpack.curvature.matrices.block_diagonal import spans
-from kfacpack.curvature.matrices.components import InMemory
-from kfacpack.curvature.matrices.triangle import pack, unpack
+from kfacpack.curvature.curvature import negative_direction
+from kfacpack.curvature.matrices import FORMS
+from kfacpack.curvature.matrices.components import InMemoryTensors, pack, unpack
+from kfacpack.curvature.matrices.dense import Dense, Packed
+from kfacpack.curvature.matrices.sparse import Sparse
+from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank, spans
+from kfacpack.format.schema import LAYOUTS
 
 sides = st.integers(1, 40)
 seeds = st.integers(0, 2**16)
@@ -211,5 +212,5 @@ def test_numbers_at_the_ends_of_their_range_are_judged_alike():
 
 
 def test_many_small_blocks_are_checked_at_once():
-    many = BlockDiagonal(100_000, InMemory(data=torch.ones(100_000, 1)))
+    many = BlockDiagonal(100_000, InMemoryTensors(data=torch.ones(100_000, 1)))
     assert negative_direction(many) is None

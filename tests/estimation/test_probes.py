@@ -7,7 +7,7 @@ import torch
 from estimation.nets import Transformer, images, mlp, seeded, vectors
 
 import kfacpack as kp
-from kfacpack.estimation.probes import Probes
+from kfacpack.estimation.options import Probes
 
 
 def relative_error(estimated, exact, tau):

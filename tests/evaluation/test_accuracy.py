@@ -9,10 +9,10 @@ import torch
 from pictures import paint
 
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import Exam, Score, evaluate
-from kfacpack.heads import Head, head_for
-from kfacpack.models import load_model
-from kfacpack.tasks import load_task
+from kfacpack.evaluation.accuracy import EvaluationSet, Score, evaluate
+from kfacpack.models.families import load_model
+from kfacpack.models.heads import Head, head_for
+from kfacpack.tasks.registry import load_task
 
 CLASSES = ("blue_sky", "green", "red")
 
@@ -67,7 +67,7 @@ def test_prototypes_tell_colours_apart_even_through_random_weights(tiny, task):
 
 
 def test_a_part_of_the_split_is_always_the_same(eye, task, by_colour):
-    exams = [Exam.of(task, examples="50%") for _ in range(2)]
+    exams = [EvaluationSet.of(task, examples="50%") for _ in range(2)]
     assert exams[0].numbers == exams[1].numbers
     assert len(set(exams[0].numbers)) == 6
     assert evaluate(eye, task, by_colour, examples="5").examples == 5

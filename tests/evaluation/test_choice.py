@@ -9,9 +9,8 @@ from toys import ToyTask, ValidatedTask, toy_model, toy_subjects
 
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import Exam, score
-from kfacpack.evaluation.choice import Subject, choose, validation_exam
-from kfacpack.evaluation.results import result
+from kfacpack.evaluation.accuracy import EvaluationSet, score
+from kfacpack.evaluation.sweep import SelectionTask, choose_alpha, evaluation_result, validation_set
 
 ALPHAS = [0.0, 0.4, 0.8, 1.2, 1.6]
 
@@ -30,7 +29,7 @@ def subjects(model):
 def test_by_brute_force(model, subjects, regime):
     vector = made_up(model, regime=regime, size=0.8)
     heard = []
-    found = choose(model, subjects, vector, ALPHAS, on_progress=lambda done, total: heard.append((done, total)))
+    found = choose_alpha(model, subjects, vector, ALPHAS, on_progress=lambda done, total: heard.append((done, total)))
 
     def accuracies(alpha, split):
         return [score(model, each.head, getattr(each, split), vector=alpha * vector).accuracy for each in subjects]
@@ -48,7 +47,7 @@ def test_by_brute_force(model, subjects, regime):
 
 def test_of_equal_ones_the_nearest_to_one_is_taken(model, subjects):
     nothing = made_up(model, size=0.0)
-    assert choose(model, subjects, nothing, [0.0, 0.5, 1.1, 2.0]).alpha == 1.1
+    assert choose_alpha(model, subjects, nothing, [0.0, 0.5, 1.1, 2.0]).alpha == 1.1
 
 
 def test_test_is_never_asked_at_another_alpha(model, subjects):
@@ -63,8 +62,8 @@ def test_test_is_never_asked_at_another_alpha(model, subjects):
             return found
 
     task = Watching("one", 1, 20)
-    subject = Subject(kp.head_for(model, task), validation_exam(task), Exam.of(task))
-    found = choose(model, [subject], made_up(model), ALPHAS)
+    subject = SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task))
+    found = choose_alpha(model, [subject], made_up(model), ALPHAS)
     assert len(asked) == 20, "each label of test is looked at once"
     assert set(found.test) == {"one"}
     assert len(found.validation["one"]) == len(ALPHAS)
@@ -72,17 +71,17 @@ def test_test_is_never_asked_at_another_alpha(model, subjects):
 
 def test_without_a_validation_split_there_is_nothing_to_choose_on():
     with pytest.raises(KfacpackError, match=r"toy: α is chosen on .* 'validation'.*only train, test\. Add valid"):
-        validation_exam(ToyTask())
+        validation_set(ToyTask())
 
 
 def test_normalised_by_the_individual_accuracies(model, subjects):
     scores = {each.name: score(model, each.head, each.test) for each in subjects}
     one, two = (each.accuracy for each in scores.values())
-    found = result(scores, {"one": 0.5, "two": 0.8})
+    found = evaluation_result(scores, {"one": 0.5, "two": 0.8})
     assert found["tasks"]["one"] == {"accuracy": one, "normalized": one / 0.5, "examples": 60}
     assert found["mean"]["accuracy"] == pytest.approx((one + two) / 2)
     assert found["mean"]["normalized"] == pytest.approx((one / 0.5 + two / 0.8) / 2)
-    part = result(scores, {"one": 0.5, "two": 0.0}, dict.fromkeys(scores, "text"))
+    part = evaluation_result(scores, {"one": 0.5, "two": 0.0}, dict.fromkeys(scores, "text"))
     assert part["tasks"]["one"]["normalized"] == one / 0.5
     assert part["tasks"]["two"] == {"accuracy": two, "normalized": None, "examples": 60, "head": "text"}
     assert part["mean"]["normalized"] is None, "a mean over some of the tasks is none"

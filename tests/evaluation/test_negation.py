@@ -10,8 +10,8 @@ from toys import toy_model, toy_subjects
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import Score, score
-from kfacpack.evaluation.choice import Subject
-from kfacpack.evaluation.negation import chosen, negate
+from kfacpack.evaluation.negation import choose_negation_alpha, negate
+from kfacpack.evaluation.sweep import SelectionTask
 
 ALPHAS = [0.2, 0.5, 1.0, 2.0, 4.0]
 
@@ -59,17 +59,21 @@ def test_by_brute_force(model, subjects, regime, keep):
 def test_the_choice():
     control = [Score(k, 100) for k in (80, 79, 76, 75, 90)]
     target = [Score(k, 50) for k in (40, 30, 20, 1, 20)]
-    assert chosen([target], control, 0.95, [100]) == 2, "76 is exactly 95 % of 80; 4 is as good, but further away"
-    assert chosen([target], control, 0.96, [100]) == 4
-    assert chosen([target], control, 0.5, [100]) == 3
-    assert chosen([target], control, 0.5, [2]) == 2, "below one half, two classes have nothing more to lose"
-    assert chosen([target[:4]], control[:4], 1.0, [100]) == 0, "nothing may be lost"
+    assert choose_negation_alpha([target], control, 0.95, [100]) == 2, (
+        "76 is exactly 95 % of 80; 4 is as good, but further away"
+    )
+    assert choose_negation_alpha([target], control, 0.96, [100]) == 4
+    assert choose_negation_alpha([target], control, 0.5, [100]) == 3
+    assert choose_negation_alpha([target], control, 0.5, [2]) == 2, (
+        "below one half, two classes have nothing more to lose"
+    )
+    assert choose_negation_alpha([target[:4]], control[:4], 1.0, [100]) == 0, "nothing may be lost"
     other = [Score(k, 10) for k in (1, 1, 9, 1, 9)]
-    assert chosen([target, other], control, 0.95, [100, 100]) == 1, "the mean over the targets counts"
+    assert choose_negation_alpha([target, other], control, 0.95, [100, 100]) == 1, "the mean over the targets counts"
 
 
 def test_where_there_is_no_margin_nothing_is_removed(model, subjects):
-    worst = Subject(
+    worst = SelectionTask(
         kp.Head(torch.zeros(3, 6), torch.tensor([1.0, 0.0, 0.0]), subjects[0].head.classes, "prototypes"),
         subjects[0].validation,
         subjects[0].test,

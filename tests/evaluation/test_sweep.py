@@ -12,10 +12,10 @@ from toys import CLASSES, WIDTH, ToyTask, toy_model
 
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import Exam, Score, score, scores
-from kfacpack.evaluation.alphas import parse_alphas
-from kfacpack.evaluation.edited import edited
+from kfacpack.evaluation.accuracy import EvaluationSet, Score, score, scores
+from kfacpack.evaluation.edited_model import edited_model
 from kfacpack.evaluation.sweep import as_table, best, mean
+from kfacpack.format.units import parse_alphas
 
 ALPHAS = parse_alphas("-1:2:0.15")
 
@@ -33,7 +33,7 @@ def head():
 
 @pytest.fixture(scope="module")
 def exam():
-    return Exam.of(ToyTask(size=90))
+    return EvaluationSet.of(ToyTask(size=90))
 
 
 def batch_of(model, exam):
@@ -60,9 +60,9 @@ def test_alpha_and_a_multiple_are_the_same_to_the_bit(model, exam, regime):
     sum_ = 0.7 * made_up(model, regime=regime) + 0.3 * made_up(model, "other", regime, seed=2)
     x = batch_of(model, exam)
     for alpha in (0.3, -1.1, 1 / 3):
-        with edited(model, sum_, alpha) as one:
+        with edited_model(model, sum_, alpha) as one:
             first = one(x)
-        with edited(model, alpha * sum_) as other:
+        with edited_model(model, alpha * sum_) as other:
             assert torch.equal(first, other(x))
 
 
@@ -79,7 +79,7 @@ def test_it_is_f_plus_alpha_j_tau(exam):
     with sdpa_kernel(SDPBackend.MATH):
         f0, change = torch.autograd.functional.jvp(f, tuple(names.values()), tau)
     for alpha in (0.0, 0.4, -2.0):
-        with edited(model, vector, alpha) as forward:
+        with edited_model(model, vector, alpha) as forward:
             torch.testing.assert_close(forward(x), (f0 + alpha * change).detach())
 
 
@@ -104,14 +104,14 @@ def test_pictures_are_read_once(model, head):
             asked.append(index)
             return self.x[index]
 
-    exam = Exam.of(Counting())
+    exam = EvaluationSet.of(Counting())
     found = scores(model, head, exam, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
     assert asked == list(range(30))
     assert [each.examples for each in found] == [30] * 3
 
 
 def test_progress_goes_over_every_pass(model, head):
-    exam = Exam.of(ToyTask())
+    exam = EvaluationSet.of(ToyTask())
     for regime, passes in (("linear", 1), ("full", 3)):
         heard = []
         vector, tell = made_up(model, regime=regime), lambda *counts, heard=heard: heard.append(counts)

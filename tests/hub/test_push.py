@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from vectors.small import vector
 
 import kfacpack as kp
-from kfacpack.hub.bases import as_option, from_option, hub_id
+from kfacpack.format.vector_manifest import TaskEntry
+from kfacpack.hub.artifacts import Artifact
 from kfacpack.hub.card import BEGIN, END, card_for
-from kfacpack.hub.items import Item
-from kfacpack.vectors.manifest import TaskEntry
+from kfacpack.hub.model_ids import hub_id, model_from_option, model_option
 
 # How huggingface_hub calls its own HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -95,7 +95,7 @@ def test_the_card_names_the_data_that_is_meant(tmp_path, task, dataset, revision
     """Of some names, that alone is other data: a score of those would be told without an error."""
     source = kp.Source(task=task, dataset=dataset, revision=revision)
     vector(task, tasks=(TaskEntry(source=source),)).save(tmp_path / "v.safetensors")
-    shown = card_for("a/b", [Item.of(tmp_path / "v.safetensors", "v.safetensors")])
+    shown = card_for("a/b", [Artifact.of(tmp_path / "v.safetensors", "v.safetensors")])
     assert f" --task {task}{said} --vector hf://a/b/v.safetensors" in shown
 
 
@@ -317,7 +317,7 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
 )  # fmt: skip
 def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, known, option):
     base = kp.identify({"w": torch.zeros(1)}, ["w"], family=family, name=name, revision=revision)
-    assert (hub_id(base), as_option(base)) == (known, option)
+    assert (hub_id(base), model_option(base)) == (known, option)
 
 
 @pytest.mark.parametrize(
@@ -337,4 +337,4 @@ def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, k
 def test_what_model_says_is_looked_for_by_name_and_by_id(option, name, known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
-    assert from_option(option) == (name, known)
+    assert model_from_option(option) == (name, known)

@@ -9,7 +9,7 @@ import pytest
 from huggingface_hub.utils import parse_hf_uri
 
 import kfacpack as kp
-from kfacpack.hub.files.reference import Reference, is_reference, located
+from kfacpack.format.reference import Reference, is_reference, locate
 
 GOOD = [
     "hf://owner/repo/t.kfac",
@@ -45,9 +45,9 @@ def test_what_names_no_file_is_refused_in_words(text):
 
 
 def test_a_path_that_lost_a_slash_is_still_a_reference():
-    assert located(Path("hf://owner/repo@main/t.kfac")) == Reference("owner/repo", "t.kfac", "main")
+    assert locate(Path("hf://owner/repo@main/t.kfac")) == Reference("owner/repo", "t.kfac", "main")
     assert not is_reference("folder/hf:/t.kfac")
-    assert located("t.kfac") == Path("t.kfac")
+    assert locate("t.kfac") == Path("t.kfac")
 
 
 def test_a_reference_survives_pickling():

@@ -9,7 +9,7 @@ import torch
 from kit import dense_block, of_task, small_curvature
 
 import kfacpack as kp
-from kfacpack.bundle.manifest import base_digest
+from kfacpack.format.manifest import base_digest
 from kfacpack.merging.merge import merge_and_report
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack._compat import make_torchvision_importable
 
 SENTENCES = "mnli premise hypothesis : a dog runs over the green field an animal moves nobody sleeps"
 

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
-from kfacpack.models.batches import batches, use_workers
-from kfacpack.tasks.local_split import LocalSplit
+from kfacpack.models.data_loading import batches, use_workers
+from kfacpack.tasks.local_task import LocalSplit
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "4"]
 
@@ -136,15 +136,15 @@ def test_a_process_that_dies_is_told(tiny, folder):
 
 
 def test_some_are_used_only_where_pictures_come_from_files(folder, monkeypatch):
-    from kfacpack.models import batches as module
+    from kfacpack.models import data_loading as module
 
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
     monkeypatch.setattr(module.sys, "platform", "linux")
     pictures, pixels = kp.load_task("mine", folder).split("train"), kp.load_task("digits").split("train")
     use_workers(None)
-    assert module._number_of([(pixels, "digits"), (pictures, "mine")]) == 2
-    assert module._number_of([(pixels, "digits")]) == 0
-    assert module._number_of([([{"text": "words"}], "texts")]) == 0
+    assert module._num_workers([(pixels, "digits"), (pictures, "mine")]) == 2
+    assert module._num_workers([(pixels, "digits")]) == 0
+    assert module._num_workers([([{"text": "words"}], "texts")]) == 0
     with pytest.raises(KfacpackError, match="workers -1"):
         use_workers(-1)
 

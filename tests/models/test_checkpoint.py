@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 import kfacpack
+from kfacpack._compat import make_torchvision_importable
 from kfacpack.errors import KfacpackError
-from kfacpack.models import load_model
-from kfacpack.models.checkpoint import write_weights
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack.models.families import load_model
+from kfacpack.models.weights import write_weights
 
 
 def edited(spec, **how):

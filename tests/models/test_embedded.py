@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError
-from kfacpack.models import EMBEDDED, load_model
+from kfacpack.models.families import load_model
 
-TINY = EMBEDDED["tiny"]
+TINY = EMBEDDED_MODELS["tiny"]
 
 
 @pytest.fixture(scope="module")

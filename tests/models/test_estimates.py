@@ -13,10 +13,10 @@ from estimation.nets import ggn
 from models.conftest import SENTENCES
 
 import kfacpack as kp
-from kfacpack.estimation.job import Job
-from kfacpack.estimation.options import Options
-from kfacpack.models import load_model
-from kfacpack.tasks import load_task
+from kfacpack.estimation.options import EstimateOptions
+from kfacpack.estimation.task_estimate import TaskEstimate
+from kfacpack.models.families import load_model
+from kfacpack.tasks.registry import load_task
 
 OFFLINE = {**os.environ, "HF_HUB_OFFLINE": "1"}
 
@@ -46,7 +46,7 @@ def text_data(tmp_path):
 def curvature_of(spec, folder, tmp_path, **options):
     weights = options.pop("weights", None)
     model = load_model(spec, weights=weights, dtype=torch.float64)
-    job = Job(model, load_task("mnli", folder), Options(fisher="exact", **options), batch_size=5)
+    job = TaskEstimate(model, load_task("mnli", folder), EstimateOptions(fisher="exact", **options), batch_size=5)
     return model, job, job.run(tmp_path / "made.kfac")
 
 
@@ -68,7 +68,7 @@ def test_text_models_on_padded_batches(family, request, text_data, tmp_path):
         assert "word_embeddings" not in names
 
     # Each example alone, without any padding: the same counts, the same numbers.
-    alone = Job(model, job.task, job.options, batch_size=1).run(tmp_path / "alone.kfac")
+    alone = TaskEstimate(model, job.task, job.options, batch_size=1).run(tmp_path / "alone.kfac")
     for ours, theirs in zip(curvature.blocks, alone.blocks, strict=True):
         for (_, one), (_, other) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
             assert one.positions == other.positions

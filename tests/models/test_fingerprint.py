@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from toys import ToyTask, toy_model
 
-from kfacpack.models.fingerprint import fingerprint
+from kfacpack.models.data_loading import fingerprint
 
 
 def test_it_is_that_of_the_content():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
 from kfacpack.errors import KfacpackError
-from kfacpack.models import load_model
+from kfacpack.models.families import load_model
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 TIMM = "timm:test_vit"  # two blocks of 64 dimensions, patches of 16 pixels

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image
 
+from kfacpack._compat import make_torchvision_importable
 from kfacpack.errors import KfacpackError
-from kfacpack.models import FAMILIES, load_model
-from kfacpack.models.torchvision_on_cpu import make_torchvision_importable
+from kfacpack.models.families import FAMILIES, load_model
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_every_family_is_registered_by_its_prefix():
 
 
 def test_the_registry_waits_for_no_library():
-    program = "import sys, kfacpack.models, kfacpack.tasks\n"
+    program = "import sys, kfacpack.models.families, kfacpack.tasks.registry\n"
     program += "assert not {'open_clip', 'timm', 'transformers', 'datasets', 'torchvision'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -114,7 +114,7 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path):
     schema = '"torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"'
     (tmp_path / "torchvision" / "__init__.py").write_text(f"import torch\ntorch.library.define({schema})\n")
     program = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
-    program += "from kfacpack.models.torchvision_on_cpu import make_torchvision_importable as make\n"
+    program += "from kfacpack._compat import make_torchvision_importable as make\n"
     program += "make(); make()\nimport torch, torchvision\n"
     program += f"assert torchvision.__file__.startswith({str(tmp_path)!r})\n"
     program += "assert not hasattr(torch.ops.torchvision, 'qnms')"

@@ -6,7 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 import pretrain_tiny  # which makes open_clip importable
-from kfacpack.models import EMBEDDED, load_model
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.models.families import load_model
 from tiny.words import write_merges
 
 open_clip = pretrain_tiny.open_clip
@@ -55,5 +56,5 @@ def test_the_vocabulary_keeps_known_words_whole_and_fits_the_model(tmp_path):
     tokenizer = open_clip.SimpleTokenizer(str(tmp_path / "merges.txt.gz"), context_length=24)
     assert [tokenizer.decoder[token] for token in tokenizer.encode("the Seven")] == ["the</w>", "seven</w>"]
     assert tokenizer.decode(tokenizer.encode("unheard of")) == "unheard of "
-    shipped = EMBEDDED["tiny"]
+    shipped = EMBEDDED_MODELS["tiny"]
     assert open_clip.SimpleTokenizer(str(shipped.merges)).vocab_size <= shipped.architecture["text_cfg"]["vocab_size"]

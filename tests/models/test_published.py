@@ -8,14 +8,14 @@ import torch
 from copies import TEXT, VISION, copy
 
 import kfacpack as kp
-from kfacpack.estimation.job import Job as Estimate
-from kfacpack.estimation.options import Options
-from kfacpack.heads import head_for
-from kfacpack.models import load_model
-from kfacpack.tasks import load_task
-from kfacpack.training.job import Job as Train
+from kfacpack.estimation.options import EstimateOptions
+from kfacpack.estimation.task_estimate import TaskEstimate as Estimate
+from kfacpack.models.families import load_model
+from kfacpack.models.heads import head_for
+from kfacpack.tasks.registry import load_task
 from kfacpack.training.regimes import REGIMES
-from kfacpack.training.settings import Settings
+from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.trainer import Trainer as Train
 
 FEW = {"tiny": ("visual.transformer.resblocks.0.mlp.*",), "t5": ("encoder.block.1.layer.1.*",), "hf": ("*.1.output.*",)}
 
@@ -52,13 +52,15 @@ def encoder(bert_folder):
 
 def goes_through(model, task, head, params, folder):
     """One bundle, one step under it, one accuracy."""
-    Estimate(model, task, Options(), "4", params=params).run(folder / "t.kfac")
+    Estimate(model, task, EstimateOptions(), "4", params=params).run(folder / "t.kfac")
     bundle = kp.load(folder / "t.kfac")
     assert bundle.about.source.task == task.name
     assert bundle.about.source.license == task.license
     penalty = kp.Regularizer([folder / "t.kfac"], strength=1.0)
     regime = REGIMES["linear"](model, params)
-    vector = Train(regime, task, head, Settings(steps=1, batch_size=4, lr=1e-3), penalty).run(folder / "t.safetensors")
+    vector = Train(regime, task, head, TrainingSettings(steps=1, batch_size=4, lr=1e-3), penalty).run(
+        folder / "t.safetensors"
+    )
     assert set(vector) == set(bundle.parameters)
     assert any(value.abs().max() > 0 for value in vector.values())
     scored = kp.evaluate(model, task, head, vector=vector, examples="4")

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import kfacpack as kp
-from kfacpack.function.parameters import choose
-from kfacpack.prompts import CONFIG_KEY, FLAN_TEMPLATES, PROMPT_STYLES, label_words, prompt_style, prompts
-from kfacpack.tasks.base import Origin
-from kfacpack.training.job import Job
+from kfacpack.models.functional import select_parameters
+from kfacpack.models.prompts import CONFIG_KEY, FLAN_TEMPLATES, PROMPT_STYLES, label_words, prompt_style, prompts
+from kfacpack.tasks.task import DataOrigin
 from kfacpack.training.regimes import REGIMES
-from kfacpack.training.settings import Settings
+from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.trainer import Trainer
 
 WORDS = ["a", "dog", "runs", "over", "the", "green", "field", "an", "animal", "moves", "nobody", "sleeps"]
 CLASSES = ("entailment", "neutral", "contradiction")
@@ -23,7 +23,7 @@ CLASSES = ("entailment", "neutral", "contradiction")
 @dataclass
 class Pairs:
     seed: int
-    source: Origin
+    source: DataOrigin
     size: int = 12
 
     def __len__(self):
@@ -49,7 +49,7 @@ class PairTask:
     license = None
 
     def split(self, name):
-        return Pairs(self.seed, Origin("words", name))
+        return Pairs(self.seed, DataOrigin("words", name))
 
 
 @pytest.fixture(scope="session")
@@ -157,7 +157,7 @@ def test_label_words_of_each_style():
 @pytest.mark.parametrize("name", FLAN_TEMPLATES)
 def test_every_template_fits_its_task(name):
     """The columns and classes of the published tasks have entries."""
-    from kfacpack.tasks.published import PUBLISHED
+    from kfacpack.tasks.registry import PUBLISHED
 
     task = PUBLISHED[name]()
     columns = {column: ["x"] for column in task.inputs}
@@ -175,13 +175,17 @@ def test_a_scaled_final_norm_gives_the_same_vector(constant, untied_folder, tmp_
         with torch.no_grad():
             model.module.decoder.final_layer_norm.weight *= factor
             model.module.lm_head.weight /= factor
-        trained = [name for name in choose(model.module, None, model.frozen) if "final_layer_norm" not in name]
+        trained = [
+            name for name in select_parameters(model.module, None, model.frozen) if "final_layer_norm" not in name
+        ]
         split = PairTask("other", 5).split("train")
         batch = model.prepare([split[n] for n in range(len(split))], "other")
         regularizer = kp.Regularizer(kp.estimate(model, [batch], params=trained))
         task = PairTask("mnli", 0)
         head = kp.head_for(model, task, "words")
-        job = Job(REGIMES["linear"](model, trained), task, head, Settings(steps=12, batch_size=4), regularizer)
+        job = Trainer(
+            REGIMES["linear"](model, trained), task, head, TrainingSettings(steps=12, batch_size=4), regularizer
+        )
         vectors.append(job.run(tmp_path / f"{factor}.safetensors"))
         scales.append(regularizer.output_scale)
     assert scales[1] == pytest.approx(constant**2 * scales[0], rel=1e-6)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from kfacpack.errors import KfacpackError
-from kfacpack.models import clip, load_model
+from kfacpack.models.families import load_model, open_clip
 
 TEXTS = ["a photo of a dog.", "a cat", "stripes"]
 
@@ -32,7 +32,7 @@ def test_texts_are_embedded_as_open_clip_does_it(model, tiny_clip):
 
 
 def test_many_texts_are_embedded_as_one_by_one(model, monkeypatch):
-    monkeypatch.setattr(clip, "TEXTS_AT_ONCE", 2)
+    monkeypatch.setattr(open_clip, "TEXTS_AT_ONCE", 2)
     torch.testing.assert_close(model.encode_text(TEXTS), torch.cat([model.encode_text([text]) for text in TEXTS]))
 
 

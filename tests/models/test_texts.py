@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kfacpack.errors import KfacpackError
-from kfacpack.heads import head_for
-from kfacpack.models import load_model
+from kfacpack.models.families import load_model
+from kfacpack.models.heads import head_for
 
 
 @pytest.fixture(params=["t5", "hf"])

@@ -8,9 +8,9 @@ import pytest
 
 import tiny_scores
 from kfacpack.evaluation.accuracy import evaluate
-from kfacpack.heads import head_for
-from kfacpack.models import load_model
-from kfacpack.tasks import TASKS, load_task
+from kfacpack.models.families import load_model
+from kfacpack.models.heads import head_for
+from kfacpack.tasks.registry import TASKS, load_task
 
 CHANCE = 0.1
 """Of ten classes."""

@@ -22,7 +22,7 @@ EXPECTED = GOLDEN / "expected.json"
 
 
 def schema_text() -> str:
-    from kfacpack.bundle.manifest import Manifest
+    from kfacpack.format.manifest import Manifest
 
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_files(Manifest.model_json_schema())}
     schema["title"] = "Manifest of a kfac bundle, format 1.1"
@@ -56,7 +56,7 @@ def expected_numbers(path: Path) -> dict[str, object]:
     import torch
 
     import kfacpack as kp
-    from kfacpack.curvature.loading import matrix_of
+    from kfacpack.curvature.curvature import matrix_of
 
     bundle, curvature = kp.Bundle(path), kp.load(path)
     tau = golden_tau([(p.name, p.shape) for p in curvature.about.base.parameters])
@@ -76,7 +76,7 @@ def write_good() -> None:
     from kit import HOLDS, small_curvature
 
     from kfacpack import Curvature
-    from kfacpack.bundle.manifest import REDUCE, Loss, Merge, OutputScale, Parent
+    from kfacpack.format.manifest import REDUCE, Loss, Merge, OutputScale, Parent
 
     for hold in HOLDS:
         if not (target := GOLDEN / f"{hold}.kfac").exists():

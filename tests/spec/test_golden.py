@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import kfacpack as kp
-from kfacpack.bundle.layout import LAYOUTS
-from kfacpack.curvature.loading import matrix_of
+from kfacpack.curvature.curvature import matrix_of
+from kfacpack.format.schema import LAYOUTS
 
 spec = importlib.util.spec_from_file_location("golden", Path(__file__).with_name("golden.py"))
 golden = importlib.util.module_from_spec(spec)

@@ -15,12 +15,11 @@ import torch
 from PIL import Image
 from safetensors.numpy import load, save
 
+from kfacpack.demo import embedded_task, photo_tasks
+from kfacpack.demo.embedded_task import downsample, images_digest, to_grayscale, upsample
 from kfacpack.errors import KfacpackError
-from kfacpack.packages import Package
-from kfacpack.tasks import TASKS, load_task
-from kfacpack.tasks.embedded import cache, digits, materials
-from kfacpack.tasks.embedded.pictures import digest
-from kfacpack.tasks.embedded.pixels import enlarged, grey, halved
+from kfacpack.tasks.data_files import PackageData
+from kfacpack.tasks.registry import TASKS, load_task
 
 NAMES = sorted(TASKS)
 MAKING = """
@@ -59,7 +58,7 @@ def must_not_be_made():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_pictures_are_the_recorded_bytes(made, name):
-    assert digest(made[name]) == load_task(name).sha256
+    assert images_digest(made[name]) == load_task(name).sha256
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,8 +90,8 @@ def test_prompts_have_a_place_for_the_class(name):
 
 
 def test_materials_of_different_splits_share_no_pixel():
-    for surface in materials.SURFACES.values():
-        size = materials.SCIKIT_IMAGE.read(f"data/{surface.file}.png", materials._read).shape
+    for surface in photo_tasks.SURFACES.values():
+        size = photo_tasks.SCIKIT_IMAGE.read(f"data/{surface.file}.png", photo_tasks._read_photo).shape
         for boxes in surface.regions.values():
             for left, top, right, bottom in boxes:
                 assert 0 <= left < right <= size[1]
@@ -118,7 +117,7 @@ def test_an_example_is_a_picture_and_its_class(made):
 def test_colour_stays_colour(own_cache):
     base = load_task("faces")
     coloured = {split: each._replace(images=np.stack([each.images] * 3, -1)) for split, each in base.make().items()}
-    task = replace(base, make=lambda: coloured, sha256=digest(coloured))
+    task = replace(base, make=lambda: coloured, sha256=images_digest(coloured))
     for _ in range(2):
         assert replace(task).split("train")[0]["image"].mode == "RGB"
 
@@ -128,19 +127,19 @@ def test_enlarging_is_bilinear():
     expected = torch.nn.functional.interpolate(
         torch.from_numpy(pictures).double()[None], size=(28, 28), mode="bilinear", align_corners=False
     )[0]
-    assert np.abs(enlarged(pictures, 28, 16) - expected.numpy() * 255 / 16).max() <= 0.5 + 1e-9
+    assert np.abs(upsample(pictures, 28, 16) - expected.numpy() * 255 / 16).max() <= 0.5 + 1e-9
 
 
 def test_halving_and_grey_are_rounded_means():
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 6))
-    assert np.abs(halved(pictures) - pictures.reshape(3, 4, 2, 3, 2).mean((2, 4))).max() <= 0.5
-    assert grey(np.array([[255, 255, 255], [0, 0, 0], [255, 0, 0]])).tolist() == [255, 0, 76]
+    assert np.abs(downsample(pictures) - pictures.reshape(3, 4, 2, 3, 2).mean((2, 4))).max() <= 0.5
+    assert to_grayscale(np.array([[255, 255, 255], [0, 0, 0], [255, 0, 0]])).tolist() == [255, 0, 76]
 
 
 def test_a_table_is_read_as_numpy_reads_it():
     text = b"0,255,3\n16,0,9\n"
     expected = np.loadtxt(text.decode().splitlines(), delimiter=",", dtype=np.uint8)
-    np.testing.assert_array_equal(digits.table(text, 3), expected)
+    np.testing.assert_array_equal(photo_tasks.read_digits_table(text, 3), expected)
 
 
 def test_no_package_is_imported_for_its_data(own_cache):
@@ -158,7 +157,7 @@ def test_what_was_made_once_is_read_from_the_cache(own_cache):
 def test_a_damaged_cache_is_made_anew(own_cache, damage):
     task = load_task("faces")
     task.split("train")
-    file = cache.place("faces", task.sha256)
+    file = embedded_task.cache_path("faces", task.sha256)
     whole = file.read_bytes()
     file.write_bytes(DAMAGES[damage](whole))
     load_task("faces").split("train")
@@ -181,7 +180,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     monkeypatch.delenv("KFACPACK_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr("pathlib.Path.home", no_home)
-    assert cache.place("faces", "0" * 64) is None
+    assert embedded_task.cache_path("faces", "0" * 64) is None
     assert len(load_task("faces").split("train")) == 100
 
 
@@ -190,7 +189,7 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for shared, folder in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / ".cache")):
         monkeypatch.setenv("XDG_CACHE_HOME", shared)
-        assert cache.place("faces", "ab" * 32) == folder / "kfacpack" / f"faces-{'ab' * 8}.safetensors"
+        assert embedded_task.cache_path("faces", "ab" * 32) == folder / "kfacpack" / f"faces-{'ab' * 8}.safetensors"
 
 
 def test_processes_may_make_the_same_task_at_once(own_cache):
@@ -214,16 +213,20 @@ def test_other_data_than_recorded_is_refused(own_cache):
 
 
 def test_a_package_that_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
-    absent = Package("no-such-thing", "no_such_thing", tested="1.0")
+    absent = PackageData("no-such-thing", "no_such_thing", tested="1.0")
     with pytest.raises(KfacpackError, match="comes with no-such-thing, which is not installed: pip install no-such-"):
         absent.read("data.csv.gz", bytes)
     (tmp_path / "hollow_package").mkdir()
     (tmp_path / "hollow_package" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "hollow_package" / "bad").write_bytes(b"no picture, no archive")
     monkeypatch.syspath_prepend(tmp_path)
-    hollow = Package("hollow", "hollow_package", tested="1.0")
+    hollow = PackageData("hollow", "hollow_package", tested="1.0")
     with pytest.raises(KfacpackError, match=r"absent: cannot be read: No such file .* hollow of unknown version"):
         hollow.read("absent", bytes)
-    for decode in (materials._read, lambda data: digits.table(data, 3), lambda data: Image.open(tmp_path / "none")):
+    for decode in (
+        photo_tasks._read_photo,
+        lambda data: photo_tasks.read_digits_table(data, 3),
+        lambda data: Image.open(tmp_path / "none"),
+    ):
         with pytest.raises(KfacpackError, match="cannot be read"):
             hollow.read("bad", decode)

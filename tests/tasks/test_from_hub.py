@@ -13,7 +13,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.tasks import PUBLISHED, load_task
+from kfacpack.tasks.registry import PUBLISHED, load_task
 
 ONE_BLOCK = ("--model", "tiny", "--params", "visual.proj", "-q")
 SHARD = "-00000-of-00001.parquet"

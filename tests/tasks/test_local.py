@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from kfacpack.errors import KfacpackError
-from kfacpack.tasks import load_task
-from kfacpack.tasks.layout import SHARD
+from kfacpack.tasks.data_files import SHARD
+from kfacpack.tasks.registry import load_task
 
 SHARED = Path(__file__).resolve().parents[3] / "shared"
 PICTURES = [Image.new("RGB", (6, 4), (red, 10, 20)) for red in range(5)]

@@ -16,8 +16,8 @@ from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.bundle.task_names import share_classes
 from kfacpack.errors import KfacpackError
+from kfacpack.format.identity import share_classes
 from kfacpack.training.regularizer import OwnTaskWarning
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "6"]
@@ -163,9 +163,9 @@ def test_training_knows_the_own_classes_alone(folder):
     """The first loss that was written is that among the part's own five classes, with labels from their first."""
     model, part = kp.load_model("tiny"), kp.load_task(PARTS[1])
     split = part.split("train")
-    from kfacpack.training.order import Order
+    from kfacpack.training.optimizer import BatchOrder
 
-    numbers = Order(len(split), 6, 0).batch(0)
+    numbers = BatchOrder(len(split), 6, 0).batch(0)
     with torch.no_grad():
         f = model.forward(model.prepare([split[number] for number in numbers], part.name))
     logits = kp.head_for(model, part).logits(f)[:, 5:]
@@ -176,13 +176,13 @@ def test_training_knows_the_own_classes_alone(folder):
 
 
 def test_a_part_has_the_prototypes_of_the_whole(folder):
-    from kfacpack.evaluation.accuracy import own_head
+    from kfacpack.evaluation.accuracy import vector_head
 
     model = kp.load_model("tiny")
     heads = [kp.head_for(model, kp.load_task(name), "prototypes") for name in ("digits", "digits@2/5")]
     assert heads[0].difference(heads[1]) is None
     vectors = [kp.TaskVector.load(folder / f"{k}.safetensors") for k in (1, 2)]
-    own = own_head(kp.load_task("digits"), vectors[0] + vectors[1])
+    own = vector_head(kp.load_task("digits"), vectors[0] + vectors[1])
     assert own is not None
     assert own.difference(vectors[1].heads[PARTS[1]]) is None
-    assert own_head(kp.load_task("mnist"), vectors[0]) is None
+    assert vector_head(kp.load_task("mnist"), vectors[0]) is None

@@ -11,11 +11,11 @@ from PIL import Image
 from pyarrow import parquet
 
 from kfacpack.errors import KfacpackError
-from kfacpack.tasks import PUBLISHED, TASKS, load_task
-from kfacpack.tasks.layout import shards
-from kfacpack.tasks.places import Repository, place_of
-from kfacpack.tasks.published.gtsrb import SIGNS
-from kfacpack.tasks.published.imagenet import words as imagenet_words
+from kfacpack.tasks.data_files import shards
+from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
+from kfacpack.tasks.published_tasks import GTSRB_SIGNS
+from kfacpack.tasks.published_tasks import imagenet_classes as imagenet_words
+from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
 NAMES = [*VISION, *TEXT]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -139,8 +139,8 @@ def _bytes(value):
 
 def test_a_split_is_fetched_without_the_others(copies, offline, monkeypatch):
     asked = []
-    there = Repository.file
-    monkeypatch.setattr(Repository, "file", lambda place, path: asked.append(path) or there(place, path))
+    there = DatasetRepository.file
+    monkeypatch.setattr(DatasetRepository, "file", lambda place, path: asked.append(path) or there(place, path))
     cached(offline, "dtd", copies["dtd"])
     assert len(load_task("dtd").split("test")) == 6
     assert set(asked) == {"data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"}
@@ -182,7 +182,7 @@ def test_a_cache_that_lacks_a_split_says_that_it_is_a_cache(tmp_path, offline):
     ],
 )
 def test_addresses(address, repository, revision, config):
-    place, found = place_of(address)
+    place, found = data_source_of(address)
     assert (place.source, place._asked, found) == (repository, revision, config)
 
 
@@ -212,7 +212,7 @@ def test_words_for_prompts(copies):
     eurosat, gtsrb, sun = (PUBLISHED[name]().words for name in ("eurosat", "gtsrb", "sun397"))
     assert eurosat(["AnnualCrop", "annual crop land", "SeaLake"]) == ("annual crop land",) * 2 + ("lake or sea",)
     assert sun(["/c/church/outdoor", "airplane_cabin"]) == ("church outdoor", "airplane cabin")
-    german, english = zip(*SIGNS, strict=True)
+    german, english = zip(*GTSRB_SIGNS, strict=True)
     assert len(set(english)) == 43
     assert gtsrb(german) == gtsrb(english) == english
     assert gtsrb(["00014", "00000"]) == gtsrb(["stopp", "20_kmh"]) == ("stop", english[0])

@@ -7,9 +7,9 @@ import pytest
 from PIL import Image
 
 from kfacpack.errors import KfacpackError
-from kfacpack.tasks import load_task
-from kfacpack.tasks.base import Origin
-from kfacpack.tasks.sheet import GAP, LINE, MARGIN, MOST_CLASSES, NAME, PAPER, THUMBNAIL, draw_sheet
+from kfacpack.tasks.contact_sheet import GAP, LINE, MARGIN, MOST_CLASSES, NAME, PAPER, THUMBNAIL, draw_contact_sheet
+from kfacpack.tasks.registry import load_task
+from kfacpack.tasks.task import DataOrigin
 
 
 class Colours:
@@ -27,7 +27,7 @@ class Colours:
 
     @property
     def source(self):
-        return Origin("here", "train")
+        return DataOrigin("here", "train")
 
     def __len__(self):
         return self.sizes["train"]
@@ -54,7 +54,7 @@ def first_thumbnail(sheet, column, row, each):
     [(2, 1, 2, 12), (12, 1, 12, 12), (13, 2, 7, 8), (60, 3, 20, 5), (400, 3, 20, 5)],
 )
 def test_a_row_for_each_class_and_a_limit_to_them(classes, columns, rows, each):
-    sheet = draw_sheet(Colours(classes))
+    sheet = draw_contact_sheet(Colours(classes))
     assert (sheet.classes, sheet.left_out) == (min(classes, MOST_CLASSES), max(classes - MOST_CLASSES, 0))
     width = MARGIN + columns * (NAME + each * (THUMBNAIL + GAP) + MARGIN)
     assert sheet.image.size == (width, LINE + 2 * MARGIN + rows * (THUMBNAIL + GAP))
@@ -66,7 +66,7 @@ def test_a_row_for_each_class_and_a_limit_to_them(classes, columns, rows, each):
 def test_small_pictures_are_shown_pixel_by_pixel():
     split = load_task("digits").split("train")
     index = next(k for k in range(len(split)) if split.label(k) == 3)
-    shown = first_thumbnail(draw_sheet(load_task("digits")), column=0, row=3, each=12)
+    shown = first_thumbnail(draw_contact_sheet(load_task("digits")), column=0, row=3, each=12)
     border = (THUMBNAIL - 56) // 2
     pixels = np.asarray(split[index]["image"]).repeat(2, 0).repeat(2, 1)
     np.testing.assert_array_equal(shown[border:-border, border:-border, 0], pixels)
@@ -75,7 +75,7 @@ def test_small_pictures_are_shown_pixel_by_pixel():
 
 @pytest.mark.parametrize("size", [(640, 480), (30, 600), (1, 1), (64, 64)])
 def test_pictures_of_every_size_fit(size):
-    shown = first_thumbnail(draw_sheet(Colours(2, size, each=1)), column=0, row=1, each=12)
+    shown = first_thumbnail(draw_contact_sheet(Colours(2, size, each=1)), column=0, row=1, each=12)
     inked = (shown != PAPER).any(-1)
     extent = inked.any(0).sum(), inked.any(1).sum()
     assert max(extent) == THUMBNAIL
@@ -83,7 +83,7 @@ def test_pictures_of_every_size_fit(size):
 
 
 def test_names_stay_beside_their_pictures():
-    pixels = np.asarray(draw_sheet(Colours(3)).image)
+    pixels = np.asarray(draw_contact_sheet(Colours(3)).image)
     assert (pixels[MARGIN + LINE :, MARGIN + NAME - GAP : MARGIN + NAME] == PAPER).all()
     assert (pixels[MARGIN + LINE :, MARGIN : MARGIN + NAME - GAP] != PAPER).any()
 
@@ -92,7 +92,7 @@ def test_a_task_without_pictures_or_classes_is_refused():
     texts, unlabelled = Colours(2), Colours(2)
     texts.split = lambda name: [{"premise": "one", "hypothesis": "two"}]
     with pytest.raises(KfacpackError, match=r"colours: a sheet shows pictures, .* has 'premise', 'hypothesis'"):
-        draw_sheet(texts)
+        draw_contact_sheet(texts)
     unlabelled.split, unlabelled.classes = lambda name: [{"image": Image.new("L", (4, 4))}], None
     with pytest.raises(KfacpackError, match="no column of class labels"):
-        draw_sheet(unlabelled)
+        draw_contact_sheet(unlabelled)

@@ -9,20 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kfacpack.drawing import canvas
-from kfacpack.drawing.dice import Dice
-from kfacpack.drawing.glyphs import stamp
-from kfacpack.tasks import TASKS, load_task
-from kfacpack.tasks.embedded import emblems, hebrew, syllabics, weaves
-from kfacpack.tasks.embedded.drawn import stream
+from kfacpack._random import CounterRandom
+from kfacpack.demo import canvas, drawn_tasks
+from kfacpack.demo.canvas import render_glyph
+from kfacpack.demo.embedded_task import random_stream
+from kfacpack.tasks.registry import TASKS, load_task
 from tiny.captions import SUBJECT, UNTOLD
 from tiny.pictures import batch
 from tiny.subjects import GLYPHS, PATTERNS, STREAM, SUBJECTS
 
 LETTERED = {
-    "hebrew": (hebrew.LETTERS, hebrew.FONTS),
-    "syllabics": (syllabics.SYLLABLES, syllabics.FONTS),
-    "emblems": (emblems.EMBLEMS, emblems.FONTS),
+    "hebrew": (drawn_tasks.HEBREW_LETTERS, drawn_tasks.HEBREW_FONTS),
+    "syllabics": (drawn_tasks.SYLLABLES, drawn_tasks.SYLLABICS_FONTS),
+    "emblems": (drawn_tasks.EMBLEMS, drawn_tasks.EMBLEMS_FONTS),
 }
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SAID_BEFORE = {
@@ -44,7 +43,7 @@ SAID_BEFORE = {
 
 def outlines(pairs):
     """(N, pixels) of 0 and 1."""
-    return np.stack([stamp(character, font).ravel() > 0.5 for character, font in pairs]).astype(np.float32)
+    return np.stack([render_glyph(character, font).ravel() > 0.5 for character, font in pairs]).astype(np.float32)
 
 
 def test_every_drawn_task_is_looked_at_here():
@@ -71,9 +70,11 @@ def standardised(fields):
 
 def test_no_pattern_of_a_task_looks_like_one_of_pretraining():
     """By correlation, over sizes, turns and shifts of the patterns that pre-training has."""
-    x, y = canvas.points(1)
+    x, y = canvas.grid_points(1)
     shown = standardised(
-        np.concatenate([canvas.soft(inside((x + 3) * 2, (y + 3) * 2), 0.3) for inside in weaves.WEAVES.values()])
+        np.concatenate(
+            [canvas.smooth_step(inside((x + 3) * 2, (y + 3) * 2), 0.3) for inside in drawn_tasks.WEAVES.values()]
+        )
     )
     ways = np.array(
         list(
@@ -86,9 +87,9 @@ def test_no_pattern_of_a_task_looks_like_one_of_pretraining():
         )
     ).astype(np.float32)
     often, turn, right, down = ways.T
-    x, y = canvas.turned(*canvas.points(len(ways)), turn)
+    x, y = canvas.rotate(*canvas.grid_points(len(ways)), turn)
     for pattern in PATTERNS:
-        field = pattern.draw(x + canvas.each(right), y + canvas.each(down), often, Dice("any"))
+        field = pattern.draw(x + canvas.per_image(right), y + canvas.per_image(down), often, CounterRandom("any"))
         assert np.abs(shown @ standardised(field).T).max() < 0.85, pattern.names
 
 
@@ -101,7 +102,7 @@ def test_no_class_of_a_drawn_task_is_named_in_pretraining():
 
 def test_streams_of_tasks_and_of_pretraining_have_other_names():
     """Streams of other names are other streams, whatever their numbers: see the tests of Dice."""
-    names = {stream(name, split) for name in TASKS for split in load_task(name).sizes}
+    names = {random_stream(name, split) for name in TASKS for split in load_task(name).sizes}
     assert all(name.startswith("tasks/") for name in names)
     source = "".join(file.read_text(encoding="utf-8") for file in (EXAMPLES / "tiny").glob("*.py"))
     assert re.findall(r"Dice\(f?\"[^\"]*\"", source) == ['Dice(f"{STREAM}-{seed}"']

@@ -12,22 +12,22 @@ from safetensors.torch import save_file
 from toys import CLASSES, ToyTask, toy_model
 
 import kfacpack as kp
-from kfacpack.running.partial import Interrupted
-from kfacpack.training.drift import Drift
-from kfacpack.training.job import Job
+from kfacpack.estimation.resume import Interrupted
+from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.metrics import MetricsWarning, metrics_path
 from kfacpack.training.regimes import REGIMES
-from kfacpack.training.settings import Settings
+from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.trainer import Trainer
 
 # Toy penalties are strong on purpose; test_output_scale.py tests the warning.
 pytestmark = pytest.mark.filterwarnings("ignore::kfacpack.training.metrics.PenaltyWarning")
-SETTINGS = Settings(steps=12, batch_size=10, lr=0.02)
+SETTINGS = TrainingSettings(steps=12, batch_size=10, lr=0.02)
 
 
 def job(regime="linear", settings=SETTINGS, task=None, model=None, head=None, **more):
     model, task = model or toy_model(), task or ToyTask()
     head = head or kp.head_for(model, task)
-    return Job(REGIMES[regime](model), task, head, settings, **more)
+    return Trainer(REGIMES[regime](model), task, head, settings, **more)
 
 
 def bundle_of(model, task):
@@ -82,7 +82,7 @@ def test_a_penalty_keeps_the_other_task_where_it_is(other, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "held.metrics.jsonl").read_text().splitlines()]
     assert lines[0]["penalty"] == 0
     assert lines[-1]["penalty"] > 0
-    by_data = job(drift=Drift([ToyTask("other", seed=5)], 1000.0, 10, 0)).run(tmp_path / "data.safetensors")
+    by_data = job(drift=DataPenalty([ToyTask("other", seed=5)], 1000.0, 10, 0)).run(tmp_path / "data.safetensors")
     assert float(other.quadratic(dict(by_data))) < 0.3 * float(other.quadratic(dict(plain)))
     (entry,) = kp.TaskVector.load(tmp_path / "data.safetensors").about.tasks
     assert entry.training.settings["reg_data"] == "other (30)"
@@ -115,7 +115,7 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, regime,
         steps = []
         kinds = {
             "bundles": lambda: {"regularizer": kp.Regularizer(other, 3.0)},
-            "data": lambda: {"drift": Drift([ToyTask("other", seed=5), ToyTask("third", seed=6)], 3.0, 10, 0)},
+            "data": lambda: {"drift": DataPenalty([ToyTask("other", seed=5), ToyTask("third", seed=6)], 3.0, 10, 0)},
             None: dict,
         }
         made = job(regime, **kinds[penalty]())
@@ -187,7 +187,7 @@ def test_a_run_on_other_data_of_the_same_name_and_size_is_not_taken_up(tmp_path)
     for wrong in (ToyTask(seed=1), Relabelled()):
         with pytest.raises(kp.KfacpackError, match="was begun with data_content"):
             job(head=head, task=wrong).run(tmp_path / "t.safetensors", resume=True)
-    held, other = (Drift([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
+    held, other = (DataPenalty([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
     with pytest.raises(Interrupted):
         job(drift=held).run(tmp_path / "held.safetensors", stopped=lambda: True)
     with pytest.raises(kp.KfacpackError, match="was begun with reg_data_content"):
@@ -261,11 +261,11 @@ def test_parameters_that_f_does_not_depend_on_are_told(regime, lr, tmp_path):
     model.module.unused = torch.nn.Linear(2, 2).double()
     chosen = REGIMES[regime](model, ["unused.*"])
     task = ToyTask()
-    made = Job(chosen, task, kp.head_for(model, task), replace(SETTINGS, lr=lr))
+    made = Trainer(chosen, task, kp.head_for(model, task), replace(SETTINGS, lr=lr))
     with pytest.raises(kp.KfacpackError, match=r"f does not depend on .* chosen \(unused.weight, unused.bias\)"):
         made.run(tmp_path / "t.safetensors")
     assert not (tmp_path / "t.safetensors").exists()
-    some = Job(REGIMES[regime](model, ["unused.*", "mlp.bias"]), task, made.head, replace(SETTINGS, lr=lr))
+    some = Trainer(REGIMES[regime](model, ["unused.*", "mlp.bias"]), task, made.head, replace(SETTINGS, lr=lr))
     assert not some.run(tmp_path / "some.safetensors")["unused.weight"].any()
 
 
@@ -341,7 +341,7 @@ def test_what_cannot_be_trained_is_refused(other, tmp_path):
     with pytest.raises(kp.KfacpackError, match="has one class, 'all': there is nothing to learn"):
         job(task=ToyTask(classes=("all",)))
     with pytest.raises(kp.KfacpackError, match="from bundles or from data, found both"):
-        job(regularizer=kp.Regularizer(other), drift=Drift([ToyTask("other", seed=5)], 3.0, 10, 0))
+        job(regularizer=kp.Regularizer(other), drift=DataPenalty([ToyTask("other", seed=5)], 3.0, 10, 0))
     with pytest.raises(kp.KfacpackError, match="which the model is not: parameter"):
         job(model=toy_model(seed=1), regularizer=kp.Regularizer(other))
     with pytest.raises(kp.KfacpackError, match="no writable folder"):
@@ -353,7 +353,7 @@ def test_what_cannot_be_trained_is_refused(other, tmp_path):
 
 
 def test_a_full_disk_loses_nothing_that_was_stored(tmp_path, monkeypatch):
-    from kfacpack.running import partial
+    from kfacpack.estimation import resume
 
     with pytest.raises(Interrupted):
         job().run(tmp_path / "t.safetensors", stopped=lambda: True)
@@ -362,7 +362,7 @@ def test_a_full_disk_loses_nothing_that_was_stored(tmp_path, monkeypatch):
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(partial, "save_file", full)
+    monkeypatch.setattr(resume, "save_file", full)
     with pytest.raises(kp.KfacpackError, match=r"cannot be stored: .*No space left"):
         job().run(tmp_path / "t.safetensors", resume=True, every=0.0)
     assert (tmp_path / "t.safetensors.partial").read_bytes() == before

@@ -11,15 +11,15 @@ from kit import of_task, random_tau, small_curvature
 from toys import ToyTask, toy_model
 
 import kfacpack as kp
-from kfacpack.bundle.manifest import OutputScale
-from kfacpack.training.drift import Drift
-from kfacpack.training.job import Job
+from kfacpack.format.manifest import OutputScale
+from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.metrics import Metrics, PenaltyWarning, metrics_path, penalty_problem
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.regularizer import OutputScaleWarning
-from kfacpack.training.settings import Settings
+from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.trainer import Trainer
 
-SETTINGS = Settings(steps=12, batch_size=10)
+SETTINGS = TrainingSettings(steps=12, batch_size=10)
 CONSTANTS = [1e-3, 37.0, 1e4]
 
 
@@ -41,8 +41,8 @@ def trained(model, path, penalty, regime="linear"):
     if penalty == "bundles":
         more["regularizer"] = kp.Regularizer([bundle_of(model, other) for other in others])
     elif penalty == "data":
-        more["drift"] = Drift(others, None, SETTINGS.batch_size, 0)
-    job = Job(REGIMES[regime](model), task, kp.head_for(model, task), SETTINGS, **more)
+        more["drift"] = DataPenalty(others, None, SETTINGS.batch_size, 0)
+    job = Trainer(REGIMES[regime](model), task, kp.head_for(model, task), SETTINGS, **more)
     return job.run(path), job
 
 
@@ -178,11 +178,11 @@ def test_the_guard_finds_a_penalty_that_is_too_strong():
 @pytest.mark.parametrize("stop", [None, 6])
 def test_the_guard_speaks_at_the_end_of_a_run(stop, tmp_path):
     """Also of a run that was interrupted: the steps before count."""
-    from kfacpack.running.partial import Interrupted
+    from kfacpack.estimation.resume import Interrupted
 
     model, output = toy_model(), tmp_path / "t.safetensors"
     regularizer = kp.Regularizer(bundle_of(model, ToyTask("other", seed=5)), 1e6)
-    job = Job(REGIMES["linear"](model), ToyTask(), kp.head_for(model, ToyTask()), SETTINGS, regularizer)
+    job = Trainer(REGIMES["linear"](model), ToyTask(), kp.head_for(model, ToyTask()), SETTINGS, regularizer)
     if stop:
         with pytest.raises(Interrupted), warnings.catch_warnings():
             warnings.simplefilter("error")

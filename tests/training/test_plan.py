@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfacpack as kp
-from kfacpack.training.order import Order
-from kfacpack.training.settings import Settings
+from kfacpack.training.optimizer import BatchOrder
+from kfacpack.training.settings import TrainingSettings
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 50), seed=st.integers(0, 2**32))
 def test_every_example_is_taken_once_an_epoch(size, batch_size, seed):
-    order = Order(size, batch_size, seed)
+    order = BatchOrder(size, batch_size, seed)
     steps = 3 * size  # batch_size epochs' worth for three epochs of steps
     taken = [number for step in range(steps) for number in order.batch(step)]
     for epoch in range(len(taken) // size):
@@ -24,10 +24,10 @@ def test_every_example_is_taken_once_an_epoch(size, batch_size, seed):
 
 
 def test_a_step_is_the_same_whenever_it_is_asked_for():
-    order, other = Order(100, 32, 7), Order(100, 32, 7)
+    order, other = BatchOrder(100, 32, 7), BatchOrder(100, 32, 7)
     ahead = other.batch(9)
     assert [order.batch(step) for step in range(10)][9] == ahead
-    assert Order(100, 32, 8).batch(0) != order.batch(0)
+    assert BatchOrder(100, 32, 8).batch(0) != order.batch(0)
     assert order.batch(0) != order.batch(1)
 
 
@@ -35,18 +35,18 @@ def test_a_step_is_the_same_whenever_it_is_asked_for():
     ("given_", "steps"), [({}, 500), ({"steps": 7}, 7), ({"epochs": 2}, 7), ({"epochs": 0.1}, 1), ({"epochs": 3}, 10)]
 )
 def test_the_length(given_, steps):
-    assert Settings(**given_).length(100) == steps
+    assert TrainingSettings(**given_).length(100) == steps
 
 
 def test_the_learning_rate_rises_and_falls():
-    settings = Settings(warmup=0.2)
+    settings = TrainingSettings(warmup=0.2)
     rates = [settings.share_of_lr(step, 100) for step in range(100)]
     assert rates[:20] == pytest.approx([(k + 1) / 20 for k in range(20)])
     assert rates[20] == 1.0
     assert rates[60] == pytest.approx(0.5)
     assert rates[20:] == sorted(rates[20:], reverse=True)
     assert 0 < rates[-1] < 0.005
-    assert Settings(warmup=0).share_of_lr(0, 1) == 1.0
+    assert TrainingSettings(warmup=0).share_of_lr(0, 1) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -67,4 +67,4 @@ def test_the_learning_rate_rises_and_falls():
 )
 def test_what_makes_no_sense_is_refused(wrong, words):
     with pytest.raises(kp.KfacpackError, match=words):
-        Settings(**wrong)
+        TrainingSettings(**wrong)

@@ -8,7 +8,7 @@ from torch.func import functional_call, jvp
 from toys import ToyTask, toy_model
 
 import kfacpack as kp
-from kfacpack.training.drift import Drift
+from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.regimes import REGIMES
 
 
@@ -96,7 +96,7 @@ def test_attention_moves_attention_alone(model):
     ],
 )
 def test_what_counts_as_attention(name, moves):
-    from kfacpack.training.regimes.attention import ATTENTION, NORM
+    from kfacpack.training.regimes import ATTENTION, NORM
 
     assert bool(ATTENTION.search(name) and not NORM.search(name)) == moves
 
@@ -111,7 +111,7 @@ def test_the_drift_on_data_is_what_moving_does_to_f(model, name):
         for key, each in regime.wanted.items()
     }
     task = ToyTask("other", seed=1, size=8)
-    drift = Drift([task], 2.0, batch_size=8, seed=0)
+    drift = DataPenalty([task], 2.0, batch_size=8, seed=0)
     found = {key: torch.zeros_like(each) for key, each in tau.items()}
     value = drift.add_grad(0, regime, tau, found)
     split = task.split("train")
@@ -128,8 +128,8 @@ def test_the_drift_takes_tasks_by_their_sizes(model):
     regime = REGIMES["linear"](model)
     tau = {key: 0.1 * torch.ones_like(each) for key, each in regime.wanted.items()}
     tasks = [ToyTask("large", seed=1, size=24), ToyTask("small", seed=2, size=8)]
-    many = Drift(tasks, 1.0, batch_size=8, seed=0)
-    each = [Drift([task], 1.0, batch_size=task.size, seed=0) for task in tasks]
+    many = DataPenalty(tasks, 1.0, batch_size=8, seed=0)
+    each = [DataPenalty([task], 1.0, batch_size=task.size, seed=0) for task in tasks]
     nothing = {key: torch.zeros_like(value) for key, value in tau.items()}
     mean = sum(float(many.add_grad(step, regime, tau, dict(nothing))) for step in range(400)) / 400
     large, small = (float(one.add_grad(0, regime, tau, dict(nothing))) for one in each)

@@ -10,8 +10,8 @@ import torch
 from kit import HOLDS, dense_block, of_task, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
-from kfacpack.curvature.join import gather
-from kfacpack.training.groups import groups_of
+from kfacpack.curvature.blocks import gather
+from kfacpack.training.penalty_weights import groups_of
 from kfacpack.training.regularizer import OwnTaskWarning
 
 

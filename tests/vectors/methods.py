@@ -8,7 +8,7 @@ import torch
 from vectors.small import FUNCTION, head
 
 import kfacpack as kp
-from kfacpack.vectors.manifest import AboutVector, TaskEntry
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
 
 SHAPES = {"tall": (13, 9), "bias": (13,), "wide": (7, 12), "scale": (), "token": (1, 1, 5), "kernel": (4, 2, 3, 3)}
 SETTINGS = {

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import kfacpack as kp
-from kfacpack.vectors.manifest import AboutVector, TaskEntry, Training
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry, Training
 
 FUNCTION = kp.Function(output="embedding", normalized=True, width=3)
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from vectors.small import FUNCTION, network, vector
 
 import kfacpack as kp
-from kfacpack.bundle.seal import UNSEALED, VECTOR, seal
-from kfacpack.compression.vector import vector_of_file
+from kfacpack.format.container import UNSEALED, VECTOR, seal
+from kfacpack.vectors.tensor_file import read_vector_tensors
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_what_a_later_version_adds_is_ignored(path):
 
 def test_compression_measures_on_it_and_knows_its_model(path):
     curvature = kp.estimate(network(), [torch.randn(6, 4)])
-    read = vector_of_file(path, curvature)
+    read = read_vector_tensors(path, curvature)
     assert torch.equal(read("0.weight"), vector()["0.weight"])
     other = kp.estimate(network(1), [torch.randn(6, 4)])
     with pytest.raises(kp.BundleError, match=r"tensor '0.weight': is of another base model"):
-        vector_of_file(path, other)
+        read_vector_tensors(path, other)

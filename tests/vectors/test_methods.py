@@ -8,8 +8,8 @@ import torch
 from vectors.methods import CASES, arrays, assert_same, drawn, every_method, made
 
 import kfacpack as kp
-from kfacpack.vectors.methods import METHODS, singular
-from kfacpack.vectors.methods.iso_cts import division
+from kfacpack.vectors.methods import METHODS, tsv
+from kfacpack.vectors.methods.iso import split_rank
 from kfacpack.vectors.methods.ties import threshold
 
 # Brute force: T dictionaries of arrays -> one.
@@ -239,7 +239,7 @@ def test_more_tasks_than_singular_values():
 @pytest.mark.parametrize("tasks", [1, 2, 3, 8])
 @pytest.mark.parametrize("common", [0.0, 0.3, 0.8, 1.0])
 def test_common_and_own_directions_are_all_there_are(r, tasks, common):
-    k, own = division(r, tasks, common)
+    k, own = split_rank(r, tasks, common)
     assert k >= 0
     assert own >= 0
     assert k + own * tasks == r
@@ -249,6 +249,6 @@ def test_common_and_own_directions_are_all_there_are(r, tasks, common):
 
 def test_the_nearest_orthonormal_columns():
     X = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    near = singular.orthogonalized(X)
+    near = tsv.orthogonalized(X)
     torch.testing.assert_close(near.T @ near, torch.eye(4, dtype=torch.float64))
     np.testing.assert_allclose(near.numpy(), whitened(X.numpy()), atol=1e-12)

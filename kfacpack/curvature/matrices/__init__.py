@@ -1,12 +1,11 @@
 """The ways to hold a symmetric matrix, one file each. `bundle/layout.py` says what each looks like in a file."""
 
-from kfacpack.curvature.matrices.base import Matrix
-from kfacpack.curvature.matrices.block_diagonal import BlockDiagonal
-from kfacpack.curvature.matrices.dense import Dense
-from kfacpack.curvature.matrices.diagonal import Diagonal
-from kfacpack.curvature.matrices.lowrank import LowRank
-from kfacpack.curvature.matrices.packed import Packed
+from __future__ import annotations
+
+from kfacpack.curvature.matrices.dense import Dense, Packed
+from kfacpack.curvature.matrices.matrix import Matrix
 from kfacpack.curvature.matrices.sparse import Sparse
+from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank
 
 FORMS: dict[str, type[Matrix]] = {
     each.form: each

@@ -1,4 +1,7 @@
-"""All n² numbers. The form of a matrix being computed, or one in use where memory is no concern."""
+"""The lower triangle: half the bytes of a symmetric matrix, no loss. What a bundle holds unless told otherwise.
+
+All n² numbers. The form of a matrix being computed, or one in use where memory is no concern.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,49 @@ from math import isnan
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.base import Matrix, require_square
-from kfacpack.curvature.matrices.components import InMemory, PackedOnDemand
-from kfacpack.curvature.matrices.packed import Full, Packed
-from kfacpack.curvature.matrices.triangle import asymmetry, pack, unpack
+from kfacpack.curvature.matrices.components import (
+    InMemoryTensors,
+    LazyPackedTensors,
+    asymmetry,
+    pack,
+    row_indices,
+    unpack,
+)
+from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
+
+
+class PackedOperator(Operator):
+    """All n² numbers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (full,) = self.tensors
+        return full @ x
+
+
+class Packed(Matrix):
+    form = "packed"
+
+    @classmethod
+    def from_dense(cls, matrix: Tensor, *, psd: bool = True) -> Packed:
+        """From a (n, n) tensor; only its lower triangle is looked at."""
+        return cls(require_square(matrix), InMemoryTensors(data=pack(matrix)), psd=psd)
+
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
+        return PackedOperator(self._full(dtype, device))
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self._full(dtype)
+
+    def psd_witnesses(self) -> Iterator[Tensor]:
+        yield self.dense(torch.float64)
+
+    def row_index(self) -> Tensor:
+        return row_indices(self.side)
+
+    def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        data, scale = self.stored_numbers(dtype, device)
+        return unpack(data, self.side, scale)
 
 
 class Dense(Matrix):
@@ -36,12 +77,12 @@ class Dense(Matrix):
                 problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
                 raise MatrixError(f"{problem}. If that is meant to be rounding, pass (m + m.T) / 2")
             matrix = unpack(pack(matrix), side)
-        made = cls(side, InMemory(data=matrix), psd=psd, examples=examples, positions=positions)
+        made = cls(side, InMemoryTensors(data=matrix), psd=psd, examples=examples, positions=positions)
         made._sound = True
         return made
 
-    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Full:
-        return Full(self.numbers(dtype, device))
+    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
+        return PackedOperator(self.numbers(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return self.numbers(dtype)
@@ -55,5 +96,5 @@ class Dense(Matrix):
         return None
 
     def for_storage(self) -> Matrix:
-        triangle = PackedOnDemand(self.components)
+        triangle = LazyPackedTensors(self.components)
         return Packed(self.side, triangle, psd=self.psd, examples=self.examples, positions=self.positions)

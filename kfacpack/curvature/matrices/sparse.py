@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.base import Matrix, Operator, require_square
-from kfacpack.curvature.matrices.components import InMemory
-from kfacpack.curvature.matrices.packed import Full
-from kfacpack.curvature.matrices.triangle import pack
+from kfacpack.curvature.matrices.components import InMemoryTensors, pack
+from kfacpack.curvature.matrices.dense import PackedOperator
+from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
 _SPARSE_COST = 16
@@ -19,7 +18,7 @@ number of a dense matrix. Measured 8 to 14 on 2 cores; more cores serve the dens
 dense from one entry in sixteen on, and a product with one vector hardly ever."""
 
 
-class Entries(Operator):
+class SparseOperator(Operator):
     """Entries of both triangles, in row-major order: their coordinates, (2, entries), and their values."""
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -43,14 +42,14 @@ class Sparse(Matrix):
         values = pack(matrix)
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
         kept = _largest(values.abs().to(torch.promote_types(values.dtype, torch.float32)), count)
-        rows, columns = _places(kept)
-        parts = InMemory(data=values[kept], rows=rows.int(), columns=columns.int())
+        rows, columns = _positions(kept)
+        parts = InMemoryTensors(data=values[kept], rows=rows.int(), columns=columns.int())
         return cls(side, parts, psd=False)
 
     def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
         """Filled in to a dense matrix where that multiplies faster, as it is filled in only once."""
         if 2 * self.entries * _SPARSE_COST > self.side**2:
-            return Full(self._full(dtype, device))
+            return PackedOperator(self._full(dtype, device))
         return self._in_order(dtype, device)
 
     def matmul(self, x: Tensor) -> Tensor:
@@ -90,13 +89,13 @@ class Sparse(Matrix):
         full[columns * self.side + rows] = values
         return full.view(self.side, self.side)
 
-    def _in_order(self, dtype: torch.dtype, device: torch.device | None) -> Entries:
+    def _in_order(self, dtype: torch.dtype, device: torch.device | None) -> SparseOperator:
         rows, columns = self._coordinates(device)
         values = self.numbers(dtype, device)
         off = rows != columns
         places = torch.stack([torch.cat([rows, columns[off]]), torch.cat([columns, rows[off]])])
         order = (places[0] * self.side + places[1]).argsort()
-        return Entries(places[:, order], torch.cat([values, values[off]])[order])
+        return SparseOperator(places[:, order], torch.cat([values, values[off]])[order])
 
     def _coordinates(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         # An index out of range may crash a kernel: look before it gets there.
@@ -116,7 +115,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
     return above.nonzero().squeeze(1)
 
 
-def _places(numbers: Tensor) -> tuple[Tensor, Tensor]:
+def _positions(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Row and column of the triangle's numbers, counted row by row: number = row (row + 1) / 2 + column."""
     # Exact: the root of 8 number + 1 is a whole number where a row begins, and numbers are far below 2^53 / 8.
     rows = ((8 * numbers.double() + 1).sqrt() - 1).div(2).floor().long()

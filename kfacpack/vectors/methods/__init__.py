@@ -1,22 +1,22 @@
 """The methods, one file each."""
 
-from kfacpack.vectors.methods.base import Input, Method
-from kfacpack.vectors.methods.dare import Dare
-from kfacpack.vectors.methods.iso import Iso
-from kfacpack.vectors.methods.iso_cts import IsoCts
-from kfacpack.vectors.methods.sum import Sum
-from kfacpack.vectors.methods.ties import Ties
-from kfacpack.vectors.methods.tsv import Tsv
+from __future__ import annotations
 
-METHODS: dict[str, type[Method]] = {
+from kfacpack.vectors.methods.dare import DareMethod
+from kfacpack.vectors.methods.iso import IsoCtsMethod, IsoMethod
+from kfacpack.vectors.methods.method import MergeMethod, SumMethod
+from kfacpack.vectors.methods.ties import TiesMethod
+from kfacpack.vectors.methods.tsv import TsvMethod
+
+METHODS: dict[str, type[MergeMethod]] = {
     each.name: each
     for each in (
-        Sum,
-        Ties,
-        Dare,
-        Tsv,
-        Iso,
-        IsoCts,
+        SumMethod,
+        TiesMethod,
+        DareMethod,
+        TsvMethod,
+        IsoMethod,
+        IsoCtsMethod,
     )
 }
 

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kfacpack.drawing.dice import Dice
+from kfacpack._random import CounterRandom
 from kfacpack.errors import KfacpackError
-from kfacpack.vectors.methods.base import Input, Method
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Dare(Method):
+class DareMethod(MergeMethod):
     name = "dare"
     scale = (
         "α is the scaling coefficient of task arithmetic, by which the paper merges what it has dropped and rescaled"
@@ -37,11 +37,11 @@ class Dare(Method):
         if type(self.seed) is not int or not 0 <= self.seed < 2**64:
             raise KfacpackError(f"dare: seed is {self.seed!r}, expected a whole number from 0 to 2^64 - 1")
 
-    def parameter(self, inputs: Sequence[Input], name: str) -> Tensor:
+    def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         total = torch.zeros(())
         for each in inputs:
             part = each.read(name)
-            dropped = Dice(f"dare/{self.seed}/{each.digest}/{name}").chance(self.drop, tuple(part.shape))
+            dropped = CounterRandom(f"dare/{self.seed}/{each.digest}/{name}").chance(self.drop, tuple(part.shape))
             part[torch.from_numpy(dropped).to(part.device)] = 0.0
             total = total.to(part.device) + part / (1 - self.drop)
         return total

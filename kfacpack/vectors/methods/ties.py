@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfacpack.vectors.methods.base import Input, Method
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput
 
 if TYPE_CHECKING:
-    from kfacpack.vectors.methods.base import Parameter
+    from kfacpack.vectors.methods.method import MergedParameter
+
 
 _HALF = 16
 """Bits of a magnitude that are counted at a time."""
 
 
 @dataclass(frozen=True)
-class Ties(Method):
+class TiesMethod(MergeMethod):
     name = "ties"
     scale = (
         "α multiplies the sum of the numbers that agree in sign; the paper multiplies their mean by λ, "
@@ -44,19 +45,19 @@ class Ties(Method):
         self.require_share("keep", zero=False, one=True)
         self.require_switch("mean")
 
-    def begin(self, inputs: Sequence[Input]) -> Parameter:
+    def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
         return partial(self._of_trimmed, inputs, [threshold(each.tensors, self.keep) for each in inputs])
 
-    def parameter(self, inputs: Sequence[Input], name: str) -> Tensor:
+    def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         return self.begin(inputs)(name)
 
-    def _of_trimmed(self, inputs: Sequence[Input], thresholds: Sequence[float], name: str) -> Tensor:
+    def _of_trimmed(self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str) -> Tensor:
         # Each vector is read twice, so that two tensors at a time are enough.
         elected = self._total(inputs, thresholds, name).sign_()
         return self._total(inputs, thresholds, name, elected)
 
     def _total(
-        self, inputs: Sequence[Input], thresholds: Sequence[float], name: str, elected: Tensor | None = None
+        self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str, elected: Tensor | None = None
     ) -> Tensor:
         """The sum of what stays of the vectors; with elected signs, of what agrees with them."""
         total, count = torch.zeros(()), torch.zeros(())

@@ -1,0 +1,56 @@
+"""Random numbers that never change: the raw stream of a counter-based generator, by name and number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import sha256
+from math import prod
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+T = TypeVar("T")
+
+
+def philox_key(name: str, number: int = 0) -> tuple[int, int]:
+    """The 128 bits that name a stream; streams of other names or numbers have nothing in common with it."""
+    digest = sha256(f"{name}/{number}".encode()).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
+
+
+class CounterRandom:
+    """numpy promises the raw stream of Philox for all versions, but not what its distributions make of it."""
+
+    def __init__(self, name: str, number: int = 0):
+        self._source = np.random.Philox(key=np.array(philox_key(name, number), dtype=np.uint64))
+
+    def uniform(self, shape: int | tuple[int, ...], low: float = 0.0, high: float = 1.0) -> NDArray[np.float32]:
+        raw = self._source.random_raw(_count(shape)).reshape(shape)
+        unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+        return np.asarray(np.float32(low) + unit * np.float32(high - low), dtype=np.float32)
+
+    def below(self, bound: int, shape: int | tuple[int, ...]) -> NDArray[np.int64]:
+        """Whole numbers from 0 to bound - 1."""
+        raw = self._source.random_raw(_count(shape)).reshape(shape)
+        return np.asarray((raw >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32), dtype=np.int64)
+
+    def chance(self, probability: float, shape: int | tuple[int, ...]) -> NDArray[np.bool_]:
+        return np.asarray(self.uniform(shape) < np.float32(probability))
+
+    def choice(self, among: Sequence[T]) -> T:
+        return among[int(self.below(len(among), 1)[0])]
+
+    def order(self, count: int) -> NDArray[np.int64]:
+        """A permutation."""
+        return np.argsort(self._source.random_raw(count), kind="stable")
+
+    def grain(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+        """Noise of mean 0 and variance 1, bell-shaped: sums of four uniform numbers, the quarters of a raw one."""
+        quarters = self._source.random_raw(_count(shape)).view(np.uint16).reshape(*shape, 4)
+        total = quarters[..., 0].astype(np.float32) + quarters[..., 1] + quarters[..., 2] + quarters[..., 3]
+        return np.asarray((total * np.float32(2.0**-16) - np.float32(2)) * np.float32(1.7320508), dtype=np.float32)
+
+
+def _count(shape: int | tuple[int, ...]) -> int:
+    return shape if isinstance(shape, int) else prod(shape)

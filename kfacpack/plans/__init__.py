@@ -1,1 +1,0 @@
-"""A whole comparison in one file: what is estimated, merged, trained, added and measured, and in which order."""

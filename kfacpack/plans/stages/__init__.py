@@ -1,1 +1,0 @@
-"""The stages of a plan, one file for each kind of work."""

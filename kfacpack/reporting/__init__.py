@@ -1,1 +1,0 @@
-"""From the results of a run to one page that a person reads."""

@@ -1,0 +1,66 @@
+"""Glyphs, filled by our own hand, are those that Pillow draws."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from kfacpack.demo.canvas import MARGIN, SIDE, has_glyph, render_glyph, render_glyphs
+from kfacpack.errors import KfacpackError
+
+FONTS = Path(find_spec("matplotlib").submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
+
+
+def by_pillow(character: str, font: str) -> np.ndarray:
+    """Drawn very large, cut out, and shrunk to fit."""
+    large = ImageFont.truetype(str(FONTS / f"{font}.ttf"), 1000, layout_engine=ImageFont.Layout.BASIC)
+    box = large.getbbox(character)
+    picture = Image.new("L", (box[2] - box[0], box[3] - box[1]))
+    ImageDraw.Draw(picture).text((-box[0], -box[1]), character, font=large, fill=255)
+    picture = picture.crop(picture.getbbox())
+    room = SIDE - 2 * MARGIN
+    scale = room / max(picture.size)
+    width, height = (side * scale for side in picture.size)
+    place = ((SIDE - width) / 2, (SIDE - height) / 2)
+    shrunk = Image.new("L", (SIDE * 10, SIDE * 10))
+    shrunk.paste(
+        picture.resize((round(width * 10), round(height * 10)), Image.Resampling.BOX),
+        tuple(round(10 * at) for at in place),
+    )
+    return np.asarray(shrunk.resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32) / 255
+
+
+@pytest.mark.parametrize("font", ["DejaVuSans", "DejaVuSerif-Italic", "cmr10", "STIXGeneral"])
+@pytest.mark.parametrize("character", ["0", "8", "a", "g", "R", "?", "%"])
+def test_a_stamp_is_the_glyph(character, font):
+    difference = np.abs(render_glyph(character, font) - by_pillow(character, font))
+    assert difference.mean() < 0.02
+
+
+@pytest.mark.parametrize("character", ["א", "ᐁ", "♥", "ж"])
+def test_other_alphabets(character):
+    assert np.abs(render_glyph(character, "DejaVuSans") - by_pillow(character, "DejaVuSans")).mean() < 0.02
+
+
+def test_a_stamp_fills_its_room_and_is_centred():
+    covered = np.argwhere(render_glyph("H", "DejaVuSans") > 0)
+    assert covered.min(axis=0)[0] == MARGIN
+    assert covered.max(axis=0)[0] == SIDE - MARGIN - 1
+    assert (covered.min(axis=0) + covered.max(axis=0)) / 2 == pytest.approx([(SIDE - 1) / 2] * 2, abs=0.51)
+
+
+def test_stamps_come_in_order():
+    assert np.array_equal(render_glyphs([("a", "cmr10"), ("b", "cmr10")])[1], render_glyph("b", "cmr10"))
+
+
+def test_characters_that_are_not_there_are_refused():
+    assert has_glyph("a", "DejaVuSans")
+    assert not has_glyph("\u4e00", "DejaVuSans")
+    with pytest.raises(KfacpackError, match="DejaVuSans has no character"):
+        render_glyph("\u4e00", "DejaVuSans")
+    with pytest.raises(KfacpackError, match="is blank"):
+        render_glyph(" ", "DejaVuSans")

@@ -1,0 +1,96 @@
+"""ξ over a grid equals evaluating every combination of two vectors by itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from evaluation.toy import EXAMS, TASKS, inputs, task_vector
+from toys import toy_model
+
+import kfacpack as kp
+from kfacpack.evaluation.disentanglement import disentanglement
+from kfacpack.evaluation.edited_model import edited_model
+
+ALPHAS = [-1.0, 0.0, 0.5, 2.0]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def pair(model, regime):
+    return tuple(task_vector(model, TASKS[name], regime, size=0.2) for name in ("one", "two"))
+
+
+def answers(model, vectors, task, a, b):
+    with edited_model(model, a * vectors[0] + b * vectors[1]) as forward:
+        head = vectors[("one", "two").index(task)].heads[task]
+        return head.logits(forward(inputs(model, EXAMS[task]))).argmax(1)
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+@pytest.mark.parametrize("batch_size", [7, 64])
+def test_the_grid_is_every_combination_by_itself(model, regime, batch_size):
+    vectors = pair(model, regime)
+    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, ALPHAS, batch_size=batch_size)
+    assert (found["tasks"], found["alphas"], found["examples"]) == (["one", "two"], ALPHAS, {"one": 20, "two": 20})
+    expected = [
+        [
+            sum(
+                float((answers(model, vectors, task, *alone) != answers(model, vectors, task, a, b)).double().mean())
+                for task, alone in (("one", (a, 0.0)), ("two", (0.0, b)))
+            )
+            for b in ALPHAS
+        ]
+        for a in ALPHAS
+    ]
+    torch.testing.assert_close(torch.tensor(found["xi"]), torch.tensor(expected))
+    assert max(map(max, found["xi"])) > 0.3
+    assert found["xi"][1][1] == 0
+
+
+def test_the_model_is_given_back(model):
+    before = {name: value.clone() for name, value in model.module.state_dict().items()}
+    for regime in ("linear", "full"):
+        disentanglement(model, (EXAMS["one"], EXAMS["two"]), pair(model, regime), [1.0])
+    assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
+
+
+# Elsewhere than on the line, each example is seen with all four combinations, and with its own task's vector alone.
+@pytest.mark.parametrize(("regime", "looks"), [("linear", 1), ("full", 6)])
+def test_progress_ends_where_it_said(model, regime, looks):
+    heard = []
+    disentanglement(
+        model,
+        (EXAMS["one"], EXAMS["two"]),
+        pair(model, regime),
+        [1.0, 2.0],
+        on_progress=lambda done, total: heard.append((done, total)),
+    )
+    assert heard[0] == (0, 40 * looks)
+    assert heard[-1] == (40 * looks, 40 * looks)
+
+
+def test_another_head_may_be_given(model):
+    vectors = pair(model, "linear")
+    own = vectors[0].heads["one"]
+    blind = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
+    heads = {"one": blind, "two": kp.Head(blind.weight, blind.bias, TASKS["two"].classes, "prototypes")}
+    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, ALPHAS, heads=heads)
+    assert found["xi"] == [[0.0] * 4] * 4
+
+
+def test_what_does_not_belong_together_is_refused(model):
+    one, two = pair(model, "linear")
+    both = (EXAMS["one"], EXAMS["two"])
+    with pytest.raises(kp.KfacpackError, match="different regimes: 'linear' and 'full'"):
+        disentanglement(model, both, (one, task_vector(model, TASKS["two"], "full")), ALPHAS)
+    with pytest.raises(kp.KfacpackError, match="these are examples of one; expected those of two"):
+        disentanglement(model, both, (two, one), ALPHAS)
+    with pytest.raises(kp.KfacpackError, match="expected the examples of different tasks, found one, one"):
+        disentanglement(model, (EXAMS["one"], EXAMS["one"]), (one, one), ALPHAS)
+    with pytest.raises(kp.KfacpackError, match="expected finite numbers, at least one"):
+        disentanglement(model, both, (one, two), [])
+    with pytest.raises(kp.TaskVectorError, match="which the model is not"):
+        disentanglement(toy_model(seed=3), both, (one, two), ALPHAS)

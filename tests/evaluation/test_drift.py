@@ -1,0 +1,128 @@
+"""Predicted drift is τᵀ G τ, measured drift E ‖J τ‖²; where a bundle is exact, they are the same number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from evaluation.toy import EXAMS, TASKS, bundle_of, change, crossed_model, inputs, linear_model, task_vector
+from kit import dense_block
+from toys import toy_model
+
+import kfacpack as kp
+from kfacpack.curvature.blocks import gather
+from kfacpack.evaluation.accuracy import EvaluationSet
+from kfacpack.evaluation.bundle_quality import drift
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def test_a_bundle_that_is_exact_predicts_what_is_measured():
+    """In a deep linear net every block is; of its own examples, of which G is the mean."""
+    model = linear_model()
+    vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "two")}
+    found = drift(
+        model, [EXAMS["one"]], vectors, {"one": bundle_of(model, TASKS["one"], "test")}, layer_examples=20, batch_size=6
+    )
+    assert [(each["vector"], each["block"]) for each in found["layers"]] == [
+        (name, block) for name in vectors for block in ("0.weight", "1.weight")
+    ]
+    for each in found["layers"]:
+        assert each["predicted"] == pytest.approx(each["measured"], rel=1e-5)
+        tau = {each["block"]: vectors[each["vector"]][each["block"]]}
+        brute = change(model, inputs(model, EXAMS["one"]), tau).square().sum() / 20
+        assert each["measured"] == pytest.approx(float(brute), rel=1e-5)
+    # The sum of the blocks leaves out what lies between them, which the measurement does not.
+    for pair in found["pairs"]:
+        blocks = sum(each["predicted"] for each in found["layers"] if each["vector"] == pair["vector"])
+        assert pair["predicted"] == pytest.approx(blocks)
+        assert pair["predicted"] != pytest.approx(pair["measured"], rel=1e-3)
+
+
+def test_every_vector_is_put_to_every_bundle(model):
+    vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "three")}
+    bundles = {name: bundle_of(model, TASKS[name]) for name in ("two", "one")}
+    heard = []
+    found = drift(
+        model,
+        list(EXAMS.values()),
+        vectors,
+        bundles,
+        layer_examples=8,
+        batch_size=5,
+        on_progress=lambda done, total: heard.append((done, total)),
+    )
+    total = 2 * 20 + 8 * 2 * sum(len(bundle.blocks) for bundle in bundles.values())
+    assert (heard[0], heard[-1]) == ((0, total), (total, total))
+    assert [(each["vector"], each["task"]) for each in found["pairs"]] == [
+        (vector, task) for task in bundles for vector in vectors
+    ]
+    for each in found["pairs"]:
+        brute = change(model, inputs(model, EXAMS[each["task"]]), vectors[each["vector"]]).square().sum() / 20
+        assert each["measured"] == pytest.approx(float(brute), rel=1e-5)
+        assert each["predicted"] == pytest.approx(float(bundles[each["task"]].quadratic(vectors[each["vector"]])))
+    rows = {(each["vector"], each["task"], each["block"]): each for each in found["layers"]}
+    assert len(rows) == len(found["layers"]) == 2 * sum(len(bundle.blocks) for bundle in bundles.values())
+    block = next(block for block in bundles["two"].blocks if block.name == "mlp.weight")
+    row = rows["three", "two", block.name]
+    tau = {name: vectors["three"][name] for name in block.parameters}
+    assert list(tau) == ["mlp.weight", "mlp.bias"]
+    delta = gather(tau, block.join, {name: tuple(each.shape) for name, each in tau.items()}).double().flatten()
+    assert row["predicted"] == pytest.approx(float(delta @ dense_block(block) @ delta), rel=1e-5)
+    assert row["measured"] == pytest.approx(brute_force(model, EXAMS["two"], 8, tau), rel=1e-5)
+
+
+def brute_force(model, exam, count, tau):
+    """E ‖J τ‖² over the first examples."""
+    first = EvaluationSet(exam.task, exam.split, exam.numbers[:count], exam.labels[:count])
+    return float(change(model, inputs(model, first), tau).square().sum() / count)
+
+
+def test_of_a_projection_that_two_blocks_share_each_has_its_rows():
+    model = crossed_model()
+    vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
+    found = drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle}, layer_examples=5)
+    spans = {block.name: block.join.pieces[0].rows for block in bundle.blocks if block.join.pieces[0].rows}
+    assert sorted(spans.values()) == [(0, 4), (4, 12)]
+    for row in found["layers"]:
+        if row["block"] in spans:
+            start, stop = spans[row["block"]]
+            kept = {name: torch.zeros_like(vector[name]) for name in ("attn.in_proj_weight", "attn.in_proj_bias")}
+            for name in kept:
+                kept[name][start:stop] = vector[name][start:stop]
+            assert row["measured"] == pytest.approx(brute_force(model, EXAMS["two"], 5, kept), rel=1e-5)
+
+
+def test_other_regimes_are_measured_as_they_are_used(model):
+    vector = task_vector(model, TASKS["one"], "attention", params="attn.in_proj")
+    found = drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle_of(model, TASKS["two"])}, layer_examples=3)
+    x = inputs(model, EXAMS["two"])
+    with torch.no_grad():
+        brute = (vector.apply(model.module)(x) - model.module(x)).square().sum() / 20
+    assert found["pairs"][0]["measured"] == pytest.approx(float(brute), rel=1e-5)
+    assert {each["block"].partition("[")[0] for each in found["layers"]} == {"attn.in_proj_weight"}
+
+
+def test_layers_may_be_left_out(model):
+    vector = task_vector(model, TASKS["one"])
+    bundle = bundle_of(model, TASKS["two"])
+    assert not drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle}, layer_examples=0)["layers"]
+
+
+def test_what_does_not_belong_together_is_refused(model):
+    vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
+    with pytest.raises(kp.KfacpackError, match="there are no examples of two"):
+        drift(model, [EXAMS["one"]], {"one": vector}, {"two": bundle})
+    with pytest.raises(kp.KfacpackError, match="there is no bundle"):
+        drift(model, [EXAMS["one"]], {"one": vector}, {})
+    other = bundle_of(toy_model(seed=1), TASKS["two"])
+    with pytest.raises(kp.TaskVectorError, match=r"different base models \(attentive and attentive\)"):
+        drift(model, [EXAMS["two"]], {"one": vector}, {"two": other})
+    part = kp.estimate(model.module, [inputs(model, EXAMS["two"])], params="mlp.*", function=model.function)
+    with pytest.raises(kp.TaskVectorError, match="which the bundle of two does not cover"):
+        drift(model, [EXAMS["two"]], {"one": vector}, {"two": part})
+    wide = kp.estimate(model.module, [inputs(model, EXAMS["two"])])
+    with pytest.raises(kp.TaskVectorError, match="are of different f"):
+        drift(model, [EXAMS["two"]], {"one": vector}, {"two": wide})

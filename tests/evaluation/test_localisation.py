@@ -1,0 +1,86 @@
+"""How far a vector moves examples, against the whole Jacobian; AUROC, against counting pairs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from evaluation.toy import EXAMS, TASKS, change, inputs, task_vector
+from hypothesis import given
+from hypothesis import strategies as st
+from toys import toy_model
+
+import kfacpack as kp
+from kfacpack.evaluation.localisation import auroc, localisation
+
+NAMES = ("one", "two", "three")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return toy_model()
+
+
+def sizes(model, vector, exam):
+    x = inputs(model, exam)
+    if vector.regime == "linear":
+        return change(model, x, vector).square().sum(1)
+    with torch.no_grad():
+        return (vector.apply(model.module)(x) - model.module(x)).square().sum(1)
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_it_is_what_the_jacobian_says(model, regime):
+    # "three" has examples, but no vector.
+    vectors = {name: task_vector(model, TASKS[name], regime, size=0.1 * k) for k, name in enumerate(NAMES[:2], 1)}
+    heard = []
+    found = localisation(
+        model,
+        list(EXAMS.values()),
+        vectors,
+        batch_size=8,
+        on_progress=lambda done, total: heard.append((done, total)),
+    )
+    looks = 60 if regime == "linear" else 180
+    assert (heard[0], heard[-1]) == ((0, looks), (looks, looks))
+    assert list(found["vectors"]) == list(NAMES[:2])
+    for name, vector in vectors.items():
+        expected = {task: sizes(model, vector, exam) for task, exam in EXAMS.items()}
+        off = torch.cat([each for task, each in expected.items() if task != name])
+        said = found["vectors"][name]
+        assert list(said["by_task"]) == list(NAMES)
+        for summary, numbers in [(said["on"], expected[name]), (said["off"], off), *zip_by_task(said, expected)]:
+            assert summary["examples"] == len(numbers)
+            assert summary["mean"] == pytest.approx(float(numbers.mean()), rel=1e-5)
+            ordered = numbers.sort().values
+            assert summary["quantiles"][2] == pytest.approx(
+                float(ordered[len(ordered) // 2 - 1 :][:2].mean()), rel=1e-5
+            )
+            assert summary["quantiles"] == sorted(summary["quantiles"])
+        assert said["auroc"] == pytest.approx(counted(expected[name].tolist(), off.tolist()), abs=1e-3)
+    assert found["auroc"] == pytest.approx(sum(each["auroc"] for each in found["vectors"].values()) / 2)
+
+
+def zip_by_task(said, expected):
+    return [(said["by_task"][task], numbers) for task, numbers in expected.items()]
+
+
+def counted(on, off):
+    return sum((a > b) + (a == b) / 2 for a in on for b in off) / (len(on) * len(off))
+
+
+few = st.lists(st.integers(0, 6).map(float), min_size=1, max_size=12)
+
+
+@given(on=few, off=few)
+def test_auroc_counts_pairs_and_halves_ties(on, off):
+    assert auroc(torch.tensor(on), torch.tensor(off)) == pytest.approx(counted(on, off), abs=1e-12)
+
+
+def test_what_cannot_be_told_apart_is_refused(model):
+    vector = task_vector(model, TASKS["one"])
+    with pytest.raises(kp.KfacpackError, match="there are only examples of one; another task is needed"):
+        localisation(model, [EXAMS["one"]], {"one": vector})
+    with pytest.raises(kp.KfacpackError, match="there are no examples of one"):
+        localisation(model, [EXAMS["two"], EXAMS["three"]], {"one": vector})
+    with pytest.raises(kp.KfacpackError, match="no task vector"):
+        localisation(model, list(EXAMS.values()), {})

@@ -1,0 +1,75 @@
+"""Eigenvalues of a curvature's matrices, however they are held, against those of the dense matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import HOLDS, random_psd, small_curvature
+
+import kfacpack as kp
+from kfacpack.evaluation.bundle_quality import MAX_EIGENVALUES, effective_rank, spectra
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("side", [1, 7, 12])
+def test_every_form_knows_its_eigenvalues(hold, side):
+    matrix = HOLDS[hold](random_psd(side, 3))
+    expected = torch.linalg.eigvalsh(matrix.dense(torch.float64)).flip(0)
+    found = matrix.eigenvalues()
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_diagonals_and_low_ranks_stay_what_they_are(monkeypatch):
+    for form in (kp.Diagonal, kp.BlockDiagonal, kp.LowRank):
+        monkeypatch.setattr(form, "dense", lambda *_: pytest.fail("was made dense"))
+    assert kp.Diagonal.of(torch.arange(100_000.0)).eigenvalues()[0] == 99_999
+    assert len(HOLDS["block"](random_psd(10, 0)).eigenvalues()) == 10
+    assert len(kp.LowRank.from_dense(random_psd(10, 0), 0).eigenvalues()) == 10
+
+
+def test_each_matrix_of_each_block():
+    curvature = small_curvature("packed")
+    heard = []
+    found = spectra(curvature, on_progress=lambda done, total: heard.append((done, total)))["blocks"]
+    listed = [(block.name, *each) for block in curvature.blocks for each in block.structure.matrices()]
+    assert len(found) == len(listed)
+    assert heard[-1] == (len({id(matrix) for _, _, matrix in listed}),) * 2
+    assert {(each["name"], each["side"]) for each in found} >= {
+        ("one.weight", "A"),
+        ("one.weight", "B"),
+        ("two.weight (term 2)", "B"),
+        ("norm", "G"),
+    }
+    for each, (_, _, matrix) in zip(found, listed, strict=True):
+        dense = matrix.dense(torch.float64)
+        assert each["size"] == len(dense)
+        assert each["trace"] == pytest.approx(float(dense.trace()))
+        assert each["ranks"] == list(range(1, len(dense) + 1))
+        assert each["eigenvalues"] == pytest.approx(torch.linalg.eigvalsh(dense).flip(0).tolist(), abs=1e-12)
+
+
+def test_of_a_large_matrix_some_are_listed():
+    values = torch.linspace(5000, 1, 5000, dtype=torch.float64)
+    block = kp.CurvatureBlock(
+        "w",
+        "multiply",
+        kp.Join(rows=5000, columns=1, pieces=(kp.Piece(parameter="w", view="column"),)),
+        kp.Whole(kp.Diagonal.of(values.flip(0).clone())),
+    )
+    about = small_curvature("dense").about
+    base = kp.identify({"w": torch.zeros(5000)}, ["w"], family="test", name="wide")
+    (found,) = spectra(kp.Curvature([block], about.model_copy(update={"base": base})))["blocks"]
+    assert len(found["ranks"]) == len(set(found["ranks"])) <= MAX_EIGENVALUES
+    assert (found["ranks"][0], found["ranks"][-1]) == (1, 5000)
+    assert found["eigenvalues"] == [float(values[rank - 1]) for rank in found["ranks"]]
+    ratios = [b / a for a, b in zip(found["ranks"], found["ranks"][1:], strict=False) if a > 100]
+    assert max(ratios) / min(ratios) < 1.03
+
+
+def test_the_effective_rank_counts_equal_directions():
+    assert effective_rank(torch.tensor([2.0, 2.0, 2.0, 0.0])) == pytest.approx(3)
+    assert effective_rank(torch.tensor([5.0, 0.0, -1e-9])) == pytest.approx(1)
+    assert effective_rank(torch.zeros(3)) == 0
+    halves = torch.tensor([0.5, 0.25, 0.25])
+    assert effective_rank(halves) == pytest.approx(2**1.5)

@@ -1,0 +1,81 @@
+"""Two or three toy tasks, their exams and their vectors, and brute force to compare with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.func import functional_call, jacrev
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from toys import Attentive, ToyTask, toy_model
+
+import kfacpack as kp
+from kfacpack.evaluation.accuracy import EvaluationSet
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+
+TASKS = {name: ToyTask(name, seed=seed, size=20) for seed, name in enumerate(("one", "two", "three"), start=1)}
+EXAMS = {name: EvaluationSet.of(task, "test") for name, task in TASKS.items()}
+
+
+def task_vector(model, task, regime="linear", *, size=0.3, seed=None, params=None):
+    """Random numbers, and the task's own head."""
+    generator = torch.Generator().manual_seed(task.seed if seed is None else seed)
+    wanted = {name: p for name, p in model.module.named_parameters() if params is None or name.startswith(params)}
+    tensors = {name: size * torch.randn(p.shape, generator=generator) for name, p in wanted.items()}
+    about = AboutVector(
+        base=kp.identify(model.module, list(wanted), family="toy", name="attentive"),
+        function=model.function,
+        regime=regime,
+        tasks=(TaskEntry(source=kp.Source(task=task.name, dataset_size=task.size)),),
+    )
+    return kp.TaskVector(tensors, about, {task.name: kp.head_for(model, task)})
+
+
+def inputs(model, exam):
+    return model.prepare([exam.split[number] for number in exam.numbers], exam.task.name)
+
+
+def change(model, x, tau):
+    """J τ, (N, C), with J as torch.func makes it: all of it."""
+    parameters = {name: p.detach() for name, p in model.module.named_parameters()}
+    with sdpa_kernel(SDPBackend.MATH):
+        jacobian = jacrev(lambda given: functional_call(model.module, {**parameters, **given}, (x,)))(
+            {name: parameters[name] for name in tau}
+        )
+    return sum(torch.einsum("nc...,...->nc", jacobian[name], tau[name].double()) for name in tau)
+
+
+def bundle_of(model, task, split="train"):
+    """Exact curvature over all examples of a split."""
+    exam = EvaluationSet.of(task, split)
+    about = {"name": model.name, "function": model.function, "source": kp.Source(task=task.name, dataset_size=20)}
+    return kp.estimate(model.module, [inputs(model, exam)], fisher="exact", forward=model.forward, **about)
+
+
+def linear_model():
+    """A deep linear net of one position, where Kronecker factors are the whole of G."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(20, 5, bias=False), torch.nn.Linear(5, 6, bias=False)).double()
+    toy = toy_model()
+    return replace(
+        toy,
+        module=module,
+        forward=module,
+        prepare=lambda examples, task: torch.stack([example["x"].flatten() for example in examples]),
+    )
+
+
+class Crossed(Attentive):
+    """Queries from elsewhere than keys and values: one projection that is used in two ways."""
+
+    def forward(self, x):
+        other = x.flip(1)
+        return torch.tanh(self.mlp(self.norm(self.attn(x, other, other, need_weights=False)[0]))).mean(1)
+
+
+def crossed_model():
+    toy = toy_model()
+    module = Crossed().double().eval()
+    module.load_state_dict(toy.module.state_dict())
+    return replace(toy, module=module, forward=module)

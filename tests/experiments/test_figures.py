@@ -1,0 +1,176 @@
+"""Figures: made of plain numbers, legible, and the same bytes each time."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+from experiments import results as invented
+from PIL import Image
+
+from kfacpack.errors import KfacpackError
+from kfacpack.experiments.figure_style import THEMES, power_of_ten, render, save
+from kfacpack.experiments.figures import FIGURES, nearest_index, smallest_positive
+
+TASKS = invented.TASKS
+HARMLESS = ["$\\frac{1", "<script>&amp;", "a_b^c" * 9, *TASKS[3:]]
+"""Names that a formula, a page or an axis might take badly."""
+
+
+def data_of(figure, tasks=TASKS):
+    dice = random.Random(0)
+    return {
+        "sweep": lambda: {f"arm {k}": invented.make_sweep(tasks, k / 5, dice) for k in range(3)},
+        "disentanglement": lambda: invented.make_disentanglement(*tasks[:2], 0.3),
+        "localisation": lambda: invented.make_localisation(tasks, 0.1, dice),
+        "drift": lambda: invented.make_drift(tasks, 0.1, dice),
+        "spectra": lambda: invented.make_spectra(),
+        "bars": lambda: {
+            "base": dict.fromkeys(tasks, 0.3),
+            "arms": {"kfac": {"individual": dict.fromkeys(tasks, 0.9), "added": dict.fromkeys(tasks, 0.8)}},
+        },
+    }[figure]()
+
+
+def words(figure):
+    return [text.get_text() for text in figure.findobj(lambda each: hasattr(each, "get_text")) if text.get_text()]
+
+
+def test_the_same_numbers_give_the_same_bytes_in_another_process(tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps({name: data_of(name) for name in FIGURES}))
+    program = """
+import json, sys
+from pathlib import Path
+from kfacpack.figures import *
+folder = Path(sys.argv[1])
+for name, data in json.loads((folder / "data.json").read_text()).items():
+    save(FIGURES[name](data, theme="dark"), folder / f"{name}.svg")
+assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
+"""
+    settings = {**os.environ, "MATPLOTLIBRC": str(tmp_path), "PYTHONHASHSEED": "7"}
+    (tmp_path / "matplotlibrc").write_text("font.size: 40\nlines.linewidth: 9\n")
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, env=settings)
+    for name in FIGURES:
+        here = render(FIGURES[name](data_of(name), theme="dark"), "svg")
+        assert (tmp_path / f"{name}.svg").read_bytes() == here
+        assert b"<dc:date>" not in here
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_names_are_names_whatever_they_look_like(name):
+    figure = FIGURES[name](data_of(name, HARMLESS))
+    root = ET.fromstring(render(figure, "svg"))
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not [each for each in root.iter() if each.tag.endswith("script")]
+    if name in ("localisation", "bars"):
+        assert HARMLESS[0] in words(figure)
+
+
+def written(axis):
+    """Where the labels are that lie within the axis' limits."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    return [tick.label1.get_window_extent() for tick in ticks if tick.label1.get_text()]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_axes_say_what_they_show_and_no_two_labels_meet(name):
+    figure = FIGURES[name](data_of(name))
+    figure.draw_without_rendering()
+    panel = figure.axes[0]
+    if name != "bars":
+        assert panel.get_xlabel()
+        assert panel.get_ylabel()
+    boxes = [*written(panel.yaxis)]
+    if name != "bars":  # whose labels are turned
+        boxes += written(panel.xaxis)
+    boxes += [text.get_window_extent() for legend in figure.legends for text in legend.get_texts()]
+    meeting = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
+    assert not meeting
+    inside = figure.bbox
+    assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 for box in boxes)
+
+
+def test_dark_is_dark_and_light_is_light(tmp_path):
+    for theme, bright in (("light", True), ("dark", False)):
+        file = save(FIGURES["drift"](data_of("drift"), theme=theme), tmp_path / f"{theme}.png")
+        with Image.open(file) as picture:
+            assert (np.median(np.asarray(picture.convert("L"))) > 127) == bright
+
+
+def luminance(colour):
+    """Relative luminance, as the WCAG define it."""
+    channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
+def test_colours_stand_out_from_the_paper(theme):
+    def contrast(colour):
+        low, high = sorted((luminance(colour), luminance(theme.paper)))
+        return (high + 0.05) / (low + 0.05)
+
+    assert contrast(theme.ink) >= 7
+    assert min(map(contrast, (*theme.series, theme.faint))) >= 3
+
+
+def test_one_sweep_alone_shows_its_tasks():
+    one = invented.make_sweep(TASKS, 0.1, random.Random(0))
+    labels = words(FIGURES["sweep"](one, references={"individual": 0.9}))
+    assert {*TASKS, "mean", "individual"} <= set(labels)
+
+
+def test_least_is_looked_for_where_both_vectors_are_there():
+    alphas, xi = [0.0, 1.0, 2.0], [[0.0, 0.1, 0.1], [0.1, 0.4, 0.3], [0.1, 0.2, 0.5]]
+    assert smallest_positive(alphas, xi) == (2, 1)
+    assert smallest_positive([0.0], [[0.0]]) == (0, 0)
+    assert nearest_index(alphas, 1.0) == 1
+    figure = FIGURES["disentanglement"]({"tasks": ["a", "b"], "alphas": alphas, "xi": xi})
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["least with both, at 2 of a, 1 of b: ξ = 20 %", "at 1 of each: ξ = 40 %"]
+
+
+def test_zeros_have_no_place_on_a_logarithmic_axis():
+    zeros = {"examples": 3, "mean": 0.0, "quantiles": [0.0] * 5}
+    some = {"examples": 3, "mean": 1.0, "quantiles": [0.0, 0.0, 1.0, 2.0, 3.0]}
+    vectors = {"a": {"on": some, "off": zeros, "auroc": 1.0}}
+    drift = {"pairs": [{"vector": "a", "task": "a", "predicted": 0.0, "measured": 1.0}], "layers": []}
+    for figure in (FIGURES["localisation"]({"vectors": vectors}), FIGURES["drift"](drift)):
+        assert render(figure, "png").startswith(b"\x89PNG")
+    assert [power_of_ten(x) for x in (1e-12, 1.0, 1000.0, 0.0)] == ["10⁻¹²", "10⁰", "10³", ""]
+
+
+def test_files_do_not_depend_on_those_made_before():
+    first, second = (FIGURES["sweep"](data_of("sweep")) for _ in range(2))
+    render(first, "png")
+    assert render(first, "svg") == render(second, "svg")
+
+
+def test_few_spectra_are_named_and_many_coloured_by_side():
+    few = words(FIGURES["spectra"](invented.make_spectra(2)))
+    assert "visual.blocks.1.mlp B" in few
+    many = words(FIGURES["spectra"](invented.make_spectra(9)))
+    assert {"A, of the inputs", "B, of the gradients"} <= set(many)
+    assert not [text for text in many if "blocks" in text]
+
+
+def test_files_are_svg_or_png(tmp_path):
+    figure = FIGURES["sweep"](data_of("sweep"))
+    with pytest.raises(KfacpackError, match=r"ends in .svg or .png, found '.pdf'"):
+        save(figure, tmp_path / "a.pdf")
+    with pytest.raises(KfacpackError, match="no theme 'sepia'"):
+        FIGURES["sweep"](data_of("sweep"), theme="sepia")
+    with pytest.raises(KfacpackError, match="could not be written"):
+        save(figure, tmp_path / "nowhere" / "a.svg")
+    picture = save(figure, tmp_path / "a.png").read_bytes()
+    with Image.open(io.BytesIO(picture)) as opened:
+        assert not opened.info.get("Software")
+    assert [each.name for each in tmp_path.iterdir()] == ["a.png"]

@@ -1,0 +1,223 @@
+"""A run makes what is missing, and nothing else; however often it is interrupted, it finds the same."""
+
+from __future__ import annotations
+
+import json
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from experiments.small import TEXT
+
+import kfacpack as kp
+from kfacpack.estimation.resume import Interrupted
+from kfacpack.experiments.plan_file import parse
+from kfacpack.experiments.run import RESULTS, TIMES, Run, RunContext
+from kfacpack.experiments.stage import StageProgress
+from kfacpack.merging.merge import merge_and_report
+
+
+def run_of(root, text=TEXT):
+    return Run(parse(text, "plan"), text, root, torch.device("cpu"))
+
+
+class Record:
+    """Remembers which stages were made."""
+
+    def __init__(self, stop_after=None):
+        self.made = []
+        self._heard = 0
+        self._stop_after = stop_after
+
+    def stopped(self):
+        self._heard += 1
+        return self._stop_after is not None and self._heard > self._stop_after
+
+    @contextmanager
+    def __call__(self, stage, number, total):
+        yield lambda done, total, words: None
+        self.made.append(f"{stage.kind}/{stage.name}")
+
+
+@pytest.mark.parametrize(("said", "digits_keep"), [("", "faces"), (", instead: weaves", "weaves")])
+def test_a_control_that_is_negated_itself_leaves_its_place_to_another(tmp_path, said, digits_keep):
+    three = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]")
+    text = three.replace("control: faces", f"control: digits{said}")
+    (trial, *_) = run_of(tmp_path, text).graph.trials
+    kept = {task: stage.control for task, stage in trial.negated.items()}
+    assert kept == {"faces": "digits", "weaves": "digits", "digits": digits_keep}
+
+
+@pytest.mark.parametrize("penalty", ["kronecker, rule: tak", "kronecker, rule: optimal", "diagonal"])
+def test_a_merge_says_what_it_lost(tmp_path, penalty):
+    text = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]").replace("  spectra: true\n", "")
+    run = run_of(tmp_path, text.replace("penalty: kronecker", f"penalty: {penalty}"))
+    merge = next(iter(run.graph.merges.values()))
+    for stage in (*merge.bundles, merge):
+        stage.path.parent.mkdir(exist_ok=True)
+        stage.make(StageProgress())
+    measured = merge_and_report([each.path for each in merge.bundles], merge.rule).report.total.frobenius
+    assert merge.error() == pytest.approx(measured)
+    assert (measured > 0) == (penalty != "diagonal")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    root = tmp_path_factory.mktemp("run")
+    run_of(root).execute()
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(finished):
+    """What it found, before tests ask the same folder for other plans."""
+    return (finished / RESULTS).read_bytes()
+
+
+def test_results_say_what_was_found(finished, found):
+    found = json.loads(found)
+    assert [line["arm"] for line in found["summary"]] == ["without", "kfac"]
+    kfac = found["arms"][1]["seeds"][0]
+    assert set(kfac["individual"]) == {"faces", "weaves"}
+    assert kfac["sweep"]["alphas"] == [0.0, 1.0]
+    at_one = kfac["added"]["sum"]["tasks"]
+    assert {task: curve[1] for task, curve in kfac["sweep"]["tasks"].items()} == {
+        task: each["accuracy"] for task, each in at_one.items()
+    }
+    base = {task: each["accuracy"] for task, each in found["base"]["tasks"].items()}
+    assert {task: curve[0] for task, curve in kfac["sweep"]["tasks"].items()} == base
+    assert {each["without"] for each in found["merges"]} == {"faces", "weaves"}
+    for each in found["bundles"]:
+        assert (finished / each["file"]).stat().st_size == each["bytes"]
+
+
+def test_a_second_call_makes_nothing(finished, found):
+    record = Record()
+    run_of(finished).execute(record)
+    assert record.made == []
+    assert (finished / RESULTS).read_bytes() == found
+    assert all(each["reused"] for each in json.loads((finished / TIMES).read_bytes())["stages"])
+
+
+def test_what_has_changed_is_made_again_and_nothing_else(finished):
+    record = Record()
+    run_of(finished, TEXT.replace("strength: 3", "strength: 5")).execute(record)
+    assert record.made
+    assert all("kfac" in name for name in record.made)
+    assert not any(name.startswith(("bundles/", "merged/")) for name in record.made)
+
+
+def test_an_arm_by_another_name_is_not_trained_again(finished):
+    record = Record()
+    run_of(finished, TEXT.replace("kfac:", "curvature:")).execute(record)
+    assert record.made == []
+
+
+def test_interrupted_anywhere_it_finds_the_same(found, tmp_path):
+    record = Record(stop_after=0)
+    for stop_after in (0, 1, 3, 5, 9, 14):
+        record = Record(stop_after)
+        with pytest.raises(Interrupted):
+            run_of(tmp_path).execute(record, record.stopped)
+    run_of(tmp_path).execute()
+    assert (tmp_path / RESULTS).read_bytes() == found
+
+
+@pytest.mark.parametrize(
+    ("kind", "left"),
+    [("bundles", "*.partial"), ("merged", None), ("vectors", "*.partial"), ("sums", None), ("scores", None)],
+)
+def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
+    at_work = []
+
+    @contextmanager
+    def show(stage, number, total):
+        yield lambda done, total, words: at_work.append(stage.kind) if done else None
+
+    run = run_of(tmp_path, TEXT.replace("examples: 8, batch_size: 8", "examples: 8, batch_size: 4"))
+    with pytest.raises(Interrupted):
+        run.execute(show, lambda: at_work[-1:] == [kind])
+    assert at_work[-1] == kind
+    assert len([stage for stage in run.stages if stage.kind == kind and stage.done]) == 0
+    assert left is None or list((tmp_path / kind).glob(left))
+
+
+def test_two_runs_in_one_folder_are_refused(tmp_path):
+    from kfacpack.experiments.run import _exclusive_lock
+
+    with _exclusive_lock(tmp_path), pytest.raises(kp.KfacpackError, match="another run is at work"):
+        run_of(tmp_path).execute()
+
+
+def test_the_forecast_covers_what_is_missing(finished, tmp_path):
+    fresh = run_of(tmp_path)
+    seconds = fresh.forecast()
+    assert set(seconds) == {stage.key for stage in fresh.stages}
+    assert all(value > 0 for value in seconds.values())
+    assert run_of(finished).forecast() == {}
+    assert not any(tmp_path.iterdir())
+
+
+def test_what_another_torch_or_device_made_is_not_taken(tmp_path, monkeypatch):
+    stage = run_of(tmp_path).stages[0]
+    shop = stage.shop
+    before = dict(shop.environment)
+
+    def key():
+        vars(shop).pop("environment", None)
+        return replace(stage).key
+
+    assert key() == stage.key
+    shop.device = torch.device("meta")
+    assert key() != stage.key
+    shop.device = torch.device("cpu")
+    with monkeypatch.context() as other:
+        other.setattr(torch, "__version__", "2.0.0")
+        assert key() != stage.key
+    assert key() == stage.key
+    assert before == shop.environment
+
+
+def test_two_devices_of_one_kind_are_the_same(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    first, second = (RunContext(parse(TEXT, "plan"), torch.device(f"cuda:{k}")).environment for k in (0, 1))
+    assert first == second
+    assert first["device"] == "cuda, Some GPU"
+
+
+def test_a_name_may_be_longer_than_a_files(tmp_path):
+    long = "ä" * 150
+    stages = run_of(tmp_path, TEXT.replace("kfac:", f"{long}:")).stages
+    assert any(long in stage.name for stage in stages)
+    assert all(len(f".{stage.path.name}.partial".encode()) < 255 for stage in stages)
+
+
+def test_other_names_or_pictures_are_other_data(tmp_path):
+    """Also where they are not among the few examples that are looked at, and their files are as large as before."""
+    from PIL import Image
+
+    def key(name, first, changed=None):
+        for number in range(80):
+            file = tmp_path / name / "train" / (first if number < 40 else "dog") / f"{number:02}.bmp"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (number, 0 if number != changed else 1, 0)).save(file)
+        data = TEXT.replace("weaves]", f"{{name: mine, data: {tmp_path / name}}}]")
+        return RunContext(parse(data, "plan"), torch.device("cpu")).data_key("mine", "train")
+
+    before = key("one", "cat")
+    assert key("two", "cat") == before
+    assert key("three", "cow") != before
+    assert all(key(f"changed {number}", "cat", number) != before for number in (1, 2, 3))
+
+
+@pytest.mark.parametrize("kind", ["scores", "bundles", "vectors"])
+def test_what_is_damaged_is_made_again(finished, kind):
+    stage = next(each for each in run_of(finished).stages if each.kind == kind)
+    content = stage.path.read_bytes()
+    for damaged in (b"", b"[]", b'{"found": {}, "sha256": ""}', content[: len(content) // 2]):
+        stage.path.write_bytes(damaged)
+        record = Record()
+        run_of(finished).execute(record)
+        assert record.made == [f"{stage.kind}/{stage.name}"]
+        assert stage.path.read_bytes() == content

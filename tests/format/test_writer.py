@@ -1,0 +1,218 @@
+"""A bundle appears whole or not at all, and any safetensors reader can open it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import stat
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from kit import HOLDS, small_curvature
+from safetensors import safe_open
+
+import kfacpack as kp
+from kfacpack.format import writer
+
+KILLS = 50
+
+
+def _write_for_ever(path, ready):
+    """Turn and turn about, two versions of the same file, each a few megabytes."""
+    versions = [small_curvature("packed", seed, out=400, inputs=500) for seed in (1, 2)]
+    ready.set()
+    while True:
+        for version in versions:
+            version.save(path)
+
+
+def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
+    expected = set()
+    for seed in (1, 2):
+        small_curvature("packed", seed, out=400, inputs=500).save(tmp_path / "expected.kfac")
+        expected.add((tmp_path / "expected.kfac").read_bytes())
+    path = tmp_path / "out" / "t.kfac"
+    path.parent.mkdir()
+    start = time.perf_counter()
+    small_curvature("packed", 1, out=400, inputs=500).save(path)
+    one_write = time.perf_counter() - start
+
+    # The server imports torch once; every writer is a fresh fork of it that has not computed anything yet.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["torch", "kit"])
+    chosen, seen = random.Random(0), set()
+    for _ in range(KILLS):
+        ready = processes.Event()
+        process = processes.Process(target=_write_for_ever, args=(path, ready), daemon=True)
+        process.start()
+        assert ready.wait(60)
+        time.sleep(chosen.uniform(0, 4 * one_write))
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        found = path.read_bytes()
+        assert found in expected
+        seen.add(found)
+    assert seen == expected, "the kills never met a finished write; they were too early to test anything"
+    leftovers = [each for each in path.parent.iterdir() if each != path]
+    assert len(leftovers) < KILLS / 5, "only who is killed between naming and renaming leaves a file"
+    assert all(each.read_bytes() in expected for each in leftovers)
+
+
+def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path, monkeypatch):
+    small_curvature().save(tmp_path / "other.kfac")
+    (tmp_path / "folder").mkdir()
+    link, left = os.link, []
+
+    def killed(source, name, **more):
+        link(source, name, **more)
+        left.append(name)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", killed)
+        patched.setattr(writer.Path, "unlink", lambda *arguments, **more: None)
+        with pytest.raises(KeyboardInterrupt):
+            small_curvature().save(tmp_path / "t.kfac")
+    names = {"other.kfac", "folder", *left}
+    assert {each.name for each in tmp_path.iterdir()} == names
+    small_curvature().save(tmp_path / "t.kfac")
+    assert {each.name for each in tmp_path.iterdir()} == names | {"t.kfac"}, "it might be somebody's who is slow"
+    monkeypatch.setattr(writer, "ABANDONED_AFTER", -1)
+    small_curvature().save(tmp_path / "t.kfac")
+    assert {each.name for each in tmp_path.iterdir()} == {"other.kfac", "folder", "t.kfac"}
+
+
+def test_writers_that_meet_all_finish(tmp_path):
+    curvatures = [small_curvature("packed", seed) for seed in range(8)]
+    expected = set()
+    for curvature in curvatures:
+        curvature.save(tmp_path / "alone.kfac")
+        expected.add((tmp_path / "alone.kfac").read_bytes())
+    path = tmp_path / "out" / "t.kfac"
+    path.parent.mkdir()
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(curvature.save, path) for curvature in curvatures * 20]:
+            done.result()
+    assert path.read_bytes() in expected
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_interrupted_write_leaves_nothing_behind(tmp_path, monkeypatch):
+    small_curvature("packed", 1).save(tmp_path / "t.kfac")
+    before = (tmp_path / "t.kfac").read_bytes()
+
+    def interrupted(descriptor, data, position):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writer, "_write_at", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        small_curvature("packed", 2).save(tmp_path / "t.kfac")
+    assert (tmp_path / "t.kfac").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
+
+
+@pytest.mark.parametrize("nameless", [True, False], ids=["O_TMPFILE", "named"])
+def test_writing_works_with_and_without_nameless_files(tmp_path, monkeypatch, nameless):
+    if nameless and not hasattr(os, "O_TMPFILE"):
+        pytest.skip("this system has no nameless files")
+    if not nameless:
+        monkeypatch.delattr(os, "O_TMPFILE", raising=False)
+    small_curvature().save(tmp_path / "t.kfac")
+    assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
+    assert kp.verify(tmp_path / "t.kfac").holds
+
+
+def test_a_full_disk_is_reported_and_changes_nothing(tmp_path, monkeypatch):
+    def full(descriptor, data, position):
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "t.kfac").write_text("the old file")
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(kp.BundleError, match=r"t\.kfac: could not be written: No space left on device"):
+        small_curvature().save(tmp_path / "t.kfac")
+    assert (tmp_path / "t.kfac").read_text() == "the old file"
+    assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
+
+
+def test_short_writes_are_continued(tmp_path, monkeypatch):
+    small_curvature().save(tmp_path / "whole.kfac")
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, position: pwrite(descriptor, data[:100], position))
+    small_curvature().save(tmp_path / "parts.kfac")
+    assert (tmp_path / "parts.kfac").read_bytes() == (tmp_path / "whole.kfac").read_bytes()
+
+
+def test_places_that_cannot_be_written(tmp_path):
+    with pytest.raises(kp.BundleError, match="No such file or directory"):
+        small_curvature().save(tmp_path / "nowhere" / "t.kfac")
+    with pytest.raises(kp.BundleError, match="directory"):
+        small_curvature().save(tmp_path)
+
+
+def test_a_curvature_can_be_saved_over_the_file_it_is_read_from(tmp_path):
+    small_curvature("dense").save(tmp_path / "t.kfac", pack=False)
+    loaded = kp.load(tmp_path / "t.kfac")
+    expected = [m.dense() for b in small_curvature("dense").blocks for _, m in b.structure.matrices()]
+    loaded.save(tmp_path / "t.kfac")
+    again = kp.load(tmp_path / "t.kfac")
+    for source in (loaded, again):
+        found = [m.dense() for b in source.blocks for _, m in b.structure.matrices()]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert {m.form for m in kp.Bundle(tmp_path / "t.kfac").manifest.matrices} == {"packed", "diagonal"}
+
+
+def test_a_link_is_written_through(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link.kfac").symlink_to(tmp_path / "real" / "t.kfac")
+    small_curvature().save(tmp_path / "link.kfac")
+    assert (tmp_path / "link.kfac").is_symlink()
+    assert kp.verify(tmp_path / "real" / "t.kfac").holds
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name in ("pipe", "loop", "nul\0"):
+        with pytest.raises(kp.BundleError, match="could not be written"):
+            small_curvature().save(tmp_path / name)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_long_name_can_be_written(tmp_path):
+    small_curvature().save(tmp_path / ("n" * 255))
+    assert kp.verify(tmp_path / ("n" * 255)).holds
+
+
+def test_permissions_of_a_file_stay(tmp_path):
+    small_curvature().save(tmp_path / "t.kfac")
+    (tmp_path / "t.kfac").chmod(0o600)
+    small_curvature().save(tmp_path / "t.kfac")
+    assert stat.S_IMODE((tmp_path / "t.kfac").stat().st_mode) == 0o600
+
+
+def test_permissions_follow_the_umask(tmp_path):
+    old = os.umask(0o027)
+    try:
+        small_curvature().save(tmp_path / "t.kfac")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "t.kfac").stat().st_mode) == 0o640
+
+
+@pytest.mark.parametrize("hold", HOLDS)
+def test_safetensors_itself_opens_every_bundle(tmp_path, hold):
+    small_curvature(hold).save(tmp_path / "t.kfac")
+    bundle = kp.Bundle(tmp_path / "t.kfac")
+    with safe_open(tmp_path / "t.kfac", framework="pt") as file:
+        assert set(file.keys()) == set(bundle.tensors)
+        assert set(file.metadata()) == {"kfac", "kfac.sha256"}
+        for name, spec in bundle.tensors.items():
+            tensor = file.get_tensor(name)
+            assert tuple(tensor.shape) == spec.shape
+            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == bytes(bundle.bytes_of(name))
+            assert spec.start % tensor.element_size() == 0

@@ -1,0 +1,357 @@
+"""Published factors become what kfacpack estimates itself; wrong ones are refused, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hub.conftest import hub, unplug  # noqa: F401 - fixtures
+from hub.published import factors_of, store
+from kfacpack_cli.main import app
+from models.conftest import tiny_clip  # noqa: F401 - a fixture
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.estimation.options import Probes
+from kfacpack.hub.importer import SINGLE_TENSOR, HubFolder, UnpickledTensors, published_folder
+from kfacpack.models.families import load_model
+
+PREFIX = "seq-8vision_task_1"
+PARTS = ("aaT", "ggT", "ffT", "num_aaT", "num_ggT")
+SIZES = (3, 2)
+
+
+def pictures():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(size, 3, 32, 32, generator=generator) for size in SIZES]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_clip):  # noqa: F811
+    return load_model(tiny_clip, weights="random", dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def exact(model):
+    """Of all C directions."""
+    width = model.function.width
+    units = [unit.expand(1, width) for unit in torch.eye(width, dtype=torch.float64)]
+    return factors_of(model.module, pictures(), lambda number, f: units)
+
+
+@pytest.fixture
+def folder(exact, tmp_path):
+    made = tmp_path / "published"
+    made.mkdir()
+    store(made, PREFIX, *exact)
+    return made
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Files are read here, without a process, for tests of what is made of their content."""
+
+    @contextmanager
+    def read(files, beside):
+        with TemporaryDirectory() as folder:
+            found = {}
+            for key, path in files.items():
+                content = torch.load(path, weights_only=True)
+                named = content if isinstance(content, dict) else {SINGLE_TENSOR: content}
+                save_file({name: each.contiguous() for name, each in named.items()}, f"{folder}/{key}")
+                found[key] = UnpickledTensors(path, Path(folder) / key)
+            yield found
+
+    monkeypatch.setattr("kfacpack.hub.importer.read_pickle", read)
+
+
+def in_float64(tiny_clip):  # noqa: F811
+    return load_model(tiny_clip, weights="random", dtype=torch.float64)
+
+
+def estimated(model, **options):
+    wanted = [name for name in model.module.state_dict() if name.startswith("visual.")]
+    frozen = {"visual.conv1.weight", "visual.positional_embedding"}
+    return kp.estimate(
+        model.module,
+        [each.double() for each in pictures()],
+        forward=model.forward,
+        params=[name for name in wanted if name not in frozen],
+        **options,
+    )
+
+
+def assert_same(found, expected):
+    """Every matrix of every block, to 1e-5 of its size."""
+    assert [block.name for block in found.blocks] == [block.name for block in expected.blocks]
+    for one, other in zip(found.blocks, expected.blocks, strict=True):
+        assert (one.join, one.operation) == (other.join, other.operation)
+        pairs = zip(one.structure.matrices(), other.structure.matrices(), strict=True)
+        for (role, ours), (same_role, theirs) in pairs:
+            assert role == same_role
+            gap = (ours.dense(torch.float64) - theirs.dense(torch.float64)).norm()
+            assert gap <= 1e-5 * theirs.dense(torch.float64).norm(), (one.name, role)
+            assert (ours.examples, ours.positions) == (theirs.examples, theirs.positions)
+
+
+def test_exact_factors_equal_the_estimate(folder, model, tiny_clip, tmp_path):  # noqa: F811
+    made = kp.import_mammoth(folder, model, tmp_path / "dtd.kfac", fisher="exact", dataset_size=7)
+    curvature = kp.load(tmp_path / "dtd.kfac")
+    assert_same(curvature, estimated(in_float64(tiny_clip), fisher="exact"))
+    assert (made.task, made.examples, made.positions) == ("dtd", sum(SIZES), 17)
+    assert made.weights_compared
+    assert dict(made.left_out).keys() == {"visual.conv1.weight", "visual.positional_embedding"}
+    about = curvature.about
+    assert (about.source.task, about.source.examples, about.source.dataset_size) == ("dtd", sum(SIZES), 7)
+    assert (about.estimate.fisher, about.scaling, about.function) == ("exact", kp.EXPAND, model.function)
+    assert kp.verify(tmp_path / "dtd.kfac", model.module).holds
+
+
+def test_random_directions_are_divided_by_their_number(model, tiny_clip, tmp_path):  # noqa: F811
+    probes, starts = Probes("mc", "gaussian", 3, 5), (0, SIZES[0])
+
+    def directions(number, f):
+        return probes.draw(range(starts[number], starts[number] + len(f)), f.shape[1])
+
+    store(tmp_path, "own_task_0", *factors_of(model.module, pictures(), directions), dtype=torch.float64)
+    kp.import_mammoth(tmp_path, model, tmp_path / "own.kfac", samples=3)
+    curvature = kp.load(tmp_path / "own.kfac")
+    assert_same(curvature, estimated(in_float64(tiny_clip), probe="gaussian", samples=3, seed=5))
+    said = curvature.about.estimate
+    assert (said.probe, said.probes, said.accumulation_dtype) == ("gaussian", 3, "float64")
+    assert curvature.about.source.task == "own_task_0"
+
+
+def refusal(source, model, tmp_path, **options):
+    """What the error says; nothing may be left behind."""
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(kp.KfacpackError) as caught:
+        kp.import_mammoth(source, model, tmp_path / "made.kfac", **{"fisher": "exact", **options})
+    assert sorted(tmp_path.iterdir()) == before
+    return str(caught.value)
+
+
+def changed(folder, part, change):
+    path = folder / f"{PREFIX}_{part}.pt"
+    sums = torch.load(path, weights_only=True)
+    torch.save(change(sums), path)
+
+
+LAYER = "transformer.resblocks.1.mlp.c_fc.weight"
+
+
+def with_layer(change):
+    return lambda sums: {**sums, LAYER: change(sums[LAYER])}
+
+
+CHANGES = {
+    "no layer": (
+        "ggT",
+        lambda sums: {name: each for name, each in sums.items() if name != LAYER},
+        (LAYER, "has no factor", "_ggT.pt"),
+    ),
+    "unknown layer": ("ffT", lambda sums: {**sums, "more": torch.eye(2)}, ("'more'", "another model")),
+    "shape": ("aaT", with_layer(lambda m: torch.eye(32)), (LAYER, "[32, 32]", "[33, 33]")),
+    "whole numbers": ("ggT", with_layer(lambda m: m.long()), (LAYER, "I64")),
+    "not finite": ("ggT", with_layer(lambda m: m * torch.nan), (LAYER, "not finite")),
+    "not symmetric": ("ggT", with_layer(torch.triu), (LAYER, "not symmetric")),
+    "divided": ("aaT", with_layer(lambda m: m / 5), (LAYER, "expected 5", "divided")),
+    "other weights": (
+        "ffT",
+        lambda sums: {**sums, "ln_post.bias": 1.1 * sums["ln_post.bias"]},
+        ("not computed at the weights",),
+    ),
+    "counts differ": ("num_ggT", lambda count: count + 1, ("of 5 examples", "of 6")),
+    "no examples": ("num_aaT", lambda count: count * 0, ("0 examples",)),
+    "a dictionary of counts": ("num_aaT", lambda count: {"n": count}, ("expected one number",)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.usefixtures("at_once")
+def test_wrong_content_is_refused(kind, folder, model, tmp_path):
+    part, change, words = CHANGES[kind]
+    changed(folder, part, change)
+    said = refusal(folder, model, tmp_path)
+    for word in words:
+        assert word in said, said
+
+
+@pytest.mark.parametrize("part", ["aaT", "num_ggT"])
+def test_a_missing_file_is_named(part, folder, model, tmp_path):
+    (folder / f"{PREFIX}_{part}.pt").unlink()
+    assert f"{PREFIX}_{part}.pt' is missing" in refusal(folder, model, tmp_path)
+
+
+def test_half_a_download_and_other_files_in_its_place(folder, model, tmp_path):
+    path = folder / f"{PREFIX}_ggT.pt"
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    said = refusal(folder, model, tmp_path)
+    assert "_ggT.pt" in said
+    assert "fetch it again" in said
+    path.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "Git LFS pointer" in refusal(folder, model, tmp_path)
+    path.write_bytes(b"")
+    assert "is empty" in refusal(folder, model, tmp_path)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_another_model_is_refused(folder, tmp_path, model):
+    trunk = load_model("timm:vit_tiny_patch16_224", weights="random")
+    assert "no vision tower like" in refusal(folder, trunk, tmp_path)
+    assert "which tiny has" in refusal(folder, load_model("tiny"), tmp_path)
+    other = load_model(model.name, weights="random", seed=1)
+    assert "not computed at the weights" in refusal(folder, other, tmp_path)
+
+
+def test_what_the_files_do_not_say_is_asked_for(folder, model, tmp_path):
+    assert "--samples M" in refusal(folder, model, tmp_path, fisher="mc")
+    assert "does not go with it" in refusal(folder, model, tmp_path, samples=2)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
+    for part in PARTS:
+        shutil.copy(folder / f"{PREFIX}_{part}.pt", folder / f"seq-8vision_task_7_{part}.pt")
+    (folder / "notes.txt").write_text("hello")
+    said = refusal(folder, model, tmp_path)
+    assert "seq-8vision_task_1 (dtd), seq-8vision_task_7 (svhn)" in said
+    assert "no files that begin with 'x'" in refusal(folder, model, tmp_path, files="x")
+    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", task="svhn", fisher="exact")
+    assert made.files[0] == "seq-8vision_task_7_aaT.pt"
+    left = dict(made.left_out)
+    assert left["notes.txt"] == "another file"
+    assert left["seq-8vision_task_1_ggT.pt"] == "of dtd"
+    assert "no file such as" in refusal(tmp_path, model, tmp_path)
+    assert "is no folder" in refusal(tmp_path / "nowhere", model, tmp_path)
+    assert "~nosuch/x: no such directory" in refusal("~nosuch/x", model, tmp_path)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_some_parameters_only(folder, model, tmp_path):
+    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", fisher="exact", params=["*.mlp.*"])
+    assert made.blocks == 4
+    assert dict(made.left_out)["visual.proj"] == "not chosen"
+    assert "Name both" in refusal(folder, model, tmp_path, params=["*.c_fc.weight"])
+    assert "no factors are published" in refusal(folder, model, tmp_path, params=["logit_scale"])
+
+
+def test_places_on_the_hub():
+    assert published_folder("hf://a/b") == HubFolder("a/b", "", None)
+    assert published_folder("hf://a/b/c/d@main") == HubFolder("a/b", "c/d", "main")
+    assert published_folder("hf://a/b@v1/c") == HubFolder("a/b", "c", "v1")
+    assert published_folder("hf://a/b@v1") == HubFolder("a/b", "", "v1")
+    with pytest.raises(kp.KfacpackError, match="expected hf://owner/repo"):
+        published_folder("hf://a")
+
+
+def put(server, folder, branch="main"):
+    """As its authors have it: with other tasks' files, and other folders', beside it."""
+    files = {f"vitb16/kfac/{each.name}": each.read_bytes() for each in folder.iterdir()}
+    other = {f"vitb16/kfac/{PREFIX[:-1]}7_{part}.pt": b"of svhn" for part in PARTS}
+    other |= {"vitb16/kfac/deep/x_task_0_aaT.pt": b"", "vitb16/ewc/x_task_0_aaT.pt": b"", "README.md": b"# TAK\n"}
+    return server.put("owner/TAK", {**files, **other}, branch)
+
+
+def imported(place, model, path, *more, code=0):
+    arguments = ["import", "mammoth", place, "--model", model.name, "--weights", "random", "--fisher", "exact"]
+    done = CliRunner().invoke(app, [*map(str, arguments), "-o", str(path), *more], catch_exceptions=False)
+    assert done.exit_code == code, done.output
+    return done
+
+
+def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, unplug):  # noqa: F811
+    commit = put(hub, folder)
+    place = "hf://owner/TAK/vitb16/kfac"
+    told = imported(place, model, tmp_path / "hub.kfac", "--task", "dtd", "--json").stdout
+    assert {"what": "seq-8vision_task_7_ffT.pt", "why": "of svhn"} in json.loads(told)["left_out"]
+    assert sorted(hub.fetched()) == sorted(f"vitb16/kfac/{PREFIX}_{part}.pt" for part in PARTS), "and no others"
+
+    imported(folder, model, tmp_path / "folder.kfac", "--task", "dtd")
+    ours, theirs = (kp.Bundle(tmp_path / name) for name in ("hub.kfac", "folder.kfac"))
+    assert {name: bytes(ours.bytes_of(name)) for name in ours.tensors} == {
+        name: bytes(theirs.bytes_of(name)) for name in theirs.tensors
+    }
+    assert ours.manifest.source == theirs.manifest.source.model_copy(update={"revision": commit})
+    assert ours.manifest.blocks == theirs.manifest.blocks
+
+    unplug()
+    imported(place, model, tmp_path / "cache.kfac", "--task", "dtd")
+    assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
+    told = imported(place, model, tmp_path / "other.kfac", "--task", "svhn", code=2).stderr
+    assert f"{place}, as far as the cache has it (the Hub cannot be reached): has no files of svhn" in told
+    assert not (tmp_path / "other.kfac").exists(), "what is there is of another task"
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F811
+    hub.put("owner/TAK", {"README.md": b"# TAK\n"})
+    commit = put(hub, folder, "v1")
+    for plug in (lambda: None, unplug):
+        plug()
+        for place in ("TAK@v1/vitb16/kfac", "TAK/vitb16/kfac@v1", f"TAK@{commit}/vitb16/kfac"):
+            kp.import_mammoth(f"hf://owner/{place}", model, tmp_path / "made.kfac", files=PREFIX, fisher="exact")
+            assert kp.Bundle(tmp_path / "made.kfac").manifest.source.revision == commit
+    assert "hf://owner/TAK/vitb16/kfac: the Hub (http" in refusal("hf://owner/TAK/vitb16/kfac", model, tmp_path)
+
+
+@pytest.mark.parametrize("about", [None, {"private": True}, {"gated": True}])
+def test_what_the_hub_refuses(folder, model, tmp_path, hub, unplug, about):  # noqa: F811
+    if about:
+        files = {each.name: each.read_bytes() for each in folder.iterdir()}
+        hub.put("owner/TAK", files, **about)
+    out = tmp_path / "out"
+    out.mkdir()
+    said = refusal("hf://owner/TAK", model, out)
+    assert ("owner/TAK is gated" if about == {"gated": True} else "there is no repository owner/TAK") in said
+    assert said.endswith("hf auth login; or download it by other means, and give the folder")
+    unplug()
+    said = refusal("hf://owner/TAK", model, out)
+    assert "hf://owner/TAK: the Hub (http" in said
+    assert said.endswith("Then try again; or download it by other means, and give the folder")
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_task_is_not_made_of_anothers_files(folder, model, tmp_path):
+    said = refusal(folder, model, tmp_path, task="svhn")
+    assert "has no files of svhn; there are seq-8vision_task_1 (dtd)" in said
+    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", task="svhn", files=PREFIX, fisher="exact")
+    assert made.task == "svhn", "whoever names the files knows"
+
+
+def test_the_command(folder, model, tmp_path):
+    (folder / "notes.txt").write_text("hello")
+    arguments = [
+        "import",
+        "mammoth",
+        folder,
+        "--model",
+        model.name,
+        "--weights",
+        "random",
+        "-o",
+        tmp_path / "made.kfac",
+    ]
+
+    def run(*more):
+        return CliRunner().invoke(app, [str(each) for each in (*arguments, *more)], catch_exceptions=False)
+
+    done = run()
+    assert done.exit_code == 2
+    assert "--samples M" in done.stderr
+    assert not (tmp_path / "made.kfac").exists()
+    done = run("--fisher", "exact")
+    assert done.exit_code == 0
+    assert "wrote" in done.stdout
+    assert "not imported: notes.txt (another file)" in done.stdout
+    assert "not imported: visual.conv1.weight" in done.stdout
+    said = json.loads(run("--fisher", "exact", "--task", "mine", "--json").stdout)
+    assert (said["task"], said["examples"], said["positions"], said["weights_compared"]) == ("mine", 5, 17, True)
+    assert said["sha256"] == kp.Bundle(tmp_path / "made.kfac").digest
+    assert {"what": "notes.txt", "why": "another file"} in said["left_out"]

@@ -1,0 +1,41 @@
+"""Every family's linearised model, against `torch.func.jvp`: stock modules, in both precisions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from linearization.through_jvp import assert_exact
+
+from kfacpack.models.families import load_model
+
+PRECISIONS = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
+
+
+@PRECISIONS
+@pytest.mark.parametrize("spec", ["clip", "tiny", "timm:vit_tiny_patch16_224"])
+def test_vision_models(spec, dtype, tolerance, tiny_clip, pictures):
+    """open_clip's attention is the fused nn.MultiheadAttention."""
+    more = {"clip": {"weights": "random"}, "tiny": {}}.get(spec, {"weights": "random", "image_size": 32})
+    model = load_model(tiny_clip if spec == "clip" else spec, dtype=dtype, **more)
+    lin = assert_exact(model, model.prepare(pictures, "any").to(dtype), tolerance)
+    frozen = ("conv1", "positional", "pos_embed", "patch_embed", "token_embedding")
+    assert not any(part in name for name in lin.parameters for part in frozen)
+    if spec == "clip":
+        assert "visual.transformer.resblocks.0.attn.in_proj_weight" in lin.parameters
+        assert {"visual.proj", "visual.class_embedding"} <= set(lin.parameters)
+
+
+@PRECISIONS
+@pytest.mark.parametrize("family", ["t5", "hf"])
+def test_text_models_on_padded_batches(family, dtype, tolerance, request, pairs):
+    folder = request.getfixturevalue("t5_folder" if family == "t5" else "bert_folder")
+    model = load_model(f"{family}:{folder}", dtype=dtype)
+    batch = model.prepare(pairs, "mnli")
+    assert not batch["attention_mask"].all()
+    assert_exact(model, batch, tolerance)
+
+
+def test_what_a_family_freezes_can_be_asked_for(t5_folder, pairs):
+    """The bias of T5's attention is learned: there the mask itself has a tangent."""
+    model = load_model(f"t5:{t5_folder}", dtype=torch.float64)
+    assert_exact(model, model.prepare(pairs, "mnli"), params=["*relative_attention_bias*", "shared.weight"])
