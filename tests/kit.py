@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,10 +20,28 @@ from kfacpack.format.container import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
 from kfacpack.format.manifest import Parameter, base_digest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
+
+
+@contextmanager
+def refused(error: type[Exception], *facts: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expects `error`, with each fact (a file, a name, a number) in its message, however it is worded."""
+    with pytest.raises(error) as caught:
+        yield caught
+    for fact in facts:
+        assert str(fact) in str(caught.value), f"{fact!r} is not in {str(caught.value)!r}"
+
+
+@contextmanager
+def warned(category: type[Warning], *facts: object) -> Iterator[None]:
+    """Expects a warning of `category` with each fact in its message."""
+    with pytest.warns(category) as caught:
+        yield
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, category)]
+    assert any(all(str(fact) in message for fact in facts) for message in messages), (facts, messages)
 
 
 def random_psd(side: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from kfacpack_cli.main import app
-from kit import HOLDS, of_task, random_tau, small_curvature
+from kit import HOLDS, of_task, random_tau, refused, small_curvature
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -87,6 +87,6 @@ def test_what_a_type_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
         ],
         curvature.about,
     )
-    with pytest.raises(kp.KfacpackError, match=f"{name}.*float16 cannot hold"):
+    with refused(kp.KfacpackError, name, "float16"):
         kp.export(large, tmp_path / "factors.safetensors", dtype="float16")
     assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kit import refused
 from pictures import paint
 from torch.nn.functional import cross_entropy
 
@@ -139,17 +140,17 @@ def test_auto_takes_what_there_is(model, mute, task):
 def test_a_class_without_examples_is_named(mute, tmp_path):
     counts = {"train": {"red": 2, "green": 2}, "test": {"red": 1, "green": 1, "blue": 1}}
     task = load_task("colours", paint(tmp_path, counts))
-    with pytest.raises(KfacpackError, match="colours: class 'blue' has no example in split 'train'"):
+    with refused(KfacpackError, "blue", "train"):
         head_for(mute, task)
 
 
 def test_what_cannot_be_made_is_refused(model, mute, task):
-    with pytest.raises(KfacpackError, match=r"tiny has no text tower.*--head prototypes"):
+    with refused(KfacpackError, "--head"):
         head_for(mute, task, "text")
-    with pytest.raises(KfacpackError, match="colours has no templates"):
+    with refused(KfacpackError):
         head_for(model, Asked(task, templates=()), "text")
     for kind in ("text", "prototypes"):
-        with pytest.raises(KfacpackError, match="colours: the names of its classes are not known"):
+        with refused(KfacpackError):
             head_for(model, Asked(task, classes=None), kind)
-    with pytest.raises(KfacpackError, match="head 'guess': expected auto, text, words or prototypes"):
+    with refused(KfacpackError, "guess"):
         head_for(model, task, "guess")

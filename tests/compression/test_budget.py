@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import small_curvature
+from kit import refused, small_curvature
 from sklearn.datasets import load_digits
 from torch import nn
 
@@ -65,12 +65,10 @@ def test_shared_matrices_and_several_terms_are_within_their_budget_too(seed, sha
 
 
 def test_what_cannot_be_done_is_said(digits):
-    with pytest.raises(
-        kp.KfacpackError, match=r"budget '2kB': that is 2,000 bytes; the smallest file that was found has"
-    ):
+    with refused(kp.KfacpackError, "2kB", "2", "000"):
         kp.compress(digits, budget="2kB")
     for both in ({}, {"spec": "int8", "budget": "10%"}):
-        with pytest.raises(kp.KfacpackError, match=r"either a codec.*or a budget"):
+        with refused(kp.KfacpackError):
             kp.compress(digits, **both)
 
 
@@ -84,5 +82,5 @@ def test_sizes_are_read_as_people_write_them(said, bytes_):
 
 @pytest.mark.parametrize("said", ["", "MB", "-3MB", "0", "10 %%", "1e3", "70 TiB", True, None])
 def test_other_sizes_are_refused(said):
-    with pytest.raises(kp.KfacpackError, match="expected a size such as 70MB"):
+    with refused(kp.KfacpackError, "70MB"):
         parse_size(said, 1000)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, dense_block, forge, linear_join, random_psd, random_tau, small_curvature
+from kit import HOLDS, dense_block, forge, linear_join, random_psd, random_tau, refused, small_curvature
 
 import kfacpack as kp
 from kfacpack.curvature.matrices.dense import Dense
@@ -161,23 +161,23 @@ def test_half_precision_vectors_are_computed_in_float32():
 
 def test_a_vector_that_does_not_fit_is_refused_by_name():
     curvature = small_curvature()
-    with pytest.raises(kp.TaskVectorError, match=r"'one\.wieght' is not covered.*did you mean 'one\.weight'"):
+    with refused(kp.TaskVectorError, "one.wieght", "one.weight"):
         curvature.quadratic({"one.wieght": torch.zeros(5, 6)})
-    with pytest.raises(kp.TaskVectorError, match=r"'one\.weight': expected floats of shape \[5, 6\], found .*\[6, 5\]"):
+    with refused(kp.TaskVectorError, "one.weight", "[5, 6]", "[6, 5]"):
         curvature.apply({"one.weight": torch.zeros(6, 5)})
-    with pytest.raises(kp.TaskVectorError, match=r"'one\.weight': expected a tensor, found list"):
+    with refused(kp.TaskVectorError, "one.weight"):
         curvature.quadratic({"one.weight": [[0.0]]})
-    with pytest.raises(kp.TaskVectorError, match="is empty"):
+    with refused(kp.TaskVectorError):
         curvature.quadratic({})
     for nothing in (None, [1]):
-        with pytest.raises(kp.TaskVectorError, match="expected a task vector as a mapping"):
+        with refused(kp.TaskVectorError):
             curvature.quadratic(nothing)
 
 
 def test_a_misspelt_word_is_refused():
-    with pytest.raises(ValueError, match="att"):
+    with refused(ValueError):
         kp.Piece(parameter="one.bias", att=(0, 6))
-    with pytest.raises(ValueError, match="dataset_sise"):
+    with refused(ValueError):
         kp.Source(task="toy", dataset_sise=3)
 
 
@@ -190,7 +190,7 @@ def test_opening_touches_no_tensor(tmp_path):
     (tmp_path / "t.kfac").write_bytes(raw)
     curvature = kp.load(tmp_path / "t.kfac")
     assert curvature.nbytes > 0
-    with pytest.raises(kp.CorruptTensor, match=r"t\.kfac: tensor 'one\.weight/A'.*SHA-256"):
+    with refused(kp.CorruptTensor, "one.weight/A", "SHA-256"):
         curvature.quadratic({"one.weight": torch.zeros(5, 6)})
 
 
@@ -199,7 +199,7 @@ def test_numbers_that_are_none_are_not_written(tmp_path, bad):
     curvature = small_curvature()
     curvature.blocks[0].structure.terms[0][0].components["data"][2, 2] = bad
     (tmp_path / "t.kfac").write_text("the old file")
-    with pytest.raises(kp.BundleError, match=r"tensor 'one\.weight/B': has a number that is not finite"):
+    with refused(kp.BundleError, "one.weight/B"):
         curvature.save(tmp_path / "t.kfac")
     assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
     assert (tmp_path / "t.kfac").read_text() == "the old file"
@@ -215,7 +215,7 @@ def test_an_asymmetric_matrix_from_a_file_is_neither_packed_nor_used(tmp_path):
 
     lopsided = kp.load(forge(tmp_path / "full.kfac", tmp_path / "lopsided.kfac", edit))
     for use in (lambda: lopsided.save(tmp_path / "t.kfac"), lambda: lopsided.quadratic(random_tau(lopsided))):
-        with pytest.raises(kp.CorruptTensor, match=r"lopsided\.kfac: tensor 'one\.weight/B': is not symmetric"):
+        with refused(kp.CorruptTensor, "one.weight/B"):
             use()
     assert not (tmp_path / "t.kfac").exists()
 
@@ -256,7 +256,7 @@ def test_more_than_a_header_may_hold_is_not_written(tmp_path):
     ]
     base = kp.identify(state, list(state), family="t", name="t")
     function = kp.Function(output="logits", normalized=False, width=3)
-    with pytest.raises(kp.BundleError, match="its header would have"):
+    with refused(kp.BundleError):
         kp.Curvature(blocks, kp.About(base=base, function=function)).save(tmp_path / "t.kfac")
     assert list(tmp_path.iterdir()) == []
 
@@ -278,7 +278,7 @@ def test_a_file_changed_in_place_is_refused_when_it_is_read_again(tmp_path):
     other = (tmp_path / "other.kfac").read_bytes()
     for changed in (other, other[:100]):
         (tmp_path / "t.kfac").write_bytes(changed)
-        with pytest.raises(kp.BundleError, match="the file was changed in place since it was opened"):
+        with refused(kp.BundleError):
             loaded.quadratic(tau)
 
 
@@ -286,7 +286,7 @@ def test_words_that_were_edited_badly_are_not_written(tmp_path):
     curvature = small_curvature()
     source = curvature.about.source.model_copy(update={"task": "../x"})
     edited = kp.Curvature(curvature.blocks, curvature.about.model_copy(update={"source": source}))
-    with pytest.raises(kp.BundleError, match="not allowed as a name"):
+    with refused(kp.BundleError):
         edited.save(tmp_path / "t.kfac")
     assert list(tmp_path.iterdir()) == []
 
@@ -300,5 +300,5 @@ def test_negative_int8_factors_are_not_computed_with(tmp_path):
         manifest["matrices"][0]["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
 
     forged = kp.load(forge(tmp_path / "good.kfac", tmp_path / "bad.kfac", edit))
-    with pytest.raises(kp.CorruptTensor, match=r"bad\.kfac: tensor 'one\.weight/B\.scale': has negative factors"):
+    with refused(kp.CorruptTensor, "one.weight/B.scale"):
         forged.quadratic(random_tau(forged))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, random_psd
+from kit import HOLDS, random_psd, refused
 
 import kfacpack as kp
 from kfacpack.curvature.curvature import negative_direction
@@ -123,7 +123,7 @@ def test_nbytes_is_what_the_form_promises(hold, share):
 def test_a_matrix_that_is_not_symmetric_says_so():
     full = random_psd(5, 0)
     full[1, 3] += 0.5
-    with pytest.raises(ValueError, match=r"not symmetric: m\[i,j\] and m\[j,i\] differ by up to 0\.5"):
+    with refused(ValueError, "0.5"):
         Dense.of(full)
     assert Dense.of(random_psd(5, 0)).violation() is None
 
@@ -135,24 +135,24 @@ def test_where_rounding_makes_a_difference_the_lower_triangle_counts():
     assert torch.equal(Dense.of(lopsided).dense(), full)
     half = full.bfloat16()
     half[1, 3] = torch.nextafter(half[1, 3], torch.tensor(9.0, dtype=torch.bfloat16))
-    with pytest.raises(kp.MatrixError, match="not symmetric"):
+    with refused(kp.MatrixError):
         Dense.of(half)
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(ValueError, match="square matrix of floats"):
+    with refused(ValueError):
         Dense.of(torch.zeros(2, 3))
-    with pytest.raises(ValueError, match="1 to 4 diagonal blocks, not 5"):
+    with refused(ValueError, "1", "4", "5"):
         BlockDiagonal.from_dense(random_psd(4, 0), 5)
-    with pytest.raises(ValueError, match="rank from 0 to 4, not 5"):
+    with refused(ValueError, "0", "4", "5"):
         LowRank.from_dense(random_psd(4, 0), 5)
-    with pytest.raises(TypeError, match="no int8 variant"):
+    with refused(TypeError):
         Dense.of(random_psd(4, 0)).quantized()
-    with pytest.raises(kp.MatrixError, match="square matrix"):
+    with refused(kp.MatrixError):
         Dense.of(torch.zeros(0, 0))
-    with pytest.raises(kp.MatrixError, match="a vector of floats"):
+    with refused(kp.MatrixError):
         Diagonal.of(torch.zeros(2, 2))
-    with pytest.raises(kp.MatrixError, match="from 0 to 1"):
+    with refused(kp.MatrixError, "0", "1"):
         Sparse.from_dense(random_psd(4, 0), -0.2)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from kit import refused
 from PIL import Image, ImageDraw, ImageFont
 
 from kfacpack.demo.canvas import MARGIN, SIDE, has_glyph, render_glyph, render_glyphs
@@ -60,7 +61,7 @@ def test_stamps_come_in_order():
 def test_characters_that_are_not_there_are_refused():
     assert has_glyph("a", "DejaVuSans")
     assert not has_glyph("\u4e00", "DejaVuSans")
-    with pytest.raises(KfacpackError, match="DejaVuSans has no character"):
+    with refused(KfacpackError):
         render_glyph("\u4e00", "DejaVuSans")
-    with pytest.raises(KfacpackError, match="is blank"):
+    with refused(KfacpackError):
         render_glyph(" ", "DejaVuSans")

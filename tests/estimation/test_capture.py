@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from estimation.nets import Transformer, ggn, images, mlp, seeded, vectors
+from kit import refused
 from torch import nn
 from torch.nn import functional as F
 
@@ -183,7 +184,7 @@ def test_what_cannot_be_factored_is_named_and_refused(style):
 def test_tied_weights_are_refused_and_can_be_left_out():
     tied = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).double()
     tied[4].weight = tied[2].weight
-    with pytest.raises(kp.KfacpackError, match=r"'2\.weight' is used 2 times"):
+    with refused(kp.KfacpackError, "2.weight", "2"):
         kp.estimate(tied, [vectors(5)])
     assert kp.estimate(tied, [vectors(5)], params=["0.*", "*.bias"]).parameters == (
         "0.weight",
@@ -198,7 +199,7 @@ def test_parameters_are_chosen_by_name_or_pattern():
     assert kp.estimate(model, [x], params="norm?.weight").parameters == ("norm1.weight", "norm2.weight")
     assert kp.estimate(model, [x], params=["up.*", "token"]).parameters == ("token", "up.weight", "up.bias")
     assert kp.estimate(model, [x], params=["up.bias"]).blocks[0].structure.matrix.side == 16
-    with pytest.raises(kp.KfacpackError, match="no parameter is called 'nothing'"):
+    with refused(kp.KfacpackError, "nothing"):
         kp.estimate(model, [x], params=["nothing"])
 
 
@@ -225,9 +226,9 @@ def test_what_f_does_not_depend_on_is_left_out():
     model.forward = lambda x: nn.Sequential.forward(model[:5], x)
     curvature = kp.estimate(model, [vectors(5)])
     assert not any(name.startswith("unused") for name in curvature.parameters)
-    with pytest.raises(kp.KfacpackError, match="does not depend on any of the chosen"):
+    with refused(kp.KfacpackError):
         kp.estimate(model, [vectors(5)], params="unused.*")
-    with pytest.raises(kp.KfacpackError, match=r"does not depend on 'unused\.weight'"):
+    with refused(kp.KfacpackError, "unused.weight"):
         kp.estimate(model, [vectors(5)], params=["0.weight", "unused.*"])
 
 
@@ -245,20 +246,20 @@ def test_wrong_inputs_are_refused():
         with pytest.raises(kp.KfacpackError, match=words):
             kp.estimate(model, batches)
     for params in ([], [3]):
-        with pytest.raises(kp.KfacpackError, match="at least one"):
+        with refused(kp.KfacpackError):
             kp.estimate(model, [vectors(5)], params=params)
-    with pytest.raises(kp.KfacpackError, match="not the same when it is computed again"):
+    with refused(kp.KfacpackError):
         kp.estimate(model, [vectors(5)], forward=lambda x: F.dropout(model(x)))
-    with pytest.raises(kp.KfacpackError, match="no numbers yet"):
+    with refused(kp.KfacpackError):
         kp.estimate(nn.LazyLinear(3), [vectors(5)])
-    with pytest.raises(kp.KfacpackError, match="block:K"):
+    with refused(kp.KfacpackError):
         kp.estimate(model, [vectors(5)], compress="wavelet:3")
 
 
 def test_a_model_that_uses_a_parameter_otherwise_later_is_refused():
     use = lambda m, x: torch.bmm(x.transpose(0, 1), m.w.expand(x.shape[1], 5, 4)).mean(0)  # noqa: E731
     first, later = vectors(5, 4).reshape(4, 1, 5), vectors(5, 12).reshape(4, 3, 5)
-    with pytest.raises(kp.KfacpackError, match="depend on its input"):
+    with refused(kp.KfacpackError):
         kp.estimate(net(use, w=(1, 5, 4)), [first, later])
 
 

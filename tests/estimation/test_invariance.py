@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from estimation.nets import TextEncoder, Transformer, images, mlp, seeded, sentences, vectors
+from kit import refused
 from torch import nn
 
 import kfacpack as kp
@@ -127,7 +128,7 @@ def test_the_model_is_as_it_was():
 def test_the_model_is_as_it_was_after_a_failure():
     model = seeded(mlp)
     model.train()
-    with pytest.raises(kp.KfacpackError, match="not finite"):
+    with refused(kp.KfacpackError):
         kp.estimate(model, [vectors(5), vectors(5) * float("nan")])
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kit import refused
 from pictures import paint
 
 from kfacpack.errors import KfacpackError
@@ -80,14 +81,14 @@ def test_progress_counts_the_examples(eye, task, by_colour):
 
 
 def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):
-    with pytest.raises(KfacpackError, match="no split 'dev'; there are train, validation, test"):
+    with refused(KfacpackError, "dev"):
         evaluate(eye, task, by_colour, "dev")
-    with pytest.raises(KfacpackError, match="the head's classes are not those of colours"):
+    with refused(KfacpackError):
         evaluate(eye, task, replace(by_colour, classes=("a", "b", "c")))
-    with pytest.raises(KfacpackError, match="examples 'some'"):
+    with refused(KfacpackError, "some"):
         evaluate(eye, task, by_colour, examples="some")
     blind = replace(eye, forward=lambda images: images.mean((2, 3)) / 0 * 0)
-    with pytest.raises(KfacpackError, match="colours, split 'test', examples 0 to 11: f is not finite"):
+    with refused(KfacpackError, "test", "0", "11"):
         evaluate(blind, task, by_colour)
 
 

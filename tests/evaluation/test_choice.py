@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit import refused
 from made_up import made_up
 from toys import ToyTask, ValidatedTask, toy_model, toy_subjects
 
@@ -70,7 +71,7 @@ def test_test_is_never_asked_at_another_alpha(model, subjects):
 
 
 def test_without_a_validation_split_there_is_nothing_to_choose_on():
-    with pytest.raises(KfacpackError, match=r"toy: α is chosen on .* 'validation'.*only train, test\. Add valid"):
+    with refused(KfacpackError, "validation"):
         validation_set(ToyTask())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from evaluation.toy import EXAMS, TASKS, bundle_of, change, crossed_model, inputs, linear_model, task_vector
-from kit import dense_block
+from kit import dense_block, refused
 from toys import toy_model
 
 import kfacpack as kp
@@ -113,16 +113,16 @@ def test_layers_may_be_left_out(model):
 
 def test_what_does_not_belong_together_is_refused(model):
     vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
-    with pytest.raises(kp.KfacpackError, match="there are no examples of two"):
+    with refused(kp.KfacpackError):
         drift(model, [EXAMS["one"]], {"one": vector}, {"two": bundle})
-    with pytest.raises(kp.KfacpackError, match="there is no bundle"):
+    with refused(kp.KfacpackError):
         drift(model, [EXAMS["one"]], {"one": vector}, {})
     other = bundle_of(toy_model(seed=1), TASKS["two"])
-    with pytest.raises(kp.TaskVectorError, match=r"different base models \(attentive and attentive\)"):
+    with refused(kp.TaskVectorError):
         drift(model, [EXAMS["two"]], {"one": vector}, {"two": other})
     part = kp.estimate(model.module, [inputs(model, EXAMS["two"])], params="mlp.*", function=model.function)
-    with pytest.raises(kp.TaskVectorError, match="which the bundle of two does not cover"):
+    with refused(kp.TaskVectorError):
         drift(model, [EXAMS["two"]], {"one": vector}, {"two": part})
     wide = kp.estimate(model.module, [inputs(model, EXAMS["two"])])
-    with pytest.raises(kp.TaskVectorError, match="are of different f"):
+    with refused(kp.TaskVectorError):
         drift(model, [EXAMS["two"]], {"one": vector}, {"two": wide})

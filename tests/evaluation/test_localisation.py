@@ -7,6 +7,7 @@ import torch
 from evaluation.toy import EXAMS, TASKS, change, inputs, task_vector
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import refused
 from toys import toy_model
 
 import kfacpack as kp
@@ -78,9 +79,9 @@ def test_auroc_counts_pairs_and_halves_ties(on, off):
 
 def test_what_cannot_be_told_apart_is_refused(model):
     vector = task_vector(model, TASKS["one"])
-    with pytest.raises(kp.KfacpackError, match="there are only examples of one; another task is needed"):
+    with refused(kp.KfacpackError):
         localisation(model, [EXAMS["one"]], {"one": vector})
-    with pytest.raises(kp.KfacpackError, match="there are no examples of one"):
+    with refused(kp.KfacpackError):
         localisation(model, [EXAMS["two"], EXAMS["three"]], {"one": vector})
-    with pytest.raises(kp.KfacpackError, match="no task vector"):
+    with refused(kp.KfacpackError):
         localisation(model, list(EXAMS.values()), {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit import refused
 from made_up import made_up
 from toys import toy_model, toy_subjects
 
@@ -84,10 +85,10 @@ def test_where_there_is_no_margin_nothing_is_removed(model, subjects):
 
 def test_what_makes_no_sense_is_refused(model, subjects):
     vector = made_up(model)
-    with pytest.raises(KfacpackError, match=r"alpha -0.5: the vector is negated already.*zero or more"):
+    with refused(KfacpackError, "-0.5"):
         negate(model, subjects[:1], subjects[2], vector, [-0.5])
     for keep in (0.0, 1.5):
-        with pytest.raises(KfacpackError, match="expected the share of the control's accuracy"):
+        with refused(KfacpackError):
             negate(model, subjects[:1], subjects[2], vector, ALPHAS, keep=keep)
-    with pytest.raises(KfacpackError, match="'two' is to be forgotten, and cannot be the control"):
+    with refused(KfacpackError, "two"):
         negate(model, subjects[:2], subjects[1], vector, ALPHAS)

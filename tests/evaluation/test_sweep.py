@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from kit import refused
 from made_up import made_up
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import CLASSES, WIDTH, ToyTask, toy_model
@@ -126,19 +127,19 @@ def test_another_f_is_refused(model, head, exam):
     other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
     for regime in ("linear", "full"):
         vector = made_up(model, regime=regime, function=seen)
-        with pytest.raises(kp.TaskVectorError, match=r"another f than the model's: .*64x64 pixels.*96x96 pixels"):
+        with refused(kp.TaskVectorError, "64x64", "96x96"):
             score(other, head, exam, vector=vector)
 
 
 def test_what_makes_no_sense_is_refused(model, head, exam):
     vector = made_up(model)
-    with pytest.raises(KfacpackError, match="no alpha to evaluate at"):
+    with refused(KfacpackError):
         scores(model, head, exam, vector, [])
-    with pytest.raises(KfacpackError, match="multiplied by nan"):
+    with refused(KfacpackError):
         scores(model, head, exam, vector, [1.0, float("nan")])
-    with pytest.raises(KfacpackError, match="give a vector as well"):
+    with refused(KfacpackError):
         score(model, head, exam, alpha=0.5)
-    with pytest.raises(KfacpackError, match="toy, split 'test', examples 0 to 63: f is not finite"):
+    with refused(KfacpackError, "test", "0", "63"):
         score(model, head, exam, vector=made_up(model, size=float("inf")))
 
 
@@ -147,7 +148,7 @@ def test_what_overflows_on_the_way_to_an_answer_is_told(model, head, exam):
     _, change = kp.linearize(model).outputs(batch_of(model, exam), dict(made_up(model)))
     vector = made_up(model, size=1e36 / float(change.abs().max()))
     for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
-        with pytest.raises(KfacpackError, match="toy, split 'test', examples 0 to 63: f is not finite"):
+        with refused(KfacpackError, "test", "0", "63"):
             scores(model, wide, exam, vector, [0.0, alpha])
 
 
@@ -186,7 +187,7 @@ def test_alphas_as_people_write_them(said, meant):
     ],
 )
 def test_other_alphas_are_refused(said, words):
-    with pytest.raises(KfacpackError, match=f"^alpha '{said}': .*{words}.*; expected a number"):
+    with refused(KfacpackError, said, words):
         parse_alphas(said)
 
 

@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 from experiments.small import TEXT
+from kit import refused
 
 import kfacpack as kp
 from kfacpack.experiments.plan_file import parse
@@ -85,5 +86,5 @@ def test_a_model_of_the_hub_is_no_folder(folders):
 
 
 def test_a_folder_that_is_only_where_the_user_is(folders):
-    with pytest.raises(kp.KfacpackError, match="meant from the plan's own folder"):
+    with refused(kp.KfacpackError):
         plan_of(folders[0], "t5:hub/name").model_folder()

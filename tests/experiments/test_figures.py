@@ -13,6 +13,7 @@ import xml.etree.ElementTree as ET
 import numpy as np
 import pytest
 from experiments import results as invented
+from kit import refused
 from PIL import Image
 
 from kfacpack.errors import KfacpackError
@@ -164,11 +165,11 @@ def test_few_spectra_are_named_and_many_coloured_by_side():
 
 def test_files_are_svg_or_png(tmp_path):
     figure = FIGURES["sweep"](data_of("sweep"))
-    with pytest.raises(KfacpackError, match=r"ends in .svg or .png, found '.pdf'"):
+    with refused(KfacpackError, ".pdf"):
         save(figure, tmp_path / "a.pdf")
-    with pytest.raises(KfacpackError, match="no theme 'sepia'"):
+    with refused(KfacpackError, "sepia"):
         FIGURES["sweep"](data_of("sweep"), theme="sepia")
-    with pytest.raises(KfacpackError, match="could not be written"):
+    with refused(KfacpackError):
         save(figure, tmp_path / "nowhere" / "a.svg")
     picture = save(figure, tmp_path / "a.png").read_bytes()
     with Image.open(io.BytesIO(picture)) as opened:

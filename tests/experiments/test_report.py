@@ -11,6 +11,7 @@ from itertools import pairwise
 import pytest
 from experiments.results import TIMES, make_results, write_run
 from kfacpack_cli.main import app
+from kit import refused
 from typer.testing import CliRunner
 
 from kfacpack.errors import KfacpackError
@@ -355,7 +356,7 @@ def test_keys_that_are_not_known_are_told(tmp_path):
 
 def test_times_are_checked_too(tmp_path):
     write_run(tmp_path, make_results(2, 1, full=False), {"stages": "none"})
-    with pytest.raises(KfacpackError, match=r"times.json: stages: .*list"):
+    with refused(KfacpackError):
         report(tmp_path, tmp_path / "report.html")
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from experiments.small import TEXT
+from kit import refused
 
 import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
@@ -146,7 +147,7 @@ def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     from kfacpack.experiments.run import _exclusive_lock
 
-    with _exclusive_lock(tmp_path), pytest.raises(kp.KfacpackError, match="another run is at work"):
+    with _exclusive_lock(tmp_path), refused(kp.KfacpackError):
         run_of(tmp_path).execute()
 
 

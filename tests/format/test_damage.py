@@ -10,7 +10,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
-from kit import complaint, data_start, forge, matrix_entry, small_curvature
+from kit import complaint, data_start, forge, matrix_entry, refused, small_curvature
 from safetensors.torch import save_file
 
 import kfacpack as kp
@@ -126,7 +126,7 @@ def test_sparse_coordinates_out_of_bounds_never_reach_a_kernel(tmp_path):
         matrix_entry(manifest)["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
 
     forged = forge(tmp_path / "good.kfac", tmp_path / "bad.kfac", edit)
-    with pytest.raises(kp.CorruptTensor, match=r"tensor 'one\.weight/B\.rows': .* leave the lower triangle of side 5"):
+    with refused(kp.CorruptTensor, "one.weight/B.rows", "5"):
         kp.load(forged).quadratic({"one.weight": torch.ones(5, 6)})
     failures = [failure for check in kp.verify(forged).checks for failure in check.failures]
     assert failures[0].subject == "tensor 'one.weight/B.rows'"

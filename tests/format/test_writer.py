@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import HOLDS, small_curvature
+from kit import HOLDS, refused, small_curvature
 from safetensors import safe_open
 
 import kfacpack as kp
@@ -133,7 +133,7 @@ def test_a_full_disk_is_reported_and_changes_nothing(tmp_path, monkeypatch):
 
     (tmp_path / "t.kfac").write_text("the old file")
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(kp.BundleError, match=r"t\.kfac: could not be written: No space left on device"):
+    with refused(kp.BundleError):
         small_curvature().save(tmp_path / "t.kfac")
     assert (tmp_path / "t.kfac").read_text() == "the old file"
     assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
@@ -148,9 +148,9 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 
 def test_places_that_cannot_be_written(tmp_path):
-    with pytest.raises(kp.BundleError, match="No such file or directory"):
+    with refused(kp.BundleError):
         small_curvature().save(tmp_path / "nowhere" / "t.kfac")
-    with pytest.raises(kp.BundleError, match="directory"):
+    with refused(kp.BundleError):
         small_curvature().save(tmp_path)
 
 
@@ -178,7 +178,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("pipe", "loop", "nul\0"):
-        with pytest.raises(kp.BundleError, match="could not be written"):
+        with refused(kp.BundleError):
             small_curvature().save(tmp_path / name)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 

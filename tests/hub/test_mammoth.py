@@ -13,6 +13,7 @@ import torch
 from hub.conftest import hub, unplug  # noqa: F401 - fixtures
 from hub.published import factors_of, store
 from kfacpack_cli.main import app
+from kit import refused
 from models.conftest import tiny_clip  # noqa: F401 - a fixture
 from safetensors.torch import save_file
 from typer.testing import CliRunner
@@ -247,7 +248,7 @@ def test_places_on_the_hub():
     assert published_folder("hf://a/b/c/d@main") == HubFolder("a/b", "c/d", "main")
     assert published_folder("hf://a/b@v1/c") == HubFolder("a/b", "c", "v1")
     assert published_folder("hf://a/b@v1") == HubFolder("a/b", "", "v1")
-    with pytest.raises(kp.KfacpackError, match="expected hf://owner/repo"):
+    with refused(kp.KfacpackError):
         published_folder("hf://a")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import parse_hf_uri
+from kit import refused
 
 import kfacpack as kp
 from kfacpack.format.reference import Reference, is_reference, locate
@@ -40,7 +41,7 @@ def test_a_reference_means_what_huggingface_hub_takes_it_for(text):
      "hf://owner/repo//t.kfac", "hf://own er/repo/t.kfac", "hf://buckets/owner/repo/t.kfac"],
 )  # fmt: skip
 def test_what_names_no_file_is_refused_in_words(text):
-    with pytest.raises(kp.KfacpackError, match=r"expected hf://owner/repo/FILE"):
+    with refused(kp.KfacpackError):
         kp.load(text)
 
 

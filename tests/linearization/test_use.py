@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from estimation.nets import TextEncoder, Transformer, images, mlp, seeded, sentences, vectors
+from kit import refused
 from linearization.through_jvp import a_tau, assert_exact, assert_near, cost, through_jvp
 from torch import nn
 
@@ -34,7 +35,7 @@ def test_the_model_is_given_back_as_it_was():
     cost(lin(sentences(), tau)).backward()
     assert flags(model) == before
     assert all(parameter.grad is None for parameter in model.parameters())
-    with pytest.raises(kp.KfacpackError, match="cannot be called"):
+    with refused(kp.KfacpackError):
         lin({"input_ids": sentences()["input_ids"]}, tau)
     with pytest.raises(IndexError):
         lin({**sentences(), "input_ids": torch.full((7, 6), 99)}, tau)
@@ -77,7 +78,7 @@ def test_params_are_chosen_as_in_an_estimate():
     some = kp.linearize(model, ["attn.*", "proj"])
     assert some.parameters == kp.estimate(model, [x], params=["attn.*", "proj"]).parameters
     assert_exact(model, x, params=["attn.*", "proj"])
-    with pytest.raises(kp.KfacpackError, match="no parameter is called 'nothing'"):
+    with refused(kp.KfacpackError, "nothing"):
         kp.linearize(model, "nothing")
 
 
@@ -131,7 +132,7 @@ def test_backward_twice_only_if_asked_for():
     first = torch.autograd.grad(value, list(tau.values()), retain_graph=True)
     second = torch.autograd.grad(value, list(tau.values()))
     assert all(map(torch.equal, first, second))
-    with pytest.raises(RuntimeError, match="second time"):
+    with refused(RuntimeError):
         torch.autograd.grad(value, list(tau.values()))
     point = lin.at(x, tau)
     u = torch.ones_like(point.f)
@@ -295,12 +296,12 @@ def test_weights_that_changed_before_the_backward_pass():
     out = lin(vectors(5), a_tau(lin))
     with torch.no_grad():
         model[2].weight.mul_(2)
-    with pytest.raises(kp.KfacpackError, match="overwritten"):
+    with refused(kp.KfacpackError):
         out.sum().backward()
 
 
 def test_an_empty_batch_is_told():
     lin, encoder = kp.linearize(seeded(mlp)), kp.linearize(seeded(TextEncoder))
     for one, batch in ((lin, vectors(5)[:0]), (encoder, {name: value[:0] for name, value in sentences().items()})):
-        with pytest.raises(kp.KfacpackError, match="the batch has no examples, expected at least one"):
+        with refused(kp.KfacpackError):
             one(batch, one.zeros())

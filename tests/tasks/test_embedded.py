@@ -12,6 +12,7 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 import torch
+from kit import refused
 from PIL import Image
 from safetensors.numpy import load, save
 
@@ -110,7 +111,7 @@ def test_an_example_is_a_picture_and_its_class(made):
     np.testing.assert_array_equal(np.asarray(example["image"]), made["digits"]["validation"].images[7])
     assert split.label(7) == made["digits"]["validation"].labels[7]
     assert (split.source.dataset, split.source.split, split.source.license) == (task.source, "validation", "CC BY 4.0")
-    with pytest.raises(KfacpackError, match="digits: no split 'dev'; there are train, validation, test"):
+    with refused(KfacpackError, "dev"):
         task.split("dev")
 
 
@@ -204,29 +205,29 @@ def test_other_data_than_recorded_is_refused(own_cache):
     other = replace(load_task("digits"), sha256="0" * 64)
     problem = f"digits: its pictures have sha256 {expected}, expected {'0' * 64}"
     remedy = r"They are made from scikit-learn .*: pip install --force-reinstall --no-deps scikit-learn=="
-    with pytest.raises(KfacpackError, match=f"{problem}. {remedy}") as raised:
+    with refused(KfacpackError, problem, remedy) as raised:
         other.split("train")
     assert version("scikit-learn") in str(raised.value)
     assert not own_cache.exists()
-    with pytest.raises(KfacpackError, match="drawn by kfacpack with numpy"):
+    with refused(KfacpackError):
         replace(other, package=None).split("train")
 
 
 def test_a_package_that_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
     absent = PackageData("no-such-thing", "no_such_thing", tested="1.0")
-    with pytest.raises(KfacpackError, match="comes with no-such-thing, which is not installed: pip install no-such-"):
+    with refused(KfacpackError):
         absent.read("data.csv.gz", bytes)
     (tmp_path / "hollow_package").mkdir()
     (tmp_path / "hollow_package" / "__init__.py").write_text("raise RuntimeError('imported')")
     (tmp_path / "hollow_package" / "bad").write_bytes(b"no picture, no archive")
     monkeypatch.syspath_prepend(tmp_path)
     hollow = PackageData("hollow", "hollow_package", tested="1.0")
-    with pytest.raises(KfacpackError, match=r"absent: cannot be read: No such file .* hollow of unknown version"):
+    with refused(KfacpackError):
         hollow.read("absent", bytes)
     for decode in (
         photo_tasks._read_photo,
         lambda data: photo_tasks.read_digits_table(data, 3),
         lambda data: Image.open(tmp_path / "none"),
     ):
-        with pytest.raises(KfacpackError, match="cannot be read"):
+        with refused(KfacpackError):
             hollow.read("bad", decode)

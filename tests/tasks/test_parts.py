@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from kfacpack_cli.main import app
-from kit import of_task
+from kit import of_task, refused, warned
 from PIL import Image
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
@@ -99,7 +99,7 @@ def test_a_part_without_examples_of_a_split_says_so(tmp_path):
             Image.new("L", (8, 8), 100).save(tmp_path / split / name / "1.png")
     part = kp.load_task("mine@2/2", tmp_path)
     assert part.sizes["test"] == 0
-    with pytest.raises(KfacpackError, match=r"mine@2/2: split 'test' has no example of its classes \(c, d"):
+    with refused(KfacpackError, "mine@2/2", "test"):
         part.split("test")
 
 
@@ -131,10 +131,10 @@ def test_parts_that_are_said_to_share_no_class_share_none(classes):
 
 def test_a_part_and_its_whole_are_not_counted_twice():
     whole, part, rest = (of_task(name, 10, seed) for seed, name in enumerate(("cars", "cars@1/2", "cars@2/2")))
-    with pytest.raises(KfacpackError, match="'cars' and 'cars@1/2', whose common classes would count twice"):
+    with refused(KfacpackError, "cars", "cars@1/2"):
         kp.merge([whole, part])
     assert len(kp.merge([part, rest]).about.merge.parents) == 2
-    with pytest.warns(OwnTaskWarning, match="holds back 'cars@1/2' itself.* is of 'cars'"):
+    with warned(OwnTaskWarning, "cars@1/2", "cars"):
         kp.Regularizer(whole, leaving_out="cars@1/2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from kit import refused
 from PIL import Image
 
 from kfacpack.errors import KfacpackError
@@ -91,8 +92,8 @@ def test_names_stay_beside_their_pictures():
 def test_a_task_without_pictures_or_classes_is_refused():
     texts, unlabelled = Colours(2), Colours(2)
     texts.split = lambda name: [{"premise": "one", "hypothesis": "two"}]
-    with pytest.raises(KfacpackError, match=r"colours: a sheet shows pictures, .* has 'premise', 'hypothesis'"):
+    with refused(KfacpackError, "premise", "hypothesis"):
         draw_contact_sheet(texts)
     unlabelled.split, unlabelled.classes = lambda name: [{"image": Image.new("L", (4, 4))}], None
-    with pytest.raises(KfacpackError, match="no column of class labels"):
+    with refused(KfacpackError):
         draw_contact_sheet(unlabelled)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import HOLDS, dense_block, of_task, random_psd, random_tau, small_curvature
+from kit import HOLDS, dense_block, of_task, random_psd, random_tau, refused, small_curvature, warned
 
 import kfacpack as kp
 from kfacpack.curvature.blocks import gather
@@ -139,16 +139,16 @@ def test_gradients_that_would_be_lost_are_refused():
 
     curvature, tau = kp.estimate(network(), [torch.randn(6, 4)]), vector()
     regularizer = kp.Regularizer(curvature, 2.0)
-    with pytest.raises(kp.KfacpackError, match=r"of a TaskVector are made anew .* add_grad\(tau, grads\)"):
+    with refused(kp.KfacpackError):
         regularizer.add_grad(tau)
     grads = dict.fromkeys(tau)  # as a module's `.grad` are before the first backward
     value = regularizer.add_grad(tau, grads)
     assert torch.equal(value, regularizer.value(tau))
     for name, found in curvature.apply(tau).items():
         torch.testing.assert_close(grads[name], 4 * found / regularizer.output_scale)
-    with pytest.raises(kp.KfacpackError, match="expected a dict that gradients are added to, found TaskVector"):
+    with refused(kp.KfacpackError):
         regularizer.add_grad(tau, tau)
-    with pytest.raises(kp.KfacpackError, match=r"the gradient of '0.bias': expected shape \[5\], found \[3\]"):
+    with refused(kp.KfacpackError, "0.bias", "[5]", "[3]"):
         regularizer.add_grad(tau, {"0.bias": torch.zeros(3)})
 
 
@@ -180,9 +180,9 @@ def test_groups_and_weights():
     weights = {"norm": 5.0, "projection": 0.25, "linear": 0.0}
     expected = brute([curvature], tau, 3.0, lambda block: weights.get(groups_of(curvature)[block.name], 1.0))
     agree(kp.Regularizer(curvature, 3.0, weights=weights), tau, expected)
-    with pytest.raises(kp.KfacpackError, match=r"no group 'norms'.* there are .*norm, projection"):
+    with refused(kp.KfacpackError, "norms"):
         kp.Regularizer(curvature, weights={"norms": 1.0})
-    with pytest.raises(kp.KfacpackError, match="weight of 'norm' is -1"):
+    with refused(kp.KfacpackError, "norm", "1"):
         kp.Regularizer(curvature, weights={"norm": -1.0})
 
 
@@ -241,11 +241,11 @@ def test_preset_is_the_published_weighting():
 
 
 def test_preset_needs_positions_and_a_known_model():
-    with pytest.raises(kp.KfacpackError, match="does not say over how many positions"):
+    with refused(kp.KfacpackError):
         kp.Regularizer(small_curvature("packed"), 1.0, preset="tak")
-    with pytest.raises(kp.KfacpackError, match="published for no model like small; give the strength"):
+    with refused(kp.KfacpackError):
         kp.Regularizer(small_curvature("packed"), preset="tak")
-    with pytest.raises(kp.KfacpackError, match="no preset 'tek'"):
+    with refused(kp.KfacpackError, "tek"):
         kp.Regularizer(small_curvature("packed"), preset="tek")
 
 
@@ -256,13 +256,13 @@ def test_another_model_or_another_f_is_refused():
     regularizer = kp.Regularizer(curvature)
     regularizer.check(state, curvature.about.function)
     state["norm.bias"] = state["norm.bias"] + 1
-    with pytest.raises(kp.KfacpackError, match=r"input 1: is of small, .* parameter 'norm.bias' has sha256"):
+    with refused(kp.KfacpackError, "1", "norm.bias", "sha256"):
         regularizer.check(state)
-    with pytest.raises(kp.KfacpackError, match="another f than the model's: normalised embedding of width 4; logits"):
+    with refused(kp.KfacpackError, "4"):
         regularizer.check(state, kp.Function(output="logits", normalized=False, width=9))
-    with pytest.raises(kp.KfacpackError, match="different f"):
+    with refused(kp.KfacpackError):
         kp.Regularizer([curvature, _with_width(of_task("other", seed=1), 2)])
-    with pytest.raises(kp.KfacpackError, match="count twice"):
+    with refused(kp.KfacpackError):
         kp.Regularizer([of_task("one"), of_task("one")])
 
 
@@ -278,29 +278,29 @@ def test_a_model_of_ours_is_checked_with_its_own_f():
     model = replace(kp.load_model("tiny"), module=Holder(), function=curvature.about.function)
     regularizer = kp.Regularizer(curvature)
     regularizer.check(model)
-    with pytest.raises(kp.KfacpackError, match="another f than the model's"):
+    with refused(kp.KfacpackError):
         regularizer.check(replace(model, function=kp.Function(output="logits", normalized=False, width=9)))
     state["norm.bias"] = state["norm.bias"] + 1
-    with pytest.raises(kp.KfacpackError, match=r"parameter 'norm.bias' has sha256"):
+    with refused(kp.KfacpackError, "norm.bias", "sha256"):
         regularizer.check(model)
 
 
 def test_a_vector_that_does_not_fit_is_refused():
     regularizer = kp.Regularizer(small_curvature("packed"))
-    with pytest.raises(kp.TaskVectorError, match="none of the parameters"):
+    with refused(kp.TaskVectorError):
         regularizer.value({"other": torch.ones(2)})
-    with pytest.raises(kp.TaskVectorError, match="mapping of names to tensors, found list"):
+    with refused(kp.TaskVectorError):
         regularizer.value([torch.ones(2)])
-    with pytest.raises(kp.TaskVectorError, match="'proj': expected a tensor, found list"):
+    with refused(kp.TaskVectorError, "proj"):
         regularizer.add_grad({"proj": [1.0]})
-    with pytest.raises(kp.TaskVectorError, match=r"'proj': expected floats of shape \[3, 2\]"):
+    with refused(kp.TaskVectorError, "proj", "[3, 2]"):
         regularizer.value({"proj": torch.ones(2, 3)})
     for bad in (-1.0, float("nan"), 1e300):
-        with pytest.raises(kp.KfacpackError, match="strength"):
+        with refused(kp.KfacpackError):
             kp.Regularizer(small_curvature("packed"), bad)
-    with pytest.raises(kp.KfacpackError, match="at least one bundle"):
+    with refused(kp.KfacpackError):
         kp.Regularizer([])
-    with pytest.raises(kp.KfacpackError, match="every 0"):
+    with refused(kp.KfacpackError, "0"):
         kp.Regularizer(small_curvature("packed"), every=0)
 
 
@@ -321,10 +321,10 @@ def test_the_trained_task_is_warned_of_where_it_cannot_be_subtracted():
     parts = [of_task(name, 10, seed) for seed, name in enumerate(("one", "two"))]
     merged = kp.merge(parts)
     tau = random_tau(merged)
-    with pytest.warns(OwnTaskWarning, match="holds back 'one' itself.* contains 'one'"):
+    with warned(OwnTaskWarning, "one"):
         kept = kp.Regularizer(merged, 1.0, leaving_out="one")
     assert torch.equal(kept.value(tau), kp.Regularizer(merged, 1.0).value(tau))
-    with pytest.raises(kp.KfacpackError, match="nothing remains"):
+    with refused(kp.KfacpackError):
         kp.Regularizer(parts[0], leaving_out="one")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from kit import refused
 from safetensors.torch import load_file, save_file
 from vectors.small import FUNCTION, network, vector
 
@@ -77,7 +78,7 @@ def test_a_number_that_is_none_is_not_written(path):
     one = vector()
     tensors = dict(one)
     tensors["1.bias"] = torch.full((5,), float("nan"))
-    with pytest.raises(kp.BundleError, match=r"tensor '1.bias': has a number that is not finite. Nothing was written"):
+    with refused(kp.BundleError, "1.bias"):
         kp.TaskVector(tensors, one.about).save(path)
     assert path.read_bytes() == before
     assert [each.name for each in path.parent.iterdir()] == [path.name]
@@ -89,7 +90,7 @@ def test_truncated_and_damaged_files_are_named(path):
         path.write_bytes(raw[:length])
         assert "fetch it again" in complaint(path)
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    with pytest.raises(kp.CorruptTensor, match="SHA-256"):
+    with refused(kp.CorruptTensor, "SHA-256"):
         loaded = kp.TaskVector.load(path)
         _ = dict(loaded), loaded.heads
     path.write_bytes(raw.replace(b'"seed', b'"sead', 1).replace(b"linear", b"lineal", 1))
@@ -134,5 +135,5 @@ def test_compression_measures_on_it_and_knows_its_model(path):
     read = read_vector_tensors(path, curvature)
     assert torch.equal(read("0.weight"), vector()["0.weight"])
     other = kp.estimate(network(1), [torch.randn(6, 4)])
-    with pytest.raises(kp.BundleError, match=r"tensor '0.weight': is of another base model"):
+    with refused(kp.BundleError, "0.weight"):
         read_vector_tensors(path, other)

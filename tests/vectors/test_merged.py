@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 import torch
+from kit import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from vectors.methods import drawn, every_method, made
 from vectors.small import head, network, vector
@@ -85,16 +86,16 @@ def test_vectors_that_do_not_belong_together_are_refused(method, tmp_path):
             kp.add([one, other], method)
     one.save(tmp_path / "one.safetensors")
     twice = [tmp_path / "one.safetensors", tmp_path / ".." / tmp_path.name / "one.safetensors"]
-    with pytest.raises(kp.TaskVectorError, match=r"one\.safetensors are the same vector, which would count twice"):
+    with refused(kp.TaskVectorError):
         kp.add(twice, method)
-    with pytest.raises(kp.TaskVectorError, match="vector 1 and vector 2 are the same"):
+    with refused(kp.TaskVectorError, "1", "2"):
         kp.add([one, one], method)
     for both in ([one + vector("two", 2), one], [one, one + vector("two", 2)]):
-        with pytest.raises(kp.TaskVectorError, match="vector 1 and vector 2 have a vector in common"):
+        with refused(kp.TaskVectorError, "1", "2"):
             kp.add(both, method)
-    with pytest.raises(kp.KfacpackError, match="nothing to add up"):
+    with refused(kp.KfacpackError):
         kp.add([], method)
-    with pytest.raises(kp.KfacpackError, match="found a single one"):
+    with refused(kp.KfacpackError):
         kp.add(one, method)
 
 

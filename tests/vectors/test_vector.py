@@ -7,6 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from kit import refused
 from torch import nn
 from vectors.small import head, network, vector
 
@@ -25,7 +26,7 @@ def test_arithmetic_is_that_of_tensors():
     assert "nothing" not in mixed
     with pytest.raises(KeyError):
         mixed["nothing"]
-    with pytest.raises(kp.TaskVectorError, match="multiplied by inf"):
+    with refused(kp.TaskVectorError):
         float("inf") * one
     with pytest.raises(TypeError):
         one + 3
@@ -58,7 +59,7 @@ def test_numbers_that_are_too_large_are_refused(tmp_path):
         with pytest.raises(kp.TaskVectorError, match=words):
             wrong()
     base = one.about.model_copy(update={"addends": ({"sha256": "b" * 64, "coefficient": 1e30},)})
-    with pytest.raises(kp.TaskVectorError, match=r"coefficient would be 1e\+60"):
+    with refused(kp.TaskVectorError, "1e", "60"):
         (1e30 * kp.TaskVector(dict(one), base)).save(tmp_path / "t.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -102,7 +103,7 @@ def test_applied_to_its_model():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert tau.apply(model, in_place=True) is model
     assert torch.equal(model[0].weight, edited[0].weight)
-    with pytest.raises(kp.TaskVectorError, match=r"parameter '0.weight' has sha256 .* add them up first"):
+    with refused(kp.TaskVectorError, "0.weight", "sha256"):
         tau.apply(model)
 
 
@@ -136,9 +137,9 @@ def test_another_model_is_refused_by_its_numbers():
     other = network()
     with torch.no_grad():
         other[1].bias[2] += 1
-    with pytest.raises(kp.TaskVectorError, match=r"trained from network 0, which the model is not: parameter '1.bias'"):
+    with refused(kp.TaskVectorError, "0", "1.bias"):
         vector().apply(other)
-    with pytest.raises(kp.TaskVectorError, match=r"parameter '0.weight' is not among these weights"):
+    with refused(kp.TaskVectorError, "0.weight"):
         vector().apply(nn.Linear(2, 2))
 
 
@@ -155,7 +156,7 @@ def test_sums_that_mean_nothing_are_refused():
     tensors = {name: value for name, value in one.items() if name != "2.bias"}
     base = kp.identify(network(), list(tensors), family="test", name="network 0")
     fewer = kp.TaskVector(tensors, one.about.model_copy(update={"base": base}))
-    with pytest.raises(kp.TaskVectorError, match=r"only one of them has '2.bias'"):
+    with refused(kp.TaskVectorError, "2.bias"):
         one + fewer
 
 
@@ -163,7 +164,7 @@ def test_heads_of_one_task_must_be_the_same():
     one = vector("toy")
     tensors = dict(one)
     for other, words in ((head(9), "weights are not the same numbers"), (head(3, classes=3), "2 and 3 classes")):
-        with pytest.raises(kp.TaskVectorError, match=f"both have a head for 'toy', but not the same one: .*{words}"):
+        with refused(kp.TaskVectorError, "toy", words):
             one + kp.TaskVector(tensors, one.about, {"toy": other})
     assert set((one + kp.TaskVector(tensors, one.about)).heads) == {"toy"}
 
@@ -171,14 +172,14 @@ def test_heads_of_one_task_must_be_the_same():
 def test_what_does_not_fit_is_refused():
     one = vector()
     tensors = dict(one)
-    with pytest.raises(kp.TaskVectorError, match=r"'0.bias' is not in the vector"):
+    with refused(kp.TaskVectorError, "0.bias"):
         kp.TaskVector({n: t for n, t in tensors.items() if n != "0.bias"}, one.about)
-    with pytest.raises(kp.TaskVectorError, match="'more' is not in the base model's parameters"):
+    with refused(kp.TaskVectorError, "more"):
         kp.TaskVector({**tensors, "more": torch.ones(1)}, one.about)
-    with pytest.raises(kp.TaskVectorError, match=r"expected floats of shape \[5\], found"):
+    with refused(kp.TaskVectorError, "[5]"):
         kp.TaskVector({**tensors, "0.bias": torch.ones(4)}, one.about)
-    with pytest.raises(kp.TaskVectorError, match="a head for 'other', which is none of the tasks: toy"):
+    with refused(kp.TaskVectorError, "other"):
         kp.TaskVector(tensors, one.about, {"other": head(1)})
     wide = kp.Head(torch.ones(2, 9), torch.zeros(2), ("a", "b"), "text")
-    with pytest.raises(kp.TaskVectorError, match=r"expected weight and bias of \[2, 3\] and \[2\]"):
+    with refused(kp.TaskVectorError, "[2, 3]", "[2]"):
         kp.TaskVector(tensors, one.about, {"toy": wide})
