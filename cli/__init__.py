@@ -1,10 +1,10 @@
-"""The `kfacpack` command. One file a command; each is thin and calls the library."""
+"""The `kfacpack` command. Each module holds one command or a few related ones; all of them call the library."""
 
 from __future__ import annotations
 
 
 def run() -> None:
-    """What the shell calls. Nothing else is imported yet, so that Ctrl-C is answered from the first moment."""
+    """Entry point of the shell command. Imports nothing else before it handles Ctrl-C."""
     try:
         from .main import run_app
 

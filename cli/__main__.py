@@ -1,4 +1,4 @@
-"""`python -m kfacpack_cli`, for launchers that start modules rather than commands."""
+"""`python -m kfacpack_cli`, for launchers such as torchrun that start modules."""
 
 from __future__ import annotations
 

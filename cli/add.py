@@ -1,8 +1,6 @@
-"""What `add` and `negate` share: writing a vector, and the whole model with it.
+"""`kfacpack add`: merges task vectors into one. `kfacpack negate`: negates a task vector to make a model forget.
 
-`kfacpack add`: many task vectors into one.
-
-`kfacpack negate`: a task vector the other way round, to forget its task.
+Both can also write the model with the resulting vector added.
 """
 
 from __future__ import annotations
@@ -13,13 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.text import Text
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.units import human_bytes, human_seconds
 
-from .console import loading, out, print_json, show_note, steps_bar
-from .options import IMAGE_SIZE, MODEL, MODEL_NAME, QUIET, RUN, WEIGHTS, File, check_output, load_model_option, option
+from .console import loading, print_json, print_line, print_next, show_note, steps_bar
+from .options import (
+    AS_JSON,
+    IMAGE_SIZE,
+    MODEL,
+    MODEL_NAME,
+    QUIET,
+    RUN,
+    WEIGHTS,
+    File,
+    check_output,
+    load_model_option,
+    model_arguments,
+    option,
+)
 
 if TYPE_CHECKING:
     from kfacpack.models.model import Model
@@ -31,186 +41,215 @@ SAVE_MODEL = option(
     None,
     "--save-model",
     metavar="PATH",
-    help="Write the model with the vector added, too: a .safetensors file for open_clip and timm, a folder for t5: and "
-    "hf:. --model, --weights and --image-size say which model.",
+    help="Also write the model with the vector added: a .safetensors file for open_clip and timm, a folder for t5: and "
+    "hf:. Uses --model, --weights and --image-size.",
 )
 LINEARISED_NOTE = (
-    "the vector was trained in the linearised model f + J τ; what is saved is the model itself with the weights "
-    "θ0 + τ, which gives other outputs. eval --vector uses the vector as it was trained"
+    "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ and gives other "
+    "outputs. eval --vector uses the vector as it was trained"
 )
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What the options say of the model to save, if it is to be saved."""
+    """The options that describe the model to save."""
 
     path: Path | None
+    """--save-model; None saves no model."""
     model: str
     weights: str | None
     image_size: int | None
 
     def check(self, output: Path, inputs: list[File]) -> None:
+        """Checks the output paths before any work is done.
+
+        Args:
+            output: The vector to write.
+            inputs: Files that the command reads.
+
+        Raises:
+            KfacpackError: If a path cannot be written or an option has no effect.
+        """
         check_output(output, inputs)
         if self.path is None:
             if self.weights or self.image_size:
-                raise KfacpackError("--weights and --image-size belong to a model that is saved: give --save-model")
+                raise KfacpackError("--weights and --image-size describe the model to save; give --save-model as well")
             return
         check_output(self.path, [*inputs, *([self.weights] if self.weights else [])])
         if self.path.resolve() == output.resolve():
-            raise KfacpackError(f"{output}: the vector and the model cannot be the same file; give each its own name")
+            raise KfacpackError(f"{output}: the vector and the model need different files")
 
 
-def write(tau: TaskVector, output: Path, wanted: ModelOutput, *, show: bool, quiet: bool) -> dict[str, Any]:
-    """Write the vector, and the model where it is wanted, and say so; what `--json` says of both.
+def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, quiet: bool) -> dict[str, Any]:
+    """Writes a vector and, if requested, the model with the vector added.
 
-    Nothing is written where the model does not fit.
+    Args:
+        tau: The vector.
+        output: File for the vector.
+        target: The model to save. Nothing is written if it does not fit the vector.
+        show: Whether to print a summary.
+        quiet: Whether to suppress notes.
+
+    Returns:
+        The result for `--json`.
     """
     from kfacpack.vectors.task_vector import TaskVector
 
     start = time.perf_counter()
-    loaded = _load_fitting_model(tau, wanted, show=show)
+    model = _load_base_model(tau, target, show=show)
     with steps_bar("writing", show=show) as advance:
         tau.save(output, progress=advance)
-    made, seconds = TaskVector.load(output), time.perf_counter() - start
+    vector, seconds = TaskVector.load(output), time.perf_counter() - start
     if show:
-        size = f"{len(made)} parameters, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"
-        out.print(Text(f"wrote {output}: {', '.join(made.tasks)}: {size}"), soft_wrap=True)
+        size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"
+        print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}")
+    # The saved vector is used: its tensors are computed already.
+    saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
+    if show:
+        tasks = [word for task in vector.tasks for word in ("--task", task)]
+        print_next("eval", *model_arguments(vector.about.base), "--vector", output, *tasks)
     return {
         "path": str(output),
-        "sha256": made.digest,
+        "sha256": vector.digest,
         "bytes": output.stat().st_size,
         "seconds": seconds,
-        "base": made.about.base.name,
-        "regime": made.regime,
-        "tasks": list(made.tasks),
-        "parameters": len(made),
-        "addends": [each.model_dump(mode="json") for each in made.about.addends],
-        # From the file, where everything is computed already.
-        "model": _save(loaded, made, wanted.path, show=show, quiet=quiet) if loaded and wanted.path else None,
+        "base": vector.about.base.name,
+        "regime": vector.regime,
+        "tasks": list(vector.tasks),
+        "parameters": len(vector),
+        "addends": [addend.model_dump(mode="json") for addend in vector.about.addends],
+        "model": saved,
     }
 
 
-def _load_fitting_model(tau: TaskVector, wanted: ModelOutput, *, show: bool) -> Model | None:
-    if wanted.path is None:
+def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Model | None:
+    """Loads the model to save and checks that the vector fits it."""
+    if target.path is None:
         return None
     from kfacpack.curvature.matrices.components import TORCH_TYPES
 
-    # In the precision that the vector was trained from, or the weights would not be the same.
+    # In the dtype that the vector was trained with; the weights would differ otherwise.
     dtype: Any = str(TORCH_TYPES[tau.about.base.parameters[0].dtype]).removeprefix("torch.")
-    with loading(wanted.model, show=show):
-        loaded = load_model_option(wanted.model, wanted.weights, wanted.image_size, dtype)
-    loaded.checkpoint.check(wanted.path)
-    tau.check(loaded.module, loaded.function)
-    return loaded
+    with loading(target.model, show=show):
+        model = load_model_option(target.model, target.weights, target.image_size, dtype)
+    model.checkpoint.check(target.path)
+    tau.check(model.module, model.function)
+    return model
 
 
-def _save(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet: bool) -> dict[str, Any]:
+def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet: bool) -> dict[str, Any]:
     tau.apply(model.module, in_place=True)
     model.checkpoint.save(path)
     note = LINEARISED_NOTE if tau.is_linear else None
     load = model.checkpoint.how_to_load(path)
     if show:
-        out.print(Text(f"wrote {path}: the model with it; load it with {load}"), soft_wrap=True)
+        print_line(f"wrote {path}: the model with the vector added; load it with {load}")
     if note and not quiet:
         show_note(f"note: {note}")
     return {"path": str(path), "load": load, "note": note}
 
 
-METHOD_PANEL = "The method"
+METHOD_PANEL = "Method"
 
 
 def add(
-    vectors: list[File] = typer.Argument(..., metavar="FILE.safetensors...", help="The task vectors."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="SUM.safetensors", help="The file to write."),
+    vectors: list[File] = typer.Argument(..., metavar="FILE.safetensors...", help="Task vectors to add."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="SUM.safetensors", help="Output file."),
     method: str = option(
         METHOD_PANEL,
         "sum",
         "--method",
-        help="sum: Σ α τ. ties: trim, elect signs, add up what agrees (the paper: their mean times λ). dare: drop at "
-        "random, rescale, add up. tsv: each task's largest singular vectors, made orthogonal (the paper's α is 1). "
-        "iso: the sum with a flat spectrum, Iso-C; iso-cts: with directions of single tasks (the paper chooses α).",
+        metavar="METHOD",
+        help="sum: Σ α τ. ties: trim, elect signs, sum the values that agree (the paper: their mean times λ). dare: "
+        "drop at random, rescale, sum. tsv: largest singular vectors of each task, orthogonalised (the paper's α is "
+        "1). iso: the sum with a flat spectrum (Iso-C). iso-cts: iso with task-specific directions (the paper tunes "
+        "α).",
     ),
     alpha: list[float] | None = option(
         METHOD_PANEL,
         None,
         "--alpha",
         metavar="α",
-        help="What the result is multiplied by; or, repeated, one for each vector in their order. Every method gives "
-        "a vector on the scale of the sum, not the mean, to be used at 1, which is the default.",
+        help="Factor for the result or, if repeated, for each vector in order. All methods are on the scale of the "
+        "sum, not the mean. [default: 1]",
     ),
     keep: float | None = option(
         METHOD_PANEL,
         None,
         "--keep",
         metavar="X",
-        help="ties: the share of each vector's numbers that stays; 0.2 by default.",
+        help="ties: fraction of each vector's values to keep. [default: 0.2]",
     ),
     drop: float | None = option(
-        METHOD_PANEL, None, "--drop", metavar="P", help="dare: the probability of being dropped; 0.9 by default."
+        METHOD_PANEL, None, "--drop", metavar="X", help="dare: probability of dropping a value. [default: 0.9]"
     ),
-    seed: int | None = option(METHOD_PANEL, None, "--seed", help="dare: decides what is dropped; 0 by default."),
+    seed: int | None = option(
+        METHOD_PANEL, None, "--seed", metavar="N", help="dare: seed for the dropped values. [default: 0]"
+    ),
     common: float | None = option(
         METHOD_PANEL,
         None,
         "--common",
         metavar="X",
-        help="iso-cts: the share of directions that the sum gives; 0.8 by default.",
+        help="iso-cts: fraction of directions taken from the sum. [default: 0.8]",
     ),
     mean: bool = option(
         METHOD_PANEL,
         False,
         "--mean",
-        help="Average where the publication does: ties, what agrees; tsv and iso, parameters that are no matrices.",
+        help="Average where the paper does. ties: the values that agree. tsv, iso, iso-cts: parameters that are not "
+        "matrices.",
     ),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
-    as_json: bool = option(RUN, False, "--json", help="Print what was made, and how, as JSON."),
+    as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Add task vectors up to one that has all their heads, or merge them by another method.
+    """Add task vectors, or merge them by another method. The result has the heads of all of them.
 
-    Vectors of other base models, regimes or f, or with other heads for the same task, are refused.
+    Vectors with different base models, regimes or f, or with different heads for one task, are refused.
 
-    Memory does not grow with the number of vectors; the methods with singular vectors hold one layer of all of them.
+    Memory does not grow with the number of vectors, except that tsv and iso hold one layer of all vectors at a time.
     """
-    # They bring torch, which --help has no need to wait for.
-    from kfacpack.vectors.add import add as added
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.vectors.add import add as add_vectors
     from kfacpack.vectors.methods import METHODS
 
-    wanted = ModelOutput(save_model, model, weights, image_size)
-    wanted.check(output, vectors)
-    given = {"keep": keep, "drop": drop, "seed": seed, "common": common, "mean": mean or None}
-    settings = {name: value for name, value in given.items() if value is not None}
+    target = ModelOutput(save_model, model, weights, image_size)
+    target.check(output, vectors)
+    options = {"keep": keep, "drop": drop, "seed": seed, "common": common, "mean": mean or None}
+    settings = {name: value for name, value in options.items() if value is not None}
     alphas = alpha or [1.0]
-    tau = added(vectors, method, alphas[0] if len(alphas) == 1 else alphas, **settings)
-    said = write(tau, output, wanted, show=not (quiet or as_json), quiet=quiet)
+    tau = add_vectors(vectors, method, alphas[0] if len(alphas) == 1 else alphas, **settings)
+    result = write(tau, output, target, show=not (quiet or as_json), quiet=quiet)
     if as_json:
-        by = METHODS[method].of(settings)
-        how: dict[str, Any] = {"method": method, "settings": by.settings, "scale": by.scale}
-        print_json({**how, "alphas": alphas * len(vectors) if len(alphas) == 1 else alphas, **said})
+        used = METHODS[method].of(settings)
+        details: dict[str, Any] = {"method": method, "settings": used.settings, "scale": used.scale}
+        print_json({**details, "alphas": alphas * len(vectors) if len(alphas) == 1 else alphas, **result})
 
 
 def negate(
-    vector: File = typer.Argument(..., metavar="FILE.safetensors", help="The task vector."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="NEGATED.safetensors", help="The file to write."),
-    alpha: float = option(RUN, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
+    vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to negate."),
+    output: Path = option(RUN, ..., "--output", "-o", metavar="NEGATED.safetensors", help="Output file."),
+    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
-    as_json: bool = option(RUN, False, "--json", help="Print what was made as JSON."),
+    as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Negate a task vector: a model that it is added to forgets the task. Its heads stay as they are.
+    """Negate a task vector, so that a model it is added to forgets the task. The heads are kept.
 
-    Added to the vector itself, it gives zero, exactly.
+    A vector plus its negation is exactly zero.
     """
+    # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.task_vector import TaskVector
 
-    wanted = ModelOutput(save_model, model, weights, image_size)
-    wanted.check(output, [vector])
-    said = write(-alpha * TaskVector.load(vector), output, wanted, show=not (quiet or as_json), quiet=quiet)
+    target = ModelOutput(save_model, model, weights, image_size)
+    target.check(output, [vector])
+    result = write(-alpha * TaskVector.load(vector), output, target, show=not (quiet or as_json), quiet=quiet)
     if as_json:
-        print_json({"alpha": alpha, **said})
+        print_json({"alpha": alpha, **result})

@@ -1,4 +1,4 @@
-"""`kfacpack compress`: a smaller bundle, and what it loses."""
+"""`kfacpack compress`: writes a smaller bundle and reports the approximation error."""
 
 from __future__ import annotations
 
@@ -6,85 +6,95 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
 
-from .console import out, print_json, steps_bar
-from .options import QUIET, RUN, File, check_output, option
+from .console import out, plain_table, print_json, print_line, print_next, steps_bar
+from .options import AS_JSON, QUIET, RUN, File, check_output, model_arguments, option
 
 if TYPE_CHECKING:
     from kfacpack.compression.compression_report import BlockCompressionReport, CompressionReport
 
 
-KEPT_PANEL = "What is kept"
+COMPRESSION_PANEL = "Compression"
 
 
 def compress(
-    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle to compress."),
+    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="Bundle to compress."),
     spec: str | None = typer.Argument(
-        None, metavar="CODEC", help="block:K, svd:R, svd:P%, prune:P%, then int8, fp16 or bf16: block:8+int8."
+        None,
+        metavar="CODEC",
+        help="block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16; joined by +, such as block:8+int8.",
     ),
-    output: Path | None = option(RUN, None, "--output", "-o", metavar="SMALL.kfac", help="The file to write."),
+    output: Path | None = option(RUN, None, "--output", "-o", metavar="SMALL.kfac", help="Output file."),
     budget: str | None = option(
-        KEPT_PANEL,
+        COMPRESSION_PANEL,
         None,
         "--budget",
         metavar="SIZE|P%",
-        help="Instead of a codec: each matrix gets the one with which the file loses least at this size, such as 70MB, "
-        "or 10% of dense float32.",
+        help="File size, such as 70MB or 10% of dense float32. Replaces CODEC: chooses one per matrix so that the "
+        "error is smallest.",
     ),
     vector: File | None = option(
-        RUN, None, "--vector", metavar="FILE.safetensors", help="Measure the error of 'quadratic' on this task vector."
+        RUN, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."
     ),
-    blocks: bool = option(RUN, False, "--blocks", help="List every block: its codec, bytes and errors."),
-    dry_run: bool = option(RUN, False, "--dry-run", help="Show what it would give; write nothing."),
-    as_json: bool = option(RUN, False, "--json", help="Print sizes and errors, block by block, as JSON."),
+    blocks: bool = option(RUN, False, "--blocks", help="List codec, bytes and errors of every block."),
+    dry_run: bool = option(RUN, False, "--dry-run", help="Show size and errors; write nothing."),
+    as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Write a smaller bundle, and say what it loses: of G (Frobenius norm), and of 'quadratic' on task vectors.
+    """Compress a bundle and report the approximation error of G and of 'quadratic'.
 
-    Those are random ones, and ones along the curvature, τ ~ N(0, G), which trained ones resemble more; --vector takes
-    a real one. What was measured is written into the bundle.
+    'quadratic' is measured on random task vectors and on vectors along the curvature, τ ~ N(0, G), which are closer to
+    trained ones; --vector adds a trained one. The errors are recorded in the new bundle.
 
-    A matrix that a codec would not make smaller stays as it is. Positive semi-definiteness is kept by block and svd, by
-    fp16 and bf16 up to their rounding, and by int8 after svd; 'verify' tells.
+    A matrix that the codec would not make smaller is left unchanged. block and svd keep matrices positive
+    semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16; check the others with 'verify'.
     """
-    # They bring torch, which --help has no need to wait for.
+    # Imported here so that --help does not wait for torch.
     from kfacpack.compression.compress import choice_of, compress_by
     from kfacpack.curvature.curvature import from_bundle
     from kfacpack.curvature.saving import file_size
     from kfacpack.vectors.tensor_file import read_vector_tensors
 
     if output is None and not dry_run:
-        raise KfacpackError("say where to with -o SMALL.kfac, or look at it first with --dry-run")
-    opened = Bundle(bundle)
+        raise KfacpackError("no output file; give -o SMALL.kfac, or --dry-run to see size and errors only")
+    source = Bundle(bundle)
     if output is not None:
         check_output(output, [bundle])
-    curvature = from_bundle(opened)
+    curvature = from_bundle(source)
     tau = read_vector_tensors(vector, curvature) if vector else None
     show = not (quiet or as_json)
     with steps_bar("trying codecs", show=show and budget is not None) as advance:
         choice = choice_of(curvature, spec, budget, advance, with_vector=tau is not None)
     with steps_bar("compressing", show=show) as advance:
-        smaller, report = compress_by(curvature, choice, vector=tau, progress=advance)
-    said: dict[str, Any] = {"path": None, "sha256": None, "bytes": file_size(smaller)}
+        compressed, report = compress_by(curvature, choice, vector=tau, progress=advance)
+    file: dict[str, Any] = {"path": None, "sha256": None, "bytes": file_size(compressed)}
     if output is not None and not dry_run:
-        smaller.save(output)
-        said = {"path": str(output), "sha256": Bundle(output).digest, "bytes": output.stat().st_size}
+        compressed.save(output)
+        file = {"path": str(output), "sha256": Bundle(output).digest, "bytes": output.stat().st_size}
     if as_json:
-        print_json({**said, "input_bytes": opened.nbytes, **report_json(report, said["bytes"])})
-    elif not quiet:
+        print_json({**file, "input_bytes": source.nbytes, **report_json(report, file["bytes"])})
+    elif show:
         if blocks:
             _print_blocks(report)
-        word = "would be" if said["path"] is None else f"wrote {output}:"
-        print_report(report, f"{word} {human_bytes(said['bytes'])}, from {human_bytes(opened.nbytes)}", said["bytes"])
+        action = "would be" if file["path"] is None else f"wrote {output}:"
+        sizes = f"{human_bytes(file['bytes'])}, from {human_bytes(source.nbytes)}"
+        print_report(report, f"{action} {sizes}", file["bytes"])
+        if file["path"] is not None:
+            print_next("train", *model_arguments(curvature.about.base), "--task", "TASK", "--reg", output)
 
 
 def report_json(report: CompressionReport, size: int) -> dict[str, Any]:
+    """Returns a compression report as JSON.
+
+    Args:
+        report: The report.
+        size: Bytes of the compressed file.
+    """
     return {
         "dense_bytes": report.dense_bytes,
         "ratio": size / report.dense_bytes,
@@ -110,40 +120,45 @@ def _block_json(block: BlockCompressionReport) -> dict[str, Any]:
 def _quadratic_json(report: CompressionReport | BlockCompressionReport) -> dict[str, float | None]:
     from kfacpack.compression.compression_report import relative_error
 
-    found = report.moments
-    return {"random": found.quadratic, "along": found.along, "vector": relative_error(report.real)}
+    moments = report.moments
+    return {"random": moments.quadratic, "along": moments.along, "vector": relative_error(report.real)}
 
 
-def print_report(report: CompressionReport, said: str, size: int) -> None:
-    """`said`, the ratio to dense float32, the errors, and what no codec made smaller."""
+def print_report(report: CompressionReport, heading: str, size: int) -> None:
+    """Prints a compression report: the ratio to dense float32, the errors, and the unchanged blocks.
+
+    Args:
+        report: The report.
+        heading: Printed before the ratio.
+        size: Bytes of the compressed file.
+    """
     from kfacpack.compression.compression_report import relative_error
 
     dense = human_bytes(report.dense_bytes)
-    out.print(Text(f"{said}: {size / report.dense_bytes:.2%} of dense float32 ({dense})"))
-    real = relative_error(report.real)
-    on_vector = "" if real is None else f", {real:.2g} on the task vector"
-    out.print(
+    print_line(f"{heading}: {size / report.dense_bytes:.2%} of dense float32 ({dense})")
+    error = relative_error(report.real)
+    on_vector = "" if error is None else f", {error:.2g} on the task vector"
+    print_line(
         f"relative error: {report.moments.frobenius:.2g} of G (Frobenius norm); of quadratic "
         f"{report.moments.quadratic:.2g} on random task vectors (root mean square), {report.moments.along:.2g} "
-        f"on those along the curvature{on_vector}"
+        f"on vectors along the curvature{on_vector}"
     )
-    if kept := [block.name for block in report.blocks if block.step is None]:
-        some = ", ".join(kept[:3]) + (", …" if len(kept) > 3 else "")
-        out.print(Text(f"{len(kept)} of {len(report.blocks)} blocks stay as they are: {some}"), soft_wrap=True)
+    if unchanged := [block.name for block in report.blocks if block.step is None]:
+        names = ", ".join(unchanged[:3]) + (", …" if len(unchanged) > 3 else "")
+        print_line(f"{len(unchanged)} of {len(report.blocks)} blocks are unchanged: {names}")
 
 
 def _print_blocks(report: CompressionReport) -> None:
     from kfacpack.compression.compression_report import relative_error
 
-    table = Table("block", "codec", box=None, header_style="bold", pad_edge=False)
     with_vector = report.real is not None
-    for heading in ("bytes", "of dense", "G", "random τ", "along G", *(["task vector"] * with_vector)):
-        table.add_column(heading, justify="right")
+    columns = ("bytes", "of dense", "G", "random τ", "along G", *(["task vector"] * with_vector))
+    table = plain_table("block", "codec", numbers=columns)
     for block in report.blocks:
         ratio = f"{block.bytes / block.dense_bytes:.2%}" if block.dense_bytes else "shared"
-        found = block.moments
-        errors = [found.frobenius, found.quadratic, found.along, *([relative_error(block.real)] * with_vector)]
-        words = ["" if error is None else f"{error:.2g}" for error in errors]
+        moments = block.moments
+        errors = [moments.frobenius, moments.quadratic, moments.along, *([relative_error(block.real)] * with_vector)]
+        cells = ["" if error is None else f"{error:.2g}" for error in errors]
         name = Text(block.name, overflow="fold")
-        table.add_row(name, Text(block.step or "as it is"), human_bytes(block.bytes), ratio, *words)
+        table.add_row(name, Text(block.step or "unchanged"), human_bytes(block.bytes), ratio, *cells)
     out.print(table)

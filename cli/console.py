@@ -1,19 +1,18 @@
-"""How commands speak: tables to stdout, errors and progress to stderr, JSON to stdout alone.
+"""Console output of the commands: tables on stdout, errors and progress bars on stderr, JSON alone on stdout.
 
-What a person sees while a command works: a bar on a terminal's stderr, and nothing anywhere else.
-
-What Ctrl-C means to long work.
+Progress bars are drawn only if stderr is a terminal. `stop_on_interrupt` turns Ctrl-C into a clean stop of long work.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -31,26 +30,33 @@ if TYPE_CHECKING:
     from kfacpack.training.metrics import Metrics
 
 
-# Where nobody watches, lines may be long: a name that is broken in two cannot be searched for.
+# If stdout is not a terminal, lines may be long: a name that is split over two lines cannot be searched for.
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 err = Console(stderr=True, highlight=False)
 
 
 def show_error(message: str) -> None:
+    """Prints an error to stderr."""
     err.print(Text.assemble(("error: ", "bold red"), printable(message, longest=8000)), soft_wrap=True)
 
 
 def show_note(message: str) -> None:
+    """Prints a note or warning to stderr."""
     err.print(Text(printable(message, longest=8000)), soft_wrap=True)
 
 
 @contextmanager
 def show_warnings(*kinds: type[Warning], show: bool) -> Iterator[None]:
-    """The library's warnings of these kinds become notes, or nothing where none are to be shown."""
+    """Prints the library's warnings of these classes as notes.
+
+    Args:
+        *kinds: Warning classes. Other warnings are handled as usual.
+        show: False suppresses these warnings.
+    """
     with warnings.catch_warnings():
         for kind in kinds:
             warnings.simplefilter("always", kind)
-        otherwise = warnings.showwarning
+        default_showwarning = warnings.showwarning
 
         def showwarning(
             message: Warning | str,
@@ -61,7 +67,7 @@ def show_warnings(*kinds: type[Warning], show: bool) -> Iterator[None]:
             line: str | None = None,
         ) -> None:
             if not issubclass(category, kinds):
-                otherwise(message, category, filename, lineno, file, line)
+                default_showwarning(message, category, filename, lineno, file, line)
             elif show:
                 show_note(f"warning: {message}")
 
@@ -69,8 +75,40 @@ def show_warnings(*kinds: type[Warning], show: bool) -> Iterator[None]:
         yield
 
 
+def print_line(text: str, *, style: str = "") -> None:
+    """Prints one line to stdout without wrapping it."""
+    out.print(Text(printable(text, longest=8000), style=style), soft_wrap=True)
+
+
+def print_next(*words: object) -> None:
+    """Prints the command that usually follows, for example `next: kfacpack train --reg merged.kfac`.
+
+    Args:
+        *words: The words after `kfacpack`; they are quoted for the shell where necessary.
+    """
+    print_line(f"next: kfacpack {shlex.join(map(str, words))}", style="dim")
+
+
+def plain_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
+    """Returns a table without borders.
+
+    Args:
+        *headings: Left-aligned columns.
+        numbers: Right-aligned columns that follow them.
+    """
+    table = Table(*headings, box=None, header_style="bold", pad_edge=False)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def name_cell(name: str) -> Text:
+    """Returns a table cell for a name from a file or the user; long names are folded, not cut."""
+    return Text(printable(name), overflow="fold")
+
+
 def key_value_table(facts: Iterable[tuple[str, str]]) -> Table:
-    """Labels, and what they stand for."""
+    """Returns a table of labels and values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan")
     table.add_column(overflow="fold")
@@ -80,16 +118,20 @@ def key_value_table(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def percent(share: float | None) -> str:
-    """0.9312 -> '93.1%'; nothing for what is not known."""
+    """Formats a share: 0.9312 becomes '93.1%', None becomes ''."""
     return "" if share is None else f"{share:.1%}"
 
 
 def print_json(value: Any) -> None:
+    """Prints a value as JSON to stdout."""
     print(json.dumps(value, indent=2))
 
 
 class SpeedColumn(ProgressColumn):
+    """Examples per second."""
+
     def render(self, task: Task) -> Text:
+        """Returns the cell for one task."""
         return Text(f"{task.speed:.1f} examples/s" if task.speed else "")
 
 
@@ -97,7 +139,7 @@ class SpeedColumn(ProgressColumn):
 def _bar(
     name: str, *columns: ProgressColumn, show: bool, total: int | None = None, **fields: Any
 ) -> Iterator[Callable[..., None]]:
-    """A bar with more columns beside what is done of how much; to be called with what has changed."""
+    """Draws a progress bar with extra columns; yields `rich.progress.Progress.update` for it."""
     all_columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -107,45 +149,46 @@ def _bar(
     )
     with Progress(*all_columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
         task = bar.add_task(printable(name), total=total, **fields)
-        yield lambda **what: bar.update(task, **what)
+        yield lambda **changes: bar.update(task, **changes)
 
 
 @contextmanager
 def examples_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
-    """To be told how many examples are done, and how many there are."""
+    """Draws a bar with the number of examples per second; yields `update(done, total)`."""
     with _bar(name, SpeedColumn(), show=show) as update:
         yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
 def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
-    """To be told how many steps are done, and how many there are."""
+    """Draws a bar; yields `update(done, total)`."""
     with _bar(name, show=show) as update:
         yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
 def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """To be told how much is done, how much there is, and what there is to say."""
+    """Draws a bar with a status text; yields `update(done, total, text)`."""
     with _bar(name, TextColumn("{task.fields[words]}", markup=False), show=show, words="") as update:
         yield lambda done, total, words: update(completed=done, total=total, words=words)
 
 
 @contextmanager
 def checks_bar(name: str, *, show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """To be told what is checked, how much of it is done, and how much there is."""
+    """Draws a bar that names the current check; yields `update(check, done, total)`."""
     with _bar(name, show=show) as update:
         yield lambda check, done, total: update(description=printable(f"{name}: {check}"), completed=done, total=total)
 
 
 class TrainingProgress:
-    """Hears of every step, and remembers the last."""
+    """Progress callback of a training run; `last` holds the metrics of the latest step."""
 
     def __init__(self, update: Callable[..., None]):
         self._update = update
         self.last: Metrics | None = None
 
     def __call__(self, metrics: Metrics, steps: int) -> None:
+        """Updates the bar after a step."""
         self.last = metrics
         penalty = "" if metrics.penalty is None else f", penalty {metrics.penalty:.3g}"
         words = f"loss {metrics.loss:.3g}{penalty}, accuracy {metrics.accuracy:.0%}"
@@ -154,44 +197,51 @@ class TrainingProgress:
 
 @contextmanager
 def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgress]:
+    """Draws a bar with loss, penalty and accuracy; yields the progress callback."""
     words = TextColumn("{task.fields[words]}", markup=False)
     with _bar(name, words, show=show, total=steps, words="") as update:
         yield TrainingProgress(update)
 
 
 def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
+    """Shows a spinner while something is loaded."""
     return err.status(Text(f"loading {printable(name)}")) if show and err.is_terminal else nullcontext()
 
 
 MIN_SECONDS = 1.0
-"""Seconds between two requests: launchers pass on to their processes what the terminal has told these already."""
+"""A second signal within this time is ignored: launchers forward Ctrl-C to processes that the terminal has already
+signalled."""
 
 
 @contextmanager
-def stop_on_interrupt(kept: str) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C, or a polite request to end, lets the batch at hand finish; the second one does not wait.
+def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
+    """Stops long work cleanly: the first Ctrl-C or SIGTERM lets the current batch finish, the second stops at once.
 
-    Work that has stopped ends the command. `kept`: what is said of it then.
+    Args:
+        message: What is printed after "interrupted; " when the work has stopped. The command then exits with code 130.
+
+    Yields:
+        A function that tells whether a stop was requested.
     """
     from kfacpack.estimation.resume import Interrupted
 
-    asked: list[float] = []
+    requests: list[float] = []
 
-    def ask(number: int, frame: object) -> None:
+    def request_stop(number: int, frame: object) -> None:
         now = time.monotonic()
-        if asked and now - asked[0] > MIN_SECONDS:
+        if requests and now - requests[0] > MIN_SECONDS:
             raise KeyboardInterrupt
-        if asked:
+        if requests:
             return
-        asked.append(now)
+        requests.append(now)
         show_note("stopping after this batch; press Ctrl-C again to stop at once")
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, request_stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield lambda: bool(asked)
+        yield lambda: bool(requests)
     except Interrupted as interruption:
-        show_note(f"interrupted; {kept}")
+        show_note(f"interrupted; {message}")
         raise typer.Exit(130) from interruption
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

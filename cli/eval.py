@@ -1,7 +1,4 @@
-"""What `--individual` says: how well each task's own vector does, to normalise by.
-
-`kfacpack eval`: how often a model is right on tasks.
-"""
+"""`kfacpack eval`: the accuracy of a model on tasks, with or without a task vector."""
 
 from __future__ import annotations
 
@@ -19,9 +16,11 @@ from kfacpack.format.reference import is_reference
 from kfacpack.format.units import parse_alphas
 from kfacpack.models.prompts import PromptStyle
 
-from .console import loading, print_json, show_note
+from .console import loading, print_json, print_line, show_note
 from .evaluator import Evaluator, write_csv
 from .options import (
+    AS_JSON,
+    BATCH_SIZE,
     COLUMNS,
     DATA,
     DEVICE,
@@ -37,7 +36,8 @@ from .options import (
     File,
     HeadKind,
     check_output,
-    folders_of,
+    data_folders,
+    duplicate,
     load_model_option,
     load_task_option,
     option,
@@ -48,130 +48,151 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
 
-NUMBER = re.compile(r"(.+)=([0-9.]+)(%?)")
-INDIVIDUAL_FORMS = "expected a vector's file, TASK=0.93, or a .json that eval --json printed"
+NUMBER = re.compile(r"(.+)=([0-9.]+%?)")
+INDIVIDUAL_FORMS = "expected the file of a vector, TASK=0.93, or a .json file printed by eval --json"
 
 
-def read_individual(said: list[str], exams: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
-    """A task's name -> its individual accuracy, or the vector that has it."""
-    known: dict[str, float | TaskVector] = {}
-    for each in said:
-        for task, found in _read_entry(each, exams).items():
-            if task in known:
-                raise KfacpackError(f"--individual {printable(each)}: {printable(task)!r} is already given by another")
-            known[task] = found
-    return known
+def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
+    """Parses the options --individual.
+
+    Args:
+        values: Files of vectors, TASK=NUMBER, or JSON files of earlier evaluations.
+        sets: Task -> examples to evaluate.
+
+    Returns:
+        Task -> accuracy of its own vector, or that vector.
+
+    Raises:
+        KfacpackError: If a value cannot be read, does not fit the tasks, or repeats a task.
+    """
+    individual: dict[str, float | TaskVector] = {}
+    for value in values:
+        for task, accuracy in _read_entry(value, sets).items():
+            if task in individual:
+                raise _invalid_individual(value, f"{task!r} is given twice")
+            individual[task] = accuracy
+    return individual
 
 
-def _read_entry(said: str, exams: Mapping[str, EvaluationSet]) -> Mapping[str, float | TaskVector]:
-    if is_reference(said):
-        return _vector(said, exams)
-    number = None if Path(said).exists() else NUMBER.fullmatch(said)
+def _read_entry(value: str, sets: Mapping[str, EvaluationSet]) -> Mapping[str, float | TaskVector]:
+    if is_reference(value):
+        return _from_vector(value, sets)
+    number = None if Path(value).exists() else NUMBER.fullmatch(value)
     if number:
-        return {_evaluated(said, number[1], exams): _parse_share(said, number[2], number[3])}
-    if not Path(said).is_file():
-        raise _invalid_individual(said, f"there is no such file; {INDIVIDUAL_FORMS}")
-    return _from_json(said, exams) if said.endswith(".json") else _vector(said, exams)
+        return {_require_evaluated(value, number[1], sets): _accuracy(value, number[2])}
+    if not Path(value).is_file():
+        raise _invalid_individual(value, f"no such file; {INDIVIDUAL_FORMS}")
+    return _from_json(value, sets) if value.endswith(".json") else _from_vector(value, sets)
 
 
-def _vector(said: str, exams: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
+def _from_vector(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
     from kfacpack.vectors.task_vector import TaskVector
 
-    vector = TaskVector.load(said)
+    vector = TaskVector.load(value)
     if len(vector.tasks) != 1:
-        raise _invalid_individual(
-            said, f"is a vector of {len(vector.tasks)} tasks, {', '.join(vector.tasks)}; expected of one"
-        )
-    return {_evaluated(said, vector.tasks[0], exams): vector}
+        problem = f"expected a vector of one task, got {len(vector.tasks)}: {', '.join(vector.tasks)}"
+        raise _invalid_individual(value, problem)
+    return {_require_evaluated(value, vector.tasks[0], sets): vector}
 
 
-def _from_json(said: str, exams: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
+def _from_json(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
     try:
-        tasks = json.loads(Path(said).read_text(encoding="utf-8"))["tasks"]
-        found = {task: (_parse_share(said, str(tasks[task]["accuracy"])), tasks[task]["examples"]) for task in tasks}
+        tasks = json.loads(Path(value).read_text(encoding="utf-8"))["tasks"]
+        entries = {task: (_accuracy(value, str(tasks[task]["accuracy"])), tasks[task]["examples"]) for task in tasks}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _invalid_individual(said, "is not what eval --json prints for one α") from error
-    wanted = {task: each for task, each in found.items() if task in exams}
-    if not wanted:
-        raise _invalid_individual(said, f"has none of the tasks that are evaluated; it has {', '.join(found)}")
-    for task, (_, examples) in wanted.items():
-        if examples != (own := len(exams[task].numbers)):
-            problem = f"{task!r} was evaluated on {examples} examples, and is on {own} here"
-            raise _invalid_individual(said, f"{problem}; evaluate it with the same --split and --examples")
-    return {task: accuracy for task, (accuracy, _) in wanted.items()}
+        raise _invalid_individual(value, "expected the output of eval --json for one α") from error
+    used = {task: entry for task, entry in entries.items() if task in sets}
+    if not used:
+        raise _invalid_individual(value, f"contains none of the evaluated tasks, only {', '.join(entries)}")
+    for task, (_, examples) in used.items():
+        if examples != (own := len(sets[task].numbers)):
+            problem = f"{task!r} was evaluated on {examples} examples, expected {own}"
+            raise _invalid_individual(value, f"{problem}; evaluate it with the same --split and --examples")
+    return {task: accuracy for task, (accuracy, _) in used.items()}
 
 
-def _evaluated(said: str, task: str, exams: Mapping[str, EvaluationSet]) -> str:
-    if task not in exams:
-        raise _invalid_individual(said, f"{task!r} is not among the tasks that are evaluated: {', '.join(exams)}")
+def _require_evaluated(value: str, task: str, sets: Mapping[str, EvaluationSet]) -> str:
+    if task not in sets:
+        raise _invalid_individual(value, f"{task!r} is not one of the evaluated tasks: {', '.join(sets)}")
     return task
 
 
-def _parse_share(said: str, number: str, percent: str = "") -> float:
-    try:
-        share = float(number) / (100 if percent else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise _invalid_individual(said, f"{number}{percent} is no accuracy to divide by; expected above 0, up to 1")
+def _accuracy(value: str, number: str) -> float:
+    share = _parse_share(number)
+    if share is None:
+        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0, up to 1")
     return share
 
 
-def _invalid_individual(said: str, problem: str) -> KfacpackError:
-    return KfacpackError(f"--individual {printable(said)}: {printable(problem)}")
+def _parse_share(text: str) -> float | None:
+    """Parses '0.95' or '95%'; returns None unless the share is above 0 and at most 1."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        return None
+    return share if 0 < share <= 1 else None
 
 
-VECTOR = "The vector"
+def _invalid_individual(value: str, problem: str) -> KfacpackError:
+    return KfacpackError(f"--individual {printable(value)}: {printable(problem)}")
+
+
+VECTOR_PANEL = "Vector"
 
 
 def evaluate(
     model: str = MODEL_NAME,
-    task: list[str] = option(DATA, [], "--task", help="A task's name; repeatable."),
-    more: list[str] | None = typer.Argument(None, metavar="TASK...", help="Further tasks: --task A B C."),
+    task: list[str] = option(
+        DATA,
+        [],
+        "--task",
+        metavar="TASK",
+        help="Task name, as listed by `kfacpack tasks`, or any name with --data; repeatable.",
+    ),
+    more: list[str] | None = typer.Argument(None, metavar="TASK...", help="More tasks: --task A B C."),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     prompts: PromptStyle | None = PROMPTS,
     vector: File | None = option(
-        VECTOR,
+        VECTOR_PANEL,
         None,
         "--vector",
         metavar="FILE.safetensors",
-        help="A task vector to add. Its own heads are used, unless --head names another kind; for a task that it has "
-        "none for, one is made, and a note says so.",
+        help="Task vector to add. Its heads are used unless --head is given.",
     ),
     alpha: str | None = option(
-        VECTOR,
+        VECTOR_PANEL,
         None,
         "--alpha",
         metavar="A|A,B|FROM:TO:STEP",
-        help="What it is multiplied by: one number, several, or a range with its end, as 0:2:0.1. "
-        "If it is not given: 1.0; with --choose 0:2:0.1, with --control 0:1:0.05.",
+        help="Factor of the vector: a number, several, or a range including its end. "
+        "[default: 1; 0:2:0.1 with --choose, 0:1:0.05 with --control]",
     ),
     individual: list[str] | None = option(
-        VECTOR,
+        VECTOR_PANEL,
         None,
         "--individual",
         metavar="FILE|TASK=X|FILE.json",
-        help="Normalise a task's accuracy by that of its own vector: the file of that vector, the number, or what "
-        "eval --json printed for it; repeatable.",
+        help="Normalise a task's accuracy by that of its own vector: the vector's file, the accuracy, or the output of "
+        "eval --json; repeatable.",
     ),
     choose: bool = option(
-        VECTOR, False, "--choose", help="Choose α by the mean accuracy on validation; evaluate on test at this α alone."
+        VECTOR_PANEL, False, "--choose", help="Choose α by the mean accuracy on validation; evaluate it on test."
     ),
     control: str | None = option(
-        VECTOR,
+        VECTOR_PANEL,
         None,
         "--control",
         metavar="TASK",
-        help="Subtract the vector, as much of it as this task bears: α, chosen on validation, is the one that leaves "
-        "the other tasks least while this one keeps --keep of its accuracy.",
+        help="Subtract the vector instead. α is chosen on validation to minimise the accuracy on the other tasks while "
+        "this task keeps --keep of its accuracy.",
     ),
     keep: str | None = option(
-        VECTOR,
+        VECTOR_PANEL,
         None,
         "--keep",
         metavar="P%",
-        help="The share of its accuracy that the --control task keeps; 95% by default.",
+        help="Share of its accuracy that the --control task must keep. [default: 95%]",
     ),
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
@@ -181,39 +202,43 @@ def evaluate(
         None,
         "--data",
         metavar="DIR|TASK=DIR",
-        help="The task's data: a folder, or hf://datasets/OWNER/REPO, as for train. Of one of several tasks, or of the "
+        help="Data of the task: a folder or hf://datasets/OWNER/REPO, as for train. With several tasks or "
         "--control, TASK=DIR; repeatable.",
     ),
     columns: str | None = COLUMNS,
-    split: str = option(DATA, "test", "--split", help="The split to take examples from."),
-    examples: str = option(DATA, "all", "--examples", metavar="N|P%|all", help="How many; always the same ones."),
-    batch_size: int = option(RUN, 64, "--batch-size", min=1, help="Examples at a time."),
-    as_json: bool = option(RUN, False, "--json", help="Print the accuracies as JSON."),
-    csv: Path | None = option(RUN, None, "--csv", metavar="FILE", help="Write them as a table, a row for each task."),
+    split: str = option(DATA, "test", "--split", metavar="SPLIT", help="Split to evaluate on."),
+    examples: str = option(
+        DATA, "all", "--examples", metavar="N|P%|all", help="Number of examples; the same ones every time."
+    ),
+    batch_size: int = BATCH_SIZE,
+    as_json: bool = AS_JSON,
+    csv: Path | None = option(RUN, None, "--csv", metavar="FILE", help="Write a CSV file with one row per task."),
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
-    """Measure a model's accuracy on one or several tasks, and its mean over them.
+    """Evaluate the accuracy of a model on tasks, with or without a task vector.
 
-    With --vector, of the model with α times that task vector: one that was trained linearised is used in the
-    linearised model, where a range of α costs no more than one.
+    With --vector, the model plus α times the vector is evaluated. Vectors of the linear regime are evaluated in the
+    linearised model, where a range of α costs as much as a single one.
     """
     names = [*task, *(more or [])]
     _check_names(names, control)
     folders = _folders(names, control, data or [], columns)
-    needing = {"alpha": alpha, "individual": individual, "choose": choose, "control": control}
-    if vector is None and (first := next((name for name, given in needing.items() if given), None)):
-        raise KfacpackError(f"--{first} is about a task vector: give --vector FILE.safetensors as well")
+    vector_options = {"alpha": alpha, "individual": individual, "choose": choose, "control": control}
+    if vector is None and (first := next((name for name, value in vector_options.items() if value), None)):
+        raise KfacpackError(f"--{first} needs a task vector; give --vector FILE.safetensors as well")
     _check_combination(choose, control, keep, individual, split)
     alphas = parse_alphas(alpha if alpha is not None else "0:2:0.1" if choose else "0:1:0.05" if control else "1.0")
     if choose and len(alphas) == 1:
-        raise KfacpackError(f"--choose needs several α to choose from, found {alpha}; give --alpha 0:2:0.1")
-    share = _percentage_of_individual(keep or "95%")
+        raise KfacpackError(f"--choose needs several α, got {alpha}; give a range such as --alpha 0:2:0.1")
+    kept_share = _parse_share(keep or "95%")
+    if kept_share is None:
+        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0%, up to 100%, such as 95%")
     if csv:
         if csv.is_dir():
-            raise KfacpackError(f"{csv}: is a folder; give the path of a file")
-        check_output(csv, [each for each in (vector, *(individual or ())) if each])
-    # They bring torch, which --help has no need to wait for.
+            raise KfacpackError(f"{csv}: is a folder; expected a file")
+        check_output(csv, [file for file in (vector, *(individual or ())) if file])
+    # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
     from kfacpack.evaluation.accuracy import EvaluationSet, vector_head
     from kfacpack.evaluation.sweep import validation_set
@@ -227,56 +252,58 @@ def evaluate(
         tasks = [load_task_option(name, folders.get(name), columns, model, quiet=quiet) for name in names]
         if control is not None:
             tasks.append(load_task_option(control, folders.get(control), None, model, quiet=quiet))
-        exams = {each.name: EvaluationSet.of(each, split, examples) for each in tasks}
-        chosen_on = {each.name: validation_set(each, examples) for each in tasks} if choose or control else {}
-        known = read_individual(individual or [], exams)
+        sets = {loaded.name: EvaluationSet.of(loaded, split, examples) for loaded in tasks}
+        validation = {loaded.name: validation_set(loaded, examples) for loaded in tasks} if choose or control else {}
+        own_vectors = read_individual(individual or [], sets)
         tau = TaskVector.load(vector) if vector else None
-        loaded = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
-    for each in (tau, *known.values()):
-        if isinstance(each, TaskVector):
-            each.check(loaded.module, loaded.function)  # before anything takes long
-    room = Evaluator(loaded, head, batch_size, show)
-    made = {each.name: room.head(each, tau) for each in tasks}
+        loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
+    for used in (tau, *own_vectors.values()):
+        if isinstance(used, TaskVector):
+            used.check(loaded_model.module, loaded_model.function)  # before any long computation
+    evaluator = Evaluator(loaded_model, head, batch_size, show)
+    heads = {loaded.name: evaluator.head(loaded, tau) for loaded in tasks}
     if vector and tau and head == "auto" and not quiet:
-        for name in (each.name for each in tasks[: len(names)] if vector_head(each, tau) is None):
-            own = f"its heads are for {', '.join(tau.heads)}" if tau.heads else "it has none"
-            problem = f"{vector} has no head for {name!r}, {own}"
-            show_note(f"note: {problem}; what is told of it is with one made for the model ({made[name].origin})")
+        for name in (loaded.name for loaded in tasks[: len(names)] if vector_head(loaded, tau) is None):
+            existing = f"only for {', '.join(tau.heads)}" if tau.heads else "nor for any other task"
+            problem = f"{vector} has no head for {name!r}, {existing}"
+            show_note(f"note: {problem}; using a new head of the model ({heads[name].origin})")
     if control is not None:
         assert tau is not None
-        found = room.negation(made, chosen_on, exams, tau, alphas, share)
-    elif choose:
-        assert tau is not None
-        found = room.choice(made, chosen_on, exams, tau, alphas, room.accuracies(known, exams))
+        output = evaluator.negation(heads, validation, sets, tau, alphas, kept_share)
     else:
-        found = room.sweep(made, exams, tau, alphas, room.accuracies(known, exams), split)
+        accuracies = evaluator.individual_accuracies(own_vectors, sets)
+        if choose:
+            assert tau is not None
+            output = evaluator.choice(heads, validation, sets, tau, alphas, accuracies)
+        else:
+            output = evaluator.sweep(heads, sets, tau, alphas, accuracies, split)
     if csv:
-        write_csv(csv, found.rows)
+        write_csv(csv, output.rows)
     if as_json:
-        print_json(found.as_json)
+        print_json(output.as_json)
     elif show:
-        found.print()
+        output.print()
+        if csv:
+            print_line(f"wrote {csv}: {len(output.rows)} rows")
 
 
 def _folders(names: list[str], control: str | None, data: list[str], columns: str | None) -> dict[str, str]:
-    """Task -> where its data is: a folder alone is that of the one task, and else it is TASK=DIR for each."""
+    """Returns task -> folder. For a single task, --data may be the folder alone."""
     if columns and len(names) > 1:
-        raise KfacpackError(
-            f"--columns is about the data of one task, found {len(names)}: {printable(', '.join(names))}"
-        )
-    everyone = [*names, *([control] if control else [])]
-    if len(names) == len(data) == 1 and data[0].partition("=")[0] not in everyone:
+        raise KfacpackError(f"--columns needs a single task, got {len(names)}: {printable(', '.join(names))}")
+    tasks = [*names, *([control] if control else [])]
+    if len(names) == len(data) == 1 and data[0].partition("=")[0] not in tasks:
         return {names[0]: data[0]}
-    return folders_of(everyone, data)
+    return data_folders(tasks, data)
 
 
 def _check_names(names: list[str], control: str | None) -> None:
     if not names:
-        raise KfacpackError("no task to evaluate on; name one with --task. `kfacpack tasks` lists those that are known")
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise KfacpackError(f"task {printable(twice[0])!r} is named twice; once is enough")
+        raise KfacpackError("no task to evaluate; name one with --task. Run `kfacpack tasks` for a list")
+    if repeated := duplicate(names):
+        raise KfacpackError(f"task {printable(repeated)!r} is given twice")
     if control in names:
-        raise KfacpackError(f"--control {printable(str(control))}: is to be forgotten as well; name another task")
+        raise KfacpackError(f"--control {printable(str(control))}: is also the task to forget; name another task")
 
 
 def _check_combination(
@@ -287,22 +314,12 @@ def _check_combination(
     split: str,
 ) -> None:
     if choose and control:
-        raise KfacpackError("--choose looks for the best α, --control for the one that forgets most; give one of them")
+        raise KfacpackError("--choose and --control exclude each other: the best α, or the one that forgets most")
     if (choose or control) and split != "test":
-        asked = "--choose" if choose else "--control"
-        problem = f"{asked} chooses α on validation and evaluates on test, found --split {printable(split)}"
+        flag = "--choose" if choose else "--control"
+        problem = f"{flag} chooses α on validation and evaluates on test, got --split {printable(split)}"
         raise KfacpackError(f"{problem}. Leave out one of them")
     if control is None and keep:
-        raise KfacpackError("--keep is about the control task: name it with --control TASK")
+        raise KfacpackError("--keep needs a control task; name it with --control TASK")
     if control and individual:
-        raise KfacpackError("--individual normalises what a vector adds, and --control takes it away; give one of them")
-
-
-def _percentage_of_individual(text: str) -> float:
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise KfacpackError(f"--keep {printable(text)}: expected a share such as 95%, above 0%, up to 100%")
-    return share
+        raise KfacpackError("--individual and --control exclude each other: negation has no normalised accuracy")

@@ -1,7 +1,4 @@
-"""How `kfacpack eval` shows accuracies: tables for a terminal, rows for a spreadsheet.
-
-Where `kfacpack eval` has exams taken, in every way it can be asked to.
-"""
+"""Evaluation modes of `kfacpack eval` (one α, a sweep, α chosen on validation, negation) and their tables and CSV."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from rich.text import Text
 from kfacpack.errors import printable
 from kfacpack.format.writer import write_atomically
 
-from .console import examples_bar, out, percent
+from .console import examples_bar, name_cell, out, percent, plain_table, print_line
 from .options import HeadKind
 
 if TYPE_CHECKING:
@@ -30,107 +27,112 @@ if TYPE_CHECKING:
 
 
 COLUMNS = ("task", "split", "alpha", "accuracy", "normalized", "examples", "head")
-WIDTH, WIDEST = 80, 12
+"""Columns of the CSV file."""
+TABLE_WIDTH, MAX_COLUMN_WIDTH = 80, 12
 
 Result = Mapping[str, Any]
-"""As `kfacpack.evaluation.sweep.evaluation_result` makes it."""
+"""Accuracies at one α, as returned by `kfacpack.evaluation.sweep.evaluation_result`."""
 
 
-def print_result(found: Result) -> None:
-    with_normalized = any(each["normalized"] is not None for each in found["tasks"].values())
-    table = Table("task", box=None, header_style="bold", pad_edge=False)
-    for heading in ("accuracy", *(["normalised"] if with_normalized else []), "examples"):
-        table.add_column(heading, justify="right")
+def print_result(result: Result) -> None:
+    """Prints the accuracies of all tasks at one α."""
+    keys = {"accuracy": "accuracy"}
+    if any(task["normalized"] is not None for task in result["tasks"].values()):
+        keys["normalised"] = "normalized"
+    table = plain_table("task", numbers=(*keys, "examples"))
     table.add_column("head")
-    for name, each in found["tasks"].items():
-        shares = [percent(each["accuracy"]), *([percent(each["normalized"])] if with_normalized else [])]
-        table.add_row(_name(name), *shares, f"{each['examples']:,}", each["head"])
-    if len(found["tasks"]) > 1:
-        mean = found["mean"]
-        shares = [percent(mean["accuracy"]), *([percent(mean["normalized"])] if with_normalized else [])]
-        table.add_row("mean", *shares, style="bold")
+    for name, task in result["tasks"].items():
+        shares = (percent(task[key]) for key in keys.values())
+        table.add_row(name_cell(name), *shares, f"{task['examples']:,}", task["head"])
+    if len(result["tasks"]) > 1:
+        table.add_row("mean", *(percent(result["mean"][key]) for key in keys.values()), style="bold")
     out.print(table)
 
 
-def print_sweep(alphas: Sequence[float], found: Sequence[Result], best: int, split: str) -> None:
-    """A row for each α, a column for each task; of more tasks than a line has room for, one table after the other."""
-    for tasks in _side_by_side(list(found[0]["tasks"])):
-        last = tasks[-1] == list(found[0]["tasks"])[-1]
-        means = _means(found) if last and (len(found[0]["tasks"]) > 1 or _is_normalized(found)) else {}
+def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, split: str) -> None:
+    """Prints accuracies with one row per α and one column per task.
+
+    Args:
+        alphas: The factors of the vector.
+        results: The result at each of them.
+        best: Index of the best α.
+        split: The split that was evaluated.
+    """
+    names = list(results[0]["tasks"])
+    for tasks in _split_columns(names):
+        with_means = tasks[-1] == names[-1] and (len(names) > 1 or _is_normalized(results))
+        means = _mean_columns(results) if with_means else {}
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("α", justify="right")
-        for name in [*map(_name, tasks), *map(Text, means)]:
-            table.add_column(name, justify="right", max_width=WIDEST, overflow="fold")
+        for heading in [*map(name_cell, tasks), *map(Text, means)]:
+            table.add_column(heading, justify="right", max_width=MAX_COLUMN_WIDTH, overflow="fold")
         table.add_column("")
-        for k, alpha in enumerate(alphas):
-            cells = [percent(found[k]["tasks"][task]["accuracy"]) for task in tasks]
-            cells += [percent(found[k]["mean"][key]) for key in means.values()]
-            table.add_row(f"{alpha:g}", *cells, "← best" if k == best else "", style="bold" if k == best else None)
+        for index, (alpha, result) in enumerate(zip(alphas, results, strict=True)):
+            cells = [percent(result["tasks"][task]["accuracy"]) for task in tasks]
+            cells += [percent(result["mean"][key]) for key in means.values()]
+            mark, style = ("← best", "bold") if index == best else ("", None)
+            table.add_row(f"{alpha:g}", *cells, mark, style=style)
         out.print(table)
-    out.print(Text(f"best: of the {printable(split)} split; --choose finds α on validation instead", style="dim"))
+    print_line(f"best on the {printable(split)} split; --choose selects α on validation", style="dim")
 
 
-def print_negation(found: Mapping[str, Any]) -> None:
-    table = Table("task", box=None, header_style="bold", pad_edge=False)
-    for heading in ("before", "after"):
-        table.add_column(heading, justify="right")
+def print_negation(negation: Mapping[str, Any]) -> None:
+    """Prints the accuracies before and after the negation of a vector."""
+    table = plain_table("task", numbers=("before", "after"))
     table.add_column("")
-    for name, each in found["tasks"].items():
-        removed = each["removed"]
-        words = "not above chance before" if removed is None else f"{removed:.0%} of the margin over chance removed"
-        table.add_row(_name(name), percent(each["before"]), percent(each["accuracy"]), words)
-    first = next(iter(found["tasks"].values()))
+    for name, task in negation["tasks"].items():
+        removed = task["removed"]
+        effect = "not above chance before" if removed is None else f"{removed:.0%} of the margin over chance removed"
+        table.add_row(name_cell(name), percent(task["before"]), percent(task["accuracy"]), effect)
+    first = next(iter(negation["tasks"].values()))
     before, after = first["control_before"], first["control"]
-    kept = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
-    table.add_row(_name(found["control"]), percent(before), percent(after), kept)
-    out.print(Text(f"−{first['alpha']:g} τ, chosen on validation: the control keeps {found['keep']:.0%} there"))
+    effect = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
+    table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
+    print_line(f"−{first['alpha']:g} τ, chosen on validation, where the control keeps {negation['keep']:.0%}")
     out.print(table)
     if not first["alpha"]:
-        out.print(Text("no α above zero takes anything away while the control keeps that much", style="dim"))
+        print_line("no α above zero removes anything while the control keeps that much", style="dim")
 
 
-def rows(found: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
-    """A row of COLUMNS for each task."""
-    for name, each in found["tasks"].items():
-        yield [name, split, alpha, each["accuracy"], each["normalized"], each["examples"], each["head"]]
+def csv_rows(result: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
+    """Yields one row of `COLUMNS` per task."""
+    for name, task in result["tasks"].items():
+        yield [name, split, alpha, task["accuracy"], task["normalized"], task["examples"], task["head"]]
 
 
-def write_csv(path: Path, lines: Iterable[Sequence[Any]]) -> None:
+def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Writes rows of `COLUMNS` to a CSV file."""
     table = io.StringIO(newline="")
-    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *lines])
+    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *rows])
     write_atomically(path, table.getvalue().encode())
 
 
-def _means(found: Sequence[Result]) -> dict[str, str]:
-    """Heading -> key."""
-    return {"mean": "accuracy", **({"normalised": "normalized"} if _is_normalized(found) else {})}
+def _mean_columns(results: Sequence[Result]) -> dict[str, str]:
+    """Returns heading -> key of the means."""
+    return {"mean": "accuracy", **({"normalised": "normalized"} if _is_normalized(results) else {})}
 
 
-def _is_normalized(found: Sequence[Result]) -> bool:
-    return found[0]["mean"]["normalized"] is not None
+def _is_normalized(results: Sequence[Result]) -> bool:
+    return results[0]["mean"]["normalized"] is not None
 
 
-def _side_by_side(names: Sequence[str]) -> list[list[str]]:
-    """Tasks that fit into one line, with α, means and the mark."""
-    tables: list[list[str]] = [[]]
-    room = free = WIDTH - len("-0.05 100.0% normalised ← best ")
+def _split_columns(names: Sequence[str]) -> list[list[str]]:
+    """Splits tasks into groups that fit into one table each, beside α, the means and the mark."""
+    groups: list[list[str]] = [[]]
+    free = available = TABLE_WIDTH - len("-0.05 100.0% normalised ← best ")
     for name in names:
-        width = 1 + min(max(len(name), len("100.0%")), WIDEST)
-        if tables[-1] and width > room:
-            tables.append([])
-            room = free
-        tables[-1].append(name)
-        room -= width
-    return tables
-
-
-def _name(name: str) -> Text:
-    return Text(printable(name), overflow="fold")
+        width = 1 + min(max(len(name), len("100.0%")), MAX_COLUMN_WIDTH)
+        if groups[-1] and width > free:
+            groups.append([])
+            free = available
+        groups[-1].append(name)
+        free -= width
+    return groups
 
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """What was measured, in every form it may be asked for."""
+    """The result of an evaluation: as JSON, as rows of a CSV file, and as a function that prints tables."""
 
     as_json: dict[str, Any]
     rows: list[list[Any]]
@@ -139,15 +141,17 @@ class EvaluationOutput:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Where exams are taken: a model that is loaded once, whatever vectors come and go."""
+    """Evaluates one loaded model with different vectors."""
 
     model: Model
     kind: HeadKind
+    """The option --head."""
     batch_size: int
     show: bool
+    """Whether to draw progress bars."""
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
-        """Of the kind that was asked for; if none was, the vector's own."""
+        """Returns the head for a task: of the requested kind; for auto, the vector's own if it has one."""
         from kfacpack.evaluation.accuracy import vector_head
         from kfacpack.models.heads import head_for
 
@@ -156,40 +160,56 @@ class Evaluator:
         with examples_bar(f"{task.name}: head", show=self.show) as advance:
             return head_for(self.model, task, self.kind, batch_size=self.batch_size, on_progress=advance)
 
-    def accuracies(
-        self, known: Mapping[str, float | TaskVector], exams: Mapping[str, EvaluationSet]
+    def individual_accuracies(
+        self, individual: Mapping[str, float | TaskVector], sets: Mapping[str, EvaluationSet]
     ) -> dict[str, float]:
-        """Of the individual vectors, on the same examples at α = 1."""
+        """Returns the accuracy of each task's own vector at α = 1, on the same examples.
+
+        Args:
+            individual: Task -> its accuracy, if known, or its vector.
+            sets: Task -> examples.
+        """
+
+        def accuracy(task: str, vector: TaskVector) -> float:
+            head = self.head(sets[task].task, vector)
+            return self._scores(f"{task} alone", head, sets[task], vector, [1.0])[0].accuracy
+
         return {
-            name: found
-            if isinstance(found, float)
-            else self._scores(f"{name} alone", self.head(exams[name].task, found), exams[name], found, [1.0])[
-                0
-            ].accuracy
-            for name, found in known.items()
+            task: value if isinstance(value, float) else accuracy(task, value) for task, value in individual.items()
         }
 
     def sweep(
         self,
         heads: Mapping[str, Head],
-        exams: Mapping[str, EvaluationSet],
+        sets: Mapping[str, EvaluationSet],
         vector: TaskVector | None,
         alphas: Sequence[float],
         individual: Mapping[str, float],
         split: str,
     ) -> EvaluationOutput:
-        """Every task at every α."""
+        """Evaluates every task at every α.
+
+        Args:
+            heads: Task -> head.
+            sets: Task -> examples.
+            vector: The vector, if any.
+            alphas: Its factors.
+            individual: Task -> accuracy of its own vector, to normalise by.
+            split: Name of the split, for the output.
+        """
         from kfacpack.evaluation.sweep import best
 
-        found = {name: self._scores(name, heads[name], exam, vector, alphas) for name, exam in exams.items()}
-        told = _as_results(found, individual, heads)
-        lines = _rows(told, split, alphas if vector else [None])
+        scores = {name: self._scores(name, heads[name], sets[name], vector, alphas) for name in sets}
+        results = _as_results(scores, individual, heads)
+        rows = _all_rows(results, split, alphas if vector else [None])
         if len(alphas) == 1:
-            return EvaluationOutput(told[0], lines, lambda: print_result(told[0]))
-        where = best(alphas, list(found.values()))
-        largest = {"alpha": alphas[where], "split": split, "mean": told[where]["mean"]}
+            return EvaluationOutput(results[0], rows, lambda: print_result(results[0]))
+        index = best(alphas, list(scores.values()))
+        largest = {"alpha": alphas[index], "split": split, "mean": results[index]["mean"]}
         return EvaluationOutput(
-            {"sweep": _by_alpha(told, alphas), "best": largest}, lines, lambda: print_sweep(alphas, told, where, split)
+            {"sweep": _by_alpha(results, alphas), "best": largest},
+            rows,
+            lambda: print_sweep(alphas, results, index, split),
         )
 
     def choice(
@@ -201,29 +221,37 @@ class Evaluator:
         alphas: Sequence[float],
         individual: Mapping[str, float],
     ) -> EvaluationOutput:
+        """Chooses α by the mean accuracy on validation and evaluates on test at this α.
+
+        Args:
+            heads: Task -> head.
+            validation: Task -> examples to choose α on.
+            test: Task -> examples to evaluate on.
+            vector: The vector.
+            alphas: The factors to choose from.
+            individual: Task -> accuracy of its own vector, to normalise by.
+        """
         from kfacpack.evaluation.sweep import SelectionTask, choose_alpha, evaluation_result, mean
 
-        subjects = [SelectionTask(heads[name], validation[name], test[name]) for name in test]
+        tasks = [SelectionTask(heads[name], validation[name], test[name]) for name in test]
         with examples_bar("choosing α", show=self.show) as advance:
-            made = choose_alpha(self.model, subjects, vector, alphas, batch_size=self.batch_size, on_progress=advance)
-        before = _as_results(made.validation, {}, heads)
-        after = evaluation_result(made.test, individual, {name: each.origin for name, each in heads.items()})
-        at = alphas.index(made.alpha)
+            choice = choose_alpha(self.model, tasks, vector, alphas, batch_size=self.batch_size, on_progress=advance)
+        on_validation = _as_results(choice.validation, {}, heads)
+        on_test = evaluation_result(choice.test, individual, _origins(heads))
         best = {
-            "alpha": made.alpha,
-            "validation": before[at]["mean"]["accuracy"],
-            "test": mean(list(made.test.values())),
+            "alpha": choice.alpha,
+            "validation": on_validation[alphas.index(choice.alpha)]["mean"]["accuracy"],
+            "test": mean(list(choice.test.values())),
         }
 
         def show() -> None:
-            words = f"α = {made.alpha:g}, chosen from {len(alphas)} on validation: {percent(best['validation'])} there"
-            out.print(Text(f"{words}; on test:"))
-            print_result(after)
+            accuracy = percent(best["validation"])
+            print_line(f"α = {choice.alpha:g}, chosen from {len(alphas)} on validation: {accuracy} there; on test:")
+            print_result(on_test)
 
-        lines = [*_rows(before, "validation", alphas), *rows(after, "test", made.alpha)]
-        return EvaluationOutput(
-            {**after, "best": best, "validation": {"sweep": _by_alpha(before, alphas)}}, lines, show
-        )
+        rows = [*_all_rows(on_validation, "validation", alphas), *csv_rows(on_test, "test", choice.alpha)]
+        result = {**on_test, "best": best, "validation": {"sweep": _by_alpha(on_validation, alphas)}}
+        return EvaluationOutput(result, rows, show)
 
     def negation(
         self,
@@ -234,13 +262,22 @@ class Evaluator:
         alphas: Sequence[float],
         keep: float,
     ) -> EvaluationOutput:
-        """The control is the last of the tasks."""
+        """Subtracts the vector as far as the control task allows and evaluates on test.
+
+        Args:
+            heads: Task -> head; the control is the last task.
+            validation: Task -> examples to choose α on.
+            test: Task -> examples to evaluate on.
+            vector: The vector.
+            alphas: The factors to choose from.
+            keep: Share of its accuracy that the control must keep.
+        """
         from kfacpack.evaluation.negation import negate
         from kfacpack.evaluation.sweep import SelectionTask
 
         *targets, control = (SelectionTask(heads[name], validation[name], test[name]) for name in test)
         with examples_bar("choosing α", show=self.show) as advance:
-            found = negate(
+            negation = negate(
                 self.model,
                 targets,
                 control,
@@ -250,41 +287,43 @@ class Evaluator:
                 batch_size=self.batch_size,
                 on_progress=advance,
             )
-        lines: list[list[Any]] = []
-        for each in [*targets, control]:
-            entry = found["tasks"].get(each.name) or next(iter(found["tasks"].values()))
-            keys = ("before", "accuracy") if each is not control else ("control_before", "control")
+        rows: list[list[Any]] = []
+        for task in [*targets, control]:
+            entry = negation["tasks"].get(task.name) or next(iter(negation["tasks"].values()))
+            keys = ("before", "accuracy") if task is not control else ("control_before", "control")
             for key, alpha in zip(keys, (0.0, 0.0 - entry["alpha"]), strict=True):
-                lines.append([each.name, "test", alpha, entry[key], None, len(each.test.numbers), each.head.origin])
-        return EvaluationOutput({"negation": found}, lines, lambda: print_negation(found))
+                rows.append([task.name, "test", alpha, entry[key], None, len(task.test.numbers), task.head.origin])
+        return EvaluationOutput({"negation": negation}, rows, lambda: print_negation(negation))
 
     def _scores(
-        self, words: str, head: Head, exam: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float]
+        self, name: str, head: Head, examples: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float]
     ) -> list[Score]:
         from kfacpack.evaluation.accuracy import scores
 
-        with examples_bar(words, show=self.show) as advance:
-            return scores(self.model, head, exam, vector, alphas, batch_size=self.batch_size, on_progress=advance)
+        with examples_bar(name, show=self.show) as advance:
+            return scores(self.model, head, examples, vector, alphas, batch_size=self.batch_size, on_progress=advance)
+
+
+def _origins(heads: Mapping[str, Head]) -> dict[str, str]:
+    return {name: head.origin for name, head in heads.items()}
 
 
 def _as_results(
-    found: Mapping[str, Sequence[Score]], individual: Mapping[str, float], heads: Mapping[str, Head]
+    scores: Mapping[str, Sequence[Score]], individual: Mapping[str, float], heads: Mapping[str, Head]
 ) -> list[dict[str, Any]]:
-    """The result at each α, from each task's scores at every one of them."""
+    """Converts the scores of each task at every α to one result per α."""
     from kfacpack.evaluation.sweep import evaluation_result
 
-    origins = {name: each.origin for name, each in heads.items()}
-    count = len(next(iter(found.values())))
+    count = len(next(iter(scores.values())))
     return [
-        evaluation_result({name: each[k] for name, each in found.items()}, individual, origins) for k in range(count)
+        evaluation_result({name: by_alpha[k] for name, by_alpha in scores.items()}, individual, _origins(heads))
+        for k in range(count)
     ]
 
 
-def _by_alpha(told: Sequence[dict[str, Any]], alphas: Sequence[float]) -> list[dict[str, Any]]:
-    """The results at each α, as JSON."""
-    return [{"alpha": alpha, **each} for alpha, each in zip(alphas, told, strict=True)]
+def _by_alpha(results: Sequence[dict[str, Any]], alphas: Sequence[float]) -> list[dict[str, Any]]:
+    return [{"alpha": alpha, **result} for alpha, result in zip(alphas, results, strict=True)]
 
 
-def _rows(told: Sequence[dict[str, Any]], split: str, alphas: Sequence[float | None]) -> list[list[Any]]:
-    """The same as rows for a spreadsheet."""
-    return [row for alpha, each in zip(alphas, told, strict=True) for row in rows(each, split, alpha)]
+def _all_rows(results: Sequence[dict[str, Any]], split: str, alphas: Sequence[float | None]) -> list[list[Any]]:
+    return [row for alpha, result in zip(alphas, results, strict=True) for row in csv_rows(result, split, alpha)]

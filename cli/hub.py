@@ -1,9 +1,4 @@
-"""`kfacpack push`: bundles and task vectors to the Hub.
-
-`kfacpack pull`: bundles and task vectors from the Hub.
-
-`kfacpack search`: which bundles and vectors there are on the Hub.
-"""
+"""`kfacpack push`, `pull` and `search`: bundles and task vectors on the Hub."""
 
 from __future__ import annotations
 
@@ -12,77 +7,89 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.panel import Panel
-from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import KfacpackError, VerificationError, printable
 from kfacpack.format.reference import Reference
 from kfacpack.format.units import human_bytes
 
-from .console import checks_bar, key_value_table, out, print_json, show_error
-from .options import QUIET, RUN, option
+from .console import (
+    checks_bar,
+    key_value_table,
+    name_cell,
+    out,
+    plain_table,
+    print_json,
+    print_line,
+    print_next,
+    show_error,
+)
+from .options import AS_JSON, QUIET, RUN, option
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kfacpack.hub.push import PushResult
+    from kfacpack.hub.repository import RepositoryFile
 
 
-REPOSITORY_PANEL, CARD_PANEL = "The repository", "The card"
+REPOSITORY_PANEL, CARD_PANEL, FILTER_PANEL = "Repository", "Card", "Filters"
+MAX_TASKS = 8
+"""Number of tasks per file that are printed."""
 
 
 def push(
     files: list[str] = typer.Argument(
-        ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors, and the repository they go to."
+        ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors, and the repository to publish them in."
     ),
-    private: bool = option(
-        REPOSITORY_PANEL, False, "--private", help="If the repository is not there yet, make it private."
-    ),
+    private: bool = option(REPOSITORY_PANEL, False, "--private", help="Make a new repository private."),
     revision: str | None = option(
         REPOSITORY_PANEL,
         None,
         "--revision",
         "--branch",
         metavar="BRANCH",
-        help="Another branch than main; made if it is missing.",
+        help="Branch to push to; created if missing. [default: main]",
     ),
-    message: str | None = option(REPOSITORY_PANEL, None, "--message", "-m", help="What the commit says of itself."),
+    message: str | None = option(REPOSITORY_PANEL, None, "--message", "-m", metavar="TEXT", help="Commit message."),
     license: str | None = option(
         CARD_PANEL,
         None,
         "--license",
         metavar="ID",
-        help="The licence you give them, in the Hub's words: apache-2.0, mit.",
+        help="License of the files, as an identifier of the Hub: apache-2.0, mit.",
     ),
     base_model: str | None = option(
         CARD_PANEL,
         None,
         "--base-model",
         metavar="OWNER/REPO",
-        help="The base model on the Hub, where that is not known.",
+        help="Base model on the Hub, if it cannot be derived from the files.",
     ),
-    dry_run: bool = option(RUN, False, "--dry-run", help="Show the files and the card; send nothing."),
-    as_json: bool = option(RUN, False, "--json", help="Print what was sent, and the card, as JSON."),
+    dry_run: bool = option(RUN, False, "--dry-run", help="Show the files and the card; upload nothing."),
+    as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Publish bundles and task vectors on the Hub, with a card made of what they say of themselves.
+    """Publish bundles and task vectors on the Hub, with a model card.
 
-    They are verified first; exit code 1: one does not hold, and nothing was sent. The repository is made if it is not
-    there. Files and card go in one commit; what is there already is not sent again, so that a push that was cut off
-    goes on with the same command.
+    The files are verified first; if a check does not hold, nothing is uploaded and the exit code is 1. The repository
+    is created if it does not exist. Files and card form one commit. Unchanged files are not uploaded again, so an
+    interrupted push can be repeated.
 
-    Of a card that is there, your own text stays: ours lies between two comments. Log in with: hf auth login.
+    In an existing card, only the part between two marker comments is replaced. Log in with: hf auth login
     """
     *paths, repository = files
     if not paths:
-        raise KfacpackError(f"{printable(repository)}: expected files and then the repository: push t.kfac owner/repo")
+        raise KfacpackError(f"{printable(repository)}: expected files and a repository: push t.kfac owner/repo")
     if Path(repository).exists():
-        raise KfacpackError(f"{printable(repository)}: the last word is the repository, owner/repo, and this is a file")
-    # They bring torch, which --help has no need to wait for.
-    from kfacpack.hub.push import push as pushed
+        raise KfacpackError(f"{printable(repository)}: is a file; the last argument is the repository, owner/repo")
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.hub.push import push as push_files
 
     show = not (quiet or as_json)
     try:
         with checks_bar("verifying", show=show) as advance:
-            done = pushed(
+            result = push_files(
                 paths,
                 repository,
                 private=private,
@@ -94,152 +101,144 @@ def push(
                 progress=advance,
             )
     except VerificationError as error:
-        show_error(f"{error}. Nothing was sent")
+        show_error(f"{error}. Nothing was uploaded")
         raise typer.Exit(1) from error
     if as_json:
-        print_json(_as_json(done))
+        print_json(_push_json(result))
     elif show:
-        _print(done, dry_run)
+        _print_push(result, dry_run)
 
 
-def _as_json(done: PushResult) -> dict[str, Any]:
+def _push_json(result: PushResult) -> dict[str, Any]:
     return {
-        "repository": done.repository,
-        "revision": done.revision,
-        "created": done.creates,
-        "commit": done.commit,
-        "files": [{**each.item.as_json(), "sent": not each.there} for each in done.files],
-        "card_changed": done.card_changed,
-        "card": done.card,
+        "repository": result.repository,
+        "revision": result.revision,
+        "created": result.creates,
+        "commit": result.commit,
+        "files": [{**file.item.as_json(), "sent": not file.unchanged} for file in result.files],
+        "card_changed": result.card_changed,
+        "card": result.card,
     }
 
 
-def _print(done: PushResult, dry_run: bool) -> None:
-    where = f"{done.repository}{f'@{done.revision}' if done.revision else ''}"
-    for each in done.files:
-        word = "is there" if each.there else "would send" if dry_run else "sent"
-        tasks = f": {', '.join(each.item.tasks[:8])}" if each.item.tasks else ""
-        said = f"{word} {each.item.name}: {each.item.kind} of {each.item.base.name}{tasks}"
-        out.print(Text(printable(f"{said}, {human_bytes(each.item.file.nbytes)}")), soft_wrap=True)
+def _print_push(result: PushResult, dry_run: bool) -> None:
+    target = f"{result.repository}{f'@{result.revision}' if result.revision else ''}"
+    for file in result.files:
+        action = "unchanged" if file.unchanged else "would upload" if dry_run else "uploaded"
+        tasks = f": {', '.join(file.item.tasks[:MAX_TASKS])}" if file.item.tasks else ""
+        description = f"{file.item.kind} of {file.item.base.name}{tasks}"
+        print_line(f"{action} {file.item.name}: {description}, {human_bytes(file.item.file.nbytes)}")
     if dry_run:
-        new = (
-            "a new repository" if done.creates else "README.md would change" if done.card_changed else "README.md stays"
-        )
-        out.print(Text(f"to {where}, {new}; nothing was sent. The card:\n"), soft_wrap=True)
-        out.print(Text(done.card), soft_wrap=True)
-    elif done.commit is None:
-        out.print(Text(f"{where} has all of this already; nothing was sent"), soft_wrap=True)
+        state = "a new repository" if result.creates else "an existing repository"
+        card = "README.md would change" if result.card_changed else "README.md would stay the same"
+        print_line(f"to {target}, {state}; {card}. Nothing was uploaded. The card:")
+        out.print()
+        out.print(Text(result.card), soft_wrap=True)
+    elif result.commit is None:
+        print_line(f"{target} is up to date; nothing was uploaded")
     else:
-        card = " and the card" if done.card_changed else ""
-        new = ", a new repository" if done.creates else ""
-        out.print(
-            Text(f"pushed to {where}{new}: commit {done.commit[:12]}, with the files above{card}"), soft_wrap=True
-        )
-        place = Reference(done.repository, done.files[0].item.name, done.revision)
-        out.print(Text(f"read it anywhere as {place}"), soft_wrap=True)
+        card = ", with a new README.md" if result.card_changed else ""
+        state = ", a new repository" if result.creates else ""
+        print_line(f"pushed to {target}{state}: commit {result.commit[:12]}{card}")
+        print_next("inspect", Reference(result.repository, result.files[0].item.name, result.revision))
 
 
 def pull(
-    what: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="A file, or a repository."),
+    source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository."),
     files: list[str] | None = typer.Argument(
-        None, metavar="FILE...", help="Of a repository, these files; else all bundles and task vectors."
+        None, metavar="FILE...", help="Files of the repository. Default: all bundles and task vectors."
     ),
     output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="DIR|FILE", help="Where to put them; else the current folder."
+        RUN, None, "--output", "-o", metavar="DIR|FILE", help="Output folder or file. [default: current folder]"
     ),
-    force: bool = option(RUN, False, "--force", help="Replace a file that is there and differs."),
-    listing: bool = option(RUN, False, "--list", help="List what the repository has; fetch nothing."),
-    as_json: bool = option(RUN, False, "--json", help="Print what was fetched as JSON."),
+    force: bool = option(RUN, False, "--force", help="Overwrite existing files that differ."),
+    listing: bool = option(RUN, False, "--list", help="List the files of the repository; download nothing."),
+    as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Fetch bundles and task vectors, verify them, and say what they are.
+    """Download bundles and task vectors, verify them and show what they contain.
 
-    A branch, tag or commit goes behind the repository: OWNER/REPO@REVISION. What was cut off goes on where it was. Each
-    file is checked by the Hub's SHA-256 and by all that 'verify' looks at; exit code 1: it does not hold, and was not
-    put in place. A private repository needs a log-in: hf auth login.
+    OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is checked against
+    the Hub's SHA-256 and by 'verify'; if a check does not hold, the file is not saved and the exit code is 1. For
+    private repositories, log in with: hf auth login
     """
     if listing:
-        _list(what, as_json=as_json)
+        _list_files(source, as_json=as_json)
         return
-    # It brings torch, which --help has no need to wait for.
-    from kfacpack.hub.repository import pull as pulled
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.hub.repository import pull as pull_files
 
     show = not (quiet or as_json)
     try:
         with checks_bar("verifying", show=show) as advance:
-            found = pulled(what, files or (), output=output, force=force, progress=advance)
+            pulled = pull_files(source, files or (), output=output, force=force, progress=advance)
     except VerificationError as error:
-        show_error(f"{error}. It was not put in place")
+        show_error(f"{error}. The file was not saved")
         raise typer.Exit(1) from error
     if as_json:
-        listed = [{"reference": str(each.reference), "path": str(each.path), **each.item.as_json()} for each in found]
+        listed = [{"reference": str(file.reference), "path": str(file.path), **file.item.as_json()} for file in pulled]
         print_json({"files": listed})
     elif show:
-        for each in found:
-            title = Text(printable(f"{each.path}: {each.item.kind}"))
-            out.print(Panel(key_value_table(each.item.facts), title=title, title_align="left", expand=False))
+        for file in pulled:
+            title = Text(printable(f"{file.path}: {file.item.kind}"))
+            out.print(Panel(key_value_table(file.item.facts), title=title, title_align="left", expand=False))
+        for file in pulled[:1]:
+            print_line(f"next: {file.item.commands(str(file.path))[-1]}", style="dim")
 
 
-def _list(what: str, *, as_json: bool) -> None:
+def _list_files(repository: str, *, as_json: bool) -> None:
     from kfacpack.hub.repository import inspect_repository, parse_repository
 
-    name, revision = parse_repository(what)
+    name, revision = parse_repository(repository)
     files = inspect_repository(name, revision).candidates
     if as_json:
-        print_json({"repository": name, "files": [{"name": file.name, "bytes": file.nbytes} for file in files]})
+        print_json({"repository": name, "files": _files_json(files)})
         return
     if not files:
-        raise KfacpackError(f"{printable(what)}: has no files that end in .kfac or .safetensors")
-    table = Table("file", box=None, header_style="bold", pad_edge=False)
-    table.add_column("size", justify="right")
+        raise KfacpackError(f"{printable(repository)}: contains no .kfac or .safetensors files")
+    table = plain_table("file", numbers=("size",))
     for file in files:
-        table.add_row(Text(printable(file.name), overflow="fold"), human_bytes(file.nbytes))
+        table.add_row(name_cell(file.name), human_bytes(file.nbytes))
     out.print(table)
 
 
-FILTER_PANEL = "Which"
+def _files_json(files: Iterable[RepositoryFile]) -> list[dict[str, Any]]:
+    return [{"name": file.name, "bytes": file.nbytes} for file in files]
 
 
 def search(
     base_model: str | None = option(
-        FILTER_PANEL,
-        None,
-        "--base-model",
-        metavar="M",
-        help="Only those of this model: as --model has it, or its id on the Hub.",
+        FILTER_PANEL, None, "--base-model", metavar="MODEL", help="Base model, as for --model or as its id on the Hub."
     ),
-    task: str | None = option(FILTER_PANEL, None, "--task", metavar="T", help="Only those of this task."),
-    author: str | None = option(
-        FILTER_PANEL, None, "--author", metavar="NAME", help="Only those of this user or organisation."
-    ),
-    limit: int = option(FILTER_PANEL, 20, "--limit", min=1, metavar="N", help="At most so many repositories."),
-    as_json: bool = option(RUN, False, "--json", help="Print them as JSON."),
+    task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Task name."),
+    author: str | None = option(FILTER_PANEL, None, "--author", metavar="NAME", help="User or organisation."),
+    limit: int = option(FILTER_PANEL, 20, "--limit", min=1, help="Maximum number of repositories."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """List repositories on the Hub that hold bundles or task vectors, with their files."""
-    from kfacpack.hub.repository import search as searched
+    """List the bundles and task vectors in repositories on the Hub."""
+    from kfacpack.hub.repository import search as search_hub
 
-    found = searched(base_model=base_model, task=task, author=author, limit=limit)
+    repositories = search_hub(base_model=base_model, task=task, author=author, limit=limit)
     if as_json:
         listed = [
             {
-                "repository": each.repository,
-                "base_models": list(each.bases),
-                "tasks": list(each.tasks),
-                "downloads": each.downloads,
-                "files": [{"name": file.name, "bytes": file.nbytes} for file in each.files],
+                "repository": repository.repository,
+                "base_models": list(repository.bases),
+                "tasks": list(repository.tasks),
+                "downloads": repository.downloads,
+                "files": _files_json(repository.files),
             }
-            for each in found
+            for repository in repositories
         ]
         print_json({"repositories": listed})
         return
-    if not found:
-        out.print("nothing was found; fewer conditions find more")
+    if not repositories:
+        print_line("no repositories found; try fewer filters")
         return
-    table = Table("file", "base model", "tasks", box=None, header_style="bold", pad_edge=False)
-    table.add_column("size", justify="right")
-    for each in found:
-        for file in each.files:
-            name = Text(printable(f"hf://{each.repository}/{file.name}"), overflow="fold")
-            words = (Text(printable(", ".join(said)), overflow="fold") for said in (each.bases, each.tasks))
-            table.add_row(name, *words, human_bytes(file.nbytes))
+    table = plain_table("file", "base model", "tasks", numbers=("size",))
+    for repository in repositories:
+        for file in repository.files:
+            name = name_cell(f"hf://{repository.repository}/{file.name}")
+            names = (name_cell(", ".join(group)) for group in (repository.bases, repository.tasks))
+            table.add_row(name, *names, human_bytes(file.nbytes))
     out.print(table)

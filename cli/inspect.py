@@ -1,7 +1,4 @@
-"""`kfacpack inspect`: what a bundle is, of which model, from what, how big, which blocks.
-
-`kfacpack verify`: does a bundle keep what it promises?
-"""
+"""`kfacpack inspect`: shows what a bundle contains. `kfacpack verify`: checks that it is intact and valid."""
 
 from __future__ import annotations
 
@@ -13,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Table
 from rich.text import Text
 
 from kfacpack.curvature.verification import verify as verify_bundle
@@ -26,8 +21,8 @@ from kfacpack.format.schema import LAYOUTS
 from kfacpack.format.units import human_bytes
 from kfacpack.hub.card import abbreviate, bundle_summary, relative_error
 
-from .console import err, key_value_table, out, print_json, show_error
-from .options import File
+from .console import checks_bar, key_value_table, out, plain_table, print_json, print_line, show_error
+from .options import AS_JSON, IMAGE_SIZE, MODEL, QUIET, RUN, WEIGHTS, File, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,19 +34,19 @@ if TYPE_CHECKING:
     AnyBlockEntry = KroneckerEntry | DenseEntry
 
 
-MOST_BLOCKS = 2000
-"""How many blocks a table lists; real models have a few hundred."""
+MAX_BLOCKS = 2000
+"""Number of blocks that a table lists; real models have a few hundred."""
 
 
 def inspect(
-    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="The bundle to look into."),
-    blocks: bool = typer.Option(False, "--blocks", help="List every block: its parameters, form and bytes."),
-    as_json: bool = typer.Option(False, "--json", help="Print digest, sizes and the whole manifest as JSON."),
+    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="Bundle to inspect."),
+    blocks: bool = option(RUN, False, "--blocks", help="List parameters, form and bytes of every block."),
+    as_json: bool = AS_JSON,
 ) -> None:
-    """Show what a bundle is, without reading its tensors.
+    """Show what a bundle contains, without reading its tensors.
 
-    Only the header is read, and of hf://owner/repo/FILE.kfac only the header is fetched, so it is quick on any size.
-    Whether the tensors are intact is what 'verify' tells.
+    Only the header is read, or downloaded from hf://OWNER/REPO/FILE.kfac, so this is quick for files of any size. Use
+    'verify' to check the tensors. --json prints the whole manifest.
     """
     opened = Bundle(header_of(bundle))
     if as_json:
@@ -65,13 +60,12 @@ def inspect(
 
 
 def _as_json(bundle: Bundle) -> dict[str, Any]:
-    manifest = bundle.manifest
     return {
         "path": str(bundle.path),
         "sha256": bundle.digest,
         "bytes": bundle.nbytes,
         "dense_bytes": bundle.dense_bytes,
-        "weights": sum(map(_weights, manifest.blocks)),
+        "weights": sum(map(_weights, bundle.manifest.blocks)),
         "manifest": bundle.said,
     }
 
@@ -82,45 +76,42 @@ def _print_summary(bundle: Bundle) -> None:
 
 
 def _print_kinds(bundle: Bundle) -> None:
-    """One row for each kind of block."""
+    """Prints one row per operation, structure and form."""
     rows: dict[tuple[str, str, str], list[AnyBlockEntry]] = defaultdict(list)
     for block in bundle.manifest.blocks:
         rows[block.operation, block.structure, _forms(bundle, block)].append(block)
-    table = Table("operation", "structure", "held as", box=None, header_style="bold", pad_edge=False)
-    for heading in ("blocks", "weights", "bytes"):
-        table.add_column(heading, justify="right")
+    table = plain_table("operation", "structure", "form", numbers=("blocks", "weights", "bytes"))
     counted: set[str] = set()
     for (operation, structure, forms), blocks in rows.items():
         size = sum(_bytes(bundle, block, counted) for block in blocks)
         numbers = (f"{len(blocks)}", f"{sum(map(_weights, blocks)):,}", human_bytes(size))
         table.add_row(Text(operation), structure, Text(forms), *numbers)
     out.print(table)
-    out.print(Text("--blocks lists every block, --json has everything", style="dim"))
+    print_line("--blocks lists every block, --json prints everything", style="dim")
 
 
 def _print_blocks(bundle: Bundle) -> None:
-    table = Table("block", "operation", "ΔW", "structure", "held as", box=None, header_style="bold", pad_edge=False)
-    table.add_column("bytes", justify="right")
+    table = plain_table("block", "operation", "ΔW", "structure", "form", numbers=("bytes",))
     lossy = any(block.losses for block in bundle.manifest.blocks)
     if lossy:
         table.add_column("relative error")
     counted: set[str] = set()
-    for block in bundle.manifest.blocks[:MOST_BLOCKS]:
+    for block in bundle.manifest.blocks[:MAX_BLOCKS]:
         size = human_bytes(_bytes(bundle, block, counted))
         shape = f"{block.join.rows}×{block.join.columns}"
-        name, held = Text(block.name, overflow="fold"), Text(_forms(bundle, block))
+        name, forms = Text(block.name, overflow="fold"), Text(_forms(bundle, block))
         losses = abbreviate(f"{loss.step} {relative_error(loss.frobenius)}" for loss in block.losses)
-        table.add_row(name, Text(block.operation), shape, block.structure, held, size, *([Text(losses)] * lossy))
+        table.add_row(name, Text(block.operation), shape, block.structure, forms, size, *([Text(losses)] * lossy))
         others = [piece.parameter for piece in block.join.pieces if not block.name.startswith(piece.parameter)]
         if others:
             table.add_row(Text(f"  + {abbreviate(dict.fromkeys(others))}", style="dim", overflow="fold"))
     out.print(table)
-    if (more := len(bundle.manifest.blocks) - MOST_BLOCKS) > 0:
-        out.print(Text(f"{more} more blocks, --json has them all", style="dim"))
+    if (more := len(bundle.manifest.blocks) - MAX_BLOCKS) > 0:
+        print_line(f"{more} more blocks; --json lists all of them", style="dim")
 
 
 def _forms(bundle: Bundle, block: AnyBlockEntry) -> str:
-    """'packed F32 · block:8 I8': each form among a block's matrices, once."""
+    """Returns the distinct forms of a block's matrices, such as 'packed F32 · block:8 I8'."""
     forms = list(dict.fromkeys(_form(bundle, name) for name, _ in block.references()))
     return " · ".join(forms)
 
@@ -134,42 +125,40 @@ def _form(bundle: Bundle, matrix: str) -> str:
 
 
 def _bytes(bundle: Bundle, block: AnyBlockEntry, counted: set[str]) -> int:
-    """A block's bytes, without the matrices that a block before it has brought along."""
-    own = {name for name, _ in block.references()} - counted
-    counted |= own
-    return sum(bundle.tensors[t].nbytes for name in own for t in bundle.matrices[name].components.values())
+    """Returns the bytes of a block without matrices in `counted`, and adds its matrices to `counted`."""
+    matrices = {name for name, _ in block.references()} - counted
+    counted |= matrices
+    return sum(bundle.tensors[t].nbytes for name in matrices for t in bundle.matrices[name].components.values())
 
 
 def _weights(block: AnyBlockEntry) -> int:
     return block.join.rows * block.join.columns
 
 
-SHOWN = 5
-"""How many failures of one check a person is shown."""
+MAX_FAILURES = 5
+"""Number of failures per check that are printed."""
 
 
 def verify(
-    bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="The bundles to check."),
-    model: str | None = typer.Option(
+    bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="Bundles to check."),
+    model: str | None = option(
+        MODEL,
         None,
         "--model",
-        help="Also check that they were computed at this model's weights: a safetensors file, or a model's name.",
+        metavar="MODEL|FILE",
+        help="Also check that the bundles belong to these weights: a model's name or a safetensors file.",
     ),
-    weights: str | None = typer.Option(
-        None, "--weights", metavar="FILE", help="With a model's name, where its weights are; see 'estimate'."
-    ),
-    image_size: int | None = typer.Option(
-        None, "--image-size", min=1, metavar="N", help="With a model's name, the pixels of a side; see 'estimate'."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print every check and failure as JSON."),
-    quiet: bool = typer.Option(False, "--quiet", "-q", help="Print nothing but errors; the exit code tells."),
+    weights: str | None = WEIGHTS,
+    image_size: int | None = IMAGE_SIZE,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
 ) -> None:
-    """Check hashes, finiteness, symmetry and positive semi-definiteness of whole bundles.
+    """Check the hashes of bundles, and that their matrices are finite, symmetric and positive semi-definite.
 
-    Exit code 0: everything holds. 1: a check does not hold; the tensor is named. 2: a file is no bundle at all.
+    Exit code 0: all checks hold. 1: a check does not hold; the tensor is named. 2: a file is not a bundle.
     """
     if model is None and (weights or image_size):
-        raise KfacpackError("--weights and --image-size belong to a model: name it with --model")
+        raise KfacpackError("--weights and --image-size need a model; name it with --model")
     bases = BaseModels(model, weights, image_size)
     verified: list[Verification] = []
     unreadable: list[dict[str, str]] = []
@@ -180,13 +169,14 @@ def verify(
             show_error(str(error))
             unreadable.append({"path": path, "error": str(error)})
             continue
-        result = _verify_with_progress(path, bases.of(manifest), show=not (quiet or as_json))
+        with checks_bar(locate(path).name, show=not (quiet or as_json)) as advance:
+            result = verify_bundle(path, bases.load_for(manifest), advance)
         verified.append(result)
         if not as_json:
-            _print(result, model, quiet)
+            _print_result(result, model, quiet)
     if as_json:
-        holding = [{"holds": result.holds, **asdict(result)} for result in verified]
-        print_json({"bundles": holding, "unreadable": unreadable})
+        results = [{"holds": result.holds, **asdict(result)} for result in verified]
+        print_json({"bundles": results, "unreadable": unreadable})
     if unreadable:
         raise typer.Exit(2)
     if not all(result.holds for result in verified):
@@ -194,22 +184,28 @@ def verify(
 
 
 class BaseModels:
-    """What bundles are compared with: a file of weights, or a model, in the type that each bundle was computed in."""
+    """The weights that bundles are compared with: a file, or a model loaded in the dtype of each bundle.
+
+    Args:
+        model: Name of a model, safetensors file, or None.
+        weights: The option --weights.
+        image_size: The option --image-size.
+
+    Raises:
+        KfacpackError: If the model is a file that cannot be read.
+    """
 
     def __init__(self, model: str | None, weights: str | None, image_size: int | None):
-        self._asked = (model, weights, image_size)
+        self._model, self._weights, self._image_size = model, weights, image_size
         self._loaded: dict[tuple[str, int], nn.Module] = {}
-        if model is not None and self._is_file():
-            weights_of_file(model)  # a damaged one is no fault of the bundles'
+        self._is_file = model is not None and weights is None and image_size is None and Path(model).is_file()
+        if model is not None and self._is_file:
+            weights_of_file(model)  # reports a damaged file once, before any bundle is checked
 
-    def _is_file(self) -> bool:
-        model, weights, image_size = self._asked
-        return model is not None and weights is None and image_size is None and Path(model).is_file()
-
-    def of(self, manifest: Manifest) -> str | nn.Module | None:
-        model, weights, image_size = self._asked
-        if model is None or self._is_file():
-            return model
+    def load_for(self, manifest: Manifest) -> str | nn.Module | None:
+        """Returns the file or module to compare a bundle with, or None."""
+        if self._model is None or self._is_file:
+            return self._model
         import torch
 
         from kfacpack.models.families import load_model
@@ -218,30 +214,24 @@ class BaseModels:
         random = re.fullmatch(r"random-([0-9]+)", manifest.base.revision or "")
         seed = int(random[1]) if random else 0
         if (dtype, seed) not in self._loaded:
-            loaded = load_model(model, weights=weights, image_size=image_size, dtype=getattr(torch, dtype), seed=seed)
+            loaded = load_model(
+                self._model,
+                weights=self._weights,
+                image_size=self._image_size,
+                dtype=getattr(torch, dtype),
+                seed=seed,
+            )
             self._loaded[dtype, seed] = loaded.module
         return self._loaded[dtype, seed]
 
 
-def _verify_with_progress(path: File, model: str | nn.Module | None, show: bool) -> Verification:
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
-        name = locate(path).name
-        task = bar.add_task(printable(name), total=None)
-
-        def update(check: str, done: int, total: int) -> None:
-            bar.update(task, description=printable(f"{name}: {check}"), completed=done, total=total)
-
-        return verify_bundle(path, model, update)
-
-
-def _print(result: Verification, model: str | None, quiet: bool) -> None:
+def _print_result(result: Verification, model: str | None, quiet: bool) -> None:
     for check in result.checks:
         against = f" ({model})" if check.name == "model" else ""
-        for failure in check.failures[:SHOWN]:
+        for failure in check.failures[:MAX_FAILURES]:
             show_error(f"{result.path}: {failure.subject}: {failure.problem}{against}")
-        if (more := len(check.failures) - SHOWN) > 0:
-            show_error(f"{result.path}: {check.name}: {more} more of {check.checked} fail, --json lists them all")
+        if (more := len(check.failures) - MAX_FAILURES) > 0:
+            show_error(f"{result.path}: {check.name}: {more} more of {check.checked} fail; --json lists all of them")
     if quiet:
         return
     if result.holds:
@@ -252,5 +242,5 @@ def _print(result: Verification, model: str | None, quiet: bool) -> None:
 
 
 def _count(check: CheckResult) -> str:
-    exempt = f"; {check.exempt} promise nothing" if check.exempt else ""
+    exempt = f"; {check.exempt} not required" if check.exempt else ""
     return f"{check.name} ({check.checked}{exempt})"

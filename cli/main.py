@@ -1,6 +1,6 @@
-"""What `--help` says of a command, where typer's own words would mislead.
+"""The `kfacpack` command: its subcommands, their help panels, and the exit codes.
 
-The command `kfacpack`: its subcommands, and what an error or an interruption turns into.
+Exit codes: 0 done, 1 a check does not hold, 2 bad input or usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from functools import wraps
 from typing import Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperCommand, TyperGroup
 
 import kfacpack
@@ -23,29 +24,32 @@ from .console import err, show_error
 
 
 class PlainHelp:
-    """A flag takes no value, so that none is named behind it."""
+    """Help without a value type after flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for each in found:
-            if getattr(each, "is_flag", False):
-                each.metavar = ""
-        return found
+        """Returns the parameters, flags without a metavar."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
 
 
 class PlainCommand(PlainHelp, TyperCommand):
-    """Its usage has arguments as they are typed: their metavars, in brackets where they may be left out."""
+    """A command whose usage line shows the metavars of its arguments, in brackets if they are optional."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        arguments = [each for each in self.get_params(ctx) if each.param_type_name == "argument"]
-        named = [each.metavar if each.required else f"[{each.metavar}]" for each in arguments]
-        return [self.options_metavar or "", *named]
+        """Returns the parts of the usage line."""
+        arguments = [parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "argument"]
+        metavars = [argument.metavar if argument.required else f"[{argument.metavar}]" for argument in arguments]
+        return [self.options_metavar or "", *metavars]
 
 
 class CommandGroup(PlainHelp, TyperGroup):
-    """Exit codes: 0 done, 1 an honest failure, 2 bad input or usage, 130 interrupted."""
+    """The group of all commands; converts errors to messages and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
+        """Runs a command."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -64,14 +68,13 @@ class CommandGroup(PlainHelp, TyperGroup):
 app = typer.Typer(
     cls=CommandGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"kfacpack {kfacpack.__version__}")
         raise typer.Exit
 
@@ -79,63 +82,68 @@ def _version(asked: bool) -> None:
 @app.callback()
 def main(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
+        False, "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
     ),
 ) -> None:
-    """Curvature as an artifact, for task arithmetic: estimate it, merge it, train under it, add vectors up, measure.
+    """Curvature as an artifact for task arithmetic: estimate, share and merge it, and train task vectors with it.
 
-    Wherever a bundle or vector is read, hf://owner/repo/FILE is one on the Hub. To see what it is about: kfacpack demo.
+    Bundles and vectors are read from paths or from hf://OWNER/REPO/FILE. Start with: kfacpack demo.
+
+    Exit codes: 0 done, 1 a check does not hold, 2 bad input or usage, 130 interrupted.
     """
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "estimate": estimate.estimate,
-    "inspect": inspect.inspect,
-    "verify": inspect.verify,
-    "compress": compress.compress,
-    "merge": merge.merge,
-    "import": export.import_,
-    "export": export.export,
-    "train": train.train,
-    "add": add.add,
-    "negate": add.negate,
-    "eval": eval.evaluate,
-    "measure": measure.measure,
-    "run": experiments.run,
-    "report": experiments.report,
-    "push": hub.push,
-    "pull": hub.pull,
-    "search": hub.search,
-    "demo": experiments.demo,
-    "models": models.models,
-    "tasks": tasks.tasks,
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+    "Curvature": {
+        "estimate": estimate.estimate,
+        "inspect": inspect.inspect,
+        "verify": inspect.verify,
+        "compress": compress.compress,
+        "merge": merge.merge,
+        "import": export.import_,
+        "export": export.export,
+    },
+    "Task vectors": {
+        "train": train.train,
+        "add": add.add,
+        "negate": add.negate,
+        "eval": eval.evaluate,
+        "measure": measure.measure,
+    },
+    "Experiments": {"run": experiments.run, "report": experiments.report, "demo": experiments.demo},
+    "Hub": {"push": hub.push, "pull": hub.pull, "search": hub.search},
+    "Lists": {"models": models.models, "tasks": tasks.tasks},
 }
+"""Panel of the help -> command -> function."""
 
 
 def _unwrap_help(text: str) -> str:
-    """Paragraphs without the line breaks of the source, which fit no terminal."""
+    """Removes the line breaks of the source from each paragraph; the help is wrapped to the terminal."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-def _with_bars(command: Callable[..., None]) -> Callable[..., None]:
-    """What is fetched from the Hub or sent there shows a bar, wherever other bars are shown."""
+def _with_hub_bars(command: Callable[..., None]) -> Callable[..., None]:
+    """Shows huggingface_hub's progress bars during a command, unless it is called with --quiet or --json."""
 
     @wraps(command)
-    def called(**given: Any) -> None:
-        with progress_bars(show=err.is_terminal and not (given.get("quiet") or given.get("as_json"))):
-            command(**given)
+    def wrapped(**arguments: Any) -> None:
+        with progress_bars(show=err.is_terminal and not (arguments.get("quiet") or arguments.get("as_json"))):
+            command(**arguments)
 
-    return called
+    return wrapped
 
 
-for name, command in COMMANDS.items():
-    app.command(name, cls=PlainCommand, help=_unwrap_help(command.__doc__ or ""))(_with_bars(command))
+for panel, commands in COMMANDS.items():
+    for name, command in commands.items():
+        text = escape(_unwrap_help(command.__doc__ or ""))
+        app.command(name, cls=PlainCommand, help=text, rich_help_panel=panel)(_with_hub_bars(command))
 
 
 def run_app() -> None:
-    # Who pipes into head has seen enough: end like any other program then, not with a failure of our own.
+    """Runs the command line."""
+    # If the reader of a pipe has gone (as with `| head`), end quietly like other programs.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    # A terminal or pipe that cannot show Δ or ─ gets a question mark, not a crash.
+    # Characters such as Δ and ─ that an output encoding lacks are replaced by question marks.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

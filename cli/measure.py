@@ -1,13 +1,9 @@
-"""How `kfacpack measure` shows what it found: tables for a terminal.
-
-`kfacpack measure`: why vectors add up or do not, and whether a bundle is any good.
-"""
+"""`kfacpack measure`: disentanglement, localisation and drift of task vectors, and spectra of bundles."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,8 +17,10 @@ from kfacpack.format.reference import locate
 from kfacpack.format.writer import write_atomically
 from kfacpack.models.prompts import PromptStyle
 
-from .console import examples_bar, loading, out, print_json, steps_bar
+from .console import examples_bar, loading, name_cell, out, plain_table, print_json, print_line, steps_bar
 from .options import (
+    AS_JSON,
+    BATCH_SIZE,
     DATA,
     DEVICE,
     DTYPE,
@@ -35,7 +33,8 @@ from .options import (
     WORKERS,
     File,
     check_output,
-    folders_of,
+    data_folders,
+    duplicate,
     load_model_option,
     load_task_option,
     option,
@@ -47,63 +46,54 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
 
-def _disentanglement(found: dict[str, Any]) -> Iterator[Table | Text]:
-    first, second = (printable(name) for name in found["tasks"])
-    table = _table("α", *(f"{alpha:g}" for alpha in found["alphas"]))
-    for alpha, row in zip(found["alphas"], found["xi"], strict=True):
+def _disentanglement(result: dict[str, Any]) -> Iterator[Table | Text]:
+    first, second = (printable(name) for name in result["tasks"])
+    table = plain_table("α", numbers=[f"{alpha:g}" for alpha in result["alphas"]])
+    for alpha, row in zip(result["alphas"], result["xi"], strict=True):
         table.add_row(f"{alpha:g}", *(f"{100 * xi:.0f}" for xi in row))
     yield table
-    sizes = " and ".join(f"{size:,}" for size in found["examples"].values())
-    yield Text(f"ξ in %, of 200; down: α of {first}, across: α of {second}; {sizes} examples", style="dim")
+    sizes = " and ".join(f"{size:,}" for size in result["examples"].values())
+    yield Text(f"ξ in %, at most 200; rows: α of {first}, columns: α of {second}; {sizes} examples", style="dim")
 
 
-def _localisation(found: dict[str, Any]) -> Iterator[Table | Text]:
-    table = _table("vector", "on task", "off task", "AUROC")
-    for name, each in found["vectors"].items():
-        numbers = f"{each['on']['mean']:.3g}", f"{each['off']['mean']:.3g}", f"{each['auroc']:.3f}"
-        table.add_row(Text(printable(name), overflow="fold"), *numbers)
-    if len(found["vectors"]) > 1:
-        table.add_row("mean", "", "", f"{found['auroc']:.3f}", style="bold")
+def _localisation(result: dict[str, Any]) -> Iterator[Table | Text]:
+    table = plain_table("vector", numbers=("on task", "off task", "AUROC"))
+    for name, vector in result["vectors"].items():
+        numbers = f"{vector['on']['mean']:.3g}", f"{vector['off']['mean']:.3g}", f"{vector['auroc']:.3f}"
+        table.add_row(name_cell(name), *numbers)
+    if len(result["vectors"]) > 1:
+        table.add_row("mean", "", "", f"{result['auroc']:.3f}", style="bold")
     yield table
-    yield Text("the mean of the squared change of f, and how well it tells the tasks apart", style="dim")
+    yield Text("mean squared change of f, and how well it separates the tasks (AUROC)", style="dim")
 
 
-def _drift(found: dict[str, Any]) -> Iterator[Table | Text]:
-    table = _table("vector", "task", "predicted", "measured", "ratio", words=2)
-    for each in found["pairs"]:
-        names = (Text(printable(each[key]), overflow="fold") for key in ("vector", "task"))
-        table.add_row(*names, f"{each['predicted']:.3g}", f"{each['measured']:.3g}", _ratio(each))
+def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
+    table = plain_table("vector", "task", numbers=("predicted", "measured", "ratio"))
+    for pair in result["pairs"]:
+        names = (name_cell(pair[key]) for key in ("vector", "task"))
+        table.add_row(*names, f"{pair['predicted']:.3g}", f"{pair['measured']:.3g}", _format_ratio(pair))
     yield table
-    # A layer that moves nothing has no ratio.
-    moved = sorted((each for each in found["layers"] if each["measured"] > 0), key=_quotient)
-    if moved:
-        low, middle, high = (_ratio(moved[int(share * (len(moved) - 1))]) for share in (0.05, 0.5, 0.95))
-        words = f"ratios of {len(moved):,} single layers: {middle} in the middle, nine in ten from {low} to {high}"
-        yield Text(words, style="dim")
+    # A layer without drift has no ratio.
+    layers = sorted((layer for layer in result["layers"] if layer["measured"] > 0), key=_ratio)
+    if layers:
+        low, median, high = (_format_ratio(layers[int(share * (len(layers) - 1))]) for share in (0.05, 0.5, 0.95))
+        yield Text(f"ratios of {len(layers):,} single layers: median {median}, 90% from {low} to {high}", style="dim")
 
 
-def _quotient(each: dict[str, float]) -> float:
-    return each["predicted"] / each["measured"]
+def _ratio(entry: dict[str, float]) -> float:
+    return entry["predicted"] / entry["measured"]
 
 
-def _ratio(each: dict[str, float]) -> str:
-    return f"{_quotient(each):.2f}" if each["measured"] > 0 else ""
+def _format_ratio(entry: dict[str, float]) -> str:
+    return f"{_ratio(entry):.2f}" if entry["measured"] > 0 else ""
 
 
-def _spectra(found: dict[str, Any]) -> Iterator[Table | Text]:
-    table = _table("block", "side", "size", "trace", "largest", "effective rank", words=2)
-    for each in found["blocks"]:
-        numbers = f"{each['trace']:.3g}", f"{each['eigenvalues'][0]:.3g}", f"{each['effective_rank']:.1f}"
-        table.add_row(Text(printable(each["name"]), overflow="fold"), each["side"], f"{each['size']:,}", *numbers)
+def _spectra(result: dict[str, Any]) -> Iterator[Table | Text]:
+    table = plain_table("block", "side", numbers=("size", "trace", "largest", "effective rank"))
+    for block in result["blocks"]:
+        numbers = f"{block['trace']:.3g}", f"{block['eigenvalues'][0]:.3g}", f"{block['effective_rank']:.1f}"
+        table.add_row(name_cell(block["name"]), block["side"], f"{block['size']:,}", *numbers)
     yield table
-
-
-def _table(*headings: str, words: int = 1) -> Table:
-    """The first columns are words, the others numbers."""
-    table = Table(*headings[:words], box=None, header_style="bold", pad_edge=False)
-    for heading in headings[words:]:
-        table.add_column(heading, justify="right")
-    return table
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], Iterator[Table | Text]]] = {
@@ -115,7 +105,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], Iterator[Table | Text]]] = {
 
 
 Measurement = Literal["disentanglement", "localisation", "drift", "spectra"]
-MEASURE = "The measurement"
+MEASUREMENT_PANEL = "Measurement"
 ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
 
@@ -123,29 +113,29 @@ LAYER_EXAMPLES = 64
 def measure(
     what: Measurement = typer.Argument(..., metavar="WHAT", help="disentanglement, localisation, drift or spectra."),
     vectors: list[File] | None = typer.Argument(
-        None, metavar="FILE.safetensors...", help="Task vectors, of one task each; for spectra, a bundle."
+        None, metavar="FILE.safetensors...", help="Task vectors of one task each; for spectra, a bundle."
     ),
     bundle: list[File] | None = option(
-        MEASURE,
+        MEASUREMENT_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="For drift, bundles of one task each, whose prediction is measured; repeatable. For spectra, one.",
+        help="drift: bundles of one task each whose prediction is tested; repeatable. spectra: the bundle.",
     ),
     alpha: str | None = option(
-        MEASURE,
+        MEASUREMENT_PANEL,
         None,
         "--alpha",
         metavar="α,α|FROM:TO:STEP",
-        help=f"For disentanglement, what each vector is multiplied by; else {ALPHAS}.",
+        help=f"disentanglement: factors of each vector. [default: {ALPHAS}]",
     ),
     layer_examples: int | None = option(
-        MEASURE,
+        MEASUREMENT_PANEL,
         None,
         "--layer-examples",
         min=0,
         metavar="N",
-        help=f"For drift, how many examples each layer is measured on, else {LAYER_EXAMPLES}; 0 for no layers.",
+        help=f"drift: number of examples for single layers; 0 skips them. [default: {LAYER_EXAMPLES}]",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
@@ -154,49 +144,54 @@ def measure(
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     task: list[str] | None = option(
-        DATA, None, "--task", metavar="TASK", help="For localisation, a task more that no vector is of; repeatable."
+        DATA, None, "--task", metavar="TASK", help="localisation: another task, without a vector; repeatable."
     ),
     data: list[str] | None = option(
-        DATA, None, "--data", metavar="TASK=DIR", help="Where a task's data is, unless it is registered; repeatable."
+        DATA, None, "--data", metavar="TASK=DIR", help="Data of a task that is not registered; repeatable."
     ),
-    split: str = option(DATA, "test", "--split", help="The split to take examples from."),
-    examples: str = option(DATA, "256", "--examples", metavar="N|P%|all", help="How many of each task."),
-    batch_size: int = option(RUN, 64, "--batch-size", min=1, help="Examples at a time."),
-    output: Path | None = option(RUN, None, "--output", "-o", metavar="FILE.json", help="Write the numbers there."),
-    figure: Path | None = option(RUN, None, "--figure", metavar="FILE.png|svg", help="Draw them there."),
-    as_json: bool = option(RUN, False, "--json", help="Print the numbers as JSON."),
+    split: str = option(DATA, "test", "--split", metavar="SPLIT", help="Split to take examples from."),
+    examples: str = option(
+        DATA, "256", "--examples", metavar="N|P%|all", help="Number of examples per task; the same ones every time."
+    ),
+    batch_size: int = BATCH_SIZE,
+    output: Path | None = option(
+        RUN, None, "--output", "-o", metavar="FILE.json", help="Write the result to this file."
+    ),
+    figure: Path | None = option(RUN, None, "--figure", metavar="FILE.png|svg", help="Draw the result."),
+    as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
-    """Measure what task vectors do to each other's tasks, or what a bundle says of them.
+    """Measure how task vectors affect each other's tasks, or how well a bundle predicts it.
 
-    disentanglement: how many answers on two vectors' tasks change when the other vector is added, for each pair of α.
+    disentanglement: share of predictions on the tasks of two vectors that change when the other vector is added, for
+    every pair of α.
 
-    localisation: how far each vector moves f on its own task and on others, and how well that tells them apart (AUROC).
+    localisation: change of f by each vector on its own task and on others, and how well it separates them (AUROC).
 
-    drift: how far bundles say that vectors move f on the bundles' tasks, against how far they do move it there.
+    drift: change of f on a task as predicted by its bundle, compared with the measured change.
 
-    spectra: the eigenvalues of a bundle's matrices.
+    spectra: eigenvalues of a bundle's matrices.
     """
     files, bundles = list(vectors or ()), list(bundle or ())
     if what == "spectra":
         files, bundles = [], [*files, *bundles]
     _check_counts(what, files, bundles)
-    for name, given, belongs in (
+    for flag, value, measurement in (
         ("--alpha", alpha, "disentanglement"),
         ("--layer-examples", layer_examples, "drift"),
         ("--task", task or None, "localisation"),
     ):
-        if given is not None and what != belongs:
-            raise KfacpackError(f"{name} is about {belongs}, and not about {what}; leave it out")
+        if value is not None and what != measurement:
+            raise KfacpackError(f"{flag} is only for {measurement}, got {what}; leave it out")
     _check_outputs(output, figure, [*files, *bundles, *([weights] if weights else ())])
-    # They bring torch, which --help has no need to wait for.
+    # Imported here so that --help does not wait for torch.
     import kfacpack as kp
 
     show = not (quiet or as_json)
     if what == "spectra":
         with steps_bar(locate(bundles[0]).name, show=show) as advance:
-            found = kp.spectra(kp.load(bundles[0]), on_progress=advance)
+            result = kp.spectra(kp.load(bundles[0]), on_progress=advance)
     else:
         from kfacpack.estimation.distributed import local_device
         from kfacpack.format.units import parse_alphas
@@ -204,83 +199,87 @@ def measure(
 
         use_workers(workers)
         place, alphas = local_device(device), parse_alphas(alpha or ALPHAS)
-        taus, curvatures = _vectors(files), _bundles(bundles)
+        taus, curvatures = _load_vectors(files), _load_bundles(bundles)
         names = list(curvatures) or [*taus, *(task or ())]
         with loading(", ".join([*names, model]), show=show):
-            exams = _evaluation_sets(names, data or (), split, examples, model, quiet=quiet)
-            loaded = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
+            sets = _evaluation_sets(names, data or (), split, examples, model, quiet=quiet)
+            loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
         with examples_bar(what, show=show) as advance:
-            how: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
+            settings: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
             if what == "disentanglement":
                 first, second = taus.values()
-                found = kp.disentanglement(loaded, (exams[0], exams[1]), (first, second), alphas, **how)
+                result = kp.disentanglement(loaded_model, (sets[0], sets[1]), (first, second), alphas, **settings)
             elif what == "localisation":
-                found = kp.localisation(loaded, exams, taus, **how)
+                result = kp.localisation(loaded_model, sets, taus, **settings)
             else:
-                few = LAYER_EXAMPLES if layer_examples is None else layer_examples
-                found = kp.drift(loaded, exams, taus, curvatures, layer_examples=few, **how)
-    _write(what, found, output, figure)
+                settings["layer_examples"] = LAYER_EXAMPLES if layer_examples is None else layer_examples
+                result = kp.drift(loaded_model, sets, taus, curvatures, **settings)
+    _write(what, result, output, figure)
     if as_json:
-        print_json(found)
+        print_json(result)
     elif show:
-        for part in TABLES[what](found):
+        for part in TABLES[what](result):
             out.print(part)
+        if written := [str(path) for path in (output, figure) if path]:
+            print_line(f"wrote {' and '.join(written)}")
 
 
 def _check_counts(what: Measurement, vectors: list[File], bundles: list[File]) -> None:
-    """Before anything is opened: how many vectors and bundles a measurement takes."""
-    expected, fits = {
+    """Checks the number of vectors and bundles before any file is opened."""
+    expected, valid = {
         "disentanglement": ("two vectors", len(vectors) == 2 and not bundles),
-        "localisation": ("one vector or more", bool(vectors) and not bundles),
-        "drift": ("one vector or more, and --bundle once or more", bool(vectors) and bool(bundles)),
+        "localisation": ("at least one vector", bool(vectors) and not bundles),
+        "drift": ("at least one vector and one --bundle", bool(vectors) and bool(bundles)),
         "spectra": ("one bundle", len(bundles) == 1),
     }[what]
-    if not fits:
-        found = f"{len(vectors)} vector{'s' * (len(vectors) != 1)} and {len(bundles)} bundle{'s' * (len(bundles) != 1)}"
-        raise KfacpackError(f"measure {what}: expected {expected}, found {found}")
+    if not valid:
+        counts = f"vectors: {len(vectors)}, bundles: {len(bundles)}"
+        raise KfacpackError(f"measure {what}: expected {expected}, got {counts}")
 
 
 def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File]) -> None:
     if figure and figure.suffix.lower() not in (".png", ".svg"):
-        raise KfacpackError(f"{figure}: a figure is a PNG or an SVG; give it a name that ends in .png or .svg")
+        raise KfacpackError(f"{figure}: expected a file name that ends in .png or .svg")
     if output and figure and output.absolute() == figure.absolute():
-        raise KfacpackError(f"{output}: is both --output and --figure; give them different names")
-    for each in filter(None, (output, figure)):
-        check_output(each, inputs)
+        raise KfacpackError(f"{output}: --output and --figure need different files")
+    for path in filter(None, (output, figure)):
+        check_output(path, inputs)
 
 
-def _vectors(files: list[File]) -> dict[str, TaskVector]:
-    """By task."""
+def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
+    """Returns task -> vector."""
     from kfacpack.vectors.task_vector import TaskVector
 
-    found: dict[str, TaskVector] = {}
+    vectors: dict[str, TaskVector] = {}
     for file in files:
         vector = TaskVector.load(file)
         if len(vector.tasks) != 1:
             tasks = printable(", ".join(vector.tasks))
-            raise KfacpackError(f"{file}: is of {len(vector.tasks)} tasks ({tasks}), expected a vector of one")
-        _write_figure(found, vector.tasks[0], vector, file)
-    return found
+            raise KfacpackError(f"{file}: expected a vector of one task, got {len(vector.tasks)}: {tasks}")
+        _require_new_task(vectors, vector.tasks[0], file)
+        vectors[vector.tasks[0]] = vector
+    return vectors
 
 
-def _bundles(files: list[File]) -> dict[str, Curvature]:
-    """By task."""
+def _load_bundles(files: list[File]) -> dict[str, Curvature]:
+    """Returns task -> curvature."""
     from kfacpack.curvature.curvature import load
 
-    found: dict[str, Curvature] = {}
+    curvatures: dict[str, Curvature] = {}
     for file in files:
         curvature = load(file)
         if curvature.about.source is None:
-            problem = "is of no single task, as it is merged or does not say"
-            raise KfacpackError(f"{file}: {problem}. Drift is measured on a task's data: give its own bundle")
-        _write_figure(found, curvature.about.source.task, curvature, file)
-    return found
+            problem = "expected a bundle of one task, got one that is merged or does not name its task"
+            raise KfacpackError(f"{file}: {problem}. Drift is measured on the data of that task")
+        task = curvature.about.source.task
+        _require_new_task(curvatures, task, file)
+        curvatures[task] = curvature
+    return curvatures
 
 
-def _write_figure(found: dict[str, Any], task: str, what: Any, file: File) -> None:
-    if task in found:
-        raise KfacpackError(f"{file}: is of {printable(task)}, as another that is given; give one for each task")
-    found[task] = what
+def _require_new_task(loaded: Mapping[str, object], task: str, file: File) -> None:
+    if task in loaded:
+        raise KfacpackError(f"{file}: another file is also of task {printable(task)!r}; give one per task")
 
 
 def _evaluation_sets(
@@ -290,22 +289,22 @@ def _evaluation_sets(
     from kfacpack.format.identity import base_task_name
     from kfacpack.tasks.registry import PUBLISHED, TASKS
 
-    folders = folders_of(names, data)
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise KfacpackError(f"--task {printable(twice[0])}: its examples are there already; name it once")
-    known = {**TASKS, **PUBLISHED}
-    if unknown := [name for name in names if name not in folders and base_task_name(name) not in known]:
+    folders = data_folders(names, data)
+    if repeated := duplicate(names):
+        raise KfacpackError(f"--task {printable(repeated)}: is given twice, or is the task of a vector")
+    registered = {**TASKS, **PUBLISHED}
+    if unknown := [name for name in names if name not in folders and base_task_name(name) not in registered]:
         name = printable(unknown[0])
-        raise KfacpackError(f"{name!r} is no registered task; say where its data is: --data {name}=DIR")
+        raise KfacpackError(f"unknown task {name!r}; give the folder of its data: --data {name}=DIR")
     tasks = [load_task_option(name, folders.get(name), None, model, quiet=quiet) for name in names]
     return [EvaluationSet.of(task, split, examples) for task in tasks]
 
 
-def _write(what: Measurement, found: dict[str, Any], output: Path | None, figure: Path | None) -> None:
+def _write(what: Measurement, result: dict[str, Any], output: Path | None, figure: Path | None) -> None:
     if output:
-        write_atomically(output, f"{json.dumps(found, indent=2)}\n".encode())
+        write_atomically(output, f"{json.dumps(result, indent=2)}\n".encode())
     if figure:
         from kfacpack.experiments.figure_style import save
         from kfacpack.experiments.figures import FIGURES
 
-        save(FIGURES[what](found), figure)
+        save(FIGURES[what](result), figure)

@@ -1,4 +1,4 @@
-"""`kfacpack models`: which models can be named, and what one of them is."""
+"""`kfacpack models`: lists the models and model families, or shows one model."""
 
 from __future__ import annotations
 
@@ -6,49 +6,42 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.units import human_bytes
 
-from .console import key_value_table, loading, out, print_json
-from .options import load_model_option
+from .console import key_value_table, loading, out, plain_table, print_json, print_line
+from .options import AS_JSON, IMAGE_SIZE, WEIGHTS, load_model_option
 
 if TYPE_CHECKING:
     from kfacpack.models.model import Model
 
 
 def models(
-    name: str | None = typer.Argument(
-        None, metavar="NAME", help="Show this model. It is loaded for that, as other commands load it."
-    ),
-    weights: str | None = typer.Option(
-        None, "--weights", metavar="FILE", help="With a name, where the weights are, or the word random."
-    ),
-    image_size: int | None = typer.Option(
-        None, "--image-size", min=1, metavar="N", help="With a name, pixels of a side."
-    ),
-    as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
+    name: str | None = typer.Argument(None, metavar="MODEL", help="Load this model and show its properties."),
+    weights: str | None = WEIGHTS,
+    image_size: int | None = IMAGE_SIZE,
+    as_json: bool = AS_JSON,
 ) -> None:
-    """List the models in the package, the families of models and what of them is downloaded, or show one model."""
+    """List embedded models, model families and downloaded models, or show one model."""
     if name is not None:
         with loading(name, show=not as_json):
-            about = _of_model(load_model_option(name, weights, image_size))
-        print_json(about) if as_json else _print_facts(about)
+            properties = _properties(load_model_option(name, weights, image_size))
+        print_json(properties) if as_json else _print_properties(properties)
         return
     if weights or image_size:
-        raise KfacpackError("--weights and --image-size belong to a model: give its name as well")
-    listed = {"embedded": list(_embedded()), "families": list(_families()), "downloaded": list(_downloaded())}
+        raise KfacpackError("--weights and --image-size need a model; give its name")
+    lists = {"embedded": list(_embedded()), "families": list(_families()), "downloaded": list(_downloaded())}
     if as_json:
-        print_json(listed)
+        print_json(lists)
         return
-    _print_embedded(listed["embedded"])
+    _print_embedded(lists["embedded"])
     out.print()
-    _print_families(listed["families"])
+    _print_families(lists["families"])
     out.print()
-    _print_downloaded(listed["downloaded"])
-    out.print(Text("models NAME shows one of them", style="dim"))
+    _print_downloaded(lists["downloaded"])
+    print_line("'kfacpack models MODEL' shows one of them", style="dim")
 
 
 def _embedded() -> Iterator[dict[str, Any]]:
@@ -77,17 +70,17 @@ def _families() -> Iterator[dict[str, str]]:
 def _downloaded() -> Iterator[dict[str, Any]]:
     from kfacpack.models.families import downloaded
 
-    for each in downloaded():
+    for model in downloaded():
         yield {
-            "model": each.model,
-            "family": each.family,
-            "repository": each.repository,
-            "revision": each.revision,
-            "bytes": each.nbytes,
+            "model": model.model,
+            "family": model.family,
+            "repository": model.repository,
+            "revision": model.revision,
+            "bytes": model.nbytes,
         }
 
 
-def _of_model(model: Model) -> dict[str, Any]:
+def _properties(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "family": model.family,
@@ -101,48 +94,46 @@ def _of_model(model: Model) -> dict[str, Any]:
     }
 
 
-def _print_embedded(listed: list[dict[str, Any]]) -> None:
-    table = Table("in the package", "family", box=None, header_style="bold", pad_edge=False)
-    for heading in ("parameters", "width of f", "pixels", "weights"):
-        table.add_column(heading, justify="right")
-    for each in listed:
-        size = f"{each['image_size']}×{each['image_size']}"
-        numbers = (f"{each['parameters']:,}", f"{each['width']}", size, human_bytes(each["bytes"]))
-        table.add_row(each["name"], each["family"], *numbers)
+def _print_embedded(models: list[dict[str, Any]]) -> None:
+    table = plain_table("embedded", "family", numbers=("parameters", "width of f", "pixels", "weights"))
+    for model in models:
+        size = f"{model['image_size']}×{model['image_size']}"
+        numbers = (f"{model['parameters']:,}", f"{model['width']}", size, human_bytes(model["bytes"]))
+        table.add_row(model["name"], model["family"], *numbers)
     out.print(table)
 
 
-def _print_families(listed: list[dict[str, str]]) -> None:
-    table = Table("family", box=None, header_style="bold", pad_edge=False)
-    for heading in ("named", "f", "head"):
+def _print_families(families: list[dict[str, str]]) -> None:
+    table = plain_table("family")
+    for heading in ("--model", "f", "head"):
         table.add_column(heading, overflow="fold")
-    for each in listed:
-        table.add_row(*map(Text, each.values()))
+    for family in families:
+        table.add_row(*map(Text, family.values()))
     out.print(table)
 
 
-def _print_downloaded(listed: list[dict[str, Any]]) -> None:
-    if not listed:
-        out.print(Text("downloaded: none; a model of the Hub is downloaded when it is first used", style="dim"))
+def _print_downloaded(models: list[dict[str, Any]]) -> None:
+    if not models:
+        print_line("downloaded: none; models from the Hub are downloaded when they are first used", style="dim")
         return
-    table = Table(box=None, header_style="bold", pad_edge=False)
+    table = plain_table()
     table.add_column("downloaded", overflow="fold")
     table.add_column("from", overflow="fold")
     table.add_column("on disk", justify="right", no_wrap=True)
-    for each in listed:
-        source = f"{each['repository']}@{each['revision'][:8]}"
-        table.add_row(Text(each["model"]), Text(source), human_bytes(each["bytes"]))
+    for model in models:
+        source = f"{model['repository']}@{model['revision'][:8]}"
+        table.add_row(Text(model["model"]), Text(source), human_bytes(model["bytes"]))
     out.print(table)
 
 
-def _print_facts(about: dict[str, Any]) -> None:
-    shown = {
-        "model": f"{about['name']} ({about['family']})",
-        "revision": about["revision"] or "weights of a file",
-        "parameters": f"{about['parameters']:,}",
-        "f": f"{about['f']}, of width {about['width']}",
-        "input": about["preprocessing"],
-        "head": about["head"],
-        "frozen": ", ".join(about["frozen"]),
+def _print_properties(properties: dict[str, Any]) -> None:
+    rows = {
+        "model": f"{properties['name']} ({properties['family']})",
+        "revision": properties["revision"] or "weights from a file",
+        "parameters": f"{properties['parameters']:,}",
+        "f": f"{properties['f']}, of width {properties['width']}",
+        "input": properties["preprocessing"],
+        "head": properties["head"],
+        "frozen": ", ".join(properties["frozen"]),
     }
-    out.print(key_value_table(shown.items()))
+    out.print(key_value_table(rows.items()))

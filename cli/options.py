@@ -1,4 +1,4 @@
-"""Options that several commands have, declared once: they mean the same everywhere."""
+"""Options shared by several commands, declared once so that they mean the same everywhere."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
+from rich.markup import escape
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.reference import is_reference
@@ -16,107 +17,147 @@ from .console import show_note
 if TYPE_CHECKING:
     import torch
 
-    from kfacpack.format.manifest import FloatType
+    from kfacpack.format.manifest import Base, FloatType
     from kfacpack.models.model import Model
     from kfacpack.models.prompts import PromptStyle
     from kfacpack.tasks.task import Task
 
 
 File = str
-"""A bundle or vector to read: a path, or hf://owner/repo[@revision]/FILE, of which a Path would lose a slash."""
+"""A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. Not a Path, which would drop a slash."""
 
-MODEL, DATA, RUN = "The model", "The data", "The run"
+MODEL, DATA, RUN = "Model", "Data", "Run"
+"""Panels of the help."""
 
 
 def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any:
-    return typer.Option(default, *names, help=help, rich_help_panel=panel, **more)
+    """Declares an option.
+
+    Args:
+        panel: Panel of the help in which the option is listed.
+        default: Default value; `...` makes the option required.
+        *names: Flags, such as "--output", "-o".
+        help: Help text; square brackets are literal.
+        **more: Further arguments of `typer.Option`.
+    """
+    more.setdefault("metavar", {int: "N", float: "X"}.get(type(default)))
+    return typer.Option(default, *names, help=escape(help), rich_help_panel=panel, **more)
 
 
 MODEL_NAME = option(
     MODEL,
     "tiny",
     "--model",
-    help="tiny, ViT-B-32, ViT-B-16/TAG (open_clip), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR.",
+    metavar="MODEL",
+    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR.",
 )
-WEIGHTS = option(
-    MODEL, None, "--weights", metavar="FILE", help="A safetensors file of the model's weights, or the word random."
-)
+WEIGHTS = option(MODEL, None, "--weights", metavar="FILE", help="Safetensors file with the model's weights, or random.")
 IMAGE_SIZE = option(
-    MODEL, None, "--image-size", min=1, metavar="N", help="Pixels of a side, instead of the model's own."
+    MODEL, None, "--image-size", min=1, metavar="N", help="Image side in pixels. [default: the model's own]"
 )
-PROMPTS = option(
-    MODEL,
-    None,
-    "--prompts",
-    help="Prompt style of a t5: model: t5 or flan. By default the style the model was trained with.",
+PROMPTS = option(MODEL, None, "--prompts", help="Prompt style of a t5: model. [default: as trained]")
+DEVICE = option(
+    MODEL, "auto", "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps; auto uses the first GPU, if any."
 )
-DEVICE = option(MODEL, "auto", "--device", help="cpu, cuda, cuda:1, mps; auto takes the first GPU there is.")
 PARAMS = option(
     MODEL,
     None,
     "--params",
     metavar="PATTERN",
-    help="Only parameters of this name or pattern; repeatable. Else all that the family does not freeze.",
+    help="Use only parameters whose name matches; repeatable. [default: all that are not frozen]",
 )
 DTYPE = option(
-    MODEL, "float32", "--dtype", help="What the model computes in. What is added up or trained is float32 at least."
+    MODEL,
+    "float32",
+    "--dtype",
+    help="Compute dtype of the model; accumulation and training use at least float32.",
 )
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 HEAD = option(
     MODEL,
     "auto",
     "--head",
-    help="What tells classes apart: their names through the text tower, or as the next word (T5), or prototypes, the "
-    "means of their training examples. auto takes the first of these that there is.",
+    help="Classifier: class names through the text tower (text) or as next words (words, T5), or class means of the "
+    "training examples (prototypes). auto: the first one the model supports.",
 )
 DATA_FOLDER = option(
     DATA,
     None,
     "--data",
     metavar="DIR|hf://…",
-    help="The task's data: a folder with train-*.parquet as on the Hub, or with pictures in a folder for each class; "
-    "or hf://datasets/OWNER/REPO, @REVISION and /CONFIG behind it if need be.",
+    help="Data of the task: a folder of Parquet files, a folder with one subfolder of images per class, or "
+    "hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
 )
 COLUMNS = option(
     DATA,
     None,
     "--columns",
     metavar="KEY=COLUMN,…",
-    help="What the columns of --data are: image=IMG,label=Y, or premise=A,hypothesis=B,label=Y. Else they are found by "
-    "the task's name, or by their types.",
+    help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: detected]",
 )
+BATCH_SIZE = option(RUN, 64, "--batch-size", min=1, metavar="N", help="Examples computed at a time.")
 WORKERS = option(
     RUN,
     None,
     "--workers",
     min=0,
     metavar="N",
-    help="Processes that decode and transform examples ahead; by default up to 4 where pictures come from files.",
+    help="Processes that load and transform examples. [default: up to 4 for image files]",
 )
-QUIET = option(RUN, False, "--quiet", "-q", help="Print nothing but errors.")
+AS_JSON = option(RUN, False, "--json", help="Print the result as JSON.")
+QUIET = option(RUN, False, "--quiet", "-q", help="Print only errors.")
 
 
 def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, str | None]:
-    """What TASK=DIR says; where it may be `bare`, TASK alone, too. `name` is the option's."""
+    """Parses TASK=DIR.
+
+    Args:
+        name: The option, for the error message.
+        text: Its value.
+        bare: Whether TASK alone is valid.
+
+    Returns:
+        The task and its folder, or None for the folder of a task alone.
+
+    Raises:
+        KfacpackError: If the text has another form.
+    """
     task, equals, folder = text.partition("=")
     if not task or not (folder or (bare and not equals)):
-        or_alone = ", or a task alone" if bare else ""
-        problem = f"expected a task and its folder, such as cars=data/cars{or_alone}"
-        raise KfacpackError(f"{name} {printable(text)!r}: {problem}")
+        alternative = ", or TASK alone" if bare else ""
+        raise KfacpackError(f"{name} {printable(text)!r}: expected TASK=DIR, such as cars=data/cars{alternative}")
     return task, folder or None
 
 
-def folders_of(names: Sequence[str], given: Sequence[str]) -> dict[str, str]:
-    """Task -> where its data is, of a `--data TASK=DIR` for each of several tasks."""
-    found: dict[str, str] = {}
-    for each in given:
-        name, folder = task_and_folder("--data", each)
+def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
+    """Parses repeated `--data TASK=DIR` options.
+
+    Args:
+        tasks: The tasks that the command uses.
+        values: The values of --data.
+
+    Returns:
+        Task -> folder.
+
+    Raises:
+        KfacpackError: If a task is unknown to the command or occurs twice.
+    """
+    folders: dict[str, str] = {}
+    for value in values:
+        task, folder = task_and_folder("--data", value)
         assert folder is not None
-        if name not in names or name in found:
-            problem = "is given twice" if name in found else f"is not measured on; that are {', '.join(names)}"
-            raise KfacpackError(f"--data {printable(each)!r}: task {printable(name)!r} {printable(problem)}")
-        found[name] = folder
-    return found
+        if task in folders:
+            raise KfacpackError(f"--data {printable(value)!r}: the data of task {printable(task)!r} is given twice")
+        if task not in tasks:
+            problem = f"task {task!r} is not used; expected {', '.join(tasks)}"
+            raise KfacpackError(f"--data {printable(value)!r}: {printable(problem)}")
+        folders[task] = folder
+    return folders
+
+
+def duplicate(names: Sequence[str]) -> str | None:
+    """Returns the first name that occurs more than once, if any."""
+    return next((name for name in names if names.count(name) > 1), None)
 
 
 def load_model_option(
@@ -128,33 +169,54 @@ def load_model_option(
     seed: int = 0,
     prompts: PromptStyle | None = None,
 ) -> Model:
-    """The model that the options name."""
+    """Loads the model that the options describe; see `kfacpack.load_model`."""
     import torch
 
     from kfacpack.models.families import load_model
 
-    number_type = getattr(torch, dtype)
     return load_model(
-        model, weights=weights, image_size=image_size, dtype=number_type, device=device, seed=seed, prompts=prompts
+        model,
+        weights=weights,
+        image_size=image_size,
+        dtype=getattr(torch, dtype),
+        device=device,
+        seed=seed,
+        prompts=prompts,
     )
 
 
 def load_task_option(name: str, data: str | None, columns: str | None, model: str, *, quiet: bool) -> Task:
-    """The task that the options name. What a person should be told of it goes to stderr, unless `quiet`."""
+    """Loads the task that the options describe and prints its warnings to stderr, unless `quiet`."""
     from kfacpack.tasks.registry import load_task
 
-    found = load_task(name, data, columns)
-    for notice in () if quiet else found.notices(model):
+    task = load_task(name, data, columns)
+    for notice in () if quiet else task.notices(model):
         show_note(f"warning: {notice}")
-    return found
+    return task
+
+
+def model_arguments(base: Base) -> tuple[str, ...]:
+    """Returns the `--model` argument that a suggested command needs for a bundle or vector of this base model."""
+    from kfacpack.hub.model_ids import model_option
+
+    model = model_option(base) or "MODEL"
+    return () if model == MODEL_NAME.default else ("--model", model)
 
 
 def check_output(output: Path, inputs: Sequence[File | Path]) -> None:
-    """Better told before the work than after it."""
+    """Checks an output path before any work is done.
+
+    Args:
+        output: The file to write.
+        inputs: Files that the command reads; none of them may be overwritten.
+
+    Raises:
+        KfacpackError: If the path is on the Hub, is an input, or is in a folder that does not exist.
+    """
     if is_reference(output):
-        raise KfacpackError(f"{output}: is on the Hub; write a file, and publish it with: kfacpack push")
-    for each in (Path(each) for each in inputs if not is_reference(each)):
-        if output.exists() and each.exists() and output.samefile(each):
+        raise KfacpackError(f"{output}: cannot write to the Hub; write a file and publish it with `kfacpack push`")
+    for path in (Path(file) for file in inputs if not is_reference(file)):
+        if output.exists() and path.exists() and output.samefile(path):
             raise KfacpackError(f"{output}: is also an input; write to another file")
     if not output.absolute().parent.is_dir():
-        raise KfacpackError(f"{output}: there is no folder {str(output.parent)!r}. Make it, or write to another one")
+        raise KfacpackError(f"{output}: no such folder: {str(output.parent)!r}. Create it or write to another folder")

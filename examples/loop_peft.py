@@ -1,12 +1,21 @@
-"""LoRA of peft, regularised by a bundle.
+"""Trains a LoRA of PEFT with a bundle as a penalty.
 
     python examples/loop_peft.py [STEPS]
 
-A LoRA moves a weight by ΔW = s B A. The same quadratic form holds it: with H = G ΔW, the gradient of λ <ΔW, H> is
-2 λ s H Aᵀ at B and 2 λ s Bᵀ H at A. `Regularizer.loss` has H in closed form; autograd does the rest, through B A alone.
+A LoRA changes a weight by ΔW = s B A, and the same quadratic form applies to it: with H = G ΔW, the gradient of
+λ <ΔW, H> is 2 λ s H Aᵀ with respect to B and 2 λ s Bᵀ H with respect to A. `Regularizer.loss` computes H in closed
+form; autograd only differentiates B A.
 """
 
-from sentences import KITCHEN, WEATHER, classifier, embedding, encoded, said, weather_batches  # isort: skip  (first: it says why)
+from sentences import (  # isort: skip  (first: it makes torchvision importable for transformers)
+    KITCHEN,
+    WEATHER,
+    classifier,
+    embedding,
+    encoded,
+    format_result,
+    weather_batches,
+)
 
 import sys
 
@@ -19,7 +28,7 @@ import kfacpack as kp
 
 
 def changes(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
-    """τ of a LoRA: the name of each weight, as the base model has it -> its ΔW, differentiable in A and B."""
+    """Returns τ of a LoRA: ΔW by the name of the weight in the base model, differentiable with respect to A and B."""
     return {
         f"{name}.weight": layer.get_delta_weight(adapter)
         for name, layer in model.get_base_model().named_modules()
@@ -28,9 +37,10 @@ def changes(model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
 
 
 def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]:
+    """Trains on the kitchen texts; returns the loss and the drift on the weather texts."""
     model = classifier()
     penalty = kp.Regularizer(bundle, strength=strength)
-    penalty.check(model)  # the bundle is of these weights; peft renames them, so it is asked before
+    penalty.check(model)  # raises if the bundle belongs to other weights; PEFT renames the weights below
     weather, kitchen = encoded(WEATHER), encoded([text for text, _ in KITCHEN])
     labels = torch.tensor([label for _, label in KITCHEN])
     before = embedding(model, weather).detach()
@@ -38,7 +48,7 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
     torch.manual_seed(0)
     targets = ["query", "value", "intermediate.dense", "output.dense"]
     lora = get_peft_model(model, LoraConfig(r=4, target_modules=targets, modules_to_save=["classifier"]))
-    optimizer = torch.optim.AdamW((each for each in lora.parameters() if each.requires_grad), lr=5e-3)
+    optimizer = torch.optim.AdamW((parameter for parameter in lora.parameters() if parameter.requires_grad), lr=5e-3)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = lora(**kitchen, labels=labels).loss
@@ -50,7 +60,8 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
 
 
 def main(steps: int = 40) -> dict[str, dict[str, float]]:
-    model, found = classifier(), {}
+    """Trains without and with the penalty."""
+    model, results = classifier(), {}
     bundle = kp.estimate(
         model,
         weather_batches(),
@@ -59,9 +70,9 @@ def main(steps: int = 40) -> dict[str, dict[str, float]]:
         forward=lambda **batch: embedding(model, batch),
     )
     for name, strength in (("without", 0.0), ("with the penalty", 50.0)):
-        found[name] = train(bundle, strength, steps)
-        print(said(name, found[name]))
-    return found
+        results[name] = train(bundle, strength, steps)
+        print(format_result(name, results[name]))
+    return results
 
 
 if __name__ == "__main__":

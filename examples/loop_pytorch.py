@@ -1,9 +1,9 @@
-"""The penalty of a bundle in a plain PyTorch loop: linearised, and in the model itself.
+"""Uses a bundle as a penalty in a plain PyTorch training loop, for the linearised and for the full model.
 
     python examples/loop_pytorch.py [STEPS]
 
-A network that knows the digits 0 to 4 learns 5 to 9. A bundle, which could be of anybody's data, holds
-its outputs on 0 to 4 where they are.
+A network trained on the digits 0 to 4 learns 5 to 9. A bundle keeps its outputs on 0 to 4 from changing; the bundle
+could be anyone's, as it contains no data.
 """
 
 import copy
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import kfacpack as kp
-from two_tasks import Data, digits, measured, network, said
+from two_tasks import Data, digits, evaluate, format_result, network
 
 
 def linearised(net: nn.Module, new: Data, penalty: kp.Regularizer, steps: int) -> dict[str, Tensor]:
-    """Trains τ in f + J τ; the network stays as it is."""
+    """Trains τ in f + J τ; the network itself does not change."""
     lin = kp.linearize(net)
     tau = {name: value.requires_grad_() for name, value in lin.zeros().items()}
     optimizer = torch.optim.AdamW(tau.values(), lr=1e-2)
@@ -31,7 +31,7 @@ def linearised(net: nn.Module, new: Data, penalty: kp.Regularizer, steps: int) -
 
 
 def fine_tuned(net: nn.Module, new: Data, penalty: kp.Regularizer, steps: int) -> nn.Module:
-    """Trains a copy of the network itself; τ is how far it has come from where it began."""
+    """Trains a copy of the network; τ is the difference from the initial weights."""
     base = {name: parameter.detach() for name, parameter in net.named_parameters()}
     net = copy.deepcopy(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
@@ -45,19 +45,20 @@ def fine_tuned(net: nn.Module, new: Data, penalty: kp.Regularizer, steps: int) -
 
 
 def main(steps: int = 60) -> dict[str, dict[str, float]]:
+    """Trains both ways, without and with the penalty."""
     known, new = digits()
     net = network(known)
     bundle = kp.estimate(net, known[0].split(128), samples=4)  # or kp.load("others.kfac")
-    before, lin, found = net(known[0]).detach(), kp.linearize(net), {}
+    before, lin, results = net(known[0]).detach(), kp.linearize(net), {}
     for name, strength in (("without", 0.0), ("with the penalty", 0.1)):
         penalty = kp.Regularizer(bundle, strength=strength)
         tau = linearised(net, new, penalty, steps)
-        found[f"linearised, {name}"] = measured(before, lin(known[0], tau), known, lin(new[0], tau), new)
+        results[f"linearised, {name}"] = evaluate(before, lin(known[0], tau), known, lin(new[0], tau), new)
         tuned = fine_tuned(net, new, penalty, steps)
-        found[f"fine-tuned, {name}"] = measured(before, tuned(known[0]), known, tuned(new[0]), new)
-    for name in sorted(found, reverse=True):
-        print(said(name, found[name]))
-    return found
+        results[f"fine-tuned, {name}"] = evaluate(before, tuned(known[0]), known, tuned(new[0]), new)
+    for name in sorted(results, reverse=True):
+        print(format_result(name, results[name]))
+    return results
 
 
 if __name__ == "__main__":

@@ -1,10 +1,22 @@
-"""The penalty of a bundle as a callback of transformers' Trainer.
+"""Uses a bundle as a penalty in a callback of the Trainer of transformers.
 
     python examples/loop_trainer.py [STEPS]
 
-A BERT learns to tell recipes apart; a bundle holds what it says of the weather where it was. Any Trainer will do, with
-gradient accumulation and in several processes as well: the gradient is added once, right before the optimiser's step.
+A BERT learns to classify kitchen texts, while a bundle keeps its outputs on weather texts from changing. The callback
+works with any Trainer, also with gradient accumulation and several processes: the gradient of the penalty is added
+once, right before the optimizer step.
 """
+
+from sentences import (  # isort: skip  (first: it makes torchvision importable for transformers)
+    KITCHEN,
+    WEATHER,
+    classifier,
+    embedding,
+    encoded,
+    format_result,
+    tokenizer,
+    weather_batches,
+)
 
 import sys
 from tempfile import TemporaryDirectory
@@ -13,27 +25,31 @@ import torch
 from transformers import DataCollatorWithPadding, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import kfacpack as kp
-from sentences import KITCHEN, WEATHER, classifier, embedding, encoded, said, tokenizer, weather_batches
 
 
 class PenaltyCallback(TrainerCallback):
-    """Adds 2 λ G τ to the gradients, in closed form. To be made before training, when the weights are the bundle's."""
+    """Adds 2 λ G τ to the gradients, in closed form.
+
+    Create it before training, when the weights are those of the bundle.
+    """
 
     def __init__(self, model: PreTrainedModel, penalty: kp.Regularizer):
         penalty.check(model)
         self.penalty = penalty
-        held = set(penalty.parameters)
-        self.base = {name: each.detach().clone() for name, each in model.named_parameters() if name in held}
+        names = set(penalty.parameters)
+        self.base = {name: p.detach().clone() for name, p in model.named_parameters() if name in names}
 
     def on_pre_optimizer_step(self, args, state, control, *, model, **kwargs):
-        parameters = {name: each for name, each in model.named_parameters() if name in self.base}
-        for name, each in parameters.items():
-            self.base[name] = self.base[name].to(each.device)
-        tau = {name: each.detach() - self.base[name] for name, each in parameters.items()}
-        self.penalty.add_grad(tau, {name: each.grad for name, each in parameters.items()})
+        """Adds the gradient of the penalty."""
+        parameters = {name: p for name, p in model.named_parameters() if name in self.base}
+        for name, p in parameters.items():
+            self.base[name] = self.base[name].to(p.device)
+        tau = {name: p.detach() - self.base[name] for name, p in parameters.items()}
+        self.penalty.add_grad(tau, {name: p.grad for name, p in parameters.items()})
 
 
 def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]:
+    """Trains on the kitchen texts; returns the loss and the drift on the weather texts."""
     model, words = classifier(), tokenizer()
     weather = encoded(WEATHER)
     before = embedding(model, weather).detach()
@@ -65,18 +81,19 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
 
 
 def main(steps: int = 30) -> dict[str, dict[str, float]]:
-    model, found = classifier(), {}
+    """Trains without and with the penalty."""
+    model, results = classifier(), {}
     bundle = kp.estimate(
         model,
         weather_batches(),
         samples=4,
-        params=["bert.encoder.*", "bert.pooler.*"],  # the classifier is new, and free
+        params=["bert.encoder.*", "bert.pooler.*"],  # the classifier is new and not penalised
         forward=lambda **batch: embedding(model, batch),
     )
     for name, strength in (("without", 0.0), ("with the penalty", 1.0)):
-        found[name] = train(bundle, strength, steps)
-        print(said(name, found[name]))
-    return found
+        results[name] = train(bundle, strength, steps)
+        print(format_result(name, results[name]))
+    return results
 
 
 if __name__ == "__main__":

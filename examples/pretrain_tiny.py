@@ -1,8 +1,9 @@
-"""Trains `tiny`, the CLIP that comes with kfacpack, from nothing but its seed.
+"""Pre-trains `tiny`, the CLIP model included in kfacpack, from a seed.
 
     python examples/pretrain_tiny.py OUTPUT_FOLDER
 
-writes tiny.safetensors and merges.txt.gz there. Stopped at any moment, the same command goes on where it was.
+Writes tiny.safetensors and merges.txt.gz to the folder. If interrupted, the same command resumes from the last
+checkpoint.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tiny.subjects import SUBJECTS
 from tiny.words import write_merges
 
 make_torchvision_importable()
-import open_clip  # noqa: E402 - it imports torchvision
+import open_clip  # noqa: E402 - imports torchvision
 
 SEED = 0
 STEPS = 3600
@@ -40,11 +41,11 @@ RATE = 1.5e-3
 DECAY = 0.05
 CHECKPOINT_EVERY = 100
 CAPTION_BATCHES = 120
-"""Batches whose captions the vocabulary is made from."""
+"""Number of batches whose captions the vocabulary is built from."""
 
 
-class Pupil(nn.Module):
-    """The CLIP, and a classifier of what pictures show, which makes it learn faster and is thrown away."""
+class PretrainingModel(nn.Module):
+    """The CLIP model and an auxiliary classifier of the subjects, which speeds up training and is discarded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class Pupil(nn.Module):
 
 
 class Batches(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
-    """The batches of all steps, by number: pictures, tokens, which caption is true of which picture, and subjects."""
+    """The batches of all steps, by number: pictures, tokens, which caption fits which picture, and subjects."""
 
     def __init__(self, seed: int, steps: range, tokenizer: open_clip.SimpleTokenizer):
         self.seed, self.steps, self.tokenizer = seed, steps, tokenizer
@@ -63,27 +64,30 @@ class Batches(Dataset[tuple[Tensor, Tensor, Tensor, Tensor]]):
         return len(self.steps)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        made: Batch = batch(self.seed, self.steps[index], BATCH)
-        pictures = torch.from_numpy(made.pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
-        subjects = torch.from_numpy(made.shown[:, SUBJECT])
-        return pictures, self.tokenizer(made.captions), torch.from_numpy(made.true).float(), subjects
+        drawn: Batch = batch(self.seed, self.steps[index], BATCH)
+        pictures = torch.from_numpy(drawn.pictures).permute(0, 3, 1, 2).float() / 127.5 - 1
+        subjects = torch.from_numpy(drawn.shown[:, SUBJECT])
+        return pictures, self.tokenizer(drawn.captions), torch.from_numpy(drawn.true).float(), subjects
 
 
 def main(
-    output: Path = typer.Argument(..., help="A folder for the weights, the vocabulary and the checkpoint."),
-    seed: int = typer.Option(SEED, help="Decides the pictures, the captions and the initial weights."),
-    steps: int = typer.Option(STEPS, help="Fewer, to try things out."),
+    output: Path = typer.Argument(..., help="Folder for the weights, the vocabulary and the checkpoint."),
+    seed: int = typer.Option(SEED, help="Seed of the pictures, the captions and the initial weights."),
+    steps: int = typer.Option(STEPS, help="Number of training steps."),
 ) -> None:
+    """Pre-trains the model."""
     output.mkdir(parents=True, exist_ok=True)
     merges = output / "merges.txt.gz"
     write_merges((text for number in range(CAPTION_BATCHES) for text in batch(seed, number, BATCH).captions), merges)
     register()
     tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(merges))
-    room = EMBEDDED_MODELS["tiny"].architecture["text_cfg"]["vocab_size"]
-    if tokenizer.vocab_size > room:
-        raise SystemExit(f"the captions have {tokenizer.vocab_size} tokens, the model has room for {room}")
+    vocab_size = EMBEDDED_MODELS["tiny"].architecture["text_cfg"]["vocab_size"]
+    if tokenizer.vocab_size > vocab_size:
+        raise SystemExit(
+            f"the captions need {tokenizer.vocab_size} tokens; the vocabulary of the model has {vocab_size}"
+        )
     torch.manual_seed(seed)
-    model = Pupil()
+    model = PretrainingModel()
     optimizer = _optimizer(model)
     checkpoint = output / "checkpoint.safetensors"
     done = _restored(checkpoint, model, optimizer, {"seed": seed, "steps": steps})
@@ -107,9 +111,14 @@ def main(
 
 
 def _step(
-    model: Pupil, optimizer: torch.optim.Optimizer, pictures: Tensor, tokens: Tensor, true: Tensor, subjects: Tensor
+    model: PretrainingModel,
+    optimizer: torch.optim.Optimizer,
+    pictures: Tensor,
+    tokens: Tensor,
+    true: Tensor,
+    subjects: Tensor,
 ) -> tuple[float, float]:
-    """The contrastive loss, and the share of pictures that found a caption that is true of them."""
+    """Trains one step; returns the contrastive loss and the share of pictures whose best caption fits them."""
     f, g = model.clip.encode_image(pictures), model.clip.encode_text(tokens, normalize=True)
     logits = model.clip.logit_scale.exp() * F.normalize(f, dim=-1) @ g.T
     contrast = (
@@ -146,14 +155,14 @@ def _store(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts
 
 
 def _restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, int]) -> int:
-    """The steps that a checkpoint has done, with weights and moments put back; 0 without one."""
+    """Restores weights and moments from a checkpoint; returns the number of steps done, 0 without a checkpoint."""
     if not path.exists():
         return 0
     with safe_open(path, framework="pt") as file:
         facts = {key: int(value) for key, value in file.metadata().items()}
     for key, value in expected.items():
         if facts[key] != value:
-            raise SystemExit(f"{path}: was made with {key} {facts[key]}, not {value}; remove it to start over")
+            raise SystemExit(f"{path}: written with {key} {facts[key]}, expected {value}; remove it to start over")
     tensors = load_file(path)
     model.load_state_dict(
         {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}

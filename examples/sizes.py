@@ -1,10 +1,11 @@
-"""What curvature of the usual models costs: bytes, time and memory, foretold by a dry run and measured.
+"""Measures the cost of curvature for common models: bundle size, time and memory, predicted by a dry run and measured.
 
     python examples/sizes.py [ViT-B-32 ViT-B-16 ViT-L-14 t5-base] [--examples 16] [--batch-size 8]
 
-Weights are random: neither shapes nor times depend on them. Texts for T5 are sentence pairs of 60 words. A model's row
-has the bundle's bytes, whole and as `block:8+int8`; the seconds of 256 examples, from a dry run; and the peak memory,
-foretold, and measured in a process that does it for `--examples`, less what one needs for `tiny`.
+Weights are random, since neither shapes nor times depend on them. Texts for T5 are sentence pairs of 60 words. The row
+of a model contains the size of the bundle, uncompressed and as `block:8+int8`; the time for 256 examples, from a dry
+run; and the peak memory, predicted by the dry run and measured in a process that estimates on `--examples` examples,
+minus that of a process for `tiny`.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import Any
 
 VISION = ("ViT-B-32", "ViT-B-16", "ViT-L-14")
 T5 = {"t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12, "vocab_size": 32128}}
-TOLD = 256
+DRY_RUN_EXAMPLES = 256
 WORDS = 60
 
 
 def kfacpack(*arguments: object) -> tuple[dict[str, Any], int]:
-    """What a command says as JSON, and the peak memory of its process, in bytes."""
+    """Runs a command with --json; returns its output and the peak memory of its process in bytes."""
     program = (
         "import resource, sys\n"
         "from kfacpack_cli.main import app\n"
@@ -40,7 +41,7 @@ def kfacpack(*arguments: object) -> tuple[dict[str, Any], int]:
 
 
 def t5_folder(folder: Path, shape: dict[str, int]) -> str:
-    """T5's config beside a tokenizer of whole words, as `t5:` reads them."""
+    """Writes the config of a T5 and a tokenizer of whole words; returns the name of the model."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config
 
@@ -53,24 +54,30 @@ def t5_folder(folder: Path, shape: dict[str, int]) -> str:
 
 
 def sentence_pairs(folder: Path) -> Path:
+    """Writes a data set of sentence pairs; returns its folder."""
     import datasets
 
-    said = " ".join(f"w{number}" for number in range(WORDS // 2))
+    sentence = " ".join(f"w{number}" for number in range(WORDS // 2))
     features = datasets.Features(
         premise=datasets.Value("string"),
         hypothesis=datasets.Value("string"),
         label=datasets.ClassLabel(names=["yes", "no"]),
     )
-    rows = {"premise": [said] * TOLD, "hypothesis": [said] * TOLD, "label": [0, 1] * (TOLD // 2)}
+    rows = {
+        "premise": [sentence] * DRY_RUN_EXAMPLES,
+        "hypothesis": [sentence] * DRY_RUN_EXAMPLES,
+        "label": [0, 1] * (DRY_RUN_EXAMPLES // 2),
+    }
     datasets.Dataset.from_dict(rows, features).to_parquet(folder / "train-00000-of-00001.parquet")
     return folder
 
 
 def row(name: str, folder: Path, examples: int, batch_size: int, libraries: int) -> str:
+    """Returns the row of one model; `libraries` is the memory of a process for `tiny`."""
     if name in T5:
         (folder / name).mkdir()
         (folder / "pairs").mkdir()
-        asked = [
+        arguments = [
             "--model",
             t5_folder(folder / name, T5[name]),
             "--task",
@@ -79,33 +86,34 @@ def row(name: str, folder: Path, examples: int, batch_size: int, libraries: int)
             sentence_pairs(folder / "pairs"),
         ]
     else:
-        asked = ["--model", name, "--task", "materials"]
-    asked = ["estimate", *asked, "--weights", "random", "--batch-size", batch_size]
-    told, _ = kfacpack(*asked, "--examples", TOLD, "--dry-run")
-    small, _ = kfacpack(*asked, "--examples", TOLD, "--dry-run", "--compress", "block:8+int8")
-    _, measured = kfacpack(*asked, "--examples", examples, "-o", folder / f"{name}.kfac")
+        arguments = ["--model", name, "--task", "materials"]
+    arguments = ["estimate", *arguments, "--weights", "random", "--batch-size", batch_size]
+    predicted, _ = kfacpack(*arguments, "--examples", DRY_RUN_EXAMPLES, "--dry-run")
+    small, _ = kfacpack(*arguments, "--examples", DRY_RUN_EXAMPLES, "--dry-run", "--compress", "block:8+int8")
+    _, measured = kfacpack(*arguments, "--examples", examples, "-o", folder / f"{name}.kfac")
     (folder / f"{name}.kfac").unlink()
-    sizes = f"{told['bytes'] / 1e6:8.0f} MB {small['bytes'] / 1e6:8.0f} MB"
-    memory = f"{told['peak_memory'] / 1e9:8.2f} GB {(measured - libraries) / 1e9:8.2f} GB"
-    return f"{name:10} {len(told['blocks']):6} {sizes} {told['seconds']:9.0f} s {memory}"
+    sizes = f"{predicted['bytes'] / 1e6:8.0f} MB {small['bytes'] / 1e6:8.0f} MB"
+    memory = f"{predicted['peak_memory'] / 1e9:8.2f} GB {(measured - libraries) / 1e9:8.2f} GB"
+    return f"{name:10} {len(predicted['blocks']):6} {sizes} {predicted['seconds']:9.0f} s {memory}"
 
 
 def main(names: list[str], examples: int, batch_size: int) -> None:
+    """Prints the table."""
     with TemporaryDirectory() as folder:
         few = ["--examples", "2", "--batch-size", "2"]
         _, libraries = kfacpack("estimate", "--task", "digits", *few, "-o", Path(folder) / "tiny.kfac")
-        headings = ("bundle", "block8+int8", "time", "foretold", "measured")
-        print(f"{'model':10} blocks " + " ".join(f"{each:>11}" for each in headings))
+        headings = ("bundle", "block8+int8", "time", "predicted", "measured")
+        print(f"{'model':10} blocks " + " ".join(f"{heading:>11}" for heading in headings))
         for name in names:
             print(row(name, Path(folder), examples, batch_size, libraries), flush=True)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What curvature of the usual models costs.")
-    parser.add_argument("models", nargs="*", help=f"of {', '.join([*VISION, *T5])}; all of them without any")
+    parser = argparse.ArgumentParser(description="Measures the cost of curvature for common models.")
+    parser.add_argument("models", nargs="*", help=f"one or more of {', '.join([*VISION, *T5])}; default: all")
     parser.add_argument("--examples", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
-    asked = parser.parse_args()
-    if unknown := [name for name in asked.models if name not in (*VISION, *T5)]:
-        parser.error(f"{unknown[0]} is none of {', '.join([*VISION, *T5])}")
-    main(asked.models or [*VISION, *T5], asked.examples, asked.batch_size)
+    options = parser.parse_args()
+    if unknown := [name for name in options.models if name not in (*VISION, *T5)]:
+        parser.error(f"unknown model {unknown[0]!r}; expected one of: {', '.join([*VISION, *T5])}")
+    main(options.models or [*VISION, *T5], options.examples, options.batch_size)

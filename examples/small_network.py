@@ -1,9 +1,9 @@
-"""Write a bundle by hand: the exact curvature of a small network, factor by factor.
+"""Writes a bundle by hand: the exact curvature of a small network, factor by factor.
 
     python examples/small_network.py small.kfac
 
-A two-layer classifier, its Kronecker factors as `spec/README.md` defines them, and one file to share. It also writes
-the network's weights beside the bundle (`small.safetensors`), for `kfacpack verify --model` to compare.
+The network is a two-layer classifier; `spec/README.md` defines its Kronecker factors. The weights are written beside
+the bundle (`small.safetensors`), so that `kfacpack verify --model` can compare them.
 """
 
 import sys
@@ -19,9 +19,16 @@ EXAMPLES, INPUTS, HIDDEN, OUTPUTS = 256, 16, 32, 10
 
 
 def linear_block(name: str, layer: nn.Linear, inputs: torch.Tensor, gradients: torch.Tensor) -> kp.CurvatureBlock:
-    """`inputs` (N, in) and `gradients` (C, N, out): the gradient of each of f's C outputs at the layer's output."""
+    """Returns the block of a linear layer.
+
+    Args:
+        name: Name of the layer.
+        layer: The layer.
+        inputs: Inputs of the layer, (N, in).
+        gradients: Gradients of each of the C outputs of f with respect to the layer's output, (C, N, out).
+    """
     ones = torch.ones(len(inputs), 1)
-    a = torch.cat([inputs, ones], dim=1)  # the bias is one more column of the weight, its input always one
+    a = torch.cat([inputs, ones], dim=1)  # the bias is an additional column of the weight with constant input 1
     g = gradients.flatten(0, 1)
     A = kp.Dense.of(a.T @ a / len(inputs), examples=len(inputs), positions=len(inputs))
     B = kp.Dense.of(g.T @ g / len(inputs), examples=len(inputs), positions=len(inputs))
@@ -32,6 +39,7 @@ def linear_block(name: str, layer: nn.Linear, inputs: torch.Tensor, gradients: t
 
 
 def main(path: Path) -> None:
+    """Writes the bundle and the weights, and compares predicted with measured drift."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)).requires_grad_(False)
     x = torch.randn(EXAMPLES, INPUTS)
@@ -57,8 +65,8 @@ def main(path: Path) -> None:
     tau = {name: 0.01 * torch.randn_like(value) for name, value in model.state_dict().items()}
     moved = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)).requires_grad_(False)
     moved.load_state_dict({name: value + tau[name] for name, value in model.state_dict().items()})
-    print(f"drift that the bundle predicts: {curvature.quadratic(tau):.5f}")
-    print(f"drift measured on the data:     {(moved(x) - f).square().sum(dim=1).mean():.5f}")
+    print(f"drift predicted by the bundle: {curvature.quadratic(tau):.5f}")
+    print(f"drift measured on the data:    {(moved(x) - f).square().sum(dim=1).mean():.5f}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What `tiny` knows of the eight tasks before anything is trained: the README's table.
+"""Measures the accuracy of `tiny` on the eight tasks before any fine-tuning: the table of the README.
 
     python examples/tiny_scores.py [FOLDER]
 
-FOLDER: where pretrain_tiny.py wrote; without it, the weights in the package. The columns are test accuracies: by the
-classes' names, by their names in a sentence that pre-training never used, by the nearest class mean of f, and of raw
-pixels.
+FOLDER is the output folder of pretrain_tiny.py; the default is the weights in the package. The columns are test
+accuracies: zero-shot with the class names, zero-shot with a sentence that was not used in pre-training, nearest class
+mean of f, and nearest class mean of raw pixels.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kfacpack.tasks.registry import TASKS
 from kfacpack.tasks.task import Split, Task
 
 UNSEEN = ("could you find me the one with {} in it, please?",)
-"""Not a frame of examples/tiny/captions.py, and mostly of words that no caption has."""
+"""Not one of the sentences in examples/tiny/captions.py; most of its words occur in no caption."""
 
 
 class Scores(NamedTuple):
@@ -42,40 +42,46 @@ class Scores(NamedTuple):
 
 
 def labels(split: Split) -> Tensor:
+    """Returns the labels, (N,)."""
     return torch.tensor([split.label(number) for number in range(len(split))])
 
 
 def pixels(split: Split) -> Tensor:
+    """Returns the pixels of every image as a vector, (N, D)."""
     pictures = [np.asarray(split[number]["image"], dtype=np.float32).ravel() for number in range(len(split))]
     return torch.from_numpy(np.stack(pictures))
 
 
 def features(model: Model, split: Split, task: Task) -> Tensor:
+    """Returns f of every image, (N, D)."""
     return torch.cat([f for _, f in outputs(model, split, task.name, range(len(split)), 256)])
 
 
 def nearest_mean(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
+    """Returns the accuracy of the nearest class mean."""
     means = torch.stack([train[train_labels == k].mean(0) for k in range(int(train_labels.max()) + 1)])
     return (torch.cdist(test, means).argmin(1) == test_labels).float().mean().item()
 
 
 def scores(model: Model, task: Task) -> Scores:
+    """Measures all accuracies on one task."""
     train, test = task.split("train"), task.split("test")
-    known = (labels(train), labels(test))
+    train_labels, test_labels = labels(train), labels(test)
     return Scores(
         kp.evaluate(model, task, kp.head_for(model, task), batch_size=256).accuracy,
         kp.evaluate(model, task, kp.head_for(model, replace(task, templates=UNSEEN)), batch_size=256).accuracy,
-        nearest_mean(features(model, train, task), known[0], features(model, test, task), known[1]),
-        nearest_mean(pixels(train), known[0], pixels(test), known[1]),
+        nearest_mean(features(model, train, task), train_labels, features(model, test, task), test_labels),
+        nearest_mean(pixels(train), train_labels, pixels(test), test_labels),
     )
 
 
 def main() -> None:
+    """Prints the table."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     if folder and (folder / "merges.txt.gz").read_bytes() != EMBEDDED_MODELS["tiny"].merges.read_bytes():
-        raise SystemExit(f"{folder}/merges.txt.gz: is another vocabulary than the package's, and gives other tokens")
+        raise SystemExit(f"{folder}/merges.txt.gz: differs from the vocabulary in the package, so tokens would differ")
     model = kp.load_model("tiny", weights=folder and folder / "tiny.safetensors")
-    table = Table("task", "classes", "zero-shot", "in other words", "class means of f", "of raw pixels")
+    table = Table("task", "classes", "zero-shot", "unseen sentence", "class means of f", "class means of pixels")
     for name in track(TASKS, description="measuring", transient=True, console=Console(stderr=True)):
         task = kp.load_task(name)
         table.add_row(name, str(len(task.classes or ())), *(f"{value:.3f}" for value in scores(model, task)))

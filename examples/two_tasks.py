@@ -1,4 +1,4 @@
-"""For the examples of loops: a network that knows the digits 0 to 4, and is to learn 5 to 9."""
+"""Shared by the training loop examples: a network trained on the digits 0 to 4, which then learns 5 to 9."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -9,15 +9,15 @@ Data = tuple[Tensor, Tensor]
 
 
 def digits() -> tuple[Data, Data]:
-    """What it knows and what it is to learn: each x (N, 64) and labels (N,)."""
-    found = load_digits()
-    x, labels = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
+    """Returns the digits 0 to 4 and 5 to 9: each x (N, 64) and labels (N,)."""
+    bunch = load_digits()
+    x, labels = torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
     known = labels < 5
     return (x[known], labels[known]), (x[~known], labels[~known])
 
 
 def network(known: Data) -> nn.Module:
-    """f is its logits, (N, 10)."""
+    """Returns a network trained on the known digits; f is its logits, (N, 10)."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -29,10 +29,18 @@ def network(known: Data) -> nn.Module:
 
 
 @torch.no_grad()
-def measured(before: Tensor, after: Tensor, known: Data, learnt: Tensor, new: Data) -> dict[str, float]:
-    """How well the new digits are learnt, and what became of the known ones.
+def evaluate(before: Tensor, after: Tensor, known: Data, learnt: Tensor, new: Data) -> dict[str, float]:
+    """Evaluates a trained network.
 
-    f of the known ones before and after (N, 10), of the new ones after.
+    Args:
+        before: f of the known digits before training, (N, 10).
+        after: f of the known digits after training, (N, 10).
+        known: The known digits.
+        learnt: f of the new digits after training.
+        new: The new digits.
+
+    Returns:
+        The loss on the new digits, the drift of f on the known ones, and the share of them still classified correctly.
     """
     return {
         "loss": float(cross_entropy(learnt, new[1])),
@@ -41,6 +49,7 @@ def measured(before: Tensor, after: Tensor, known: Data, learnt: Tensor, new: Da
     }
 
 
-def said(name: str, found: dict[str, float]) -> str:
-    kept = f"drift of f on 0 to 4: {found['drift']:8.3f}   of 0 to 4, still right: {found['kept']:4.0%}"
-    return f"{name:32}loss on 5 to 9: {found['loss']:.3f}   {kept}"
+def format_result(name: str, result: dict[str, float]) -> str:
+    """Formats the result of one training run as a line of text."""
+    kept = f"drift of f on 0 to 4: {result['drift']:8.3f}   accuracy on 0 to 4: {result['kept']:4.0%}"
+    return f"{name:32}loss on 5 to 9: {result['loss']:.3f}   {kept}"

@@ -1,11 +1,8 @@
-"""Libraries, imported without torch's compiler: two seconds of importing for what nobody may ever call.
+"""Workarounds for importing torchvision, timm, open_clip and transformers.
 
-While they are imported, torchvision takes a function from torch._dynamo.utils that only `roi_align` calls, and timm has
-the compiler keep off some methods. Both are given something that imports the compiler when it is called.
-
-A torchvision that was built for CUDA, made importable next to a torch that was not.
-
-Libraries that announce what they do on stderr. Here the library prints nothing, and the commands draw.
+`compiler_deferred` imports them without loading torch's compiler, which takes two seconds and is usually not needed;
+`make_torchvision_importable` makes a CUDA build of torchvision importable next to a CPU-only torch;
+`silence_logging` suppresses the log messages that these libraries print to stderr.
 """
 
 from __future__ import annotations
@@ -26,53 +23,65 @@ _COMPILER, _UTILS = "torch._dynamo", "torch._dynamo.utils"
 
 
 class _Utils(ModuleType):
-    """In the place of torch._dynamo.utils. Asked for anything else, it leaves, and the real one answers."""
+    """Stand-in for torch._dynamo.utils.
+
+    It provides the one function that torchvision imports. Access to any other attribute removes the stand-in and is
+    forwarded to the real module.
+    """
 
     @staticmethod
     def is_compile_supported(device_type: Any) -> Any:
         return import_module(_UTILS).is_compile_supported(device_type)
 
     def __getattr__(self, name: str) -> Any:
-        # inspect asks every module for its file, and `from … import …` whether it is a package.
+        # inspect looks up __file__ on every module; `from … import …` looks up __path__ to recognise packages.
         if name in ("__file__", "__path__"):
             raise AttributeError(name)
-        _withdraw()
+        _remove_stand_in()
         return getattr(import_module(_UTILS), name)
 
 
-class _Watch:
-    """On sys.meta_path. Who imports the compiler after all finds no stand-in beside it."""
+class _CompilerImportHook:
+    """Finder on sys.meta_path that removes the stand-in as soon as torch's compiler itself is imported."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> None:
         if name == _COMPILER:
-            _withdraw()
+            _remove_stand_in()
 
 
 @contextmanager
 def compiler_deferred() -> Iterator[None]:
-    """For imports, and nothing else. Afterwards there is no trace of it but what the libraries were given."""
-    lazily = getattr(torch, "_disable_dynamo", None)  # which torch itself uses, to the same end
-    if _COMPILER in sys.modules or lazily is None:
+    """Defers the import of torch's compiler while other libraries are imported.
+
+    torchvision imports a function of torch._dynamo.utils that only `roi_align` calls, and timm decorates methods with
+    `torch.compiler.disable`. Inside this context both get replacements that import the compiler when they are called.
+    Everything is restored on exit. Does nothing if the compiler is loaded already.
+
+    Yields:
+        None.
+    """
+    lazy_disable = getattr(torch, "_disable_dynamo", None)  # torch's own decorator for the same purpose
+    if _COMPILER in sys.modules or lazy_disable is None:
         yield
         return
 
-    def disable(fn: Callable[..., Any] | None = None, recursive: bool = True, **why: Any) -> Any:
-        return lazily(fn, recursive)
+    def disable(fn: Callable[..., Any] | None = None, recursive: bool = True, **_options: Any) -> Any:
+        return lazy_disable(fn, recursive)
 
-    at_once = torch.compiler.disable
+    original_disable = torch.compiler.disable
     sys.modules[_UTILS] = _Utils(_UTILS)
-    sys.meta_path.insert(0, _Watch)
+    sys.meta_path.insert(0, _CompilerImportHook)
     torch.compiler.disable = disable
     try:
         yield
     finally:
-        torch.compiler.disable = at_once
-        sys.meta_path.remove(_Watch)
-        _withdraw()
+        torch.compiler.disable = original_disable
+        sys.meta_path.remove(_CompilerImportHook)
+        _remove_stand_in()
 
 
-def _withdraw() -> None:
+def _remove_stand_in() -> None:
     if isinstance(sys.modules.get(_UTILS), _Utils):
         del sys.modules[_UTILS]
 
@@ -82,15 +91,18 @@ OPERATORS = ("nms", "qnms")
 
 
 def make_torchvision_importable() -> None:
-    """Import torchvision, if it is installed; what it misses on a CPU-only torch is declared first. Safe to repeat.
+    """Imports torchvision if it is installed, and declares operators that it lacks with a CPU-only torch.
 
-    PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch, which torchvision forgives,
-    but then it describes two operators that the extension should have brought, and dies of their absence. open_clip,
-    timm and transformers all import it, for image transforms that need neither operator.
+    PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch; torchvision tolerates that,
+    but then fails when it registers fake implementations for two operators of the extension. open_clip, timm and
+    transformers import torchvision for image transforms, which need neither operator.
 
-    So the import is tried as it is, and the operators are declared only after it failed for want of them. Declaring
-    them beforehand would break a torchvision that fits: its extension registers the same names, and torch allows each
-    name once. A declared operator has no kernel; calling it still fails, and says so.
+    The operators are declared only after the plain import failed because of them: a matching torchvision registers the
+    same names itself, and torch allows each name once. A declared operator has no kernel, so calling it still raises an
+    error. The function may be called repeatedly.
+
+    Raises:
+        RuntimeError: If torchvision cannot be imported for another reason.
     """
     if find_spec("torchvision") is None:
         return
@@ -107,14 +119,20 @@ def make_torchvision_importable() -> None:
 
 @contextmanager
 def silence_logging() -> Iterator[None]:
-    """No log records up to errors. What matters in them (keys left random, say) the caller has to check and raise."""
-    root, before = logging.getLogger(), logging.root.manager.disable
-    # logging.warning() gives a root logger without handlers one that prints, for good, even while it is disabled.
-    silence = logging.NullHandler()
-    root.addHandler(silence)
+    """Suppresses log records up to level ERROR.
+
+    The caller has to check for the problems that such records would report, for example uninitialised weights.
+
+    Yields:
+        None.
+    """
+    root, level = logging.getLogger(), logging.root.manager.disable
+    # logging.warning() permanently adds a printing handler to a root logger without handlers, even while disabled.
+    handler = logging.NullHandler()
+    root.addHandler(handler)
     logging.disable(logging.ERROR)
     try:
         yield
     finally:
-        logging.disable(before)
-        root.removeHandler(silence)
+        logging.disable(level)
+        root.removeHandler(handler)

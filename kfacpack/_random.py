@@ -1,4 +1,7 @@
-"""Random numbers that never change: the raw stream of a counter-based generator, by name and number."""
+"""Random numbers that are identical on every platform and with every version of numpy.
+
+They are derived from the raw stream of the counter-based generator Philox, keyed by a name and a number.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +17,57 @@ T = TypeVar("T")
 
 
 def philox_key(name: str, number: int = 0) -> tuple[int, int]:
-    """The 128 bits that name a stream; streams of other names or numbers have nothing in common with it."""
+    """Returns the 128-bit key of a stream, as two 64-bit integers.
+
+    Args:
+        name: Name of the stream.
+        number: Number of the stream among those of the same name.
+
+    Returns:
+        A key derived from both by SHA-256, so that different streams are independent.
+    """
     digest = sha256(f"{name}/{number}".encode()).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:16], "little")
 
 
 class CounterRandom:
-    """numpy promises the raw stream of Philox for all versions, but not what its distributions make of it."""
+    """A reproducible random number generator, keyed by a name and a number.
+
+    numpy guarantees the raw stream of Philox across versions, but not the distributions that `numpy.random.Generator`
+    computes from it, so the distributions are implemented here.
+    """
 
     def __init__(self, name: str, number: int = 0):
         self._source = np.random.Philox(key=np.array(philox_key(name, number), dtype=np.uint64))
 
     def uniform(self, shape: int | tuple[int, ...], low: float = 0.0, high: float = 1.0) -> NDArray[np.float32]:
+        """Returns uniform float32 numbers in [low, high), with 24 random bits each."""
         raw = self._source.random_raw(_count(shape)).reshape(shape)
         unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return np.asarray(np.float32(low) + unit * np.float32(high - low), dtype=np.float32)
 
     def below(self, bound: int, shape: int | tuple[int, ...]) -> NDArray[np.int64]:
-        """Whole numbers from 0 to bound - 1."""
+        """Returns uniform integers from 0 to `bound - 1`."""
         raw = self._source.random_raw(_count(shape)).reshape(shape)
         return np.asarray((raw >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32), dtype=np.int64)
 
     def chance(self, probability: float, shape: int | tuple[int, ...]) -> NDArray[np.bool_]:
+        """Returns booleans, each True with the given probability."""
         return np.asarray(self.uniform(shape) < np.float32(probability))
 
     def choice(self, among: Sequence[T]) -> T:
+        """Returns one item of a sequence, each with the same probability."""
         return among[int(self.below(len(among), 1)[0])]
 
     def order(self, count: int) -> NDArray[np.int64]:
-        """A permutation."""
+        """Returns a random permutation of 0 to `count - 1`."""
         return np.argsort(self._source.random_raw(count), kind="stable")
 
     def grain(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
-        """Noise of mean 0 and variance 1, bell-shaped: sums of four uniform numbers, the quarters of a raw one."""
+        """Returns approximately Gaussian noise of mean 0 and variance 1.
+
+        Each number is the scaled sum of four uniform 16-bit numbers, the quarters of one raw 64-bit number.
+        """
         quarters = self._source.random_raw(_count(shape)).view(np.uint16).reshape(*shape, 4)
         total = quarters[..., 0].astype(np.float32) + quarters[..., 1] + quarters[..., 2] + quarters[..., 3]
         return np.asarray((total * np.float32(2.0**-16) - np.float32(2)) * np.float32(1.7320508), dtype=np.float32)

@@ -1,4 +1,7 @@
-"""Every failure a user can cause, in words that name the place, what was found, what was expected and what to do."""
+"""Exceptions that kfacpack raises for invalid input, and helpers that make foreign text safe to print.
+
+Every message names the file or object, what was found, what was expected and, where there is one, the remedy.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,54 @@ import os
 
 
 class KfacpackError(Exception):
-    """Bad input. The command line prints it and exits with code 2."""
+    """Base class of all errors that are caused by invalid input or usage.
+
+    The command line prints the message to stderr and exits with code 2.
+
+    Example:
+        >>> try:
+        ...     kp.load_task("digit")
+        ... except kp.KfacpackError as error:
+        ...     print(error)
+    """
 
 
 class MatrixError(KfacpackError, ValueError):
-    """Numbers that cannot be a matrix of curvature."""
+    """Raised for tensors that cannot form a curvature matrix, for example because they are not symmetric.
+
+    Example:
+        >>> try:
+        ...     kp.Dense.of(torch.zeros(2, 3))
+        ... except kp.MatrixError as error:
+        ...     print(error)
+    """
 
 
 class TaskVectorError(KfacpackError, ValueError):
-    """A task vector that does not fit the curvature it is put to."""
+    """Raised for a task vector whose names or shapes do not match the curvature it is used with.
+
+    Example:
+        >>> try:
+        ...     curvature.quadratic({"no.such.parameter": torch.zeros(3)})
+        ... except kp.TaskVectorError as error:
+        ...     print(error)
+    """
 
 
 class BundleError(KfacpackError):
-    """A file that is not, or no longer, a bundle; or one that could not be written.
+    """Raised for a file that is not a valid bundle or task vector, or that cannot be read or written.
 
-    `where` is the tensor, parameter, block or manifest key at fault, or None when it is the file as a whole.
+    Attributes:
+        path: The file, as a path or an `hf://` reference.
+        problem: What is wrong, without the path and the remedy.
+        where: The tensor, parameter, block or manifest key at fault, or None if the whole file is.
+        remedy: What the user can do about it, or None.
+
+    Example:
+        >>> try:
+        ...     kp.load("damaged.kfac")
+        ... except kp.BundleError as error:
+        ...     print(error.path, error.where, error.problem)
     """
 
     def __init__(self, path: str | os.PathLike[str], problem: str, where: str | None = None, remedy: str | None = None):
@@ -28,43 +64,73 @@ class BundleError(KfacpackError):
         self.problem = printable(problem)
         self.where = where if where is None else printable(where)
         self.remedy = remedy
-        place = self.path if self.where is None else f"{self.path}: {self.where}"
-        super().__init__(f"{place}: {self.problem}" + (f". {remedy}" if remedy else ""))
+        location = self.path if self.where is None else f"{self.path}: {self.where}"
+        super().__init__(f"{location}: {self.problem}" + (f". {remedy}" if remedy else ""))
 
     def __reduce__(self) -> tuple[type[BundleError], tuple[str, str, str | None, str | None]]:
         return type(self), (self.path, self.problem, self.where, self.remedy)
 
 
-class CorruptTensor(BundleError):  # noqa: N818 - named for what it is, as in "raise CorruptTensor"
-    """A tensor whose bytes are not the ones its bundle was sealed with, or not what they should be."""
+class CorruptTensor(BundleError):  # noqa: N818 - part of the public API under this name
+    """Raised when a tensor's bytes do not match the SHA-256 in the manifest, or hold invalid values.
+
+    It has the attributes of `BundleError`; `where` names the tensor.
+
+    Example:
+        >>> try:
+        ...     kp.load("damaged.kfac").quadratic(tau)
+        ... except kp.CorruptTensor as error:
+        ...     print(error.where)
+    """
 
 
 def printable(text: str, longest: int = 400) -> str:
-    """Text from a file nobody vouches for: nothing a terminal would obey, and no longer than a person would read."""
+    """Makes text from an untrusted file safe to print.
+
+    Args:
+        text: Any text.
+        longest: Number of characters after which the text is cut off.
+
+    Returns:
+        The text, at most `longest` characters of it, with non-printable characters such as terminal escapes replaced
+        by their escape sequences.
+    """
     short = text if len(text) <= longest else f"{text[: longest - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
 
 
-def first_line(said: object) -> str:
-    """What another library's error says, or a server, as one line without its full stop; else what kind it is."""
-    lines = [line.strip().rstrip(".:") for line in str(said).splitlines()]
-    # torch's headline about a state dict says nothing.
-    told = [line for line in lines if line and not line.startswith("Error(s) in loading")]
-    return printable(told[0]) if told else type(said).__name__
+def first_line(message: object) -> str:
+    """Summarises an error of another library, or a server's message, in one line.
+
+    Args:
+        message: An exception or a text.
+
+    Returns:
+        The first informative line without its final period, or the type's name if there is none.
+    """
+    lines = [line.strip().rstrip(".:") for line in str(message).splitlines()]
+    # torch's first line about a state dict only names the class of the module.
+    informative = [line for line in lines if line and not line.startswith("Error(s) in loading")]
+    return printable(informative[0]) if informative else type(message).__name__
 
 
 class SubtractionError(KfacpackError):
-    """A task cannot be taken out of what it was merged into."""
+    """Raised when a task cannot be subtracted from a merged bundle."""
 
 
 class NotFiniteError(KfacpackError):
-    """f has numbers that are none."""
+    """Raised when the model's output f contains NaN or Inf."""
 
 
 class HubError(KfacpackError):
-    """A file or repository on the Hub that could not be read or written.
+    """Raised when a file or repository on the Hub cannot be read or written.
 
-    `unreachable`: nobody answered, or nobody was to be asked, or not now; what is in the cache may serve instead.
+    Attributes:
+        place: The reference or repository that was requested.
+        problem: What went wrong.
+        remedy: What the user can do about it.
+        unreachable: Whether the Hub did not answer, was busy, or must not be contacted (offline mode), so that a
+            cached copy may be used instead.
     """
 
     def __init__(self, place: str, problem: str, remedy: str, *, unreachable: bool = False):
@@ -76,4 +142,4 @@ class HubError(KfacpackError):
 
 
 class VerificationError(KfacpackError):
-    """A file that was checked and is not what it promises to be. The command line exits with code 1."""
+    """Raised when a file fails verification. The command line exits with code 1."""

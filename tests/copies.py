@@ -1,4 +1,4 @@
-"""Small copies of published data sets: files, columns, types and further splits as the Hub has them, of random rows."""
+"""Small copies of published data sets with random rows, in the Hub's files, columns, types and splits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAIR = ("premise", "hypothesis")
 THREE, TWO = ["entailment", "neutral", "contradiction"], ["entailment", "not_entailment"]
 GLUE_TEST = ("test", "test_matched", "test_mismatched")
 
-# Name -> folder, splits, columns of texts, names of the classes.
+# Task to folder, splits, text columns, class names.
 VISION = {
     "stanford_cars": ("data", ("train", "test", *CORRUPTED), ["Audi TTS Coupe 2012", "Ram C/V Cargo Van Minivan 2012"]),
     "dtd": ("data", ("train", "test"), ["banded", "blotchy", "polka-dotted"]),
@@ -37,11 +37,11 @@ TEXT = {
     "qnli": ("qnli", ("train", "validation", "test"), ("question", "sentence"), TWO),
 }
 HIDDEN = {"mnli", "rte", "qnli", "imagenet"}
-"""Whose test labels are -1."""
+"""Tasks whose test labels are -1."""
 
 
 def copy(name: str, folder: Path, viewer: bool = False) -> Path:
-    """`viewer`: in the layout of the Hub's own conversion."""
+    """Writes a copy of a task; with `viewer`, in the layout of the Hub's own parquet conversion."""
     inside, splits = (VISION.get(name) or TEXT[name])[:2]
     for split in splits:
         data = (pictures if name in VISION else pairs)(name, split)
@@ -49,7 +49,7 @@ def copy(name: str, folder: Path, viewer: bool = False) -> Path:
         file = f"{config}/{split}/0000.parquet" if viewer else f"{inside}/{split}-00000-of-00001.parquet"
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         data.to_parquet(folder / file)
-    if name == "svhn":  # the other config, which is no classification
+    if name == "svhn":  # the other config is for detection
         boxes = datasets.Dataset.from_dict({"image": [None], "digits": [[1, 2]]})
         (folder / "full_numbers").mkdir(exist_ok=True)
         boxes.to_parquet(folder / "full_numbers" / "train-00000-of-00001.parquet")
@@ -66,23 +66,27 @@ def labels(name: str, split: str, classes: int) -> list[int]:
 def pictures(name: str, split: str) -> datasets.Dataset:
     classes = VISION[name][2]
     random = np.random.default_rng(len(split))
-    found = labels(name, split, len(classes))
-    images = [Image.fromarray(random.integers(0, 256, (9, 12, 3), dtype=np.uint8)) for _ in found]
+    values = labels(name, split, len(classes))
+    images = [Image.fromarray(random.integers(0, 256, (9, 12, 3), dtype=np.uint8)) for _ in values]
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
-    return datasets.Dataset.from_dict({"image": images, "label": found}, features)
+    return datasets.Dataset.from_dict({"image": images, "label": values}, features)
 
 
 def pairs(name: str, split: str) -> datasets.Dataset:
     _, _, columns, classes = TEXT[name]
-    found = labels(name, split, len(classes or "12"))
+    values = labels(name, split, len(classes or "12"))
     random = np.random.default_rng(len(split))
-    rows = {column: [" ".join(random.choice(WORDS, 2 + row % 4)) for row in range(len(found))] for column in columns}
+    rows = {column: [" ".join(random.choice(WORDS, 2 + row % 4)) for row in range(len(values))] for column in columns}
     text = datasets.Value("string")
     features = dict.fromkeys(columns, text) | {"label": datasets.ClassLabel(names=classes) if classes else text}
-    rows["label"] = found if classes else [("neutral", "entails")[label] for label in found]
+    rows["label"] = values if classes else [("neutral", "entails")[label] for label in values]
     if name in ("mnli", "rte", "qnli"):
-        features["idx"], rows["idx"] = datasets.Value("int32"), list(range(len(found)))
+        features["idx"], rows["idx"] = datasets.Value("int32"), list(range(len(values)))
     if name == "sick":
         features |= {"id": text, "relatedness_score": datasets.Value("float32"), "entailment_AB": text}
-        rows |= {"id": ["1"] * len(found), "relatedness_score": [1.0] * len(found), "entailment_AB": ["A"] * len(found)}
+        rows |= {
+            "id": ["1"] * len(values),
+            "relatedness_score": [1.0] * len(values),
+            "entailment_AB": ["A"] * len(values),
+        }
     return datasets.Dataset.from_dict(rows, datasets.Features(features))

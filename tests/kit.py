@@ -1,4 +1,4 @@
-"""What tests share: small curvatures in every form, and files that lie."""
+"""Helpers for tests: small curvatures in every matrix form, forged files, and checks of errors and warnings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def refused(error: type[Exception], *facts: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expects `error`, with each fact (a file, a name, a number) in its message, however it is worded."""
+    """Expects `error` with each fact (a file, a name, a number) in its message, whatever the wording."""
     with pytest.raises(error) as caught:
         yield caught
     for fact in facts:
@@ -45,7 +45,7 @@ def warned(category: type[Warning], *facts: object) -> Iterator[None]:
 
 
 def random_psd(side: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Symmetric, positive semi-definite, exactly symmetric in its last bit."""
+    """Returns a random positive semi-definite matrix, symmetric to the last bit."""
     factor = torch.randn(side, side + 2, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     full = factor @ factor.T / (side + 2)
     return ((full + full.T) / 2).to(dtype)
@@ -88,7 +88,7 @@ HOLDS: dict[str, Callable[[Tensor], Matrix]] = {
         psd=False,
     ),
 }
-"""Every way to hold a matrix, by a name for test reports: dense tensor -> Matrix."""
+"""Every matrix form and dtype, by a name for test ids: dense tensor -> Matrix."""
 
 
 def about(state: dict[str, Tensor], **more: Any) -> kp.About:
@@ -110,7 +110,7 @@ def linear_join(name: str, out: int, inputs: int, bias: bool = True) -> kp.Join:
 
 
 def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: int = 6) -> kp.Curvature:
-    """Two layers that share A, one of them held as `hold`; a fused projection in two blocks; a norm; a bare `x @ W`."""
+    """Two layers that share A, a fused projection in two blocks, a norm, a bare `x @ W`, a scale and a token."""
     make = HOLDS[hold]
     generator = torch.Generator().manual_seed(seed)
     state = {
@@ -182,14 +182,14 @@ def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: in
 
 
 def of_task(task: str, size: int | None = 100, seed: int = 0, hold: str = "packed") -> kp.Curvature:
-    """One model's curvature on different tasks: the factors differ by the seed, the model does not."""
+    """Returns the curvature of the same model on a task; the factors depend on the seed."""
     model, factors = small_curvature(hold), small_curvature(hold, seed)
     source = kp.Source(task=task, examples=12, dataset_size=size)
     return kp.Curvature(factors.blocks, model.about.model_copy(update={"source": source}))
 
 
 def dense_block(block: kp.CurvatureBlock) -> Tensor:
-    """G of one block over its joined matrix, flattened row by row, by building every Kronecker product."""
+    """Returns G of one block over the flattened ΔW (row-major), by building every Kronecker product."""
     if isinstance(block.structure, kp.Whole):
         return block.structure.matrix.dense(torch.float64)
     terms = block.structure.terms
@@ -203,7 +203,7 @@ def random_tau(curvature: kp.Curvature, seed: int = 3, dtype: torch.dtype = torc
 
 
 def forge(source: Path, target: Path, edit: Callable[[dict[str, Any], dict[str, Any], bytearray], None]) -> Path:
-    """A copy of a bundle after `edit(header, manifest, data)`, sealed again: all about it is right but the lie."""
+    """Writes a copy of a bundle after `edit(header, manifest, data)`, with a valid seal."""
     raw = source.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header, data = json.loads(raw[8 : 8 + length]), bytearray(raw[8 + length :])
@@ -214,7 +214,7 @@ def forge(source: Path, target: Path, edit: Callable[[dict[str, Any], dict[str, 
 
 
 def write_sealed(target: Path, header: str, data: bytes) -> Path:
-    """A file of this very header text, its seal's 64 digits (the first ones after its key) made right."""
+    """Writes a file with this header text and data, and a valid seal (the 64 digits after its key)."""
     key = header.index(f'"{SEAL_KEY}"') + len(SEAL_KEY) + 2
     start = header.index('"', key) + 1
     blank = (header[:start] + UNSEALED + header[start + 64 :]).encode()
@@ -224,13 +224,13 @@ def write_sealed(target: Path, header: str, data: bytes) -> Path:
 
 
 def rebased(manifest: dict[str, Any]) -> None:
-    """Make base.sha256 fit the parameters again."""
-    listed = tuple(Parameter.model_validate(parameter) for parameter in manifest["base"]["parameters"])
-    manifest["base"]["sha256"] = base_digest(listed)
+    """Recomputes base.sha256 from the parameters."""
+    parameters = tuple(Parameter.model_validate(parameter) for parameter in manifest["base"]["parameters"])
+    manifest["base"]["sha256"] = base_digest(parameters)
 
 
 def complaint(path: Path) -> str:
-    """What opening a file and checking all of its bytes complains about. Anything but a BundleError is a failure."""
+    """Returns the message of the BundleError from opening a file and reading all its tensors; fails without one."""
     with pytest.raises(kp.BundleError) as caught:
         bundle = kp.Bundle(path)
         for name in bundle.tensors:
@@ -243,10 +243,10 @@ def complaint(path: Path) -> str:
 
 
 def matrix_entry(manifest: dict[str, Any], name: str = "one.weight/B") -> Any:
-    """A matrix of a manifest, by name."""
+    """Returns the entry of a matrix in a manifest."""
     return next(entry for entry in manifest["matrices"] if entry["name"] == name)
 
 
 def data_start(raw: bytes) -> int:
-    """Where the header of a file ends and its tensors begin."""
+    """Returns the offset of the first tensor of a file."""
     return 8 + int.from_bytes(raw[:8], "little")

@@ -1,4 +1,4 @@
-"""Folders of small pictures: one colour a class, with noise on it."""
+"""Writes folders of small test images: one noisy colour per class."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ COLOURS = {"blue": (0, 0, 200), "green": (0, 200, 0), "red": (200, 0, 0)}
 
 
 def paint(folder, counts, seed=0):
-    """`counts`: split -> class -> how many. A class may be called COLOUR_of_anything."""
+    """Writes images into SPLIT/CLASS folders.
+
+    Args:
+        folder: Folder to write to.
+        counts: Split to class to number of images. A class is named COLOUR or COLOUR_suffix.
+        seed: Seed of the noise.
+    """
     generator = np.random.default_rng(seed)
     for split, classes in counts.items():
         for name, count in classes.items():

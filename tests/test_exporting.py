@@ -1,4 +1,4 @@
-"""Exported factors, used with torch and safetensors alone, are the bundle's curvature."""
+"""Exported factors give the same quadratic as the bundle, with torch and safetensors alone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import kfacpack as kp
 
 
 def quadratic(path, tau):
-    """What the file's own words say to do; nothing here is kfacpack's."""
+    """Follows the instructions in the file, without kfacpack."""
     with safe_open(path, "pt") as file:
-        said, total = json.loads(file.metadata()["factors"]), 0.0
-        for block in said["blocks"]:
+        factors, total = json.loads(file.metadata()["factors"]), 0.0
+        for block in factors["blocks"]:
             dW = torch.zeros(block["join"]["rows"], block["join"]["columns"], dtype=torch.float64)
             for piece in block["join"]["pieces"]:
                 part = tau[piece["parameter"]].double()
@@ -40,16 +40,16 @@ def quadratic(path, tau):
     return total
 
 
-@pytest.mark.parametrize("held", HOLDS)
-def test_every_form_is_exported_dense(held, tmp_path):
-    curvature = small_curvature(held)
+@pytest.mark.parametrize("hold", HOLDS)
+def test_every_form_is_exported_dense(hold, tmp_path):
+    curvature = small_curvature(hold)
     tau = random_tau(curvature)
     kp.export(curvature, tmp_path / "factors.safetensors")
     found = quadratic(tmp_path / "factors.safetensors", tau)
     assert found == pytest.approx(float(curvature.quadratic(tau)), rel=1e-5)
 
 
-def test_of_a_merged_bundle_every_term(tmp_path):
+def test_every_term_of_a_merged_bundle_is_exported(tmp_path):
     one, other = (of_task(task, seed=seed) for seed, task in enumerate(("a", "b")))
     merged = kp.merge([one, other], rule="stack", weights=[1, 2])
     tau = random_tau(one)
@@ -65,8 +65,8 @@ def test_the_command(tmp_path):
         return CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=False)
 
     done = run(tmp_path / "toy.kfac", "-o", target, "--dtype", "bfloat16", "--json")
-    said = json.loads(done.stdout)
-    assert (said["bytes"], said["blocks"]) == (target.stat().st_size, len(curvature.blocks))
+    summary = json.loads(done.stdout)
+    assert (summary["bytes"], summary["blocks"]) == (target.stat().st_size, len(curvature.blocks))
     with safe_open(target, "pt") as file:
         assert file.get_tensor(f"{curvature.blocks[0].name}/A").dtype is torch.bfloat16
         about = json.loads(file.metadata()["factors"])
@@ -77,7 +77,7 @@ def test_the_command(tmp_path):
     assert run(tmp_path / "toy.kfac", "-o", tmp_path / "toy.kfac").exit_code == 2
 
 
-def test_what_a_type_cannot_hold_is_refused_and_nothing_is_written(tmp_path):
+def test_values_out_of_range_are_refused_and_nothing_is_written(tmp_path):
     curvature = small_curvature("packed")
     name = curvature.blocks[0].name
     large = kp.Curvature(

@@ -1,4 +1,4 @@
-"""Heads: CLIP's own zero-shot classifier, centred class means, and nothing where there is nothing to make one of."""
+"""Heads: CLIP's zero-shot classifier, prototypes from centred class means, and errors if neither is possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model():
 
 
 @pytest.fixture
-def mute(model):
+def vision_only(model):
     """The same model without its text tower."""
     return replace(model, encode_text=None)
 
@@ -38,8 +38,8 @@ def task(tmp_path_factory):
     return load_task("colours", paint(tmp_path_factory.mktemp("colours"), counts))
 
 
-class Asked:
-    """A task with prompts of its own."""
+class ChangedTask:
+    """A task with some attributes replaced."""
 
     def __init__(self, task, **changed):
         self._task, self._changed = task, changed
@@ -50,9 +50,10 @@ class Asked:
 
 def features(model, task, split="train"):
     """f (N, C) and labels (N,) of a whole split, one example at a time."""
-    found = task.split(split)
-    f = torch.cat([model.forward(model.prepare([found[n]], task.name)) for n in range(len(found))]).detach()
-    return f, torch.tensor([found.label(n) for n in range(len(found))])
+    examples = task.split(split)
+    batches = (model.prepare([examples[n]], task.name) for n in range(len(examples)))
+    f = torch.cat([model.forward(batch) for batch in batches]).detach()
+    return f, torch.tensor([examples.label(n) for n in range(len(examples))])
 
 
 def test_a_head_is_an_affine_map():
@@ -72,85 +73,85 @@ def test_texts_give_open_clips_own_zero_shot_classifier(model, task):
     templates = ("a photo of a {}.", "a {}", "something {} on the table")
     tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(EMBEDDED_MODELS["tiny"].merges))
     stock = open_clip.build_zero_shot_classifier(model.module, tokenizer, task.classes, templates)
-    head = head_for(model, Asked(task, templates=templates))
+    head = head_for(model, ChangedTask(task, templates=templates))
     torch.testing.assert_close(head.weight, model.logit_scale * stock.T)
     assert head.bias.tolist() == [0, 0, 0]
     assert (head.origin, head.classes) == ("text", ("blue", "green", "red"))
     assert not head.weight.requires_grad
 
 
-def test_prompts_hold_the_class_names_as_words(model, task):
-    said = []
+def test_prompts_contain_class_names_with_spaces(model, task):
+    prompts = []
 
-    def listen(texts):
-        said.extend(texts)
+    def record(texts):
+        prompts.extend(texts)
         return model.encode_text(texts)
 
-    named = Asked(task, classes=("sea_blue", "{green}", "red"), templates=("a {}.", "the {} one"))
-    head_for(replace(model, encode_text=listen), named)
-    assert said == ["a sea blue.", "the sea blue one", "a {green}.", "the {green} one", "a red.", "the red one"]
+    named = ChangedTask(task, classes=("sea_blue", "{green}", "red"), templates=("a {}.", "the {} one"))
+    head_for(replace(model, encode_text=record), named)
+    assert prompts == ["a sea blue.", "the sea blue one", "a {green}.", "the {green} one", "a red.", "the red one"]
 
 
-def test_prototypes_are_centred_class_means(mute, task):
-    f, labels = features(mute, task)
+def test_prototypes_are_centred_class_means(vision_only, task):
+    f, labels = features(vision_only, task)
     means = torch.stack([f[labels == k].mean(0) for k in range(3)])
     centre = means.mean(0)
     directions = (means - centre) / (means - centre).norm(dim=1, keepdim=True)
-    head = head_for(mute, task, batch_size=5)
+    head = head_for(vision_only, task, batch_size=5)
     assert head.origin == "prototypes"
-    asked, _ = features(mute, task, "test")
+    test_f, _ = features(vision_only, task, "test")
     scale = float(head.weight[0].norm())
-    torch.testing.assert_close(head.logits(asked), scale * (asked - centre) @ directions.T, rtol=1e-4, atol=1e-4)
-    # No other scale fits the training examples better; where all are right, the model's own is the limit.
-    cosines, others = (f - centre) @ directions.T, (0.7 * scale, min(1.3 * scale, mute.logit_scale))
-    losses = [float(cross_entropy(each * cosines, labels)) for each in (scale, *others)]
+    torch.testing.assert_close(head.logits(test_f), scale * (test_f - centre) @ directions.T, rtol=1e-4, atol=1e-4)
+    # The scale minimises the training loss, up to the model's own scale.
+    cosines, others = (f - centre) @ directions.T, (0.7 * scale, min(1.3 * scale, vision_only.logit_scale))
+    losses = [float(cross_entropy(factor * cosines, labels)) for factor in (scale, *others)]
     assert losses[0] <= min(losses) + 1e-3
-    assert scale <= mute.logit_scale
+    assert scale <= vision_only.logit_scale
     assert head.weight.dtype == head.bias.dtype == torch.float32
 
 
-def test_prototypes_do_not_depend_on_the_batch_size(mute, task):
-    one, many = (head_for(mute, task, batch_size=size) for size in (1, 64))
+def test_prototypes_do_not_depend_on_the_batch_size(vision_only, task):
+    one, many = (head_for(vision_only, task, batch_size=size) for size in (1, 64))
     torch.testing.assert_close(one.weight, many.weight, rtol=1e-4, atol=1e-5)
 
 
-def test_a_large_class_is_represented_by_evenly_spaced_examples(mute, task, monkeypatch):
-    monkeypatch.setattr(heads, "PER_CLASS", 2)
-    f, labels = features(mute, task)
+def test_a_large_class_is_represented_by_evenly_spaced_examples(vision_only, task, monkeypatch):
+    monkeypatch.setattr(heads, "MAX_PER_CLASS", 2)
+    f, labels = features(vision_only, task)
     places = [(labels == k).nonzero().flatten() for k in range(3)]
     means = torch.stack([f[place[[0, len(place) // 2]]].mean(0) for place in places])
     directions = torch.nn.functional.normalize(means - means.mean(0), dim=1)
-    found = head_for(mute, task).weight
-    torch.testing.assert_close(found / found.norm(dim=1, keepdim=True), directions, rtol=1e-4, atol=1e-4)
+    weight = head_for(vision_only, task).weight
+    torch.testing.assert_close(weight / weight.norm(dim=1, keepdim=True), directions, rtol=1e-4, atol=1e-4)
 
 
-def test_progress_counts_the_training_examples(mute, task):
-    heard = []
-    head_for(mute, task, batch_size=5, on_progress=lambda done, total: heard.append((done, total)))
-    assert heard == [(0, 12), (5, 12), (10, 12), (12, 12)]
+def test_progress_counts_the_training_examples(vision_only, task):
+    progress = []
+    head_for(vision_only, task, batch_size=5, on_progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(0, 12), (5, 12), (10, 12), (12, 12)]
 
 
-def test_auto_takes_what_there_is(model, mute, task):
+def test_auto_chooses_the_first_kind_that_is_possible(model, vision_only, task):
     assert head_for(model, task).origin == "text"
-    assert head_for(model, Asked(task, templates=())).origin == "prototypes"
-    assert head_for(mute, task).origin == "prototypes"
+    assert head_for(model, ChangedTask(task, templates=())).origin == "prototypes"
+    assert head_for(vision_only, task).origin == "prototypes"
     assert head_for(model, task, "prototypes").origin == "prototypes"
 
 
-def test_a_class_without_examples_is_named(mute, tmp_path):
+def test_a_class_without_examples_is_named(vision_only, tmp_path):
     counts = {"train": {"red": 2, "green": 2}, "test": {"red": 1, "green": 1, "blue": 1}}
     task = load_task("colours", paint(tmp_path, counts))
     with refused(KfacpackError, "blue", "train"):
-        head_for(mute, task)
+        head_for(vision_only, task)
 
 
-def test_what_cannot_be_made_is_refused(model, mute, task):
+def test_impossible_heads_are_refused(model, vision_only, task):
     with refused(KfacpackError, "--head"):
-        head_for(mute, task, "text")
+        head_for(vision_only, task, "text")
     with refused(KfacpackError):
-        head_for(model, Asked(task, templates=()), "text")
+        head_for(model, ChangedTask(task, templates=()), "text")
     for kind in ("text", "prototypes"):
         with refused(KfacpackError):
-            head_for(model, Asked(task, classes=None), kind)
+            head_for(model, ChangedTask(task, classes=None), kind)
     with refused(KfacpackError, "guess"):
         head_for(model, task, "guess")

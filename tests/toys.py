@@ -88,6 +88,25 @@ class ToyTask:
         return Numbers(x.double(), labels, DataOrigin("toys", name))
 
 
+class NoFloat64(torch.Tensor):
+    """A tensor as on a device without float64, such as MPS: it becomes float64 only on the CPU."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        result = super().__torch_function__(func, types, args, kwargs or {})
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, NoFloat64) and tensor.dtype == torch.float64:
+                raise TypeError("this device does not support float64")
+        return result
+
+
+def on_device(*tensors):
+    """Moves tensors to the emulated device."""
+    return tuple(tensor.as_subclass(NoFloat64) for tensor in tensors)
+
+
 class ValidatedTask(ToyTask):
     splits = ("train", "validation", "test")
 

@@ -1,1 +1,1 @@
-"""The world that `tiny` is pre-trained on: pictures drawn by code, and true sentences about them."""
+"""The pre-training data of `tiny`: pictures drawn by code, and captions that describe them."""

@@ -1,4 +1,4 @@
-"""What is said about a picture: always something true of it, seldom everything, hardly ever in the same words."""
+"""Captions of pictures: always true, usually incomplete, and worded in many ways."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kfacpack._random import CounterRandom
 from tiny.subjects import COLOURS, PLACES, SUBJECTS
 
 SUBJECT, INK, GROUND, PLACE, SECOND, SECOND_INK, MANY = range(7)
-"""The facts of a picture. A caption tells some of them, as the same numbers; UNTOLD stands for the others."""
+"""Indices of the facts of a picture. A caption states some of them; the others are UNTOLD."""
 FACTS = 7
 UNTOLD = -1
 
@@ -60,7 +60,12 @@ PLACE_NAMES = tuple(PLACES)
 
 
 def caption(facts: Sequence[int], dice: CounterRandom) -> tuple[str, list[int]]:
-    """A sentence, and the facts that it tells."""
+    """Returns a random caption, and the facts that it states.
+
+    Args:
+        facts: The facts of the picture.
+        dice: Source of random numbers.
+    """
     told = [UNTOLD] * FACTS
     names = SUBJECTS[facts[SUBJECT]].names
     phrase = dice.choice(names)
@@ -100,7 +105,7 @@ def _pair(facts: Sequence[int], phrase: str, dice: CounterRandom, coloured: bool
 
 
 def _coloured(phrase: str, colour: str) -> str:
-    """'a star' -> 'a red star'; without an article, the colour goes first."""
+    """Inserts a colour: 'a star' becomes 'a red star'; without an article, the colour comes first."""
     article, _, rest = phrase.partition(" ")
     if article in ("a", "an", "the") and rest:
         return f"{'a' if article == 'an' else article} {colour} {rest}"

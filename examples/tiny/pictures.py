@@ -1,4 +1,4 @@
-"""Batches of pictures with captions, each a function of its number alone."""
+"""Batches of pictures with captions; each depends only on the seed and its number."""
 
 from __future__ import annotations
 
@@ -19,33 +19,36 @@ BLACK, WHITE = list(COLOURS).index("black"), list(COLOURS).index("white")
 CENTRES = np.array(list(PLACES.values()), dtype=np.float32)
 
 SHARES = {"plain": 0.34, "coloured": 0.30, "pattern": 0.16, "pair": 0.12, "crowd": 0.08}
-"""What a batch consists of."""
+"""Shares of the kinds of pictures in a batch."""
 GROUPS = {
     "digits": (DIGITS, 0.34),
     **{name: (script, 0.09) for name, script in SCRIPTS.items()},
     "symbols": (SYMBOLS, 0.21),
 }
-"""How often a glyph is of which kind."""
+"""The groups of glyphs and their shares."""
 
 
 @dataclass(frozen=True)
 class Batch:
+    """A batch of pictures and captions."""
+
     pictures: NDArray[np.uint8]
-    """(N, 28, 28, 3)"""
+    """(N, 28, 28, 3)."""
     captions: list[str]
     shown: NDArray[np.int64]
-    """(N, FACTS): what is in each picture."""
+    """(N, FACTS): the facts of each picture."""
     told: NDArray[np.int64]
-    """(N, FACTS): what each caption says."""
+    """(N, FACTS): the facts that each caption states."""
 
     @property
     def true(self) -> NDArray[np.bool_]:
-        """(pictures, captions): a caption is right for every picture of the same facts, not only for its own."""
+        """(pictures, captions): whether a caption is true of a picture, which may hold for several pictures."""
         told, shown = self.told[None], self.shown[:, None]
         return np.all((told == UNTOLD) | (told == shown), axis=-1)
 
 
 def batch(seed: int, number: int, size: int) -> Batch:
+    """Draws batch `number` of `size` pictures."""
     dice = CounterRandom(f"{STREAM}-{seed}", number)
     ends = [round(size * share) for share in accumulate(SHARES.values())]
     counts = np.diff([0, *ends[:-1], size])
@@ -53,12 +56,13 @@ def batch(seed: int, number: int, size: int) -> Batch:
     parts = [make(dice, int(count)) for make, count in zip(makers, counts, strict=True)]
     pictures = np.concatenate([_weathered(picture, dice) for picture, _ in parts])
     shown = np.concatenate([facts for _, facts in parts])
-    said = [caption(facts, dice) for facts in shown.tolist()]
-    return Batch(pictures, [text for text, _ in said], shown, np.array([told for _, told in said], dtype=np.int64))
+    captions = [caption(facts, dice) for facts in shown.tolist()]
+    told = np.array([stated for _, stated in captions], dtype=np.int64)
+    return Batch(pictures, [text for text, _ in captions], shown, told)
 
 
 def _plain(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
-    """Bright on black or dark on white, large, as scanners see writing."""
+    """Draws large glyphs, bright on black or dark on white, as in scanned writing."""
     facts, chosen = _facts(dice, count)
     coverage = _drawn(chosen, dice, np.zeros((count, 2), np.float32), dice.uniform(count, 1.2, 1.9), bend=0.3)
     coarse = dice.chance(0.25, count)
@@ -71,7 +75,7 @@ def _plain(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
 
 
 def _coloured(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
-    """Somewhere on a ground of one colour, or of a pattern in two others."""
+    """Draws coloured glyphs on a plain background or on a pattern of two other colours."""
     facts, chosen = _facts(dice, count)
     place = np.where(dice.chance(0.5, count), 0, dice.below(len(CENTRES), count))
     extent = np.where(place == 0, dice.uniform(count, 0.9, 1.8), dice.uniform(count, 0.7, 1.0)).astype(np.float32)
@@ -94,7 +98,7 @@ def _pattern(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]
     kind = dice.below(len(PATTERNS), count)
     ink, ground, _ = _colours(dice, count)
     facts[:, SUBJECT] = len(GLYPHS) + kind
-    # Of two colours in a pattern neither is the ground: the first in the palette counts as the ink.
+    # Neither colour of a pattern is the background: the first one in the palette counts as the ink.
     facts[:, INK], facts[:, GROUND] = np.minimum(ink, ground), np.maximum(ink, ground)
     return canvas.blend(
         canvas.constant_field(_shade(ground, dice)), canvas.constant_field(_shade(ink, dice)), _patterns(dice, kind)
@@ -126,7 +130,7 @@ def _crowd(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
 
 
 def _facts(dice: CounterRandom, count: int) -> tuple[NDArray[np.int64], list[int]]:
-    """A glyph for each picture, and the facts with nothing but it in them."""
+    """Chooses a glyph for each picture; returns facts that contain only the glyph, and the glyphs."""
     chosen = []
     for where, which in zip(dice.uniform(count).tolist(), dice.uniform(count).tolist(), strict=True):
         start = 0
@@ -157,7 +161,7 @@ def _drawn(chosen: list[int], dice: CounterRandom, centre: Field, extent: Field,
 
 
 def _patterns(dice: CounterRandom, kind: NDArray[np.int64]) -> Field:
-    """Each picture's pattern, all of one kind at a time."""
+    """Draws the pattern of each picture, one kind of pattern at a time."""
     coverage = np.zeros((len(kind), canvas.SIZE, canvas.SIZE), np.float32)
     for index, pattern in enumerate(PATTERNS):
         members = np.nonzero(kind == index)[0]
@@ -172,7 +176,7 @@ def _patterns(dice: CounterRandom, kind: NDArray[np.int64]) -> Field:
 
 
 def _colours(dice: CounterRandom, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Three for each picture; the last two are the same in one of twenty."""
+    """Chooses three colours for each picture; in about one picture of twenty, the last two are the same."""
     first = dice.below(len(PALETTE), count)
     second = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
     third = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
@@ -188,7 +192,7 @@ def _shade(colour: NDArray[np.int64], dice: CounterRandom) -> Field:
 
 
 def _coarsened(coverage: Field, size: int) -> Field:
-    """As seen by a scanner with few pixels."""
+    """Reduces the resolution, as a scanner with few pixels would."""
     ones = np.ones(len(coverage), np.float32)
     smooth = canvas.blur(canvas.blur(coverage, ones), ones)
     x, y = canvas.grid_points(len(coverage), size)
@@ -196,7 +200,7 @@ def _coarsened(coverage: Field, size: int) -> Field:
 
 
 def _weathered(picture: Field, dice: CounterRandom) -> NDArray[np.uint8]:
-    """Blur, contrast and noise."""
+    """Applies blur, contrast and noise."""
     count = len(picture)
     amount = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.9), np.float32(0)).astype(np.float32)
     channels = [canvas.blur(picture[..., channel], amount) for channel in range(3)]

@@ -1,4 +1,4 @@
-"""What pre-training shows: characters, symbols and patterns, and the words for them. No drawn task has any of them."""
+"""The subjects of pre-training: characters, symbols and patterns, and their names. They occur in no drawn task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kfacpack._random import CounterRandom
 from kfacpack.demo.canvas import SIZE, Field, has_glyph, per_image, smooth_step, spread, wave
 
 STREAM = "pretraining"
-"""Every random number of the pictures comes from a stream of this name."""
+"""Name of the random stream of the pictures."""
 
 PRINTED = (
     "DejaVuSans",
@@ -30,14 +30,16 @@ PRINTED = (
     "cmtt10",
 )
 COMPUTER_MODERN_HAS = set("0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ?!")
-"""Its fonts put other characters than they say at most other places."""
+"""The characters that the Computer Modern fonts encode correctly."""
 
 
 @dataclass(frozen=True)
 class Glyph:
+    """A character, its names and the fonts that contain it."""
+
     character: str
     names: tuple[str, ...]
-    """Noun phrases, each of which is enough to name it."""
+    """Noun phrases, each of which identifies the glyph."""
     fonts: tuple[str, ...]
 
 
@@ -67,27 +69,31 @@ DIGITS = tuple(
 
 
 def _latin() -> tuple[Glyph, ...]:
-    """Without o, l and i, which many fonts draw as digits; letters whose cases differ by size alone have one name."""
-    found = []
+    """Returns Latin letters.
+
+    o, l and i are omitted because many fonts draw them like digits. Letters whose cases differ only in size have one
+    name.
+    """
+    glyphs = []
     for letter in "abcdefghjkmnpqrstuvwxyz":
         name = (f"the letter {letter}", f"letter {letter}", f"a letter {letter}")
         small = (*name, f"the small letter {letter}", f"lowercase {letter}")
         capital = (f"the capital letter {letter}", f"capital {letter}", f"uppercase letter {letter}")
         if letter in "ckpsuvwxz":
-            found.append(_glyph(letter, *name))
+            glyphs.append(_glyph(letter, *name))
         else:
-            found += [_glyph(letter, *small), _glyph(letter.upper(), *capital)]
-    return tuple(found)
+            glyphs += [_glyph(letter, *small), _glyph(letter.upper(), *capital)]
+    return tuple(glyphs)
 
 
 def _script(script: str, characters: str) -> tuple[Glyph, ...]:
-    """Letters called as Unicode calls them: GREEK SMALL LETTER ALPHA is 'the greek letter alpha'."""
-    found = []
+    """Returns letters with their Unicode names: GREEK SMALL LETTER ALPHA is 'the greek letter alpha'."""
+    glyphs = []
     for character in characters:
         words = unicodedata.name(character).lower().split()
         name = " ".join(words[words.index("letter") + 1 :])
         case = "capital " if character != character.lower() and script == "greek" else ""
-        found.append(
+        glyphs.append(
             _glyph(
                 character,
                 f"the {script} {case}letter {name}",
@@ -95,7 +101,7 @@ def _script(script: str, characters: str) -> tuple[Glyph, ...]:
                 f"{case}{name}, {'an' if script[0] == 'a' else 'a'} {script} letter",
             )
         )
-    return tuple(found)
+    return tuple(glyphs)
 
 
 SCRIPTS = {
@@ -168,9 +174,11 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Pattern:
+    """A pattern, its names and how it is drawn."""
+
     names: tuple[str, ...]
     draw: Callable[[Field, Field, Field, CounterRandom], Field]
-    """x, y, the number of repetitions (N,), dice -> coverage."""
+    """Maps x, y, the number of repetitions (N,) and a source of random numbers to the coverage."""
 
 
 def _lines(position: Field, often: Field) -> Field:

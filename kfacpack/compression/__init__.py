@@ -1,1 +1,1 @@
-"""From a curvature to a smaller one: codecs, what they lose, and the choice of one for each matrix."""
+"""Compression of a curvature: codecs, their errors, and the choice of a codec per matrix for a budget."""

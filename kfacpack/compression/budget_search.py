@@ -1,26 +1,26 @@
-"""Which option each family of matrices gets, so that all fit into so many bytes and lose least.
+"""Search for one option per group of matrices, so that all fit into a number of bytes with the smallest error.
 
-What counts is the error of `quadratic`, and that is not the same on all task vectors.
+The objective is the error of `quadratic`, which depends on the distribution of task vectors:
 
-- Random ones, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low rank does badly: it drops eigenvalues
-  of one sign, so that the lost trace adds up over the blocks.
-- Those along the curvature, as training makes them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Diagonal blocks do
-  badly: seen from there, what is between them is most of the curvature.
+- Random task vectors, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low rank does badly here: it
+  drops eigenvalues of one sign, so that the lost trace adds up over the blocks.
+- Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Diagonal
+  blocks do badly here, because most of this curvature is between the blocks.
 
-So: on random τ, better than any single codec for all matrices, by some margin; then, along the curvature, as good as
-any of them; each if it can be had. Of what is left, the least product of both errors. To get there, for an exchange
-rate κ,
+The result must be better on random τ than any single codec for all matrices, by a margin, and then, along the
+curvature, as good as any of them, each if possible. Among the remaining candidates, the product of both errors decides.
+The candidates minimise, for an exchange rate κ,
 
-    2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|
+    2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|,
 
-is minimised, each in units of what G has. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. Near a lost
-trace μ its square grows by 2μ for each unit, so that, for a price λ of a byte, the share of a block is
+each term relative to that of G. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. Near a lost trace μ its
+square grows by 2μ per unit, so that for a price λ per byte the contribution of a block is
 
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
-That is minimised for falling λ, until the bytes are used up, with μ from the time before; for B and A of a block at
-once, since the one is worth nothing without the other. Then changes of single blocks fill up what is left. Of the
-results for many κ, and of the single codecs, the rule above takes one.
+It is minimised for decreasing λ until the bytes are used up, with μ from the previous round, and for B and A of a block
+together, because their errors multiply. Then changes of single blocks use up the remaining bytes. The rule above
+chooses among the results for many κ and the single codecs.
 """
 
 from __future__ import annotations
@@ -43,61 +43,79 @@ if TYPE_CHECKING:
 
 
 OptionIndices = tuple[int, ...]
-"""For each family, which of its options."""
+"""The index of the chosen option, for each group."""
 
 MARGIN = 0.8
-"""The error on random τ is at most this share of the best single codec's, if that can be had."""
+"""The error on random τ is at most this fraction of the best single codec's, if possible."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
-"""The κ that are tried."""
+"""Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
-"""How many μ and λ are tried, and how often one goes over all blocks at most."""
+"""Number of values of μ and λ that are tried, and maximum number of passes over all blocks."""
 
 
 @dataclass(frozen=True)
 class TotalError:
-    """In units of what G has."""
+    """Size and errors of a choice of options, relative to G."""
 
     nbytes: int
+    """Size of the matrices."""
     lost: float
+    """‖G − G'‖², relative to E[(τᵀ G τ)²] for random τ."""
     trace: float
+    """tr(G − G'), relative to the root of the same."""
     along: float
+    """|<G − G', G>|, relative to ‖G‖²."""
 
     @property
     def random(self) -> float:
-        """The squared error on random τ."""
+        """Squared error on random τ."""
         return 2 * self.lost + self.trace**2
 
     @property
     def product(self) -> float:
-        """Of the errors on random τ and along the curvature."""
+        """Product of the errors on random τ and along the curvature."""
         return float(self.random**0.5 * self.along)
 
 
 class BudgetSearch:
-    def __init__(self, menu: Candidates):
-        self._bytes = [np.array([option.nbytes for option in family.options]) for family in menu.families]
-        self._answers = [family.answers for family in menu.families]
-        size, trace = (sum(float(table.moments[k].flatten()[0]) for table in menu.tables) for k in (0, 1))
+    """Searches for the best choice of options.
+
+    Args:
+        candidates: The options of each group, with their sizes and errors.
+    """
+
+    def __init__(self, candidates: Candidates):
+        self._bytes = [np.array([option.nbytes for option in group.options]) for group in candidates.groups]
+        self._option_of = [group.option_of for group in candidates.groups]
+        size, trace = (sum(float(table.moments[k].flatten()[0]) for table in candidates.tables) for k in (0, 1))
         squared = 2 * size + trace**2
         units = [squared or 1.0, squared**0.5 or 1.0, size or 1.0]
         self._tables: list[tuple[tuple[int, ...], FloatArray]] = [
-            (table.families, np.stack([m.numpy() / unit for m, unit in zip(table.moments[2:], units, strict=True)]))
-            for table in menu.tables
+            (table.groups, np.stack([m.numpy() / unit for m, unit in zip(table.moments[2:], units, strict=True)]))
+            for table in candidates.tables
         ]
-        self._moves = [self._move(families) for families in dict.fromkeys(families for families, _ in self._tables)]
+        self._changes = [self._change(groups) for groups in dict.fromkeys(groups for groups, _ in self._tables)]
 
     def best(self, limit: int, single: Sequence[OptionIndices]) -> OptionIndices | None:
-        """The best of what was found within `limit` bytes of matrices, and of the single codecs that fit anyway."""
+        """Finds the best choice.
+
+        Args:
+            limit: Maximum size of the matrices in bytes.
+            single: Choices of a single codec for all matrices that are acceptable whatever their size.
+
+        Returns:
+            The best choice, or None if no choice is small enough.
+        """
         if self.total(self.smallest()).nbytes > limit:
             return None
-        bar = MARGIN**2 * min((self.total(picks).random for picks in single), default=inf)
+        threshold = MARGIN**2 * min((self.total(picks).random for picks in single), default=inf)
         within = [picks for picks in single if self.total(picks).nbytes <= limit]
-        found = set(single)
+        choices = set(single)
         for rate in _RATES:
             start = min((*self._priced(limit, rate), *within), key=lambda picks: self._error(picks, rate))
-            found.add(self._filled(start, limit, rate))
-        totals = {picks: self.total(picks) for picks in sorted(found)}
-        allowed = max(bar, min(total.random for total in totals.values()))
+            choices.add(self._filled(start, limit, rate))
+        totals = {picks: self.total(picks) for picks in sorted(choices)}
+        allowed = max(threshold, min(total.random for total in totals.values()))
         along = min((self.total(picks).along for picks in single), default=inf)
 
         def rank(picks: OptionIndices) -> tuple[bool, float]:
@@ -106,129 +124,136 @@ class BudgetSearch:
         return min((picks for picks in totals if totals[picks].random <= allowed), key=rank)
 
     def single(self) -> dict[OptionIndices, CodecChain]:
-        """One codec for all: the picks that it comes to."""
-        found: dict[OptionIndices, CodecChain] = {}
-        for chain in self._answers[0]:
-            found.setdefault(tuple(answers[chain] for answers in self._answers), chain)
-        return found
+        """Returns the choices that result from one codec for all matrices, with the codec."""
+        choices: dict[OptionIndices, CodecChain] = {}
+        for chain in self._option_of[0]:
+            choices.setdefault(tuple(option_of[chain] for option_of in self._option_of), chain)
+        return choices
 
     def smallest(self) -> OptionIndices:
+        """Returns the choice of the smallest option of every group."""
         return tuple(int(sizes.argmin()) for sizes in self._bytes)
 
     def untouched(self) -> OptionIndices:
+        """Returns the choice that leaves every matrix as it is."""
         return (0,) * len(self._bytes)
 
     def total(self, picks: OptionIndices) -> TotalError:
+        """Returns the size and the errors of a choice."""
         size = sum(int(sizes[pick]) for sizes, pick in zip(self._bytes, picks, strict=True))
-        found = [losses[_at_index(tuple(picks[family] for family in families))] for families, losses in self._tables]
-        return TotalError(size, *np.sum(found, axis=0).tolist())
+        losses = [table[_at_index(tuple(picks[group] for group in groups))] for groups, table in self._tables]
+        return TotalError(size, *np.sum(losses, axis=0).tolist())
 
     def _error(self, picks: OptionIndices, rate: float) -> float:
         total = self.total(picks)
-        return float(_weighted(total.lost, total.trace, total.along, rate))
+        return float(_objective(total.lost, total.trace, total.along, rate))
 
     def _priced(self, limit: int, rate: float) -> Iterator[OptionIndices]:
+        """Yields choices within the limit, with μ updated after each of them."""
         mu = 0.0
         for _ in range(_ROUNDS):
             picks = self._affordable(limit, mu, rate)
             yield picks
-            # Half-way, because what was avoided this time would be taken again the next time.
+            # Damped, because otherwise the choices would alternate between two values of μ.
             mu = (mu + self.total(picks).trace) / 2
 
     def _affordable(self, limit: int, mu: float, rate: float) -> OptionIndices:
-        """The least sum of all shares, at the smallest price of a byte at which it is within the limit."""
+        """Minimises the sum of all contributions at the smallest price per byte at which it is within the limit."""
         picks = self.smallest()
         low, high = 1e-24, 1.0
         for _ in range(_PRICES):
             price = (low * high) ** 0.5
-            found = self._at_price(picks, price, mu, rate)
-            if self.total(found).nbytes <= limit:
-                picks, high = found, price
+            candidate = self._at_price(picks, price, mu, rate)
+            if self.total(candidate).nbytes <= limit:
+                picks, high = candidate, price
             else:
                 low = price
         return picks
 
     def _at_price(self, start: OptionIndices, price: float, mu: float, rate: float) -> OptionIndices:
-        """One block after the other, until none has better options."""
+        """Improves one block after the other until none has better options."""
         picks = list(start)
         for _ in range(_SWEEPS):
             before = tuple(picks)
-            for move in self._moves:
-                lost, trace, along = self._losses(move, picks)
-                cost = 2 * lost + 2 * mu * trace + rate * along + price * move.nbytes
-                move.take(int(cost.argmin()), picks)
+            for change in self._changes:
+                lost, trace, along = self._losses(change, picks)
+                cost = 2 * lost + 2 * mu * trace + rate * along + price * change.nbytes
+                change.take(int(cost.argmin()), picks)
             if tuple(picks) == before:
                 break
         return tuple(picks)
 
     def _filled(self, start: OptionIndices, limit: int, rate: float) -> OptionIndices:
-        """Changes of one block that lessen the error, the most for its bytes first, as long as they fit."""
+        """Changes one block at a time, the largest reduction of the error per byte first, within the limit."""
         picks = list(start)
         while True:
             total = self.total(tuple(picks))
-            now = _weighted(total.lost, total.trace, total.along, rate)
-            best, change = 0.0, None
-            for move in self._moves:
-                losses, place = self._losses(move, picks), move.place(picks)
-                others = np.array([total.lost, total.trace, total.along]) - losses[_at_index(place)]
+            current = _objective(total.lost, total.trace, total.along, rate)
+            best_gain, best = 0.0, None
+            for change in self._changes:
+                losses, index = self._losses(change, picks), change.index(picks)
+                others = np.array([total.lost, total.trace, total.along]) - losses[_at_index(index)]
                 lost, trace, along = losses + others[:, None, None]
-                error = _weighted(lost, trace, along, rate)
-                more = move.nbytes - move.nbytes[place]
-                gain = np.where(total.nbytes + more <= limit, (now - error) / np.maximum(more, 1), -inf)
+                error = _objective(lost, trace, along, rate)
+                added = change.nbytes - change.nbytes[index]
+                gain = np.where(total.nbytes + added <= limit, (current - error) / np.maximum(added, 1), -inf)
                 option = int(gain.argmax())
-                # Rounding must not make it go round in circles.
-                if gain.flat[option] > best and error.flat[option] < now * (1 - 1e-9):
-                    best, change = float(gain.flat[option]), (move, option)
-            if change is None:
+                # The tolerance keeps rounding errors from causing an endless loop.
+                if gain.flat[option] > best_gain and error.flat[option] < current * (1 - 1e-9):
+                    best_gain, best = float(gain.flat[option]), (change, option)
+            if best is None:
                 return tuple(picks)
-            move, option = change
-            move.take(option, picks)
+            change, option = best
+            change.take(option, picks)
 
-    def _move(self, families: tuple[int, ...]) -> OptionChange:
-        first, second = families[0], families[-1]
+    def _change(self, groups: tuple[int, ...]) -> OptionChange:
+        first, second = groups[0], groups[-1]
         tables = [table for table in self._tables if {first, second} & set(table[0])]
         if first == second:
             return OptionChange(first, None, self._bytes[first][:, None], tables)
         return OptionChange(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
 
-    def _losses(self, move: OptionChange, picks: list[int]) -> FloatArray:
-        """What the blocks lose that a move touches, (3, first, second), by its options, the others as picked."""
-        rows, columns = move.nbytes.shape
-        free = {move.first: np.arange(rows)[:, None], move.second: np.arange(columns)}
-        found = np.zeros((3, rows, columns))
-        for families, losses in move.tables:
-            shape = (3, rows if move.first in families else 1, columns if move.second in families else 1)
-            found += losses[_at_index(tuple(free.get(each, picks[each]) for each in families))].reshape(shape)
-        return found
+    def _losses(self, change: OptionChange, picks: list[int]) -> FloatArray:
+        """Returns the losses of the blocks that a change affects, (3, first, second), with other groups as picked."""
+        rows, columns = change.nbytes.shape
+        free = {change.first: np.arange(rows)[:, None], change.second: np.arange(columns)}
+        total = np.zeros((3, rows, columns))
+        for groups, losses in change.tables:
+            shape = (3, rows if change.first in groups else 1, columns if change.second in groups else 1)
+            total += losses[_at_index(tuple(free.get(group, picks[group]) for group in groups))].reshape(shape)
+        return total
 
 
 @dataclass(frozen=True)
 class OptionChange:
-    """A change of the families on both sides of a block, or of the one that is on both, or of the only one."""
+    """A change of the options of the groups on both sides of a block, or of its only group."""
 
     first: int
+    """Group on the first side."""
     second: int | None
+    """Group on the second side; None if there is no other group."""
     nbytes: FloatArray
-    """(options of the first, options of the second or 1)"""
+    """Sizes, (options of the first, options of the second or 1)."""
     tables: Sequence[tuple[tuple[int, ...], FloatArray]]
-    """Of all blocks that it touches."""
+    """Groups and losses of all affected blocks."""
 
-    def place(self, picks: Sequence[int]) -> tuple[int, int]:
+    def index(self, picks: Sequence[int]) -> tuple[int, int]:
+        """Returns the index of the picked options in `nbytes`."""
         return picks[self.first], 0 if self.second is None else picks[self.second]
 
     def take(self, option: int, picks: list[int]) -> None:
-        """Put an option, counted row by row, into `picks`."""
+        """Writes an option, given by its row-major index in `nbytes`, to `picks`."""
         row, column = divmod(option, self.nbytes.shape[1])
         picks[self.first] = row
         if self.second is not None:
             picks[self.second] = column
 
 
-def _weighted(lost: Any, trace: Any, along: Any, rate: float) -> Any:
-    """What is minimised, of numbers or of arrays of them."""
+def _objective(lost: Any, trace: Any, along: Any, rate: float) -> Any:
+    """Returns the objective, for numbers or arrays."""
     return 2 * lost + trace**2 + rate * along
 
 
-def _at_index(place: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All three losses, by the options on each side."""
-    return (slice(None), *place)
+def _at_index(index: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns an index that selects all three losses for the options on each side."""
+    return (slice(None), *index)

@@ -1,7 +1,7 @@
-"""The codecs that come into question for each matrix, and what each of them costs and loses.
+"""Candidate codecs for each matrix of a curvature, with their sizes and errors.
 
-Matrices that stand on one side of a block with several terms get one codec together, a *family*: what they lose depends
-on all of them at once. In a curvature of one task every matrix is a family of its own.
+Matrices on the same side of a block with several terms get one codec together, because their error depends on all of
+them at once. They form a *group*. In the curvature of one task every matrix is a group of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kfacpack.curvature.matrices.components import InMemoryTensors, MatrixTensor
 from kfacpack.curvature.matrices.dense import Dense
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.format.container import Spec
+    from kfacpack.format.units import OnProgress
 
 
 CANDIDATES = tuple(
@@ -38,137 +39,158 @@ CANDIDATES = tuple(
         ),
     )
 )
-"""Beside leaving a matrix as it is. Codecs of structure in float32 are left out: for the same bytes, one that keeps
-twice as much in two bytes a number loses less."""
+"""Codecs that are tried in addition to none. Structural codecs in float32 are not: for the same bytes, keeping twice as
+many values in two bytes each has a smaller error."""
 
 
 class ShapeOnly(MatrixTensors):
-    """What a matrix's tensors would look like. There are none."""
+    """Components of which only dtype and shape exist."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs
 
     def __getitem__(self, name: str) -> Tensor:
-        raise TypeError(f"{name!r} of an outline has no numbers")
+        raise TypeError(f"component {name!r} has a shape but no values")
 
 
 @dataclass(frozen=True)
 class Option:
-    """One codec for a family."""
+    """One codec for a group of matrices."""
 
-    asked: CodecChain
-    made: Mapping[int, tuple[CodecChain, Matrix]]
-    """For the id of each matrix, the steps taken and the outline of what they make."""
+    chain: CodecChain
+    """The codec that was requested."""
+    encoded: Mapping[int, tuple[CodecChain, Matrix]]
+    """By the id of each matrix, the steps that were applied and the result, of which only the shapes are kept."""
     sides: Mapping[tuple[int, ...], FactorPair]
+    """By the ids of the matrices on one side of a block, the inner products before and after."""
     nbytes: int
+    """Size of the group in a file."""
 
 
 @dataclass(frozen=True)
 class MatrixGroup:
+    """The distinct options of a group of matrices."""
+
     options: tuple[Option, ...]
-    answers: Mapping[CodecChain, int]
-    """Which option each candidate comes to: several may do the same to these matrices."""
+    """The first one leaves the matrices as they are."""
+    option_of: Mapping[CodecChain, int]
+    """Index of the option that each candidate results in; several candidates may have the same result."""
 
 
 @dataclass(frozen=True)
 class ErrorTable:
-    """What a block loses, by the options of the family on each of its sides."""
+    """The error of a block for every combination of options of the groups on its sides."""
 
-    families: tuple[int, ...]
+    groups: tuple[int, ...]
+    """Index of the group on each side."""
     moments: tuple[Tensor, ...]
-    """See `moment_table`."""
+    """See `moment_table`; each has one dimension per side."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    families: tuple[MatrixGroup, ...]
+    """All groups of a curvature with their options, and the errors of all blocks."""
+
+    groups: tuple[MatrixGroup, ...]
+    """One entry per group of matrices."""
     tables: tuple[ErrorTable, ...]
+    """One entry per block."""
 
     @classmethod
-    def of(cls, curvature: Curvature, progress: Callable[[int, int], None]) -> Candidates:
-        """Every candidate, tried on every matrix. What they make is not kept."""
-        groups = _groups(curvature)
-        families = []
-        for number, (matrices, sides) in enumerate(groups):
-            progress(number, len(groups))
-            families.append(_family(matrices, sides))
-        progress(len(groups), len(groups))
-        home = {id(matrix): number for number, (matrices, _) in enumerate(groups) for matrix in matrices}
-        return cls(tuple(families), tuple(_table(block, families, home) for block in curvature.blocks))
+    def of(cls, curvature: Curvature, progress: OnProgress) -> Candidates:
+        """Tries every candidate on every matrix, without keeping the compressed matrices.
+
+        Args:
+            curvature: The curvature to compress.
+            progress: Called with the number of groups done and their total.
+
+        Returns:
+            Sizes and errors of all candidates.
+        """
+        members = _group_members(curvature)
+        groups = []
+        for number, (matrices, sides) in enumerate(members):
+            progress(number, len(members))
+            groups.append(_try_candidates(matrices, sides))
+        progress(len(members), len(members))
+        group_of = {id(matrix): number for number, (matrices, _) in enumerate(members) for matrix in matrices}
+        return cls(tuple(groups), tuple(_error_table(block, groups, group_of) for block in curvature.blocks))
 
 
-def _groups(curvature: Curvature) -> list[tuple[list[Matrix], list[tuple[Matrix, ...]]]]:
-    """The matrices of each family, and the sides of blocks that they stand on."""
+def _group_members(curvature: Curvature) -> list[tuple[list[Matrix], list[tuple[Matrix, ...]]]]:
+    """Returns for each group its matrices and the sides of blocks that they are on."""
     sides = {tuple(map(id, side)): side for block in curvature.blocks for side in block.structure.sides}
-    home: dict[int, int] = {}
+    group_of: dict[int, int] = {}
     for number, key in enumerate(sides):
-        joined = {home[each] for each in key if each in home}
-        home |= dict.fromkeys(key, number)
-        home = {each: number if place in joined else place for each, place in home.items()}
-    found: dict[int, tuple[dict[int, Matrix], list[tuple[Matrix, ...]]]] = {}
+        joined = {group_of[matrix_id] for matrix_id in key if matrix_id in group_of}
+        group_of |= dict.fromkeys(key, number)
+        group_of = {matrix_id: number if group in joined else group for matrix_id, group in group_of.items()}
+    members: dict[int, tuple[dict[int, Matrix], list[tuple[Matrix, ...]]]] = {}
     for side in sides.values():
-        matrices, places = found.setdefault(home[id(side[0])], ({}, []))
+        matrices, group_sides = members.setdefault(group_of[id(side[0])], ({}, []))
         matrices |= {id(matrix): matrix for matrix in side}
-        places.append(side)
-    return [(list(matrices.values()), places) for matrices, places in found.values()]
+        group_sides.append(side)
+    return [(list(matrices.values()), group_sides) for matrices, group_sides in members.values()]
 
 
-def _family(matrices: list[Matrix], sides: list[tuple[Matrix, ...]]) -> MatrixGroup:
-    found: dict[tuple[CodecChain, ...], Option] = {}
-    answers: dict[CodecChain, int] = {}
-    opened = {id(matrix): _cached_dense(matrix) for matrix in matrices}
+def _try_candidates(matrices: list[Matrix], sides: list[tuple[Matrix, ...]]) -> MatrixGroup:
+    options: dict[tuple[CodecChain, ...], Option] = {}
+    option_of: dict[CodecChain, int] = {}
+    unpacked = {id(matrix): _cached_dense(matrix) for matrix in matrices}
     for chain in (CodecChain(), *CANDIDATES):
-        made = {key: chain.encode(matrix) for key, matrix in opened.items()}
-        taken = tuple(steps for steps, _ in made.values())
-        if taken not in found:
+        encoded = {key: chain.encode(matrix) for key, matrix in unpacked.items()}
+        applied = tuple(steps for steps, _ in encoded.values())
+        if applied not in options:
             keys = [tuple(map(id, side)) for side in sides]
-            measured = {key: compare([opened[k] for k in key], [made[k][1] for k in key]) for key in keys}
-            outlines = {key: (steps, _outline(matrix.for_storage())) for key, (steps, matrix) in made.items()}
+            pairs = {key: compare([unpacked[k] for k in key], [encoded[k][1] for k in key]) for key in keys}
+            outlines = {key: (steps, _outline(matrix.for_storage())) for key, (steps, matrix) in encoded.items()}
             size = sum(outline.nbytes for _, outline in outlines.values())
-            found[taken] = Option(chain, outlines, measured, size)
-        answers[chain] = list(found).index(taken)
-    return MatrixGroup(tuple(found.values()), answers)
+            options[applied] = Option(chain, outlines, pairs, size)
+        option_of[chain] = list(options).index(applied)
+    return MatrixGroup(tuple(options.values()), option_of)
 
 
 class CachedDense(Dense):
-    """A matrix that many candidates are tried on: unpacked and decomposed once, and not for each of them."""
+    """A dense matrix that keeps its eigenpairs, because many candidates use them."""
 
     @cached_property
-    def _found(self) -> dict[int, tuple[Tensor, Tensor]]:
+    def _eigenpairs(self) -> dict[int, tuple[Tensor, Tensor]]:
         return {}
 
-    def leading(self, width: int) -> tuple[Tensor, Tensor]:
-        if width not in self._found:
-            self._found[width] = super().leading(width)
-        return self._found[width]
+    def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
+        """Returns the eigenpairs of largest magnitude, computed once per width."""
+        if width not in self._eigenpairs:
+            self._eigenpairs[width] = super().leading_eigenpairs(width)
+        return self._eigenpairs[width]
 
 
 def _cached_dense(matrix: Matrix) -> Matrix:
     if matrix.form not in ("packed", "dense"):
-        return matrix  # which is small already, and quick to unpack
+        return matrix  # other forms are small and quick to unpack
     full = InMemoryTensors(data=matrix.dense(float_type(matrix)))
     return CachedDense(matrix.side, full, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
 
 def _outline(matrix: Matrix) -> Matrix:
+    """Returns the matrix with shapes only."""
     components = ShapeOnly(dict(matrix.components.specs))
     return type(matrix)(matrix.side, components, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
 
-def _table(block: CurvatureBlock, found: list[MatrixGroup], home: Mapping[int, int]) -> ErrorTable:
+def _error_table(block: CurvatureBlock, groups: list[MatrixGroup], group_of: Mapping[int, int]) -> ErrorTable:
     keys = [tuple(map(id, side)) for side in block.structure.sides]
-    families = tuple(home[key[0]] for key in keys)
+    block_groups = tuple(group_of[key[0]] for key in keys)
     sides = [
-        _spread_options(FactorPair.stack([option.sides[key] for option in found[family].options]), place, len(keys))
-        for place, (key, family) in enumerate(zip(keys, families, strict=True))
+        _spread_options(FactorPair.stack([option.sides[key] for option in groups[group].options]), dim, len(keys))
+        for dim, (key, group) in enumerate(zip(keys, block_groups, strict=True))
     ]
-    return ErrorTable(families, moment_table(block.structure.weights, sides))
+    return ErrorTable(block_groups, moment_table(block.structure.weights, sides))
 
 
-def _spread_options(side: FactorPair, place: int, count: int) -> FactorPair:
-    """Its options along dimension `place` of `count`."""
+def _spread_options(side: FactorPair, dim: int, count: int) -> FactorPair:
+    """Moves the options of a side to dimension `dim` of `count` leading dimensions, for broadcasting."""
     shape = [1] * count
-    shape[place] = -1
+    shape[dim] = -1
     return FactorPair(
         side.gram.reshape(*shape, *side.gram.shape[1:]), side.traces.reshape(*shape, *side.traces.shape[1:])
     )

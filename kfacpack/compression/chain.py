@@ -1,7 +1,4 @@
-"""The codecs, one file each. A new one is a file and its line here.
-
-Codecs in a row: which numbers of a matrix are kept, then how each is held.
-"""
+"""Codec chains such as "block:8+int8", and the registry of codecs. A new codec is a class and its entry in `CODECS`."""
 
 from __future__ import annotations
 
@@ -18,44 +15,52 @@ if TYPE_CHECKING:
 
 
 CODECS: dict[str, type[Codec]] = {
-    each.name: each
-    for each in (
-        BlockCodec,
-        SvdCodec,
-        PruneCodec,
-        Int8Codec,
-        Fp16Codec,
-        Bf16Codec,
-    )
+    codec.name: codec for codec in (BlockCodec, SvdCodec, PruneCodec, Int8Codec, Fp16Codec, Bf16Codec)
 }
-
+"""Codecs by name."""
 
 EXAMPLES = "block:8+int8, svd:32+fp16, prune:15%, int8"
+"""Examples of specs for help and error messages."""
 
 
 @dataclass(frozen=True)
 class CodecChain:
-    """At most one codec of structure and at most one type of numbers, in this order. Without any, nothing changes."""
+    """At most one structural codec, followed by at most one number codec. An empty chain changes nothing."""
 
     steps: tuple[Codec, ...] = ()
+    """The codecs, in the order in which they are applied."""
 
     @classmethod
     def parse(cls, spec: str) -> CodecChain:
-        """From words such as block:8+int8."""
+        """Parses a spec such as "block:8+int8".
+
+        Args:
+            spec: Codecs joined by +.
+
+        Returns:
+            The chain.
+
+        Raises:
+            KfacpackError: If the spec is not a string, has an unknown codec or argument, or a wrong combination.
+        """
         if not isinstance(spec, str):
-            raise KfacpackError(f"a codec is given as a text such as {EXAMPLES}, found {type(spec).__name__}")
-        known = ", ".join(each.usage for each in CODECS.values())
+            raise KfacpackError(f"expected a codec as a string such as {EXAMPLES}, got {type(spec).__name__}")
+        supported = ", ".join(codec.usage for codec in CODECS.values())
         steps = []
-        for word in spec.strip().split("+"):
-            name, colon, argument = word.strip().partition(":")
+        for part in spec.strip().split("+"):
+            name, colon, argument = part.strip().partition(":")
             if name not in CODECS:
-                raise KfacpackError(f"codec {word!r} in {spec!r}: expected one of {known}, joined by +: {EXAMPLES}")
+                raise KfacpackError(
+                    f"unknown codec {part!r} in {spec!r}: expected one of {supported}, joined by +, such as {EXAMPLES}"
+                )
             steps.append(CODECS[name].parse(argument if colon else None))
         if [step.structural for step in steps] not in ([True], [False], [True, False]):
-            kinds = [[each.usage for each in CODECS.values() if each.structural is kind] for kind in (True, False)]
-            known = "; then ".join(map(", ".join, kinds))
-            problem = "expected at most one of structure, then at most one type of numbers"
-            raise KfacpackError(f"codec {spec!r}: {problem}: {known}")
+            structures, numbers = (
+                ", ".join(codec.usage for codec in CODECS.values() if codec.structural is structural)
+                for structural in (True, False)
+            )
+            expected = f"expected at most one of {structures}, then at most one of {numbers}"
+            raise KfacpackError(f"codec {spec!r}: {expected}")
         return cls(tuple(steps))
 
     def __str__(self) -> str:
@@ -63,23 +68,30 @@ class CodecChain:
 
     @property
     def structure(self) -> Codec | None:
+        """The structural codec, if there is one."""
         return next((step for step in self.steps if step.structural), None)
 
     def encode(self, matrix: Matrix) -> tuple[CodecChain, Matrix]:
-        """The steps that make the matrix smaller, and what they make of it.
+        """Compresses a matrix.
 
-        A diagonal has no structure to choose from. Where no step makes it smaller, the matrix itself comes back.
+        Steps that do not make the matrix smaller are skipped, as are structural codecs of a diagonal matrix.
+
+        Args:
+            matrix: The matrix to compress.
+
+        Returns:
+            The steps that were applied and the compressed matrix, which is `matrix` itself if there were none.
         """
-        found, taken = matrix, []
+        encoded, applied = matrix, []
         for step in self.steps:
             if step.structural and matrix.structure == "diagonal":
                 continue
-            stored = found.for_storage()
+            stored = encoded.for_storage()
             specs = step.specs(stored)
             if specs is not None and _nbytes(specs) < stored.nbytes:
-                found = step.encode(found)
-                taken.append(step)
-        return CodecChain(tuple(taken)), found
+                encoded = step.encode(encoded)
+                applied.append(step)
+        return CodecChain(tuple(applied)), encoded
 
 
 def _nbytes(specs: Specs) -> int:

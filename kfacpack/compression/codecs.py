@@ -1,23 +1,20 @@
-"""A codec turns a matrix into a smaller one that stands for nearly the same.
+"""Codecs: each turns a matrix into a smaller approximation of it.
 
-Shapes: a matrix has the side n, its triangle t = n (n + 1) / 2 numbers.
+A structural codec chooses which values are kept:
 
-`block:K`: K diagonal blocks of each matrix, nothing between them. The diagonal stays, and so does the trace of G.
+- `block:K`: K diagonal blocks of each matrix. The diagonal, and with it the trace of G, is kept.
+- `svd:R`, `svd:P%`: the R eigenvalues of largest magnitude and their eigenvectors, the best approximation of that rank.
+- `prune:P%`: the entries of largest magnitude, by coordinates. An entry takes three numbers, so keeping a third of the
+  entries saves nothing.
 
-`prune:P%`: the entries of largest magnitude, by coordinates. Each costs three numbers, so a third is no saving.
+A number codec chooses how each value is stored:
 
-`svd:R`, `svd:P%`: the R largest eigenvalues of each matrix and their vectors, the best there is of that rank.
+- `int8`: integers from -127 to 127, times one factor per stored row.
+- `fp16`: 11 bits of precision for values from 6e-5 to 65504. Gradients, and therefore B, are often smaller. A matrix
+  that is out of range for float16, or more accurate in bfloat16, is stored in bfloat16.
+- `bf16`: 8 bits of precision in the range of float32.
 
-Two bytes a number: what `fp16` and `bf16` share.
-
-`fp16`: 11 bits of precision for numbers from 6e-5 to 65504.
-
-Gradients, and with them B, are often smaller than that. A matrix that float16 cannot hold, or holds worse than bfloat16
-does in the same two bytes, is held in bfloat16.
-
-`bf16`: float32's range, 8 bits of precision.
-
-`int8`: whole numbers from -127 to 127, times one factor for each stored row.
+Shapes: a matrix of side n has a triangle of n (n + 1) / 2 values.
 """
 
 from __future__ import annotations
@@ -45,69 +42,90 @@ if TYPE_CHECKING:
 
 
 Specs = dict[str, "Spec"]
-"""Dtype and shape of each component that a matrix will have."""
+"""Dtype and shape of each component of a matrix."""
 
 
 class Codec(ABC):
+    """A lossy compression step for one matrix."""
+
     name: ClassVar[str]
+    """Name in a codec spec."""
     usage: ClassVar[str]
-    """How it is asked for, for people: block:K."""
+    """Syntax for help and error messages, such as block:K."""
     structural: ClassVar[bool]
-    """Whether it chooses which numbers are kept, or only how each of them is held."""
+    """Whether the codec chooses which values are kept, rather than how they are stored."""
 
     @classmethod
     @abstractmethod
     def parse(cls, argument: str | None) -> Self:
-        """From what stands behind the colon, None where there is no colon."""
+        """Parses the text after the colon of a spec, or None if there is no colon.
+
+        Raises:
+            KfacpackError: If the argument is not valid.
+        """
 
     @abstractmethod
     def specs(self, matrix: Matrix) -> Specs | None:
-        """What its components would be, from shapes alone; None where the codec can do nothing with it.
+        """Returns the components of the compressed matrix, computed from shapes alone.
 
-        The matrix is as it would be stored.
+        Args:
+            matrix: The matrix in its storage form.
+
+        Returns:
+            Dtype and shape by component, or None if the codec does not apply.
         """
 
     @abstractmethod
     def encode(self, matrix: Matrix) -> Matrix:
-        """The smaller matrix. Asked for only where there are `specs`."""
+        """Compresses a matrix for which `specs` is not None."""
 
     @classmethod
-    def refusal(cls, argument: str | None, expected: str) -> KfacpackError:
-        found = cls.name if argument is None else f"{cls.name}:{argument}"
-        return KfacpackError(f"codec {found!r}: expected {cls.usage}, {expected}")
+    def argument_error(cls, argument: str | None, expected: str) -> KfacpackError:
+        """Returns the error for an invalid argument."""
+        spec = cls.name if argument is None else f"{cls.name}:{argument}"
+        return KfacpackError(f"codec {spec!r}: expected {cls.usage}, {expected}")
 
     @classmethod
     def without_argument(cls, argument: str | None) -> Self:
+        """Builds a codec that takes no argument.
+
+        Raises:
+            KfacpackError: If there is an argument.
+        """
         if argument is not None:
-            raise cls.refusal(argument, "which takes no number")
+            raise cls.argument_error(argument, "which takes no argument")
         return cls()
 
 
-def whole_number(argument: str | None) -> int | None:
-    """A number of at least 1, in plain digits; else None."""
+def parse_count(argument: str | None) -> int | None:
+    """Parses an integer of at least 1 in plain digits; returns None for anything else."""
     return int(argument) if argument and re.fullmatch(r"[1-9][0-9]{0,6}", argument) else None
 
 
-def share(argument: str | None) -> float | None:
-    """'12.5%' -> 0.125: above 0 and at most 1; else None."""
+def parse_percentage(argument: str | None) -> float | None:
+    """Parses a percentage above 0% and at most 100%, '12.5%' -> 0.125; returns None for anything else."""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", argument or "")
-    found = float(match[1]) / 100 if match else 0.0
-    return found if 0 < found <= 1 else None
+    fraction = float(match[1]) / 100 if match else 0.0
+    return fraction if 0 < fraction <= 1 else None
 
 
 def float_type(matrix: Matrix) -> torch.dtype:
-    """The type to take a matrix's numbers in: its own, where that is one of floats."""
+    """Returns the dtype of a matrix if it is a floating-point dtype, else float32."""
     return matrix.dtype if matrix.dtype.is_floating_point else torch.float32
 
 
-def with_counts_of(made: Matrix, source: Matrix) -> Matrix:
-    made.examples, made.positions = source.examples, source.positions
-    return made
+def with_counts_of(matrix: Matrix, source: Matrix) -> Matrix:
+    """Copies the numbers of examples and positions from `source` to `matrix`, and returns it."""
+    matrix.examples, matrix.positions = source.examples, source.positions
+    return matrix
 
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
+    """`block:K`: keeps K diagonal blocks."""
+
     count: int
+    """Number of blocks."""
 
     name = "block"
     usage = "block:K"
@@ -115,27 +133,33 @@ class BlockCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str | None) -> BlockCodec:
-        if (count := whole_number(argument)) is None:
-            raise cls.refusal(argument, "K the number of diagonal blocks, such as block:8")
+        """Parses the number of blocks."""
+        if (count := parse_count(argument)) is None:
+            raise cls.argument_error(argument, "K the number of diagonal blocks, such as block:8")
         return cls(count)
 
     def __str__(self) -> str:
         return f"block:{self.count}"
 
     def specs(self, matrix: Matrix) -> Specs | None:
+        """Returns the components, or None if there are more blocks than rows."""
         if self.count > matrix.side:
             return None
         shape = (self.count, triangle_length(widest_block(matrix.side, self.count)))
         return {"data": (FILE_TYPES[float_type(matrix)], shape)}
 
     def encode(self, matrix: Matrix) -> Matrix:
+        """Returns a block-diagonal matrix."""
         full = matrix.dense(float_type(matrix))
         return with_counts_of(BlockDiagonal.from_dense(full, self.count, psd=matrix.psd), matrix)
 
 
 @dataclass(frozen=True)
 class PruneCodec(Codec):
+    """`prune:P%`: keeps the entries of largest magnitude."""
+
     fraction: float
+    """Fraction of the entries of the triangle to keep."""
 
     name = "prune"
     usage = "prune:P%"
@@ -143,17 +167,19 @@ class PruneCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str | None) -> PruneCodec:
-        if (fraction := share(argument)) is None:
-            raise cls.refusal(argument, "the share of entries to keep, such as prune:15%")
+        """Parses the percentage of entries to keep."""
+        if (fraction := parse_percentage(argument)) is None:
+            raise cls.argument_error(argument, "P the percentage of entries to keep, such as prune:15%")
         return cls(fraction)
 
     def __str__(self) -> str:
         return f"prune:{100 * self.fraction:.8g}%"
 
     def specs(self, matrix: Matrix) -> Specs | None:
+        """Returns the components, or None if no entry would be kept."""
         count = round(self.fraction * triangle_length(matrix.side))
         if not count:
-            return None  # a matrix of zeros would be no smaller version of it
+            return None
         return {
             "data": (FILE_TYPES[float_type(matrix)], (count,)),
             "rows": ("I32", (count,)),
@@ -161,13 +187,16 @@ class PruneCodec(Codec):
         }
 
     def encode(self, matrix: Matrix) -> Matrix:
+        """Returns a sparse matrix."""
         return with_counts_of(Sparse.from_dense(matrix.dense(float_type(matrix)), self.fraction), matrix)
 
 
 @dataclass(frozen=True)
 class SvdCodec(Codec):
-    asked: int | float
-    """The rank, or as a float the rank's share of the side."""
+    """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
+
+    size: int | float
+    """The rank as an int, or its fraction of the side as a float."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -175,94 +204,113 @@ class SvdCodec(Codec):
 
     @classmethod
     def parse(cls, argument: str | None) -> SvdCodec:
-        asked = whole_number(argument) or share(argument)
-        if asked is None:
-            raise cls.refusal(argument, "a rank or its share of the side, such as svd:32 or svd:25%")
-        return cls(asked)
+        """Parses a rank or a percentage."""
+        size = parse_count(argument) or parse_percentage(argument)
+        if size is None:
+            raise cls.argument_error(argument, "a rank or a percentage of the side, such as svd:32 or svd:25%")
+        return cls(size)
 
     def __str__(self) -> str:
-        return f"svd:{self.asked}" if isinstance(self.asked, int) else f"svd:{100 * self.asked:.8g}%"
+        return f"svd:{self.size}" if isinstance(self.size, int) else f"svd:{100 * self.size:.8g}%"
 
     def rank(self, side: int) -> int:
-        return self.asked if isinstance(self.asked, int) else ceil(self.asked * side)
+        """Returns the rank for a matrix of this side."""
+        return self.size if isinstance(self.size, int) else ceil(self.size * side)
 
     def specs(self, matrix: Matrix) -> Specs | None:
+        """Returns the components, or None if the rank exceeds the side."""
         rank = self.rank(matrix.side)
         if rank > matrix.side:
             return None
-        dtype = FILE_TYPES[_type(matrix)]
+        dtype = FILE_TYPES[_vector_type(matrix)]
         return {"data": (dtype, (matrix.side, rank)), "weights": (dtype, (rank,))}
 
     def encode(self, matrix: Matrix) -> Matrix:
+        """Returns a low-rank matrix."""
         rank = self.rank(matrix.side)
-        values, vectors = matrix.leading(width_for(matrix.side, rank))
-        return with_counts_of(LowRank.from_spectrum(values, vectors, rank, _type(matrix), psd=matrix.psd), matrix)
+        values, vectors = matrix.leading_eigenpairs(width_for(matrix.side, rank))
+        low_rank = LowRank.from_spectrum(values, vectors, rank, _vector_type(matrix), psd=matrix.psd)
+        return with_counts_of(low_rank, matrix)
 
 
-def _type(matrix: Matrix) -> torch.dtype:
-    """Vectors are computed, not picked: in float32 at least."""
+def _vector_type(matrix: Matrix) -> torch.dtype:
+    """Returns the dtype of computed eigenvectors: float64 for a float64 matrix, else float32."""
     return torch.float64 if matrix.dtype is torch.float64 else torch.float32
 
 
 class HalfCodec(Codec):
+    """Base class of the codecs that store values in two bytes."""
+
     structural = False
     file_type: str
+    """Dtype in the file."""
 
     @classmethod
     def parse(cls, argument: str | None) -> Self:
+        """Accepts no argument."""
         return cls.without_argument(argument)
 
     def __str__(self) -> str:
         return self.name
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        kept = {name: spec for name, spec in matrix.components.specs.items() if name != "scale"}
-        return {**kept, "data": (self.file_type, kept["data"][1])}
+        """Returns the components, with `data` in two bytes per value and without `scale`."""
+        specs = {name: spec for name, spec in matrix.components.specs.items() if name != "scale"}
+        return {**specs, "data": (self.file_type, specs["data"][1])}
 
 
 @dataclass(frozen=True)
 class Fp16Codec(HalfCodec):
+    """`fp16`: stores values in float16, or in bfloat16 where that is more accurate."""
+
     name = "fp16"
     usage = "fp16"
     file_type = "F16"
 
     def encode(self, matrix: Matrix) -> Matrix:
+        """Returns the matrix in float16, or in bfloat16 if float16 is out of range or less accurate."""
         stored = matrix.for_storage()
-        numbers = stored.numbers(torch.float32)
-        largest = torch.finfo(torch.float16).max
-        if numbers.numel() and float(numbers.abs().amax()) <= largest:
-            lost, otherwise = (
-                float((numbers - numbers.to(dtype).float()).norm()) for dtype in (torch.float16, torch.bfloat16)
+        values = stored.numbers(torch.float32)
+        if values.numel() and float(values.abs().amax()) <= torch.finfo(torch.float16).max:
+            fp16_error, bf16_error = (
+                float((values - values.to(dtype).float()).norm()) for dtype in (torch.float16, torch.bfloat16)
             )
-            if lost <= otherwise:
+            if fp16_error <= bf16_error:
                 return stored.rounded(torch.float16)
         return stored.rounded(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Bf16Codec(HalfCodec):
+    """`bf16`: stores values in bfloat16."""
+
     name = "bf16"
     usage = "bf16"
     file_type = "BF16"
 
     def encode(self, matrix: Matrix) -> Matrix:
+        """Returns the matrix in bfloat16."""
         return matrix.for_storage().rounded(torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Int8Codec(Codec):
+    """`int8`: stores values in int8 with one factor per stored row."""
+
     name = "int8"
     usage = "int8"
     structural = False
 
     @classmethod
     def parse(cls, argument: str | None) -> Int8Codec:
+        """Accepts no argument."""
         return cls.without_argument(argument)
 
     def __str__(self) -> str:
-        return "int8"
+        return self.name
 
     def specs(self, matrix: Matrix) -> Specs | None:
+        """Returns the components, or None if the form has no int8 variant."""
         if not matrix.may_be_int8:
             return None
         shape = matrix.components.specs["data"][1]
@@ -270,4 +318,5 @@ class Int8Codec(Codec):
         return {**matrix.components.specs, "data": ("I8", shape), "scale": ("F32", scale)}
 
     def encode(self, matrix: Matrix) -> Matrix:
+        """Returns the matrix in int8."""
         return matrix.for_storage().quantized()

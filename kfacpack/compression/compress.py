@@ -1,7 +1,4 @@
-"""The codec for each matrix with which a curvature loses least, at a given size of the file.
-
-`kp.compress`: every matrix of a curvature by a codec, and what that loses.
-"""
+"""`kp.compress`: compresses every matrix of a curvature, by one codec or within a budget, and reports the errors."""
 
 from __future__ import annotations
 
@@ -31,101 +28,51 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
 
     Vector = Callable[[str], Tensor]
-
-    """A task vector: a parameter's change, by name."""
+    """A task vector: returns the change of a parameter by name."""
 
 
 _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
-"""`quadratic` before and after, for which the relative error takes as many letters as any."""
-
-
-def choose_codecs(
-    curvature: Curvature,
-    budget: str | int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    *,
-    with_vector: bool = False,
-) -> tuple[str, Callable[[Matrix], CodecChain]]:
-    """The codec of each matrix, so that the file has at most `budget` bytes ("70MB", or "10%" of dense float32).
-
-    And a name for that: the codec, if it is the same for all.
-    """
-    matrices = {id(matrix): matrix for block in curvature.blocks for _, matrix in block.structure.matrices()}
-    limit = parse_size(budget, sum(map(dense_bytes, matrices.values())))
-    menu = Candidates.of(curvature, progress)
-    search = BudgetSearch(menu)
-    files = _Files(curvature, menu, search.single(), with_vector)
-    picks = _parse_budget(files, search, limit, budget)
-    chosen = {key: option.asked for option in files.options(picks) for key in option.made}
-    return files.name(picks), lambda matrix: chosen[id(matrix)]
-
-
-def _parse_budget(files: _Files, search: BudgetSearch, limit: int, said: str | int) -> OptionIndices:
-    """The best picks whose file, with its header, is small enough."""
-    single = [picks for picks in files.single if files.size(picks) <= limit]
-    header = 0
-    while (picks := search.best(limit - header, single)) is not None:
-        excess = files.size(picks) - limit
-        if excess <= 0:
-            return picks
-        header += excess
-    # Where the header outweighs the matrices, a codec with more tensors may make the file larger.
-    sizes = {picks: files.size(picks) for picks in (*single, search.smallest(), search.untouched())}
-    if (least := min(sizes.values())) > limit:
-        raise KfacpackError(f"budget {said!r}: that is {limit:,} bytes; the smallest file that was found has {least:,}")
-    return min((picks for picks in sizes if sizes[picks] <= limit), key=lambda picks: search.total(picks).random)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """The files that picks would give."""
-
-    curvature: Curvature
-    menu: Candidates
-    single: Mapping[OptionIndices, CodecChain]
-    with_vector: bool
-
-    def name(self, picks: OptionIndices) -> str:
-        return str(self.single[picks]) if picks in self.single else "budget"
-
-    def options(self, picks: OptionIndices) -> Iterator[Option]:
-        return (family.options[pick] for family, pick in zip(self.menu.families, picks, strict=True))
-
-    def size(self, picks: OptionIndices) -> int:
-        """To the byte: sizes follow from shapes, and the losses that will be recorded are known.
-
-        Those on a task vector are not; room is left for them.
-        """
-        made: dict[int, tuple[CodecChain, Matrix]] = {}
-        sides: dict[tuple[int, ...], FactorPair] = {}
-        counted: set[int] = set()
-        for option in self.options(picks):
-            made |= option.made
-            sides |= option.sides
-        measure = (lambda before, after: _WIDEST_FLOATS) if self.with_vector else None
-        assembled_blocks = (assemble_report(block, made, sides, counted, measure) for block in self.curvature.blocks)
-        blocks, reports = zip(*assembled_blocks, strict=True)
-        return file_size(finish_report(self.curvature, blocks, reports, self.name(picks))[0])
+"""Values of `quadratic` before and after whose relative error takes the maximum number of characters."""
 
 
 @dataclass(frozen=True)
 class CodecChoice:
-    """Which codec each matrix gets, and what the losses of the whole call that."""
+    """The codec of each matrix."""
 
     name: str
+    """Name of the choice in the losses of the curvature: the codec, or "budget"."""
     chain_for: Callable[[Matrix], CodecChain]
+    """Returns the codec of a matrix."""
 
 
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:
-    """A smaller curvature, with its losses written into its blocks.
+    """Compresses a curvature, and records the errors in its blocks.
 
-    `spec` is one of block:K, svd:R, svd:P% and prune:P%, or one of int8, fp16 and bf16, or one of each joined by +,
-    such as "block:8+int8". It is applied to every matrix that it makes smaller. With `budget` instead ("70MB", "10%" of
-    dense float32, or a number of bytes) each matrix gets its own, so that the whole loses least at that size of a saved
-    bundle. A matrix that blocks share stays shared.
+    Matrices that a codec does not make smaller are left as they are. Matrices that blocks share stay shared.
+
+    Args:
+        curvature: The curvature to compress.
+        spec: A structural codec (`block:K`, `svd:R`, `svd:P%` or `prune:P%`), a number codec (`int8`, `fp16` or
+            `bf16`), or one of each joined by +, such as "block:8+int8".
+        budget: Instead of `spec`, the maximum size of the saved bundle: "70MB", "10%" of dense float32, or a number of
+            bytes. Each matrix gets the codec with which the total error is smallest.
+
+    Returns:
+        The compressed curvature.
+
+    Raises:
+        KfacpackError: If not exactly one of `spec` and `budget` is given, the spec is invalid, or the budget is too
+            small.
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> curvature = kp.estimate(torch.nn.Linear(64, 32), [torch.randn(100, 64)])
+        >>> kp.compress(curvature, "block:8+int8").nbytes < curvature.nbytes / 8
+        True
     """
     if not isinstance(curvature, Curvature):
-        raise KfacpackError(f"expected a curvature, such as kp.load(path), found {type(curvature).__name__}")
+        raise KfacpackError(f"expected a curvature, such as kp.load(path), got {type(curvature).__name__}")
     return compress_by(curvature, choice_of(curvature, spec, budget))[0]
 
 
@@ -137,16 +84,91 @@ def choice_of(
     *,
     with_vector: bool = False,
 ) -> CodecChoice:
-    """For a budget, all codecs that come into question are tried on every matrix.
+    """Chooses the codec of each matrix by a spec or by a budget.
 
-    `with_vector` leaves room for the errors on a task vector in the file.
+    For a budget, all candidates are tried on every matrix.
+
+    Args:
+        curvature: The curvature to compress.
+        spec: See `compress`.
+        budget: See `compress`.
+        progress: Called with the number of groups of matrices done and their total.
+        with_vector: Whether the file will also have the errors on a task vector, which take some bytes.
+
+    Returns:
+        The choice.
+
+    Raises:
+        KfacpackError: If not exactly one of `spec` and `budget` is given, the spec is invalid, or the budget is too
+            small.
     """
     if spec is not None and budget is None:
         chain = CodecChain.parse(spec)
         return CodecChoice(str(chain), lambda matrix: chain)
     if budget is not None and spec is None:
-        return CodecChoice(*choose_codecs(curvature, budget, progress, with_vector=with_vector))
-    raise KfacpackError("compress takes either a codec, such as block:8+int8, or a budget, such as 70MB or 10%")
+        return _choose_for_budget(curvature, budget, progress, with_vector)
+    raise KfacpackError("expected either a codec, such as block:8+int8, or a budget, such as 70MB or 10%")
+
+
+def _choose_for_budget(curvature: Curvature, budget: str | int, progress: OnProgress, with_vector: bool) -> CodecChoice:
+    matrices = {id(matrix): matrix for block in curvature.blocks for _, matrix in block.structure.matrices()}
+    limit = parse_size(budget, sum(map(dense_bytes, matrices.values())))
+    candidates = Candidates.of(curvature, progress)
+    search = BudgetSearch(candidates)
+    files = _CandidateFiles(curvature, candidates, search.single(), with_vector)
+    picks = _fit_budget(files, search, limit, budget)
+    chosen = {key: option.chain for option in files.options(picks) for key in option.encoded}
+    return CodecChoice(files.name(picks), lambda matrix: chosen[id(matrix)])
+
+
+def _fit_budget(files: _CandidateFiles, search: BudgetSearch, limit: int, budget: str | int) -> OptionIndices:
+    """Returns the best options whose file, including its header, has at most `limit` bytes."""
+    single = [picks for picks in files.single if files.size(picks) <= limit]
+    header = 0
+    while (picks := search.best(limit - header, single)) is not None:
+        excess = files.size(picks) - limit
+        if excess <= 0:
+            return picks
+        header += excess
+    # If the header is larger than the matrices, a codec with more tensors may make the file larger.
+    sizes = {picks: files.size(picks) for picks in (*single, search.smallest(), search.untouched())}
+    if (smallest := min(sizes.values())) > limit:
+        raise KfacpackError(
+            f"budget {budget!r} is {limit:,} bytes, but the smallest file that was found has {smallest:,} bytes"
+        )
+    return min((picks for picks in sizes if sizes[picks] <= limit), key=lambda picks: search.total(picks).random)
+
+
+@dataclass(frozen=True)
+class _CandidateFiles:
+    """The files that would result from a choice of options."""
+
+    curvature: Curvature
+    candidates: Candidates
+    single: Mapping[OptionIndices, CodecChain]
+    with_vector: bool
+
+    def name(self, picks: OptionIndices) -> str:
+        return str(self.single[picks]) if picks in self.single else "budget"
+
+    def options(self, picks: OptionIndices) -> Iterator[Option]:
+        return (group.options[pick] for group, pick in zip(self.candidates.groups, picks, strict=True))
+
+    def size(self, picks: OptionIndices) -> int:
+        """Returns the exact size in bytes: sizes follow from shapes, and the recorded losses are known.
+
+        Losses on a task vector are not known; the maximum size is assumed for them.
+        """
+        encoded: dict[int, tuple[CodecChain, Matrix]] = {}
+        sides: dict[tuple[int, ...], FactorPair] = {}
+        counted: set[int] = set()
+        for option in self.options(picks):
+            encoded |= option.encoded
+            sides |= option.sides
+        measure = (lambda before, after: _WIDEST_FLOATS) if self.with_vector else None
+        assembled = (assemble_report(block, encoded, sides, counted, measure) for block in self.curvature.blocks)
+        blocks, reports = zip(*assembled, strict=True)
+        return file_size(finish_report(self.curvature, blocks, reports, self.name(picks))[0])
 
 
 def compress_by(
@@ -156,34 +178,42 @@ def compress_by(
     vector: Vector | None = None,
     progress: OnProgress = lambda done, total: None,
 ) -> tuple[Curvature, CompressionReport]:
-    """Every matrix by the codec that is chosen for it, one block after the other.
+    """Compresses every matrix by the codec that was chosen for it, block by block.
 
-    What is made stays in memory; of the given matrices only those of the block at hand are unpacked. With `vector`, the
-    error of `quadratic` is measured on that task vector, too.
+    The compressed matrices stay in memory; of the original ones, only those of the current block are unpacked.
+
+    Args:
+        curvature: The curvature to compress.
+        choice: The codec of each matrix.
+        vector: A task vector on which the error of `quadratic` is measured as well.
+        progress: Called with the number of blocks done and their total.
+
+    Returns:
+        The compressed curvature and its errors.
     """
-    made: dict[int, tuple[CodecChain, Matrix]] = {}
+    encoded: dict[int, tuple[CodecChain, Matrix]] = {}
     sides: dict[tuple[int, ...], FactorPair] = {}
     counted: set[int] = set()
-    measure = _measuring(curvature, vector) if vector else None
+    measure = _vector_measure(curvature, vector) if vector else None
     blocks, reports = [], []
     for number, block in enumerate(curvature.blocks):
         progress(number, len(curvature.blocks))
         for side in block.structure.sides:
             for matrix in side:
-                if id(matrix) not in made:
-                    made[id(matrix)] = choice.chain_for(matrix).encode(matrix)
+                if id(matrix) not in encoded:
+                    encoded[id(matrix)] = choice.chain_for(matrix).encode(matrix)
             key = tuple(map(id, side))
             if key not in sides:
-                sides[key] = compare(side, [made[each][1] for each in key])
-        smaller, report = assemble_report(block, made, sides, counted, measure)
+                sides[key] = compare(side, [encoded[matrix_id][1] for matrix_id in key])
+        smaller, report = assemble_report(block, encoded, sides, counted, measure)
         blocks.append(smaller)
         reports.append(report)
     progress(len(curvature.blocks), len(curvature.blocks))
     return finish_report(curvature, blocks, reports, choice.name)
 
 
-def _measuring(curvature: Curvature, vector: Vector) -> Measure:
-    """`quadratic` of a block on a task vector, before and after."""
+def _vector_measure(curvature: Curvature, vector: Vector) -> Measure:
+    """Returns a function that computes `quadratic` of a block on a task vector, before and after compression."""
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
 
     def measure(before: CurvatureBlock, after: CurvatureBlock) -> tuple[float, float]:

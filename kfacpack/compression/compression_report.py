@@ -1,14 +1,12 @@
-"""What a codec loses, exactly, without ever building a Kronecker product.
+"""Exact errors of compression, without building a Kronecker product, and reports per block and in total.
 
 A block is G = Σ_t w_t ⊗_k M_kt, k over the sides of the product (B and A; a dense G has one side), t over its terms.
-With N the matrices that a codec made of the M, and D = M − N, the difference telescopes,
+With N the compressed matrices and D = M − N, the difference telescopes,
 
     ⊗_k M_k − ⊗_k N_k  =  Σ_k  N_1 ⊗ … ⊗ N_{k−1} ⊗ D_k ⊗ M_{k+1} ⊗ …
 
 and inner products of Kronecker products are products of inner products. So ‖G − G'‖² follows from the inner products of
 M, N and D on each side, and none of its terms is a small difference of large numbers.
-
-What compression made of a curvature, block by block and as a whole.
 """
 
 from __future__ import annotations
@@ -36,37 +34,33 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix
 
     EncodedMatrices = Mapping[int, tuple[CodecChain, Matrix]]
-
-    """For the id of a matrix as it was, the steps that were taken and what they made of it."""
-
+    """By the id of each original matrix, the steps that were applied and the compressed matrix."""
     VectorError = tuple[float, float]
-
     """`quadratic` on a task vector, before and after."""
-
     Measure = Callable[[CurvatureBlock, CurvatureBlock], VectorError]
-
+    """Measures `quadratic` of a block before and after."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
-
-    """For the ids of the matrices on one side of a block as they were, what is known of them."""
+    """By the ids of the original matrices on one side of a block, their inner products."""
 
 
 _PANEL = 2**18
-"""How many numbers of each matrix are looked at in one go, in float64."""
+"""Number of values of each matrix that are converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Of G and of what was lost of it. Those of several blocks add up to those of the whole."""
+    """Norms and traces of G and of its error G − G'. The moments of blocks add up to those of the curvature."""
 
     size: float = 0.0
-    """‖G‖²"""
+    """‖G‖²."""
     trace: float = 0.0
+    """tr(G)."""
     lost: float = 0.0
-    """‖G − G'‖²"""
+    """‖G − G'‖²."""
     lost_trace: float = 0.0
-    """tr(G − G')"""
+    """tr(G − G')."""
     lost_along: float = 0.0
-    """|<G − G', G>|"""
+    """|<G − G', G>|."""
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
@@ -84,65 +78,75 @@ class Moments:
 
     @property
     def quadratic(self) -> float:
-        """The relative error of `quadratic` on random τ: the root mean square of q(τ) − q'(τ) over that of q(τ).
+        """Relative error of `quadratic` on random τ: root mean square of q(τ) − q'(τ) over that of q(τ).
 
-        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)²: what any number of random τ would tell, without drawing one.
+        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so that no random τ has to be drawn.
         """
         return _ratio(2 * self.lost + self.lost_trace**2, 2 * self.size + self.trace**2)
 
     @property
     def along(self) -> float:
-        """The relative error of the mean of `quadratic` on τ ~ N(0, G), where E[τᵀ M τ] = <M, G>.
+        """Relative error of the mean of `quadratic` on τ ~ N(0, G), where E[τᵀ M τ] = <M, G>.
 
-        Training moves a model mostly in directions of large curvature, so this is nearer to real task vectors than
-        random ones are. No block makes up for another.
+        Training moves a model mostly in directions of large curvature, so these are closer to real task vectors than
+        random ones. Errors of different blocks do not cancel.
         """
         return self.lost_along / self.size if self.size > 0 else 0.0
 
 
-def _ratio(lost: float, of: float) -> float:
-    return sqrt(max(lost, 0.0) / of) if of > 0 else 0.0
+def _ratio(lost: float, total: float) -> float:
+    return sqrt(max(lost, 0.0) / total) if total > 0 else 0.0
 
 
 @dataclass(frozen=True)
 class FactorPair:
-    """One side of a block with T terms: the M_t as they were, the N_t that they became, and D_t = M_t − N_t.
+    """One side of a block with T terms: the original M_t, the compressed N_t, and D_t = M_t − N_t.
 
-    Several ways to make the N_t may stand beside each other, as leading dimensions.
+    Leading dimensions are alternatives for the N_t.
     """
 
     gram: Tensor
     """Inner products of M_1 … M_T, D_1 … D_T, (..., 2T, 2T), float64."""
     traces: Tensor
-    """(..., 2T), float64."""
+    """Traces of M_1 … M_T, D_1 … D_T, (..., 2T), float64."""
 
     @classmethod
     def stack(cls, sides: Sequence[FactorPair]) -> FactorPair:
+        """Stacks alternatives along a new first dimension."""
         return cls(torch.stack([side.gram for side in sides]), torch.stack([side.traces for side in sides]))
 
     def inner(self) -> Tensor:
-        """Inner products of M_1 … M_T, D_1 … D_T, N_1 … N_T, (..., 3, T, 3, T)."""
-        rows = self._changes()
-        found: Tensor = (rows @ self.gram @ rows.T).unflatten(-1, (3, -1)).unflatten(-3, (3, -1))
-        return found
+        """Returns the inner products of M_1 … M_T, D_1 … D_T, N_1 … N_T, (..., 3, T, 3, T)."""
+        basis = self._basis()
+        inner: Tensor = (basis @ self.gram @ basis.T).unflatten(-1, (3, -1)).unflatten(-3, (3, -1))
+        return inner
 
     def trace(self) -> Tensor:
-        """(..., 3, T)"""
-        found: Tensor = (self.traces @ self._changes().T).unflatten(-1, (3, -1))
-        return found
+        """Returns the traces of M_1 … M_T, D_1 … D_T, N_1 … N_T, (..., 3, T)."""
+        traces: Tensor = (self.traces @ self._basis().T).unflatten(-1, (3, -1))
+        return traces
 
-    def _changes(self) -> Tensor:
-        """How M, D and N are made of M and D, (3T, 2T)."""
-        basis = torch.eye(self.traces.shape[-1], dtype=torch.float64)
-        before, lost = basis.chunk(2)
-        return torch.cat([basis, before - lost])
+    def _basis(self) -> Tensor:
+        """Returns M, D and N = M − D as combinations of M and D, (3T, 2T)."""
+        identity = torch.eye(self.traces.shape[-1], dtype=torch.float64)
+        before, lost = identity.chunk(2)
+        return torch.cat([identity, before - lost])
 
 
 M, D, N = range(3)
+"""Indices of the original matrices, the differences and the compressed matrices in `FactorPair.inner`."""
 
 
 def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
-    """One side of a block before and after. All of its matrices are unpacked at once; diagonals stay vectors."""
+    """Computes the inner products of one side of a block before and after compression.
+
+    Args:
+        before: The original matrices, one per term. All of them are unpacked at once; diagonals stay vectors.
+        after: The compressed matrices, one per term.
+
+    Returns:
+        Inner products and traces.
+    """
     only_diagonals = all(matrix.structure == "diagonal" for matrix in (*before, *after))
 
     def unpacked(matrix: Matrix, dtype: torch.dtype) -> Tensor:
@@ -164,17 +168,33 @@ def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
 
 
 def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
-    """Of a block: G = Σ_t weights[t] ⊗ over the sides."""
-    return Moments(*(float(each) for each in moment_table(weights, sides)))
+    """Computes the moments of a block, G = Σ_t weights[t] · ⊗ over the sides.
+
+    Args:
+        weights: Weight of each term.
+        sides: Inner products of each side.
+
+    Returns:
+        The moments.
+    """
+    return Moments(*(float(moment) for moment in moment_table(weights, sides)))
 
 
 def moment_table(
     weights: Sequence[float], sides: Sequence[FactorPair]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The numbers of `Moments` in their order, in the shape that the sides' leading dimensions broadcast to."""
+    """Computes the fields of `Moments` for alternatives of the sides.
+
+    Args:
+        weights: Weight of each term.
+        sides: Inner products of each side; their leading dimensions are broadcast.
+
+    Returns:
+        The fields of `Moments` in their order, each of the broadcast shape.
+    """
     w = torch.tensor(weights, dtype=torch.float64)
     inner, traces = [side.inner() for side in sides], [side.trace() for side in sides]
-    # Step k of the telescope has N on the sides before k, D on side k, M behind it.
+    # Term k of the telescoping sum has N on the sides before k, D on side k, and M on the sides after it.
     steps = [[N] * k + [D] + [M] * (len(sides) - k - 1) for k in range(len(sides))]
     whole = [M] * len(sides)
 
@@ -183,8 +203,8 @@ def moment_table(
         return prod(grams[1:], start=grams[0]) @ w @ w
 
     def trace(step: list[int]) -> Tensor:
-        found = [each[..., i, :] for each, i in zip(traces, step, strict=True)]
-        return prod(found[1:], start=found[0]) @ w
+        factors = [side_traces[..., i, :] for side_traces, i in zip(traces, step, strict=True)]
+        return prod(factors[1:], start=factors[0]) @ w
 
     lost = reduce(add, (norm(left, right) for left, right in product(steps, steps)))
     along = reduce(add, (norm(step, whole) for step in steps))
@@ -193,54 +213,77 @@ def moment_table(
 
 @dataclass(frozen=True)
 class BlockCompressionReport:
+    """Sizes and errors of one compressed block."""
+
     name: str
+    """Name of the block."""
     step: str | None
-    """The codec, or those of its matrices in turn; None if the block is as it was."""
+    """The codec, or the codecs of its matrices in order; None if the block is unchanged."""
     kept: tuple[str, ...]
-    """The roles of its matrices that are as they were: no step made them smaller."""
+    """Roles of the matrices that are unchanged, because no step made them smaller."""
     bytes: int
-    """Of its matrices in a file, without those that a block before it brings along."""
+    """Size of its matrices in a file, without those shared with an earlier block."""
     dense_bytes: int
-    """The same as full float32; diagonals as they are."""
+    """Size of the same matrices as dense float32; diagonals as vectors."""
     moments: Moments
+    """Errors."""
     real: VectorError | None = None
+    """`quadratic` on a task vector before and after, if one was given."""
 
 
 @dataclass(frozen=True)
 class CompressionReport:
+    """Sizes and errors of a compressed curvature."""
+
     blocks: tuple[BlockCompressionReport, ...]
+    """The report of each block."""
 
     @property
     def bytes(self) -> int:
+        """Size of all matrices in a file."""
         return sum(block.bytes for block in self.blocks)
 
     @property
     def dense_bytes(self) -> int:
+        """Size of all matrices as dense float32; diagonals as vectors."""
         return sum(block.dense_bytes for block in self.blocks)
 
     @property
     def moments(self) -> Moments:
+        """Errors of the whole curvature."""
         return sum((block.moments for block in self.blocks), Moments())
 
     @property
     def real(self) -> VectorError | None:
+        """`quadratic` on a task vector before and after, if one was given."""
         values = [block.real for block in self.blocks if block.real is not None]
         return (sum(before for before, _ in values), sum(after for _, after in values)) if values else None
 
 
 def relative_error(real: VectorError | None) -> float | None:
-    """|q' − q| / |q|; None where q is not known, or zero."""
+    """Returns |q' − q| / |q|, or None if q is unknown or zero."""
     return abs(real[1] - real[0]) / abs(real[0]) if real and real[0] else None
 
 
 def assemble_report(
-    block: CurvatureBlock, made: EncodedMatrices, sides: FactorPairs, counted: set[int], measure: Measure | None
+    block: CurvatureBlock, encoded: EncodedMatrices, sides: FactorPairs, counted: set[int], measure: Measure | None
 ) -> tuple[CurvatureBlock, BlockCompressionReport]:
-    """A block of the matrices that were made for it, its loss written into it; `counted` are those others brought."""
-    structure = block.structure.replaced(lambda matrix: made[id(matrix)][1])
+    """Builds a compressed block, with its error recorded in it, and its report.
+
+    Args:
+        block: The original block.
+        encoded: The compressed matrices.
+        sides: The inner products of each side.
+        counted: Ids of compressed matrices that earlier blocks have; those of this block are added.
+        measure: Measures `quadratic` on a task vector before and after, or None.
+
+    Returns:
+        The compressed block and its report.
+    """
+    structure = block.structure.replaced(lambda matrix: encoded[id(matrix)][1])
     real = measure(block, replace(block, structure=structure)) if measure else None
-    found = moments(block.structure.weights, [sides[tuple(map(id, side))] for side in block.structure.sides])
-    chains = {role: made[id(matrix)][0] for role, matrix in block.structure.matrices()}
+    errors = moments(block.structure.weights, [sides[tuple(map(id, side))] for side in block.structure.sides])
+    chains = {role: encoded[id(matrix)][0] for role, matrix in block.structure.matrices()}
     changed = any(chain.steps for chain in chains.values())
     step = ", ".join(dict.fromkeys(map(str, chains.values()))) if changed else None
     own = {id(matrix): matrix for _, matrix in structure.matrices() if id(matrix) not in counted}
@@ -251,17 +294,27 @@ def assemble_report(
         kept=tuple(role for role, chain in chains.items() if not chain.steps),
         bytes=sum(matrix.for_storage().nbytes for matrix in own.values()),
         dense_bytes=sum(dense_bytes(matrix) for matrix in own.values()),
-        moments=found,
+        moments=errors,
         real=real,
     )
-    losses = (*block.losses, _loss(step, found, real)) if step else block.losses
+    losses = (*block.losses, _loss(step, errors, real)) if step else block.losses
     return replace(block, structure=structure, losses=losses), report
 
 
 def finish_report(
     before: Curvature, blocks: Sequence[CurvatureBlock], reports: Sequence[BlockCompressionReport], name: str
 ) -> tuple[Curvature, CompressionReport]:
-    """The whole of what was assembled, with the loss of the whole."""
+    """Builds the compressed curvature, with its total error recorded in it, and its report.
+
+    Args:
+        before: The original curvature.
+        blocks: The compressed blocks.
+        reports: The report of each block.
+        name: Name of the compression step.
+
+    Returns:
+        The compressed curvature and its report.
+    """
     report, about = CompressionReport(tuple(reports)), before.about
     if any(block.step for block in reports):
         losses = (*about.losses, _loss(name, report.moments, report.real))
@@ -269,10 +322,10 @@ def finish_report(
     return Curvature(blocks, about), report
 
 
-def _loss(step: str, found: Moments, real: VectorError | None) -> Loss:
-    return Loss.measured(step, frobenius=found.frobenius, quadratic=found.quadratic, vector=relative_error(real))
+def _loss(step: str, errors: Moments, real: VectorError | None) -> Loss:
+    return Loss.measured(step, frobenius=errors.frobenius, quadratic=errors.quadratic, vector=relative_error(real))
 
 
 def dense_bytes(matrix: Matrix) -> int:
-    """What a matrix would take as full float32; a diagonal as it is."""
+    """Returns the size of a matrix as dense float32; of a diagonal, as a vector."""
     return 4 * LAYOUTS[matrix.form].full(matrix.side)

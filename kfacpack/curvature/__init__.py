@@ -1,1 +1,1 @@
-"""What a block of curvature is, how a matrix may be held, and the algebra on them."""
+"""Curvature: blocks, the forms of their matrices, the algebra on them, and saving and loading."""

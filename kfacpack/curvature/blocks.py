@@ -1,12 +1,8 @@
-"""Between parameters by name and the one matrix ΔW (rows, columns) their block acts on.
+"""Blocks of a curvature: the parameters that a block covers, and how its matrices act on them.
 
-A bias stands as last column beside its weight; a fused projection's rows may belong to several blocks; a parameter used
-as `x @ W` stands transposed. The pieces say so; these two functions do it.
-
-A block of curvature: the parameters it covers, and how it acts on them.
-
-Shapes: the parameters of a block join to one matrix ΔW of (rows, columns), see `join.py`. A structure maps (rows,
-columns) to (rows, columns); for the flattened view, rows come first (row-major).
+Shapes: the parameters of a block are joined to one matrix ΔW of (rows, columns), by the pieces of its `Join`. A bias is
+the last column next to its weight; the rows of a fused projection may belong to several blocks; a parameter used as
+`x @ W` is transposed. A block maps (rows, columns) to (rows, columns); if ΔW is flattened, it is in row-major order.
 """
 
 from __future__ import annotations
@@ -29,59 +25,88 @@ if TYPE_CHECKING:
 
     ParameterShapes = Mapping[str, tuple[int, ...]]
 
-    Shapes = Mapping[str, tuple[int, ...]]
-
     Multiply = Callable[[Matrix, Tensor], Tensor]
 
 
 def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Tensor:
-    """The parameters' matrix, at least in float32. A parameter that `tau` leaves out is zero."""
-    given = [tau[piece.parameter] for piece in join.pieces if piece.parameter in tau]
+    """Joins parameters to the matrix ΔW of a block.
+
+    Args:
+        tau: Changes of parameters, by name; at least one of the block. Missing parameters are zero.
+        join: Where each parameter is in the matrix.
+        shapes: Shapes of the parameters, by name.
+
+    Returns:
+        ΔW, (rows, columns), in the promoted dtype of the tensors, at least float32.
+    """
+    tensors = [tau[piece.parameter] for piece in join.pieces if piece.parameter in tau]
     dtype = torch.float32
-    for tensor in given:
+    for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    if len(join.pieces) == 1 and given:
-        return _as_matrix(given[0], join.pieces[0]).to(dtype)
-    # Pieces tile the matrix, so that with all of them there, nothing of it stays as it is made.
-    blank = torch.empty if len(given) == len(join.pieces) else torch.zeros
-    delta = blank((join.rows, join.columns), dtype=dtype, device=given[0].device)
+    if len(join.pieces) == 1 and tensors:
+        return _as_matrix(tensors[0], join.pieces[0]).to(dtype)
+    # The pieces tile the matrix, so it needs no initialisation if none is missing.
+    allocate = torch.empty if len(tensors) == len(join.pieces) else torch.zeros
+    delta = allocate((join.rows, join.columns), dtype=dtype, device=tensors[0].device)
     for piece in join.pieces:
         if piece.parameter in tau:
-            _place(delta, piece, shapes).copy_(_as_matrix(tau[piece.parameter], piece))
+            _region(delta, piece, shapes).copy_(_as_matrix(tau[piece.parameter], piece))
     return delta
 
 
 def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Tensor]:
-    """The matrix's parameters, each in its own shape. Rows of a parameter that no piece covers are zero."""
-    found: dict[str, Tensor] = {}
+    """Splits the matrix of a block into parameters, the inverse of `gather`.
+
+    Args:
+        delta: ΔW, (rows, columns).
+        join: Where each parameter is in the matrix.
+        shapes: Shapes of the parameters, by name.
+
+    Returns:
+        Each parameter in its own shape. Rows of a parameter that no piece covers are zero.
+    """
+    parameters: dict[str, Tensor] = {}
     for piece in join.pieces:
         shape = shapes[piece.parameter]
-        place = _place(delta, piece, shapes)
-        values = place.T if piece.view == "transposed" else place
+        values = _piece_values(delta, piece, shapes)
         if piece.rows is None:
-            found[piece.parameter] = values.reshape(shape)
+            parameters[piece.parameter] = values.reshape(shape)
         else:
             start, stop = piece.rows
-            whole = found.setdefault(piece.parameter, delta.new_zeros(shape))
-            whole[start:stop] = values.reshape((stop - start, *shape[1:]))
-    return found
+            parameter = parameters.setdefault(piece.parameter, delta.new_zeros(shape))
+            parameter[start:stop] = values.reshape((stop - start, *shape[1:]))
+    return parameters
 
 
 def accumulate(delta: Tensor, join: Join, shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float) -> None:
-    """Add `factor` times the matrix's parameters to those of `sums`, in place. Those it lacks are left out."""
+    """Adds `factor` times the parameters of a block to `sums`, in place.
+
+    Args:
+        delta: ΔW, (rows, columns).
+        join: Where each parameter is in the matrix.
+        shapes: Shapes of the parameters, by name.
+        sums: Tensors to add to, by name. Parameters that are not in it are skipped.
+        factor: Multiplier.
+    """
     for piece in join.pieces:
         if piece.parameter in sums:
-            place = _place(delta, piece, shapes)
-            values = place.T if piece.view == "transposed" else place
-            whole = sums[piece.parameter]
-            target = whole if piece.rows is None else whole[piece.rows[0] : piece.rows[1]]
+            values = _piece_values(delta, piece, shapes)
+            parameter = sums[piece.parameter]
+            target = parameter if piece.rows is None else parameter[piece.rows[0] : piece.rows[1]]
             target.add_(values.reshape(target.shape).to(target.device), alpha=factor)
 
 
-def _place(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
+def _region(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
+    """Returns the view of ΔW that a piece covers."""
     height, width = piece.matrix_shape(shapes[piece.parameter])
     top, left = piece.at
     return delta[top : top + height, left : left + width]
+
+
+def _piece_values(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
+    """Returns the values of a piece, with the dimensions in the order of its parameter."""
+    region = _region(delta, piece, shapes)
+    return region.T if piece.view == "transposed" else region
 
 
 def _as_matrix(tensor: Tensor, piece: Piece) -> Tensor:
@@ -94,110 +119,146 @@ def _as_matrix(tensor: Tensor, piece: Piece) -> Tensor:
 
 
 class BlockForm(ABC):
-    """How a block's matrices make up its G."""
+    """How the matrices of a block make up its G."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
-        """G ΔW, (rows, columns) -> (rows, columns). `multiply` may know a quicker way to the products with matrices."""
+        """Computes G ΔW.
+
+        Args:
+            delta: ΔW, (rows, columns).
+            multiply: Computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
+
+        Returns:
+            G ΔW, (rows, columns).
+        """
 
     @abstractmethod
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """(role, matrix) of every matrix, in the order they are written."""
+        """Yields (role, matrix) for every matrix, in the order in which they are written."""
 
     @property
     @abstractmethod
     def weights(self) -> tuple[float, ...]:
-        """w of each term: G = Σ w · (the Kronecker product of one matrix from each side)."""
+        """Weights w_t of the terms of G = Σ_t w_t · (Kronecker product of one matrix per side)."""
 
     @property
     @abstractmethod
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """For each side of the product, its matrix in every term."""
+        """For each side of the Kronecker product, the matrix of every term."""
 
     @classmethod
     @abstractmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> BlockForm:
-        """From what `weights` and `sides` say."""
+        """Builds the form from its `weights` and `sides`."""
 
     @abstractmethod
     def replaced(self, change: Callable[[Matrix], Matrix]) -> BlockForm:
-        """The same structure, of other matrices."""
+        """Returns the same form with every matrix mapped by `change`."""
 
     @abstractmethod
-    def misfit(self, rows: int, columns: int) -> str | None:
-        """Why its matrices cannot act on (rows, columns), in words, or None."""
+    def shape_problem(self, rows: int, columns: int) -> str | None:
+        """Returns why the matrices cannot act on a (rows, columns) matrix, or None if they can."""
 
     @classmethod
     @abstractmethod
     def from_entry(cls, entry: Any, matrices: Mapping[str, Matrix]) -> BlockForm:
-        """From the manifest's words for it."""
+        """Builds the form from a manifest entry and the matrices by name."""
 
     @abstractmethod
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
-        """The manifest's words for it; `identifiers` names the matrix in each role."""
+        """Returns the manifest entry; `identifiers` has the name of the matrix in each role."""
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """The same for programs that know no manifest, in JSON; `names` has the tensor in each role."""
+        """Returns a JSON description for exported files; `names` has the tensor in each role."""
 
 
 @dataclass(frozen=True)
 class Kronecker(BlockForm):
-    """G = Σ weight · B ⊗ A. One term for one task; a merged curvature may keep several."""
+    """G = Σ weight · B ⊗ A: one term for one task, possibly several for a merged curvature.
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> form = kp.Kronecker.of(kp.Dense.of(torch.eye(2)), kp.Dense.of(torch.eye(3)))
+        >>> form.apply(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
 
     terms: tuple[tuple[Matrix, Matrix, float], ...]
     """(B, A, weight) of each term."""
 
     @classmethod
     def of(cls, B: Matrix, A: Matrix, weight: float = 1.0) -> Kronecker:
+        """Builds a form with one term.
+
+        Args:
+            B: Matrix of side `rows`.
+            A: Matrix of side `columns`.
+            weight: Weight of the term.
+
+        Returns:
+            The form weight · B ⊗ A.
+        """
         return cls(((B, A, weight),))
 
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
-        # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ and one way to multiply serves both sides.
+        """Computes Σ weight · B ΔW A."""
+        # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ.
         products = ((multiply(B, multiply(A, delta.T).T), weight) for B, A, weight in self.terms)
         return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
+        """Yields B and A of every term, as "B" and "A", or "B.0", "A.0", "B.1", … of several terms."""
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
 
     @property
     def weights(self) -> tuple[float, ...]:
+        """Weight of each term."""
         return tuple(weight for _, _, weight in self.terms)
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
+        """The B of every term and the A of every term."""
         return tuple(B for B, _, _ in self.terms), tuple(A for _, A, _ in self.terms)
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
+        """Builds the form from its weights and (all B, all A)."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
     def replaced(self, change: Callable[[Matrix], Matrix]) -> Kronecker:
+        """Returns the same form with every matrix mapped by `change`."""
         return Kronecker(tuple((change(B), change(A), weight) for B, A, weight in self.terms))
 
-    def misfit(self, rows: int, columns: int) -> str | None:
+    def shape_problem(self, rows: int, columns: int) -> str | None:
+        """Checks that every B has side `rows` and every A has side `columns`."""
         if not self.terms:
             return "has no terms"
         for B, A, _ in self.terms:
             if (B.side, A.side) != (rows, columns):
-                return f"needs B of side {rows} and A of side {columns}, found {B.side} and {A.side}"
+                return f"expected B of side {rows} and A of side {columns}, got {B.side} and {A.side}"
         return None
 
     @classmethod
     def from_entry(cls, entry: KroneckerEntry, matrices: Mapping[str, Matrix]) -> Kronecker:
+        """Builds the form from a manifest entry and the matrices by name."""
         return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
-        terms = tuple(Term(**term) for term in self._named(identifiers))
+        """Returns the manifest entry; `identifiers` has the name of the matrix in each role."""
+        terms = tuple(Term(**term) for term in self._named_terms(identifiers))
         return KroneckerEntry(structure="kronecker", terms=terms, **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        return {"terms": list(self._named(names))}
+        """Returns {"terms": [{"B": …, "A": …, "weight": …}, …]}."""
+        return {"terms": list(self._named_terms(names))}
 
-    def _named(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+    def _named_terms(self, names: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         for suffix, weight in zip(self._suffixes(), self.weights, strict=True):
             yield {"B": names[f"B{suffix}"], "A": names[f"A{suffix}"], "weight": weight}
 
@@ -207,77 +268,132 @@ class Kronecker(BlockForm):
 
 @dataclass(frozen=True)
 class Whole(BlockForm):
-    """G as one matrix over the flattened parameters: dense for norms and tokens, or only the diagonal."""
+    """G as one matrix over the flattened parameters: dense, such as for norms and tokens, or diagonal.
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> kp.Whole(kp.Diagonal.of(torch.ones(6))).apply(torch.ones(2, 3)).shape
+        torch.Size([2, 3])
+    """
 
     matrix: Matrix
+    """G, of side rows · columns."""
 
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
+        """Computes G times the flattened ΔW, in the shape of ΔW."""
         return multiply(self.matrix, delta.reshape(-1, 1)).reshape(delta.shape)
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
+        """Yields the matrix, as "G"."""
         yield "G", self.matrix
 
     @property
     def weights(self) -> tuple[float, ...]:
+        """One weight, 1."""
         return (1.0,)
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
+        """One side with one matrix."""
         return ((self.matrix,),)
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Whole:
+        """Builds the form from one matrix.
+
+        Raises:
+            ValueError: If the weights are not (1,).
+        """
         ((matrix,),) = sides
         if tuple(weights) != (1,):
-            raise ValueError(f"a whole matrix has no weight, found {weights}")
+            raise ValueError(f"expected the weight 1 for a whole matrix, got {weights}")
         return cls(matrix)
 
     def replaced(self, change: Callable[[Matrix], Matrix]) -> Whole:
+        """Returns the same form with the matrix mapped by `change`."""
         return Whole(change(self.matrix))
 
-    def misfit(self, rows: int, columns: int) -> str | None:
+    def shape_problem(self, rows: int, columns: int) -> str | None:
+        """Checks that the matrix has side rows · columns."""
         if self.matrix.side != rows * columns:
-            return f"needs a matrix of side {rows * columns}, found {self.matrix.side}"
+            return f"expected a matrix of side {rows * columns}, got {self.matrix.side}"
         return None
 
     @classmethod
     def from_entry(cls, entry: DenseEntry, matrices: Mapping[str, Matrix]) -> Whole:
+        """Builds the form from a manifest entry and the matrices by name."""
         return cls(matrices[entry.matrix])
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
+        """Returns the manifest entry; `identifiers` has the name of the matrix as "G"."""
         return DenseEntry(structure=self.matrix.structure, matrix=identifiers["G"], **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
+        """Returns {"G": name}."""
         return {"G": names["G"]}
 
 
 STRUCTURES: dict[str, type[BlockForm]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}
+"""Block forms by the `structure` of their manifest entry."""
 
 
 @dataclass(frozen=True)
 class CurvatureBlock:
-    """One block of a curvature, ready to act on the parameters it covers."""
+    """One block of a curvature.
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> join = kp.Join(rows=2, columns=3, pieces=(kp.Piece(parameter="fc.weight"),))
+        >>> G = kp.Kronecker.of(kp.Dense.of(torch.eye(2)), kp.Dense.of(torch.eye(3)))
+        >>> block = kp.CurvatureBlock("fc.weight", "linear", join, G)
+        >>> float(block.quadratic({"fc.weight": torch.ones(2, 3)}, {"fc.weight": (2, 3)}))
+        6.0
+    """
 
     name: str
+    """Unique name, usually that of the first parameter."""
     operation: str
+    """The operation that uses the parameters, such as "linear"."""
     join: Join
+    """How the parameters make up ΔW."""
     structure: BlockForm
+    """G of the block."""
     losses: tuple[Loss, ...] = ()
+    """Errors of the compression steps so far."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """Names of the covered parameters."""
         return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
 
-    def apply(self, tau: Mapping[str, Tensor], shapes: Shapes) -> dict[str, Tensor]:
-        """G τ for the parameters of this block; one that τ leaves out counts as zero."""
+    def apply(self, tau: Mapping[str, Tensor], shapes: ParameterShapes) -> dict[str, Tensor]:
+        """Computes G τ for the parameters of this block.
+
+        Args:
+            tau: Changes of parameters, by name; at least one of the block. Missing parameters count as zero.
+            shapes: Shapes of the parameters, by name.
+
+        Returns:
+            G τ, by parameter name, at least in float32.
+        """
         return scatter(self._apply(gather(tau, self.join, shapes)), self.join, shapes)
 
-    def quadratic(self, tau: Mapping[str, Tensor], shapes: Shapes) -> Tensor:
-        """<τ, G τ>, a 0-d tensor."""
+    def quadratic(self, tau: Mapping[str, Tensor], shapes: ParameterShapes) -> Tensor:
+        """Computes <τ, G τ> for the parameters of this block.
+
+        Args:
+            tau: Changes of parameters, by name; at least one of the block. Missing parameters count as zero.
+            shapes: Shapes of the parameters, by name.
+
+        Returns:
+            A 0-d tensor, at least in float32.
+        """
         delta = gather(tau, self.join, shapes)
         return (delta * self._apply(delta)).sum()
 
     def _apply(self, delta: Tensor) -> Tensor:
-        # A penalty is computed in float32 at least, also in the middle of somebody's mixed-precision training step.
+        # The penalty is computed at least in float32, also inside a mixed-precision training step.
         with torch.autocast(delta.device.type, enabled=False):
             return self.structure.apply(delta)

@@ -1,12 +1,6 @@
-"""Whether a task vector fits what it is put to.
+"""The curvature of a task: the GGN of f at the base parameters, block by block.
 
-The identity of a base model, taken from the model itself.
-
-A task's curvature: the GGN of f at the base parameters, block by block.
-
-A bundle into a curvature. Nothing but the header is read until a tensor is touched.
-
-What can only be checked of a bundle by computing with it: that its matrices are what they promise to be.
+This module also identifies base models, loads bundles as curvatures, and checks the matrices of a bundle.
 """
 
 from __future__ import annotations
@@ -15,8 +9,8 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from math import isfinite, nan, sqrt
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -25,6 +19,7 @@ from torch import Tensor, nn
 from kfacpack.curvature.blocks import STRUCTURES, CurvatureBlock
 from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import BundleTensors, raw_bytes, spec_of
+from kfacpack.curvature.matrices.matrix import negative_direction
 from kfacpack.curvature.saving import digest_of, save
 from kfacpack.errors import KfacpackError, TaskVectorError
 from kfacpack.format.identity import describe
@@ -34,8 +29,10 @@ from kfacpack.format.schema import coverage_problem
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
-    from kfacpack.curvature.blocks import CurvatureBlock
+    from typing_extensions import Self
+
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.format.identity import WeightReader
     from kfacpack.format.manifest import About
@@ -44,42 +41,62 @@ if TYPE_CHECKING:
 
 
 def covered_parameters(
-    tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], whose: str
+    tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str
 ) -> dict[str, Tensor]:
-    """What of τ is covered, once that is known to fit; other parameters are left aside."""
+    """Selects the parameters of a task vector that are covered, and checks them.
+
+    Args:
+        tau: Changes of parameters, by name.
+        shapes: Shapes of all covered parameters, by name.
+        owner: What covers them, in one word, for error messages.
+
+    Returns:
+        The covered part of `tau`.
+
+    Raises:
+        TaskVectorError: If `tau` has none of the covered parameters, or one of another shape.
+    """
     _require_mapping(tau)
-    known = {name: tau[name] for name in tau if name in shapes}
-    if not known:
+    covered = {name: tau[name] for name in tau if name in shapes}
+    if not covered:
         some = ", ".join(list(shapes)[:3])
-        raise TaskVectorError(f"the task vector has none of the parameters that this {whose} covers: {some}, …")
-    check_task_vector(known, shapes, whose)
-    return known
+        raise TaskVectorError(f"the task vector has none of the parameters that this {owner} covers: {some}, …")
+    check_task_vector(covered, shapes, owner)
+    return covered
 
 
-def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], whose: str) -> None:
-    """`shapes` are those of all parameters covered, by name; `whose` they are, in one word, for the message."""
+def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], owner: str) -> None:
+    """Checks that a task vector has only covered parameters, each a floating-point tensor of the right shape.
+
+    Args:
+        tau: Changes of parameters, by name.
+        shapes: Shapes of all covered parameters, by name.
+        owner: What covers them, in one word, for error messages.
+
+    Raises:
+        TaskVectorError: If the task vector is empty or does not fit.
+    """
     _require_mapping(tau)
     if not tau:
-        raise TaskVectorError("the task vector is empty, expected at least one of the covered parameters")
+        raise TaskVectorError("the task vector is empty; expected at least one of the covered parameters")
     for name, tensor in tau.items():
         if not isinstance(tensor, Tensor):
-            raise TaskVectorError(f"parameter {name!r}: expected a tensor, found {type(tensor).__name__}")
+            raise TaskVectorError(f"parameter {name!r}: expected a tensor, got {type(tensor).__name__}")
         if name not in shapes:
             close = difflib.get_close_matches(name, shapes, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TaskVectorError(
-                f"parameter {name!r} is not covered by this {whose}{hint}. To leave out what it does not cover: "
-                f"{{name: value for name, value in tau.items() if name in {whose}.parameters}}"
+                f"parameter {name!r} is not covered by this {owner}{hint}. To drop parameters that are not covered: "
+                f"{{name: value for name, value in tau.items() if name in {owner}.parameters}}"
             )
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
-            found = f"{tensor.dtype} of shape {list(tensor.shape)}"
-            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, found {found}")
+            actual = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, got {actual}")
 
 
 def _require_mapping(tau: object) -> None:
     if not isinstance(tau, Mapping):
-        found = type(tau).__name__
-        raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, found {found}")
+        raise TaskVectorError(f"expected a task vector as a mapping of names to tensors, got {type(tau).__name__}")
 
 
 def identify(
@@ -90,26 +107,47 @@ def identify(
     name: str,
     revision: str | None = None,
 ) -> Base:
-    """Who θ0 is: the named parameters of a model or state dict, in state-dict order, with their digests."""
-    state = _state(model)
-    if missing := [each for each in parameters if each not in state]:
+    """Describes a base model θ0 by the digests of its parameters.
+
+    Args:
+        model: A module or a state dict.
+        parameters: Names of the parameters to include.
+        family: Model family, such as "open_clip".
+        name: Name of the model in its family.
+        revision: Version of the weights, if there is one.
+
+    Returns:
+        The identity of the model, with its parameters in state-dict order.
+
+    Raises:
+        KfacpackError: If a parameter is missing, or the identity is not valid in a manifest.
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> kp.identify(torch.nn.Linear(2, 1), ["weight", "bias"], family="custom", name="line").parameters[0].shape
+        (1, 2)
+    """
+    state = _state_dict(model)
+    if missing := [parameter for parameter in parameters if parameter not in state]:
         raise KfacpackError(f"parameter {missing[0]!r} is not in the model's state dict")
-    wanted = set(parameters)
+    included = set(parameters)
     try:
         described = tuple(
-            describe(each, *spec_of(tensor), raw_bytes(tensor)) for each, tensor in state.items() if each in wanted
+            describe(parameter, *spec_of(tensor), raw_bytes(tensor))
+            for parameter, tensor in state.items()
+            if parameter in included
         )
         digest = base_digest(described)
         return Base(family=family, name=name, revision=revision, sha256=digest, parameters=described)
     except ValidationError as error:
         keys, problem = first_problem(error)
-        place = ".".join(map(str, keys))
-        raise KfacpackError(f"a base model cannot be identified like this: {place}: {problem}") from error
+        raise KfacpackError(f"invalid identity of a base model: {'.'.join(map(str, keys))}: {problem}") from error
 
 
 def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> WeightReader:
-    """The parameters of a model or state dict, as a bundle's are compared with."""
-    state = _state(model)
+    """Returns a function that reads the parameters of a module or state dict, to compare them with a bundle."""
+    state = _state_dict(model)
 
     def read(name: str) -> tuple[str, tuple[int, ...], memoryview] | None:
         return None if name not in state else (*spec_of(state[name]), raw_bytes(state[name]))
@@ -117,20 +155,38 @@ def weights_of_model(model: nn.Module | Mapping[str, Tensor]) -> WeightReader:
     return read
 
 
-def _state(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _state_dict(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     if isinstance(model, nn.Module):
         return model.state_dict()
     if not isinstance(model, Mapping):
-        own = "; of what kp.load_model gives, that is .module" if hasattr(model, "module") else ""
-        raise KfacpackError(f"expected an nn.Module or a state dict, found {type(model).__name__}{own}")
+        hint = "; pass the .module of a model from kp.load_model" if hasattr(model, "module") else ""
+        raise KfacpackError(f"expected an nn.Module or a state dict, got {type(model).__name__}{hint}")
     return model
 
 
 class Curvature:
-    """Blocks of curvature, and what is said of them.
+    """The curvature of a task: a block-diagonal matrix G over the parameters of a model.
 
-    `blocks` is a tuple of `CurvatureBlock`; `about` says of which model, f, task and estimate it is. Loaded from a
-    file, it reads a tensor when that is touched.
+    A curvature that is loaded from a file reads its tensors when they are used.
+
+    Args:
+        blocks: The blocks, which cover every parameter of `about.base` exactly once.
+        about: The model, the function f, the task and the estimate that the curvature belongs to.
+        bundle: The file that the curvature was loaded from, if any.
+
+    Raises:
+        KfacpackError: If the blocks do not cover the parameters, or a matrix does not fit its block.
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> model = torch.nn.Linear(4, 3)
+        >>> curvature = kp.estimate(model, [torch.randn(8, 4)])
+        >>> tau = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+        >>> curvature.quadratic(tau).shape
+        torch.Size([])
+        >>> list(curvature.apply(tau))
+        ['weight', 'bias']
     """
 
     def __init__(self, blocks: Iterable[CurvatureBlock], about: About, *, bundle: Bundle | None = None):
@@ -142,8 +198,9 @@ class Curvature:
         if problem := coverage_problem(self.blocks, self._shapes):
             raise KfacpackError(": ".join(problem))
         for block in self.blocks:
-            if misfit := block.structure.misfit(block.join.rows, block.join.columns):
-                raise KfacpackError(f"block {block.name!r} of {block.join.rows}×{block.join.columns}: {misfit}")
+            rows, columns = block.join.rows, block.join.columns
+            if shape_problem := block.structure.shape_problem(rows, columns):
+                raise KfacpackError(f"block {block.name!r} of {rows}×{columns}: {shape_problem}")
 
     def __repr__(self) -> str:
         task = f" on {self.about.source.task}" if self.about.source else ""
@@ -152,61 +209,203 @@ class Curvature:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names covered, in the order of the model's state dict."""
+        """Names of the covered parameters, in state-dict order."""
         return tuple(self._shapes)
 
     @property
     def nbytes(self) -> int:
-        """What its matrices weigh as they are held now; one shared by several blocks counts once."""
-        matrices = {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
-        return sum(matrix.nbytes for matrix in matrices.values())
+        """Size of the matrices in their current form, in bytes; shared matrices count once.
+
+        Copies that `to` keeps on a device are not included.
+        """
+        return sum(matrix.nbytes for matrix in self._matrices().values())
 
     @cached_property
     def digest(self) -> str:
-        """That of its bundle: the file it was loaded from, or the one that it would be saved to.
+        """Digest of the bundle: of the file it was loaded from, or of the file that `save` would write.
 
-        Without a file, all of its numbers are made and hashed for it, once.
+        Without a file, all values are computed and hashed once.
         """
         return self.bundle.digest if self.bundle else digest_of(self)
 
     def quadratic(self, tau: Mapping[str, Tensor]) -> Tensor:
-        """Σ over blocks of <τ, G τ>, a 0-d tensor, differentiable in τ. Parameters that τ leaves out count as zero."""
+        """Computes Σ over blocks of <τ, G τ>, differentiable in τ.
+
+        Args:
+            tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
+
+        Returns:
+            A 0-d tensor, at least in float32.
+
+        Raises:
+            TaskVectorError: If a parameter of `tau` is not covered or has another shape.
+        """
         return torch.stack([block.quadratic(tau, self._shapes) for block in self._touched_by(tau)]).sum()
 
     def apply(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """G τ by parameter name, each in the dtype that τ has it in.
+        """Computes G τ.
 
-        Parameters that τ leaves out count as zero, and get what their block computes, in float32 at least. Those in no
-        block that τ touches are left out: G τ is zero there.
+        Args:
+            tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
+
+        Returns:
+            G τ by name, in state-dict order: parameters of `tau` in their own dtype, other parameters of the same
+            blocks at least in float32. Parameters of blocks that `tau` does not touch, where G τ is zero, are left out.
+
+        Raises:
+            TaskVectorError: If a parameter of `tau` is not covered or has another shape.
         """
-        found: dict[str, Tensor] = {}
+        product: dict[str, Tensor] = {}
         for block in self._touched_by(tau):
             for name, value in block.apply(tau, self._shapes).items():
-                found[name] = found[name] + value if name in found else value
-        order = (name for name in self._shapes if name in found)
-        return {name: found[name].to(tau[name].dtype) if name in tau else found[name] for name in order}
+                product[name] = product[name] + value if name in product else value
+        order = (name for name in self._shapes if name in product)
+        return {name: product[name].to(tau[name].dtype) if name in tau else product[name] for name in order}
+
+    def to(self, device: str | torch.device, dtype: torch.dtype = torch.float32) -> Curvature:
+        """Returns the same curvature with its matrices unpacked and kept on a device.
+
+        Repeated calls of `apply` and `quadratic` then neither read, unpack nor copy a matrix. The kept matrices are
+        used for task vectors on this device that are computed in `dtype`; others are computed as before. `save`,
+        `digest` and `about` are unaffected, because the stored form is kept as well.
+
+        Args:
+            device: Device of the task vectors.
+            dtype: float32, in which task vectors of at most float32 are computed, or float64.
+
+        Returns:
+            A new curvature; this one is not changed.
+
+        Raises:
+            KfacpackError: If `dtype` is neither float32 nor float64.
+            CorruptTensor: If a tensor of the bundle is damaged.
+
+        Example:
+            >>> import torch
+            >>> import kfacpack as kp
+            >>> curvature = kp.estimate(torch.nn.Linear(4, 3), [torch.randn(8, 4)]).to("cpu")
+            >>> for step in range(3):
+            ...     value = curvature.quadratic({"weight": torch.randn(3, 4)})
+        """
+        if dtype not in (torch.float32, torch.float64):
+            raise KfacpackError(f"expected dtype torch.float32 or torch.float64, got {dtype}")
+        target = torch.device(device)
+        resident = {key: matrix.resident(dtype, target) for key, matrix in self._matrices().items()}
+        blocks = (
+            replace(block, structure=block.structure.replaced(lambda matrix: resident[id(matrix)]))
+            for block in self.blocks
+        )
+        return Curvature(blocks, self.about, bundle=self.bundle)
 
     def save(
         self, path: str | os.PathLike[str], *, pack: bool = True, progress: OnProgress = lambda done, total: None
     ) -> None:
-        """Write the bundle, whole or not at all; symmetric matrices as triangles unless `pack` is false.
+        """Writes the bundle atomically.
 
-        `progress` hears how many matrices are written, and how many there are.
+        Args:
+            path: File to write, by convention `*.kfac`.
+            pack: Whether dense symmetric matrices are stored as lower triangles.
+            progress: Called with the number of matrices written and their total.
+
+        Raises:
+            BundleError: If a value is not finite, or the file cannot be written.
         """
         save(self, path, pack=pack, progress=progress)
 
+    def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
+        """Saves the curvature to a directory, which is created if it does not exist.
+
+        Args:
+            directory: Target directory.
+            filename: Name of the file. Defaults to `curvature.kfac`.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            KfacpackError: If `directory` is a file, or `filename` contains a path separator.
+        """
+        path: Path = _pretrained().save_pretrained(self, directory, filename=filename)
+        return path
+
+    def push_to_hub(self, repo_id: str, **settings: Any) -> Any:
+        """Uploads the curvature and a model card to the Hugging Face Hub.
+
+        Args:
+            repo_id: Repository, `owner/repo`; created if it does not exist.
+            **settings: `filename` (defaults to `curvature.kfac`), `revision`, `private`, `commit_message`, `license`
+                and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
+
+        Returns:
+            What was uploaded, including the commit id.
+
+        Raises:
+            HubError: If the repository cannot be written.
+        """
+        return _pretrained().push_to_hub(self, repo_id, **settings)
+
+    @classmethod
+    def from_pretrained(
+        cls, repo_or_path: str | os.PathLike[str], *, revision: str | None = None, filename: str | None = None
+    ) -> Self:
+        """Loads a curvature from a local file or directory, or from the Hugging Face Hub.
+
+        Args:
+            repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
+            revision: Branch, tag or commit of the repository. Defaults to the main branch.
+            filename: Name of the file. Defaults to `curvature.kfac`, or else to the only bundle.
+
+        Returns:
+            The curvature. Its tensors are read when they are used.
+
+        Raises:
+            KfacpackError: If the source does not exist, or has no bundle or several.
+            HubError: If the repository cannot be read.
+        """
+        curvature: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)
+        return curvature
+
+    def _matrices(self) -> dict[int, Matrix]:
+        """Returns every matrix once, by its id."""
+        return {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
+
     def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
-        """The blocks that act on τ, once τ is known to fit."""
+        """Checks τ and returns the blocks that act on it."""
         check_task_vector(tau, self._shapes, "curvature")
         return [block for block in self.blocks if any(name in tau for name in block.parameters)]
 
 
+def _pretrained() -> Any:
+    # By name: kfacpack.hub comes after this package in the import order, and is only needed when it is called.
+    return import_module("kfacpack.hub.pretrained")
+
+
 def load(path: str | os.PathLike[str]) -> Curvature:
-    """Open a bundle. Its tensors are mapped, and read and checked when touched."""
+    """Opens a bundle.
+
+    Only the header is read. Tensors are mapped, and are read and checked when they are used.
+
+    Args:
+        path: A `.kfac` file or `hf://owner/repo@revision/file`.
+
+    Returns:
+        The curvature.
+
+    Raises:
+        BundleError: If the file is not a valid bundle.
+        HubError: If a file on the Hub cannot be read.
+
+    Example:
+        >>> import kfacpack as kp
+        >>> curvature = kp.load("mnist.kfac")  # doctest: +SKIP
+        >>> curvature.about.source.task  # doctest: +SKIP
+        'mnist'
+    """
     return from_bundle(Bundle(path))
 
 
 def from_bundle(bundle: Bundle) -> Curvature:
+    """Returns the curvature of an open bundle."""
     matrices = {name: matrix_of(bundle, name) for name in bundle.matrices}
     blocks = (
         CurvatureBlock(
@@ -222,16 +421,22 @@ def from_bundle(bundle: Bundle) -> Curvature:
 
 
 def matrix_of(bundle: Bundle, name: str) -> Matrix:
+    """Returns one matrix of an open bundle; its tensors are read when they are used."""
     entry = bundle.matrices[name]
     components = BundleTensors(bundle, entry.components)
     return FORMS[entry.form](entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions)
 
 
-_UNKNOWN_COUNT = 10_000
-
-
 def check_form(bundle: Bundle, progress: CheckProgress) -> CheckResult:
-    """Symmetry, and whatever else a form asks of its tensors beyond their shapes."""
+    """Checks symmetry and the other rules of each matrix form that shapes do not show.
+
+    Args:
+        bundle: The bundle to check.
+        progress: Called with the name of the check, the number of matrices checked and their total.
+
+    Returns:
+        The number of matrices and the failures.
+    """
 
     def failure(name: str) -> CheckFailure | None:
         if violation := matrix_of(bundle, name).violation():
@@ -243,43 +448,23 @@ def check_form(bundle: Bundle, progress: CheckProgress) -> CheckResult:
 
 
 def check_psd(bundle: Bundle, progress: CheckProgress) -> CheckResult:
-    """Positive semi-definiteness of the matrices that promise it, up to rounding."""
+    """Checks that matrices that are declared positive semi-definite are so, up to rounding.
+
+    Args:
+        bundle: The bundle to check.
+        progress: Called with the name of the check, the number of matrices checked and their total.
+
+    Returns:
+        The number of matrices, the failures, and how many matrices are exempt.
+    """
 
     def failure(name: str) -> CheckFailure | None:
         if (bound := negative_direction(matrix_of(bundle, name))) is None:
             return None
         tensor = bundle.matrices[name].components["data"]
-        problem = f"is not positive semi-definite: it has an eigenvalue below {bound:.4g}, which is no rounding"
+        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which rounding does not explain"
         return CheckFailure(f"tensor {tensor!r}", problem)
 
-    promised = [name for name, entry in bundle.matrices.items() if entry.psd]
-    found = run_check("psd", promised, failure, progress)
-    return replace(found, exempt=len(bundle.matrices) - len(promised))
-
-
-def negative_direction(matrix: Matrix) -> float | None:
-    """If an eigenvalue is further below zero than rounding explains, how far below rounding reaches; else None.
-
-    Storing an entry moves it by half an eps of itself (or of the smallest normal number), and adding up k terms in
-    float32 by about √k eps; no eigenvalue moves by more than the Frobenius norm of all that. Sums of squares stay
-    positive however they are stored, so of the diagonal only the adding-up is excused. A Cholesky factorisation tells,
-    at a tenth of the price of the eigenvalues.
-    """
-    stored = torch.finfo(matrix.dtype if matrix.dtype.is_floating_point else torch.float32)
-    added = torch.finfo(torch.float32).eps * sqrt(matrix.positions or matrix.examples or _UNKNOWN_COUNT)
-    for witness in matrix.psd_witnesses():
-        size = float(witness.abs().amax())
-        if size == 0:
-            continue
-        if not isfinite(size):
-            return nan
-        # Scaled to unit size, so that numbers of any magnitude are judged alike.
-        unit = witness / size
-        norm = torch.linalg.matrix_norm(unit)[..., None]
-        smallest = stored.tiny * stored.eps * unit.shape[-1] / size
-        slack = 2 * (stored.eps + added) * norm + smallest
-        lifted = unit + torch.diag_embed(slack.expand(unit.shape[:-1]))
-        negative = bool((unit.diagonal(dim1=-2, dim2=-1) < -2 * added * norm - smallest).any())
-        if negative or bool(torch.linalg.cholesky_ex(lifted).info.any()):
-            return -float((2 * added * norm + smallest if negative else slack).amax()) * size
-    return None
+    declared = [name for name, entry in bundle.matrices.items() if entry.psd]
+    result = run_check("psd", declared, failure, progress)
+    return replace(result, exempt=len(bundle.matrices) - len(declared))

@@ -1,4 +1,4 @@
-"""Factors for those who want no kfacpack: a plain safetensors file of dense matrices, and words on how to use them."""
+"""Export of factors as a plain safetensors file of dense matrices, with instructions, for use without kfacpack."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ if TYPE_CHECKING:
 
 
 FORMAT = "kfacpack.factors/1"
+"""Value of the metadata key "format"."""
 HOW = (
-    "For each block, put the changes of its parameters together to dW (rows, columns), by its join: a piece is its "
-    "parameter, of that only rows [start, stop) if it has 'rows'; as a matrix (d0, all other dimensions), its "
-    "transpose or one column, by its 'view'; from [row, column] 'at' on.\n"
-    "Then G dW is the sum of weight * B @ dW @ A over its terms, or (G @ dW.reshape(-1)).reshape(rows, columns) where "
-    "it has G; a matrix with one dimension is a diagonal, times which is a product with each row.\n"
-    "And (dW * G dW).sum(), added up over the blocks, is the penalty; its gradient is 2 G dW."
+    "For each block, join the changes of its parameters to a matrix dW (rows, columns). A piece of the join is a "
+    "parameter, or its rows [start, stop) if the piece has 'rows', viewed by its 'view' as a matrix (d0, all other "
+    "dimensions), as the transpose of that, or as one column; its upper left corner in dW is [row, column] = 'at'.\n"
+    "G dW is the sum of weight * B @ dW @ A over the terms, or (G @ dW.reshape(-1)).reshape(rows, columns) if the "
+    "block has G. A matrix with one dimension is a diagonal: multiply each row by its entry.\n"
+    "The penalty is the sum of (dW * G dW).sum() over the blocks; its gradient is 2 G dW."
 )
+"""Value of the metadata key "how"."""
 
 
 def export(
@@ -40,34 +42,49 @@ def export(
     dtype: FloatType = "float32",
     progress: OnProgress = lambda done, total: None,
 ) -> None:
-    """Write every matrix dense, as BLOCK/A and BLOCK/B, or BLOCK/G, to a file that is there whole or not at all.
+    """Writes every matrix as a dense tensor to a plain safetensors file, atomically.
 
-    Diagonal matrices are vectors. A block is named after its first parameter, which is all of them but for parts of
-    fused ones, NAME[start:stop]; where it has several terms, these are BLOCK/A.0, BLOCK/A.1, … The metadata says under
-    "factors", in JSON, how parameters join, and under "how", in words, what to do with the matrices. One block is made
-    at a time. A matrix that blocks share is written for each.
+    Tensors are named BLOCK/A and BLOCK/B, or BLOCK/G; of several terms, BLOCK/A.0, BLOCK/A.1, and so on. A block is
+    named after its first parameter, or NAME[start:stop] for a part of a fused parameter. Diagonal matrices are vectors.
+    The metadata has the joins of the parameters as JSON under "factors", and instructions under "how". Matrices are
+    unpacked one at a time; a matrix that blocks share is written for each of them.
+
+    Args:
+        curvature: A curvature, or the path of a bundle.
+        path: File to write.
+        dtype: Dtype of the tensors, such as "float32" or "bfloat16".
+        progress: Called with the number of matrices written and their total.
+
+    Raises:
+        KfacpackError: If a value is out of range for `dtype`, or the file cannot be written.
+
+    Example:
+        >>> import kfacpack as kp
+        >>> kp.export("mnist.kfac", "factors.safetensors", dtype="bfloat16")  # doctest: +SKIP
     """
     if not isinstance(curvature, Curvature):
         curvature = load(curvature)
     number_type: torch.dtype = getattr(torch, dtype)
-    # Until the end: int8 is scaled, and low rank multiplied out, before anything is rounded.
-    wide = torch.promote_types(number_type, torch.float32)
-    matrices = {f"{block.name}/{role}": each for block in curvature.blocks for role, each in block.structure.matrices()}
-    word = FILE_TYPES[number_type]
-    specs: dict[str, Spec] = {name: (word, matrix.plain_shape) for name, matrix in matrices.items()}
-    metadata = {"format": FORMAT, "how": HOW, "factors": json.dumps(_said(curvature), separators=(",", ":"))}
+    # Round last: int8 values are scaled, and low-rank products computed, in at least float32.
+    compute_type = torch.promote_types(number_type, torch.float32)
+    matrices = {
+        f"{block.name}/{role}": matrix for block in curvature.blocks for role, matrix in block.structure.matrices()
+    }
+    file_type = FILE_TYPES[number_type]
+    specs: dict[str, Spec] = {name: (file_type, matrix.plain_shape) for name, matrix in matrices.items()}
+    metadata = {"format": FORMAT, "how": HOW, "factors": json.dumps(_description(curvature), separators=(",", ":"))}
     with write_plain(path, specs, metadata) as put:
         for number, (name, matrix) in enumerate(matrices.items()):
             progress(number, len(matrices))
-            for part in matrix.plain(wide).to(number_type).reshape(-1).split(2**22):
+            for part in matrix.plain(compute_type).to(number_type).reshape(-1).split(2**22):
                 if not bool(torch.stack(part.aminmax()).isfinite().all()):
-                    remedy = "Use bfloat16 or float32; nothing was written"
-                    raise KfacpackError(f"{name!r}: has numbers that {dtype} cannot hold. {remedy}")
+                    remedy = "Use bfloat16 or float32. Nothing was written"
+                    raise KfacpackError(f"{name!r}: contains values out of range for {dtype}. {remedy}")
                 put(name, raw_bytes(part))
         progress(len(matrices), len(matrices))
 
 
-def _said(curvature: Curvature) -> dict[str, Any]:
+def _description(curvature: Curvature) -> dict[str, Any]:
     about = curvature.about
     base = about.base
     return {
@@ -76,12 +93,12 @@ def _said(curvature: Curvature) -> dict[str, Any]:
         "base": {"family": base.family, "name": base.name, "revision": base.revision, "sha256": base.sha256},
         "task": about.source.task if about.source else None,
         "bundle": curvature.digest,
-        "parameters": {each.name: list(each.shape) for each in base.parameters},
-        "blocks": [_block(block) for block in curvature.blocks],
+        "parameters": {parameter.name: list(parameter.shape) for parameter in base.parameters},
+        "blocks": [_block_description(block) for block in curvature.blocks],
     }
 
 
-def _block(block: CurvatureBlock) -> dict[str, Any]:
+def _block_description(block: CurvatureBlock) -> dict[str, Any]:
     names = {role: f"{block.name}/{role}" for role, _ in block.structure.matrices()}
     join = block.join.model_dump(mode="json", exclude_none=True)
     return {"name": block.name, "join": join, **block.structure.plain(names)}

@@ -1,4 +1,4 @@
-"""A curvature into a bundle: some rows of one matrix at a time are packed, checked, hashed and written."""
+"""Saving of a curvature as a bundle: matrices are packed, checked, hashed and written a few rows at a time."""
 
 from __future__ import annotations
 
@@ -29,9 +29,14 @@ if TYPE_CHECKING:
 
 
 def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, progress: OnProgress) -> None:
+    """Writes a curvature to a file atomically; see `Curvature.save`.
+
+    Raises:
+        BundleError: If a value is not finite, the metadata is invalid, or the file cannot be written.
+    """
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
-    manifest, specs = _described(curvature, path, stored, identifiers)
+    manifest, specs = _manifest_and_specs(curvature, path, stored, identifiers)
     with write_bundle(path, manifest, specs) as put:
         for number, (name, matrix) in enumerate(matrices.items()):
             progress(number, len(matrices))
@@ -45,17 +50,14 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, prog
 
 
 def file_size(curvature: Curvature) -> int:
-    """How many bytes its bundle will have, packed. No number is looked at."""
-    matrices, identifiers = _named_matrices(curvature)
-    stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
-    return bundle_size(*_described(curvature, "bundle", stored, identifiers))
+    """Returns the size in bytes of the packed bundle, without reading any values."""
+    _, manifest, specs = _packed(curvature)
+    return bundle_size(manifest, specs)
 
 
 def digest_of(curvature: Curvature) -> str:
-    """The digest that its bundle will have, packed."""
-    matrices, identifiers = _named_matrices(curvature)
-    stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
-    manifest, specs = _described(curvature, "bundle", stored, identifiers)
+    """Returns the digest of the packed bundle."""
+    stored, manifest, specs = _packed(curvature)
     digests = {}
     for name, matrix in stored.items():
         for component in matrix.components.specs:
@@ -66,13 +68,20 @@ def digest_of(curvature: Curvature) -> str:
     return bundle_digest(manifest, specs, digests)
 
 
-def _described(
+def _packed(curvature: Curvature) -> tuple[dict[str, Matrix], Manifest, dict[str, Spec]]:
+    """Returns the matrices as they are stored in a packed bundle, its manifest and its tensor specs."""
+    matrices, identifiers = _named_matrices(curvature)
+    stored = {name: matrix.for_storage() for name, matrix in matrices.items()}
+    return stored, *_manifest_and_specs(curvature, "bundle", stored, identifiers)
+
+
+def _manifest_and_specs(
     curvature: Curvature,
     path: str | os.PathLike[str],
     stored: Mapping[str, Matrix],
     identifiers: Mapping[int, str],
 ) -> tuple[Manifest, dict[str, Spec]]:
-    """The manifest, and every tensor's dtype and shape."""
+    """Returns the manifest, and the dtype and shape of every tensor."""
     specs = {
         _tensor_name(name, component): spec
         for name, matrix in stored.items()
@@ -86,7 +95,7 @@ def _described(
 
 
 def _named_matrices(curvature: Curvature) -> tuple[dict[str, Matrix], dict[int, str]]:
-    """Every matrix once, under a name made of its first block and its role there; and each object's name."""
+    """Returns every matrix once, by the name `BLOCK/ROLE` of its first use, and the names by the id of the matrix."""
     matrices: dict[str, Matrix] = {}
     identifiers: dict[int, str] = {}
     for block in curvature.blocks:
@@ -134,8 +143,6 @@ def _tensor_name(matrix: str, component: str) -> str:
 
 
 def _require_finite(path: str | os.PathLike[str], name: str, tensor: Tensor) -> None:
-    # The extremes of numbers with a NaN among them are NaN, so this needs no copy and no mask.
+    # aminmax propagates NaN, so this needs no copy and no mask.
     if tensor.is_floating_point() and tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
-        raise BundleError(
-            path, "has a number that is not finite", where=f"tensor {name!r}", remedy="Nothing was written"
-        )
+        raise BundleError(path, "contains NaN or Inf", where=f"tensor {name!r}", remedy="Nothing was written")

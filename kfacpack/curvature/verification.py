@@ -1,4 +1,7 @@
-"""Does a bundle keep what it promises?"""
+"""Verification of a bundle: hashes, finite values, matrix forms, positive semi-definiteness, and the base model.
+
+Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """What was checked of one bundle, and what did not hold."""
+    """The checks of one file and their failures."""
 
     path: str
+    """The file."""
     sha256: str
+    """Digest of the file."""
     checks: tuple[CheckResult, ...]
+    """The checks that were run."""
 
     @property
     def holds(self) -> bool:
+        """Whether no check failed."""
         return not any(check.failures for check in self.checks)
 
 
@@ -36,11 +43,26 @@ def verify(
     model: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
     progress: CheckProgress = lambda check, done, total: None,
 ) -> Verification:
-    """Check hashes, finiteness, symmetry and positive semi-definiteness of a bundle.
+    """Checks hashes, finite values, symmetry and positive semi-definiteness of a bundle.
 
-    With `model` (a module, a state dict, or the path of a safetensors file), also that the curvature was computed at
-    its weights. A file that cannot be opened as a bundle raises `BundleError`. Matrices are computed with only once
-    their bytes have proved to be numbers, and the ones that were sealed.
+    The form of the matrices is only checked if all hashes match and all values are finite.
+
+    Args:
+        path: The bundle.
+        model: A module, a state dict, or the path of a safetensors file. If given, its weights are compared with those
+            that the curvature was computed at.
+        progress: Called with the name of a check, the number of items checked and their total.
+
+    Returns:
+        The checks and their failures.
+
+    Raises:
+        BundleError: If the file cannot be opened as a bundle.
+
+    Example:
+        >>> import kfacpack as kp
+        >>> kp.verify("mnist.kfac").holds  # doctest: +SKIP
+        True
     """
     bundle = Bundle(path)
     checks = [
@@ -51,7 +73,7 @@ def verify(
     if model is not None:
         checks.append(check_model(bundle, _weights(model), progress))
     if intact:
-        # Imported here because it brings torch, which a damaged file should not have to wait for.
+        # Imported here because it imports torch, which takes time and is not needed for a damaged file.
         from kfacpack.curvature.curvature import check_form, check_psd
 
         checks.append(check_form(bundle, progress))

@@ -1,10 +1,8 @@
-"""`hebrew`: letters of an alphabet that pre-training has not seen, as ink on lined paper.
+"""Tasks drawn by code, with classes that `tiny` has not seen in pre-training.
 
-`syllabics`: Canadian syllables, which differ by how a shape is turned, between parts of others.
-
-`emblems`: signs that pre-training has not seen, in colour, on a restless ground, partly hidden.
-
-`weaves`: patterns that pre-training has not seen, in any two colours, coarse or fine, turned and bent.
+`hebrew`: letters as ink on lined paper. `syllabics`: Canadian syllables, which differ by the rotation of a shape,
+between parts of others. `emblems`: symbols in colour on an uneven background, partly hidden. `weaves`: repeating
+patterns in any two colours, at different scales, rotated and bent.
 """
 
 from __future__ import annotations
@@ -57,6 +55,7 @@ HEBREW_SIZES = {"train": 2200, "validation": 220, "test": 660}
 
 
 def load_hebrew() -> EmbeddedTask:
+    """Returns the task `hebrew`."""
     return EmbeddedTask(
         name="hebrew",
         classes=tuple(HEBREW_LETTERS),
@@ -71,22 +70,23 @@ def load_hebrew() -> EmbeddedTask:
 
 
 def make_hebrew() -> ImageSplits:
+    """Draws all splits of `hebrew`."""
     return draw_splits("hebrew", HEBREW_SIZES, len(HEBREW_LETTERS), _draw_hebrew)
 
 
-def _draw_hebrew(labels: Labels, dice: CounterRandom) -> ByteArray:
+def _draw_hebrew(labels: Labels, rng: CounterRandom) -> ByteArray:
     count = len(labels)
     characters = [tuple(HEBREW_LETTERS.values())[label] for label in labels]
     ink = place_glyph(
-        draw_glyph_on(characters, HEBREW_FONTS, dice), dice, extent=(0.8, 1.4), shift=0.25, turn=0.2, bend=0.3
+        draw_glyph_on(characters, HEBREW_FONTS, rng), rng, extent=(0.8, 1.4), shift=0.25, turn=0.2, bend=0.3
     )
     _, y = canvas.grid_points(count)
-    rule = canvas.wave(y * canvas.per_image(dice.uniform(count, 1.0, 1.8)) + canvas.per_image(dice.uniform(count)))
+    rule = canvas.wave(y * canvas.per_image(rng.uniform(count, 1.0, 1.8)) + canvas.per_image(rng.uniform(count)))
     lines = canvas.smooth_step(rule - np.float32(0.86), 0.25)
-    paper = canvas.constant_field(dice.uniform((count, 3), 0.75, 1.0))
-    page = canvas.blend(paper, canvas.constant_field(dice.uniform((count, 3), 0.35, 0.7)), lines)
+    paper = canvas.constant_field(rng.uniform((count, 3), 0.75, 1.0))
+    page = canvas.blend(paper, canvas.constant_field(rng.uniform((count, 3), 0.35, 0.7)), lines)
     return finish_image(
-        canvas.blend(page, canvas.constant_field(dice.uniform((count, 3), 0.0, 0.35)), ink), dice, blur=0.8, noise=0.1
+        canvas.blend(page, canvas.constant_field(rng.uniform((count, 3), 0.0, 0.35)), ink), rng, blur=0.8, noise=0.1
     )
 
 
@@ -110,6 +110,7 @@ SYLLABICS_SIZES = {"train": 3200, "validation": 320, "test": 800}
 
 
 def load_syllabics() -> EmbeddedTask:
+    """Returns the task `syllabics`."""
     return EmbeddedTask(
         name="syllabics",
         classes=tuple(SYLLABLES),
@@ -124,21 +125,22 @@ def load_syllabics() -> EmbeddedTask:
 
 
 def make_syllabics() -> ImageSplits:
+    """Draws all splits of `syllabics`."""
     return draw_splits("syllabics", SYLLABICS_SIZES, len(SYLLABLES), _draw_syllable)
 
 
-def _draw_syllable(labels: Labels, dice: CounterRandom) -> ByteArray:
+def _draw_syllable(labels: Labels, rng: CounterRandom) -> ByteArray:
     count, characters = len(labels), tuple(SYLLABLES.values())
-    ground, ink = map(canvas.constant_field, random_colours(dice, count))
-    picture = canvas.blend(
-        ground, ground + dice.uniform((count, 1, 1, 3), -0.2, 0.2), canvas.spread(dice.uniform((count, 3, 3)))
+    ground, ink = map(canvas.constant_field, random_colours(rng, count))
+    image = canvas.blend(
+        ground, ground + rng.uniform((count, 1, 1, 3), -0.2, 0.2), canvas.spread(rng.uniform((count, 3, 3)))
     )
     for x in (-0.95, 0.95, 0.0):
-        shown = labels if x == 0.0 else dice.below(len(characters), count)
-        glyphs = draw_glyph_on([characters[index] for index in shown], SYLLABICS_FONTS, dice)
-        coverage = place_glyph(glyphs, dice, extent=(0.9, 1.3), shift=0.15, turn=0.1, bend=0.25, x=x)
-        picture = canvas.blend(picture, ink, coverage)
-    return finish_image(picture, dice, blur=1.0, noise=0.08)
+        shown = labels if x == 0.0 else rng.below(len(characters), count)
+        glyphs = draw_glyph_on([characters[index] for index in shown], SYLLABICS_FONTS, rng)
+        coverage = place_glyph(glyphs, rng, extent=(0.9, 1.3), shift=0.15, turn=0.1, bend=0.25, x=x)
+        image = canvas.blend(image, ink, coverage)
+    return finish_image(image, rng, blur=1.0, noise=0.08)
 
 
 EMBLEMS = {
@@ -168,6 +170,7 @@ EMBLEMS_SIZES = {"train": 1600, "validation": 200, "test": 600}
 
 
 def load_emblems() -> EmbeddedTask:
+    """Returns the task `emblems`."""
     return EmbeddedTask(
         name="emblems",
         classes=tuple(EMBLEMS),
@@ -182,25 +185,26 @@ def load_emblems() -> EmbeddedTask:
 
 
 def make_emblems() -> ImageSplits:
+    """Draws all splits of `emblems`."""
     return draw_splits("emblems", EMBLEMS_SIZES, len(EMBLEMS), _draw_emblem)
 
 
-def _draw_emblem(labels: Labels, dice: CounterRandom) -> ByteArray:
+def _draw_emblem(labels: Labels, rng: CounterRandom) -> ByteArray:
     count = len(labels)
-    ground, ink = map(canvas.constant_field, random_colours(dice, count))
-    other = np.clip(ground + dice.uniform((count, 1, 1, 3), -0.3, 0.3), 0, 1)
-    picture = canvas.blend(ground, other, canvas.spread(dice.uniform((count, 9, 9))))
+    ground, ink = map(canvas.constant_field, random_colours(rng, count))
+    other = np.clip(ground + rng.uniform((count, 1, 1, 3), -0.3, 0.3), 0, 1)
+    image = canvas.blend(ground, other, canvas.spread(rng.uniform((count, 9, 9))))
     characters = [tuple(EMBLEMS.values())[label] for label in labels]
     coverage = place_glyph(
-        draw_glyph_on(characters, EMBLEMS_FONTS, dice), dice, extent=(1.1, 1.7), shift=0.2, turn=0.25, bend=0.2
+        draw_glyph_on(characters, EMBLEMS_FONTS, rng), rng, extent=(1.1, 1.7), shift=0.2, turn=0.25, bend=0.2
     )
-    picture = canvas.blend(picture, ink, coverage)
-    x, _ = canvas.rotate(*canvas.grid_points(count), dice.uniform(count, -1, 1))
+    image = canvas.blend(image, ink, coverage)
+    x, _ = canvas.rotate(*canvas.grid_points(count), rng.uniform(count, -1, 1))
     bar = canvas.smooth_step(
-        np.float32(0.1) - np.abs(x - canvas.per_image(dice.uniform(count, -0.8, 0.8))), 2 / canvas.SIZE
+        np.float32(0.1) - np.abs(x - canvas.per_image(rng.uniform(count, -0.8, 0.8))), 2 / canvas.SIZE
     )
     return finish_image(
-        canvas.blend(picture, canvas.constant_field(dice.uniform((count, 3))), bar), dice, blur=0.8, noise=0.1
+        canvas.blend(image, canvas.constant_field(rng.uniform((count, 3))), bar), rng, blur=0.8, noise=0.1
     )
 
 
@@ -209,30 +213,31 @@ HALF = np.float32(0.5)
 
 
 def zigzag(x: Field, y: Field) -> Field:
+    """Draws zigzag lines."""
     return wave(y + wave(x)) - HALF
 
 
 def bricks(x: Field, y: Field) -> Field:
-    """Mortar around stones, every other course shifted by half a stone."""
+    """Draws bricks in mortar, with every other course shifted by half a brick."""
     shifted = x * HALF + np.floor(y) * HALF
     return np.float32(0.72) - np.maximum(wave(y), (wave(shifted) - HALF) * 2 * np.float32(0.86))
 
 
 def scales(x: Field, y: Field) -> Field:
-    """Arcs, each course over the one above it."""
+    """Draws arcs, each course over the one above."""
     u = wave(x + np.floor(y) * HALF)
     v = y - np.floor(y)
     return np.float32(0.3) - np.abs(np.sqrt(u * u + v * v) - np.float32(0.8))
 
 
 def basket(x: Field, y: Field) -> Field:
-    """Squares of strands, lying and standing by turns."""
+    """Draws squares of strands, alternately horizontal and vertical."""
     standing = (np.floor(x) + np.floor(y)) % 2 == 0
     return np.where(standing, wave(x * 2), wave(y * 2)) - HALF
 
 
 def honeycomb(x: Field, y: Field) -> Field:
-    """Two grids of cells, each point in that whose centre is nearer, and how far it is from the walls there."""
+    """Draws hexagonal cells: the distance from the walls of the cell with the nearest centre, of two grids."""
     high = np.float32(1.7320508)
     first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
     second = (HALF - first[0], high * HALF - first[1])
@@ -242,6 +247,7 @@ def honeycomb(x: Field, y: Field) -> Field:
 
 
 def crosses(x: Field, y: Field) -> Field:
+    """Draws small crosses."""
     u, v = 1 - wave(x), 1 - wave(y)
     return np.maximum(
         np.minimum(np.float32(0.22) - np.abs(u - HALF), np.float32(0.45) - np.abs(v - HALF)),
@@ -250,23 +256,24 @@ def crosses(x: Field, y: Field) -> Field:
 
 
 def steps(x: Field, y: Field) -> Field:
-    """Stairs: stripes that go down by one where they meet a whole number."""
+    """Draws stairs: stripes that step down at whole numbers."""
     return wave(y * HALF + np.floor(x) * np.float32(0.25)) - HALF
 
 
 def triangles(x: Field, y: Field) -> Field:
+    """Draws triangles in rows."""
     part = y - np.floor(y)
     return part - wave(x + np.floor(y) * HALF)
 
 
 def plaid(x: Field, y: Field) -> Field:
-    """Broad bands with a thin one between them, both ways."""
+    """Draws broad bands with a thin one between them, in both directions."""
     along, down = (np.maximum(wave(one) - np.float32(0.6), np.float32(0.12) - wave(one)) for one in (x, y))
     return np.maximum(along, down)
 
 
 def waves(x: Field, y: Field) -> Field:
-    """Round ones, of parabolas."""
+    """Draws wavy lines made of parabolas."""
     u = wave(x) * 2 - 1
     return wave(y + np.float32(0.7) * u * (2 - np.abs(u)) * HALF) - HALF
 
@@ -283,10 +290,11 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
     "plaid": plaid,
     "wavy lines": waves,
 }
-"""Class -> x, y in repetitions -> how far inside, positive where the second colour is."""
+"""Patterns by class. Each maps x, y in periods to a signed distance, positive where the second colour is."""
 
 
 def load_weaves() -> EmbeddedTask:
+    """Returns the task `weaves`."""
     return EmbeddedTask(
         name="weaves",
         classes=tuple(WEAVES),
@@ -300,20 +308,21 @@ def load_weaves() -> EmbeddedTask:
 
 
 def make_weaves() -> ImageSplits:
+    """Draws all splits of `weaves`."""
     return draw_splits("weaves", WEAVES_SIZES, len(WEAVES), _draw_weave)
 
 
-def _draw_weave(labels: Labels, dice: CounterRandom) -> ByteArray:
+def _draw_weave(labels: Labels, rng: CounterRandom) -> ByteArray:
     count = len(labels)
-    often = dice.uniform(count, 1.4, 2.6)
-    x, y = canvas.rotate(*canvas.grid_points(count), dice.uniform(count, -0.2, 0.2))
-    x, y = canvas.bend(x, y, dice, dice.uniform(count, 0, 0.15))
-    x = (x + 3) * canvas.per_image(often) + canvas.per_image(dice.uniform(count))
-    y = (y + 3) * canvas.per_image(often) + canvas.per_image(dice.uniform(count))
+    frequency = rng.uniform(count, 1.4, 2.6)
+    x, y = canvas.rotate(*canvas.grid_points(count), rng.uniform(count, -0.2, 0.2))
+    x, y = canvas.bend(x, y, rng, rng.uniform(count, 0, 0.15))
+    x = (x + 3) * canvas.per_image(frequency) + canvas.per_image(rng.uniform(count))
+    y = (y + 3) * canvas.per_image(frequency) + canvas.per_image(rng.uniform(count))
     coverage = np.empty_like(x)
     for label, inside in enumerate(WEAVES.values()):
         chosen = labels == label
         coverage[chosen] = inside(x[chosen], y[chosen])
-    coverage = canvas.smooth_step(coverage, canvas.per_image(often) * np.float32(4 / canvas.SIZE))
-    first, second = map(canvas.constant_field, random_colours(dice, count))
-    return finish_image(canvas.blend(first, second, coverage), dice, blur=0.8, noise=0.12)
+    coverage = canvas.smooth_step(coverage, canvas.per_image(frequency) * np.float32(4 / canvas.SIZE))
+    first, second = map(canvas.constant_field, random_colours(rng, count))
+    return finish_image(canvas.blend(first, second, coverage), rng, blur=0.8, noise=0.12)

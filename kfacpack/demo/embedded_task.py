@@ -1,15 +1,10 @@
-"""The pictures of a task, as arrays: what they are, what they hash to, how they are divided.
+"""Embedded tasks: their images are made on first use, cached, and checked against a recorded hash.
 
-Resizing in whole numbers: a library's filters differ in the last bit from machine to machine.
+Also contains what makers of such tasks share: splitting, resizing in integer arithmetic (filters of libraries differ in
+the last bit between machines), and placing glyphs on a canvas.
 
-Pictures that were made once, kept in one safetensors file for each task. What a file holds, its reader checks.
-
-A file has the hash of its content in its name, so a task that changes never meets what it was before. A folder that
-cannot be used is no error: the pictures are made again.
-
-A task whose pictures are at hand: made on first use, cached, and checked against the hash that was recorded.
-
-What tasks that are drawn have in common: which class each picture shows, and glyphs put on a canvas.
+The cache is one safetensors file per task with the hash of the content in its name, so a changed task never reads an
+old file. If the cache folder cannot be used, images are made again.
 """
 
 from __future__ import annotations
@@ -39,6 +34,8 @@ ByteArray = NDArray[np.uint8]
 
 
 class LabelledImages(NamedTuple):
+    """Images with their labels."""
+
     images: ByteArray
     """Grey (N, height, width) or colour (N, height, width, 3)."""
     labels: NDArray[np.int32]
@@ -46,129 +43,160 @@ class LabelledImages(NamedTuple):
 
 
 ImageSplits = Mapping[str, LabelledImages]
-"""Split -> its examples, in order."""
+"""Split name -> its examples, in order."""
 
 
 def label_images(images: NDArray[np.integer], labels: NDArray[np.integer]) -> LabelledImages:
+    """Returns images and labels as contiguous arrays of their final dtypes."""
     return LabelledImages(np.ascontiguousarray(images, dtype=np.uint8), np.ascontiguousarray(labels, dtype=np.int32))
 
 
-def images_digest(pictures: ImageSplits) -> str:
-    """SHA-256 over every split's name, shapes, pixels and labels."""
+def images_digest(splits: ImageSplits) -> str:
+    """Returns the SHA-256 over every split's name, shapes, pixels and labels."""
     total = sha256()
-    for split in sorted(pictures):
-        images, labels = pictures[split]
+    for split in sorted(splits):
+        images, labels = splits[split]
         total.update(f"{split} {images.shape} {labels.shape}\n".encode())
         total.update(np.ascontiguousarray(images, dtype=np.uint8).tobytes())
         total.update(np.ascontiguousarray(labels, dtype="<i4").tobytes())
     return total.hexdigest()
 
 
-def split_images(everything: LabelledImages, sizes: Mapping[str, int], name: str) -> ImageSplits:
-    """Shuffled, by the name of the task, and dealt out to the splits."""
-    order = CounterRandom(f"tasks/{name}/splits").order(len(everything.labels))
-    pictures, start = {}, 0
+def split_images(labelled: LabelledImages, sizes: Mapping[str, int], name: str) -> ImageSplits:
+    """Shuffles images and divides them among splits.
+
+    Args:
+        labelled: All images.
+        sizes: Split name -> number of images.
+        name: Name of the task, which seeds the order.
+    """
+    order = CounterRandom(f"tasks/{name}/splits").order(len(labelled.labels))
+    splits, start = {}, 0
     for split, size in sizes.items():
         chosen = order[start : start + size]
-        pictures[split] = LabelledImages(everything.images[chosen], everything.labels[chosen])
+        splits[split] = LabelledImages(labelled.images[chosen], labelled.labels[chosen])
         start += size
-    return pictures
+    return splits
 
 
 IntArray = NDArray[np.int64]
 
 
-def upsample(pictures: IntArray, size: int, most: int) -> IntArray:
-    """(N, S, S) with values up to `most` -> (N, size, size) up to 255, bilinear, rounded once; the border goes on."""
-    side = pictures.shape[-1]
-    # Pixel i of the new picture lies at (2 i + 1) S / (2 size) - 1/2 of the old one, which is whole in parts of 2 size.
+def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
+    """Enlarges images bilinearly with one rounding; the border is repeated.
+
+    Args:
+        images: (N, S, S), values from 0 to `max_value`.
+        size: New width and height.
+        max_value: Value that becomes 255.
+
+    Returns:
+        (N, size, size), values from 0 to 255.
+    """
+    side = images.shape[-1]
+    # Pixel i of the new image lies at (2 i + 1) S / (2 size) - 1/2 of the old one, an integer in units of 1 / (2 size).
     parts = 2 * size
     place = np.clip((2 * np.arange(size) + 1) * side - size, 0, (side - 1) * parts)
     first, share = place // parts, place % parts
     second = np.minimum(first + 1, side - 1)
-    rows = pictures[:, first] * (parts - share)[:, None] + pictures[:, second] * share[:, None]
+    rows = images[:, first] * (parts - share)[:, None] + images[:, second] * share[:, None]
     both = rows[:, :, first] * (parts - share) + rows[:, :, second] * share
-    whole = parts * parts * most
+    whole = parts * parts * max_value
     return np.asarray((both * 255 + whole // 2) // whole)
 
 
-def downsample(pictures: IntArray) -> IntArray:
-    """(N, 2 H, 2 W) -> (N, H, W): the mean of every four pixels, rounded."""
-    four = pictures[:, ::2, ::2] + pictures[:, ::2, 1::2] + pictures[:, 1::2, ::2] + pictures[:, 1::2, 1::2]
+def downsample(images: IntArray) -> IntArray:
+    """Halves images, (N, 2 H, 2 W) -> (N, H, W), by the rounded mean of four pixels."""
+    four = images[:, ::2, ::2] + images[:, ::2, 1::2] + images[:, 1::2, ::2] + images[:, 1::2, 1::2]
     return np.asarray((four + 2) // 4)
 
 
 def to_grayscale(colours: IntArray) -> IntArray:
-    """(…, 3) -> (…): the luma of ITU-R 601, rounded."""
+    """Converts colours, (…, 3), to the rounded luma of ITU-R 601, (…)."""
     red, green, blue = colours[..., 0], colours[..., 1], colours[..., 2]
     return np.asarray((299 * red + 587 * green + 114 * blue + 500) // 1000)
 
 
 def cache_path(task: str, digest: str) -> Path | None:
-    """Where a task's pictures are kept; None if this user has no home."""
+    """Returns the cache file of a task's images; None if the user has no home folder.
+
+    The folder is $KFACPACK_CACHE, $XDG_CACHE_HOME/kfacpack or ~/.cache/kfacpack.
+    """
     name = f"{task}-{digest[:16]}.safetensors"
-    if chosen := os.environ.get("KFACPACK_CACHE"):
-        return Path(chosen) / name
+    if folder := os.environ.get("KFACPACK_CACHE"):
+        return Path(folder) / name
     shared = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        # The XDG specification says to ignore a path that is not absolute.
+        # The XDG specification requires relative paths to be ignored.
         return (Path(shared) if Path(shared).is_absolute() else Path.home() / ".cache") / "kfacpack" / name
     except RuntimeError:
         return None
 
 
 def read_cache(file: Path | None) -> ImageSplits | None:
-    """What the file holds; None if there is none, or none that can be read."""
+    """Returns the content of a cache file; None if it does not exist or cannot be read."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
     try:
         arrays = load(file.read_bytes()) if file else {}
-        splits = {name.split(".")[0] for name in arrays}
-        found = {split: label_images(arrays[f"{split}.images"], arrays[f"{split}.labels"]) for split in splits}
+        names = {name.split(".")[0] for name in arrays}
+        splits = {split: label_images(arrays[f"{split}.images"], arrays[f"{split}.labels"]) for split in names}
     except (OSError, SafetensorError, KeyError, ValueError):
         return None
-    return found or None
+    return splits or None
 
 
-def write_cache(file: Path | None, pictures: ImageSplits) -> None:
-    """Whole or not at all, so that several processes may make the same file at once."""
+def write_cache(file: Path | None, splits: ImageSplits) -> None:
+    """Writes a cache file atomically, so that several processes may write it at once; failures are ignored."""
     from safetensors.numpy import save
 
     if file is None:
         return
-    arrays = {f"{split}.{kind}": array for split, each in pictures.items() for kind, array in each._asdict().items()}
+    arrays = {
+        f"{split}.{kind}": array for split, labelled in splits.items() for kind, array in labelled._asdict().items()
+    }
     with suppress(OSError, BundleError):
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, save(arrays))
 
 
 PRETRAINED_MODEL = "tiny"
-"""The model that these tasks are for."""
+"""Model that the embedded tasks are made for."""
 
 
 @dataclass(frozen=True)
 class EmbeddedTask:
+    """A task whose images are made by code, from installed packages or by drawing."""
+
     name: str
+    """Name of the task."""
     classes: tuple[str, ...]
+    """Names of the classes."""
     templates: tuple[str, ...]
+    """Prompts for CLIP's text tower, with {} in place of the class name."""
     sizes: Mapping[str, int]
+    """Split name -> number of examples."""
     source: str
+    """Origin of the data, in words."""
     license: str | None
+    """License of the data."""
     make: Callable[[], ImageSplits]
+    """Makes all splits."""
     sha256: str
-    """Of what `make` makes, by `pictures.digest`. To record it for a new task, ask for a split: the error has it."""
+    """`images_digest` of the splits. For a new task, request a split: the error contains the digest to record."""
     package: PackageData | None = None
-    """What carries the data, or the fonts that it is drawn from."""
+    """Package that contains the data, or the fonts it is drawn with."""
     namesake: str | None = None
-    """Where the data is that others mean by this name, with what they mean: 'ylecun/mnist, all 70,000 digits'."""
+    """Repository and description of the data that is usually meant by this name: 'ylecun/mnist, all 70,000 digits'."""
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
         return tuple(self.sizes)
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """To a model that is not our own, a task's namesake may be what is meant."""
+        """Returns a notice for models other than `tiny` if the task has the name of a well-known data set."""
         if self.namesake is None or model == PRETRAINED_MODEL:
             return ()
         repository, _, meant = self.namesake.partition(", ")
@@ -179,86 +207,106 @@ class EmbeddedTask:
         )
 
     def listing(self, split: str) -> list[tuple[str, str]]:
+        """Returns an empty list: an embedded task has no data files."""
         return []
 
     def split(self, name: str) -> EmbeddedSplit:
+        """Returns a split.
+
+        Raises:
+            KfacpackError: If there is no such split, or the images differ from the recorded hash.
+        """
         if name not in self.sizes:
-            raise KfacpackError(f"{self.name}: no split {printable(name)!r}; there are {', '.join(self.splits)}")
-        return EmbeddedSplit(self._pictures[name], DataOrigin(self.source, name, self.license))
+            raise KfacpackError(
+                f"{self.name}: unknown split {printable(name)!r}; expected one of {', '.join(self.splits)}"
+            )
+        return EmbeddedSplit(self._images[name], DataOrigin(self.source, name, self.license))
 
     @cached_property
-    def _pictures(self) -> ImageSplits:
+    def _images(self) -> ImageSplits:
         file = cache_path(self.name, self.sha256)
-        kept = read_cache(file)
-        if kept is not None and images_digest(kept) == self.sha256:
-            return kept
-        made = self.make()
-        self._require_recorded(images_digest(made))
-        write_cache(file, made)
-        return made
+        cached = read_cache(file)
+        if cached is not None and images_digest(cached) == self.sha256:
+            return cached
+        splits = self.make()
+        self._require_recorded(images_digest(splits))
+        write_cache(file, splits)
+        return splits
 
-    def _require_recorded(self, found: str) -> None:
-        if found == self.sha256:
+    def _require_recorded(self, digest: str) -> None:
+        if digest == self.sha256:
             return
-        problem = f"its pictures have sha256 {found}, expected {self.sha256}"
+        problem = f"images have sha256 {digest}, expected {self.sha256}"
         if self.package is None:
-            made = f"drawn by kfacpack with numpy {np.__version__}"
-            raise KfacpackError(f"{self.name}: {problem}. They were {made}; install kfacpack anew, or report this")
-        remedy = f"They are made from {self.package}; take a version that is known to fit: {self.package.remedy}"
+            remedy = f"They were drawn with numpy {np.__version__}; reinstall kfacpack, or report this"
+            raise KfacpackError(f"{self.name}: {problem}. {remedy}")
+        remedy = f"They are made from {self.package}; install a version that is known to work: {self.package.remedy}"
         raise KfacpackError(f"{self.name}: {problem}. {remedy}")
 
 
 class EmbeddedSplit:
-    def __init__(self, pictures: LabelledImages, source: DataOrigin):
+    """A split of an embedded task; examples are `{"image": PIL image}`."""
+
+    def __init__(self, labelled: LabelledImages, source: DataOrigin):
         self.source = source
-        self._pictures = pictures
+        self._labelled = labelled
 
     def __len__(self) -> int:
-        return len(self._pictures.labels)
+        return len(self._labelled.labels)
 
     def __getitem__(self, index: int) -> Example:
-        return {"image": Image.fromarray(self._pictures.images[index])}
+        return {"image": Image.fromarray(self._labelled.images[index])}
 
     def label(self, index: int) -> int:
-        return int(self._pictures.labels[index])
+        """Returns the label of an example."""
+        return int(self._labelled.labels[index])
 
 
 BATCH = 128
-"""Pictures drawn together, so few that their fields fit into a processor's cache. Each lot has a stream of its own, so
-another number would be other pictures."""
+"""Images drawn together, few enough for their fields to fit into the CPU cache.
+
+Each batch has its own random stream, so another number would change the images.
+"""
 
 Labels = NDArray[np.int64]
 
 
 def random_stream(task: str, split: str) -> str:
-    """The name of the random numbers that draw a split."""
+    """Returns the name of the random stream that draws a split."""
     return f"tasks/{task}/{split}"
 
 
 def draw_splits(
     task: str, sizes: Mapping[str, int], classes: int, draw: Callable[[Labels, CounterRandom], ByteArray]
 ) -> ImageSplits:
-    """Every class equally often, in random order. `draw`: the label of each picture, dice -> pictures."""
-    pictures = {}
+    """Draws all splits of a task, with every class equally often in random order.
+
+    Args:
+        task: Name of the task, which seeds the random streams.
+        sizes: Split name -> number of images.
+        classes: Number of classes.
+        draw: Maps labels and a random stream to images, one per label.
+    """
+    splits = {}
     for split, size in sizes.items():
         labels = CounterRandom(random_stream(task, split)).order(size) % classes
         parts = [
             draw(labels[start : start + BATCH], CounterRandom(random_stream(task, split), number))
             for number, start in enumerate(range(0, size, BATCH), start=1)
         ]
-        pictures[split] = label_images(np.concatenate(parts), labels)
-    return pictures
+        splits[split] = label_images(np.concatenate(parts), labels)
+    return splits
 
 
-def draw_glyph_on(characters: Sequence[str], fonts: Sequence[str], dice: CounterRandom) -> Field:
-    """A stamp for each character, each in one of the fonts."""
-    chosen = dice.below(len(fonts), len(characters))
+def draw_glyph_on(characters: Sequence[str], fonts: Sequence[str], rng: CounterRandom) -> Field:
+    """Returns a glyph image for each character, each in a random font, (N, SIDE, SIDE)."""
+    chosen = rng.below(len(fonts), len(characters))
     return render_glyphs((character, fonts[font]) for character, font in zip(characters, chosen.tolist(), strict=True))
 
 
 def place_glyph(
     glyphs: Field,
-    dice: CounterRandom,
+    rng: CounterRandom,
     *,
     extent: tuple[float, float],
     shift: float,
@@ -266,26 +314,36 @@ def place_glyph(
     bend: float,
     x: float = 0.0,
 ) -> Field:
-    """Coverage of stamps, each of a random extent, around `x` and half-way down; `turn`: tangent of half the angle."""
+    """Returns the coverage of glyphs at random positions around (`x`, 0), sizes and angles.
+
+    Args:
+        glyphs: (N, SIDE, SIDE).
+        rng: Random stream.
+        extent: Smallest and largest width.
+        shift: Largest distance from the centre, per axis.
+        turn: Tangent of half the largest angle.
+        bend: Largest strength of the deformation.
+        x: Horizontal centre.
+    """
     count = len(glyphs)
     u, v = canvas.grid_points(count)
-    centre = (dice.uniform(count, x - shift, x + shift), dice.uniform(count, -shift, shift))
-    u, v = canvas.translate(u, v, centre, dice.uniform(count, *extent))
-    u, v = canvas.rotate(u, v, dice.uniform(count, -turn, turn))
-    u, v = canvas.bend(u, v, dice, dice.uniform(count, 0, bend))
+    centre = (rng.uniform(count, x - shift, x + shift), rng.uniform(count, -shift, shift))
+    u, v = canvas.translate(u, v, centre, rng.uniform(count, *extent))
+    u, v = canvas.rotate(u, v, rng.uniform(count, -turn, turn))
+    u, v = canvas.bend(u, v, rng, rng.uniform(count, 0, bend))
     return canvas.stamp_glyph(glyphs, u, v)
 
 
-def finish_image(picture: Field, dice: CounterRandom, *, blur: float, noise: float) -> ByteArray:
-    """(N, 28, 28, 3) blurred and with grain, as bytes."""
-    count = len(picture)
-    amount, grain = dice.uniform(count, 0, blur), dice.uniform(count, 0, noise)
-    channels = [canvas.blur(picture[..., channel], amount) for channel in range(3)]
-    return canvas.pixels(np.stack([one + per_image(grain) * dice.grain(one.shape) for one in channels], axis=-1))
+def finish_image(image: Field, rng: CounterRandom, *, blur: float, noise: float) -> ByteArray:
+    """Adds random blur and grain to images, (N, 28, 28, 3), and converts them to bytes."""
+    count = len(image)
+    amount, grain = rng.uniform(count, 0, blur), rng.uniform(count, 0, noise)
+    channels = [canvas.blur(image[..., channel], amount) for channel in range(3)]
+    return canvas.pixels(np.stack([field + per_image(grain) * rng.grain(field.shape) for field in channels], axis=-1))
 
 
-def random_colours(dice: CounterRandom, count: int) -> tuple[Field, Field]:
-    """A light and a dark one for each picture, in either order, (N, 3) each."""
-    light, dark = dice.uniform((count, 3), 0.55, 1.0), dice.uniform((count, 3), 0.0, 0.4)
-    swapped = dice.chance(0.5, (count, 1))
+def random_colours(rng: CounterRandom, count: int) -> tuple[Field, Field]:
+    """Returns a light and a dark colour for each image, in random order, (N, 3) each."""
+    light, dark = rng.uniform((count, 3), 0.55, 1.0), rng.uniform((count, 3), 0.0, 0.4)
+    swapped = rng.chance(0.5, (count, 1))
     return np.where(swapped, dark, light), np.where(swapped, light, dark)

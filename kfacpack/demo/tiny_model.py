@@ -1,7 +1,7 @@
-"""The models that come with the package: for open_clip they are like its own, with files in a folder of ours.
+"""Models that come with the package, registered with open_clip.
 
-NAME/NAME.json is open_clip's model config, NAME/merges.txt.gz the pairs its tokenizer merges, NAME/NAME.safetensors the
-weights.
+A model's files are NAME/NAME.json, its open_clip model config; NAME/merges.txt.gz, the merges of its tokenizer; and
+NAME/NAME.safetensors, its weights.
 """
 
 from __future__ import annotations
@@ -22,46 +22,56 @@ DATA_FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True)
 class EmbeddedModel:
+    """A model whose config, tokenizer and weights are files of this package."""
+
     name: str
+    """Name of the model and of its folder."""
     trained: Mapping[str, Any]
-    """What a model config cannot say, in the words of open_clip's registry of weights: how pictures are normalised."""
+    """Image normalisation, which a model config does not contain, with the keys of open_clip's pretrained registry."""
     within: Path = DATA_FOLDER
+    """Folder that contains the model's folder."""
 
     @property
     def config(self) -> Path:
+        """Model config file."""
         return self.within / self.name / f"{self.name}.json"
 
     @property
     def merges(self) -> Path:
+        """Tokenizer merges file."""
         return self.within / self.name / "merges.txt.gz"
 
     @property
     def weights(self) -> Path:
+        """Weights file."""
         return self.within / self.name / f"{self.name}.safetensors"
 
     @property
     def revision(self) -> str:
-        """Changes with the weights, whoever forgets to say so."""
+        """Start of the SHA-256 of the weights."""
         return sha256(self.weights.read_bytes()).hexdigest()[:12]
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return sum(prod(tensor.shape) for tensor in Container(self.weights).tensors.values())
 
     @property
     def architecture(self) -> dict[str, Any]:
+        """Content of the model config."""
         config: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
         return config
 
 
 _EMBEDDED_MODELS = [EmbeddedModel("tiny", trained={"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)})]
-EMBEDDED_MODELS = {each.name: each for each in _EMBEDDED_MODELS}
+EMBEDDED_MODELS = {model.name: model for model in _EMBEDDED_MODELS}
+"""Embedded models by name."""
 
 
 @cache
 def register() -> None:
-    """From now on `open_clip.create_model` knows them, too."""
+    """Registers the configs, so that `open_clip.create_model` can build the models."""
     import open_clip
 
-    for each in EMBEDDED_MODELS.values():
-        open_clip.add_model_config(each.config)
+    for model in EMBEDDED_MODELS.values():
+        open_clip.add_model_config(model.config)

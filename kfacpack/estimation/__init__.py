@@ -1,4 +1,1 @@
-"""From a model and its inputs to curvature: which operation used which parameter, probes, sums, plans, resuming.
-
-What long work has in common: processes that share it, and files that it is taken up again from.
-"""
+"""From a model and its inputs to curvature: tracing, planning, accumulation, probes, resuming, several processes."""

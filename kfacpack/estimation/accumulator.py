@@ -1,7 +1,4 @@
-"""What an estimate will consist of and cost, before it is made.
-
-An estimate under way: a plan, its sums, and the batches that have been taken.
-"""
+"""The running estimate: a plan, its sums, and the batches that were added; and the forecast of its size and cost."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, pass_back
-from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector
+from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector_for
 from kfacpack.estimation.tracing import same_output
 from kfacpack.format.manifest import OutputScale
 from kfacpack.models.functional import Forward, ModelInput, batch_size_of, call_model, map_tensors, padding_mask
@@ -30,6 +27,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlockForecast:
+    """Form and size of one block, before it is computed."""
+
     name: str
     parameters: tuple[str, ...]
     operation: str
@@ -37,201 +36,247 @@ class BlockForecast:
     rows: int
     columns: int
     bytes: int
-    """Of its matrices in the bundle, without those that a block before it brings along."""
+    """Size of its matrices in the bundle, without those shared with an earlier block."""
 
 
 @dataclass(frozen=True)
 class Forecast:
+    """Blocks, size and cost of an estimate, before it is computed."""
+
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]
-    """Parameters that are left out, by the model's family or because they were not asked for."""
+    """Parameters that are left out, because the model's family freezes them or they were not selected."""
     unused: tuple[str, ...]
     """Parameters that f does not depend on."""
     examples: int
     batches: int
     bytes: int
-    """Of the bundle's tensors."""
+    """Size of the bundle's tensors."""
     seconds: float
-    """Measured on one batch, times the number of batches."""
+    """Time of one batch, times the number of batches."""
     peak_memory: int
-    """Bytes: weights, sums, and what a batch keeps between its forward and its backward pass."""
+    """Bytes of weights, sums, and what a batch keeps between its forward and its backward pass."""
 
 
 def kept_for_backward(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
-    """Bytes that autograd keeps of a batch of that size, besides the weights; counted on two examples.
+    """Returns the bytes that autograd keeps of a batch besides the weights, measured on two examples.
 
     The largest tensor counts three times: a gradient of its size comes in, and one goes out.
+
+    Args:
+        model: The module whose weights are not counted.
+        forward: Function from a batch to f.
+        batch: A batch with at least one example.
+        batch_size: Size of the batch to return the bytes for.
     """
-    weights = {tensor.untyped_storage().data_ptr() for tensor in _tensors_of(model)}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
     kept: dict[int, int] = {}
 
-    def note(tensor: Tensor) -> Tensor:
+    def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    few = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        f = call_model(forward, few)
+    two_examples = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        f = call_model(forward, two_examples)
     return (sum(kept.values()) + 2 * max(kept.values(), default=0)) * batch_size // len(f)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _tensors_of(model)}.values())
+    """Returns the bytes of all parameters and buffers of a module."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in _parameters_and_buffers(model)}.values())
 
 
-def _tensors_of(model: nn.Module) -> Collection[Tensor]:
+def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
+"""By operation: the collectors that read from it, each with the path from its parameter."""
 
 
 class CurvatureAccumulator:
+    """Adds batches to the sums of all blocks of a plan.
+
+    Args:
+        forward: Function from a batch to f.
+        plan: The blocks.
+        parameters: Selected parameters, by name.
+        probes: Probes to draw.
+        settings: Form of the sums.
+        reference: Index of an example and its f, (C,). If the example is the first of a batch, its f must be the same.
+
+    Raises:
+        KfacpackError: If there are not as many orthogonal probes as requested.
+    """
+
     def __init__(
         self,
         forward: Forward,
         plan: BlockPlan,
-        wanted: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],
         probes: Probes,
         settings: CollectorSettings,
-        known: tuple[int, Tensor] | None = None,
+        reference: tuple[int, Tensor] | None = None,
     ) -> None:
-        """`known` is the number of an example and its f, (C,): if it begins a batch, it must have the same f there."""
         probes.check(plan.width)
         self._forward = forward
         self.plan = plan
-        self._wanted = wanted
+        self._parameters = parameters
         self._probes = probes
         self._settings = settings
-        self._known = known
+        self._reference = reference
         shared: dict[int, FactorTally] = {}
-        self._collectors = [collector(planned, settings, shared) for planned in plan.blocks]
+        self._collectors = [collector_for(planned, settings, shared) for planned in plan.blocks]
         self._examples = torch.zeros((), dtype=torch.int64)
-        first = next(iter(wanted.values()))
+        first = next(iter(parameters.values()))
         dtype = torch.promote_types(torch.float32, first.dtype)
         self._output_sum = torch.zeros(plan.width, dtype=dtype, device=first.device)
         self._output_squares = torch.zeros((), dtype=dtype, device=first.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's, as far as it is estimated."""
-        return self._wanted[self.plan.blocks[0].parameter].dtype
+        """Dtype of the first parameter that is estimated."""
+        return self._parameters[self.plan.blocks[0].parameter].dtype
 
     @property
     def examples(self) -> int:
-        """How many examples have been taken."""
+        """Number of examples added so far."""
         return int(self._examples)
 
     def take(self, batch: ModelInput, numbers: int | Sequence[int]) -> None:
-        """Forward once, and backward once for each probe.
+        """Adds a batch: one forward pass, and one backward pass per probe.
 
-        `numbers` are the examples' own, or that of the first if they are consecutive: their probes follow from them.
+        Args:
+            batch: The batch, on the device of the model.
+            numbers: Indices of the examples, or that of the first if they are consecutive. Probes are drawn from them.
+
+        Raises:
+            KfacpackError: If f has another shape than expected, an example depends on its batch, or a parameter is
+                used differently than in the first batch.
         """
         f = call_model(self._forward, batch)
         examples, width = f.shape
         if width != self.plan.width:
-            problem = f"f has width {width}, in the first batch it was {self.plan.width}"
-            raise KfacpackError(f"{problem}; every batch must give outputs of the same width")
+            problem = f"f has width {width}, but had {self.plan.width} in the first batch"
+            raise KfacpackError(f"{problem}; all batches must have outputs of the same width")
         if isinstance(numbers, int):
             numbers = range(numbers, numbers + examples)
         if len(numbers) != examples:
-            raise KfacpackError(f"f has {examples} rows for a batch of {len(numbers)} examples; expected one for each")
-        if self._known is not None and numbers[0] == self._known[0]:
-            self._require_independence(f[0].detach(), self._known[1])
+            raise KfacpackError(
+                f"f has {examples} rows for a batch of {len(numbers)} examples; expected one per example"
+            )
+        if self._reference is not None and numbers[0] == self._reference[0]:
+            self._require_independence(f[0].detach(), self._reference[1])
         outputs = f.detach().to(self._output_sum.dtype)
         self._output_sum += outputs.sum(0)
         self._output_squares += outputs.square().sum()
         graph = AutogradGraph(f)
-        places = self._places(graph)
+        collectors = self._collectors_by_node(graph)
         mask = padding_mask(batch)
-        sinks = graph.sinks(set(places))
-        # What is collected afterwards still needs its operation then, so nothing may be freed on the way.
-        retain = any(not each.immediate for node, found in places.items() if node not in sinks for each, _ in found)
+        sinks = graph.sinks(set(collectors))
+        # Collectors that run after the backward pass still need their operation then, so nothing may be freed.
+        retain = any(
+            not collector.immediate
+            for node, at_node in collectors.items()
+            if node not in sinks
+            for collector, _ in at_node
+        )
         passes = self._probes.passes(width)
-        for number, probe in enumerate(self._probes.draw(numbers, width)):
-            passing = BackwardPass(examples, mask, first=number == 0)
-            self._backward(f, probe, places, sinks, passing, retain=retain or number + 1 < passes)
+        for index, probe in enumerate(self._probes.draw(numbers, width)):
+            backward_pass = BackwardPass(examples, mask, first=index == 0)
+            self._backward(f, probe, collectors, sinks, backward_pass, retain=retain or index + 1 < passes)
         self._examples += examples
 
     @staticmethod
-    def _require_independence(found: Tensor, expected: Tensor) -> None:
-        if not same_output(found, expected):
-            problem = "an example's output changes with the batch it is in; examples must not influence each other"
-            raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch does that)")
+    def _require_independence(output: Tensor, expected: Tensor) -> None:
+        if not same_output(output, expected):
+            problem = "the output of an example changes with the batch it is in; examples must be independent"
+            raise KfacpackError(f"{problem} (a softmax or a normalization over the batch makes them dependent)")
 
-    def _places(self, graph: AutogradGraph) -> NodeCollectors:
-        places: NodeCollectors = defaultdict(list)
-        for each in self._collectors:
-            steps = graph.follow(self._wanted[each.planned.parameter], each.planned.way)
+    def _collectors_by_node(self, graph: AutogradGraph) -> NodeCollectors:
+        collectors: NodeCollectors = defaultdict(list)
+        for collector in self._collectors:
+            steps = graph.follow(self._parameters[collector.planned.parameter], collector.planned.path)
             if steps is None:
-                problem = "is not used as it was in the first batch; a model whose steps depend on its input"
-                raise KfacpackError(f"parameter {each.planned.parameter!r} {problem} cannot be estimated")
-            places[steps[-1].node].append((each, steps))
-        return places
+                problem = "is not used as in the first batch; a model whose operations depend on its input"
+                raise KfacpackError(f"parameter {collector.planned.parameter!r} {problem} cannot be estimated")
+            collectors[steps[-1].node].append((collector, steps))
+        return collectors
 
     def _backward(
-        self, f: Tensor, probe: Tensor, places: NodeCollectors, sinks: set[Node], passing: BackwardPass, *, retain: bool
+        self,
+        f: Tensor,
+        probe: Tensor,
+        collectors: NodeCollectors,
+        sinks: set[Node],
+        backward_pass: BackwardPass,
+        *,
+        retain: bool,
     ) -> None:
-        later: list[tuple[Collector, GraphSteps, Tensor]] = []
+        """Runs one backward pass, and the collectors on it."""
+        deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
-        def at(node: Node, g: Tensor, at_work: bool) -> None:
-            for each, steps in places[node]:
-                if each.immediate or not at_work:
-                    each.collect(steps, g, passing)
+        def visit(node: Node, g: Tensor, running: bool) -> None:
+            for collector, steps in collectors[node]:
+                if collector.immediate or not running:
+                    collector.collect(steps, g, backward_pass)
                 else:
-                    later.append((each, steps, g))
+                    deferred.append((collector, steps, g))
 
-        pass_back(f, probe.to(f), places, sinks, at, retain=retain)
+        pass_back(f, probe.to(f), collectors, sinks, visit, retain=retain)
         with torch.no_grad():
-            for each, steps, g in later:
-                each.collect(steps, g, passing)
+            for collector, steps, g in deferred:
+                collector.collect(steps, g, backward_pass)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Everything that has been summed, by name, to be changed in place."""
+        """Yields everything that was summed, by name, to be changed in place."""
         yield "examples", self._examples
         yield "output_sum", self._output_sum
         yield "output_squares", self._output_squares
         for name, tally in self._tallies().items():
-            for number, tensor in enumerate(tally.tensors()):
-                yield f"{name}/{number}", tensor
+            for index, tensor in enumerate(tally.tensors()):
+                yield f"{name}/{index}", tensor
 
     def _tallies(self) -> dict[str, FactorTally]:
-        """Each once, under the name of the first block that has it."""
-        found: dict[int, tuple[str, FactorTally]] = {}
-        for each in self._collectors:
-            for role, tally in each.tallies().items():
-                found.setdefault(id(tally), (f"{each.planned.name}/{role}", tally))
-        return dict(found.values())
+        """Every sum once, under the name of the first block that has it."""
+        tallies: dict[int, tuple[str, FactorTally]] = {}
+        for collector in self._collectors:
+            for role, tally in collector.tallies().items():
+                tallies.setdefault(id(tally), (f"{collector.planned.name}/{role}", tally))
+        return dict(tallies.values())
 
     @property
     def covered(self) -> set[str]:
+        """Names of the parameters in the plan."""
         return {parameter for block in self.plan.blocks for parameter in block.parameters}
 
     def forecasts(self) -> tuple[BlockForecast, ...]:
-        """What each block will weigh in the bundle."""
-        found: list[BlockForecast] = []
+        """Returns the form and size of every block."""
+        forecasts: list[BlockForecast] = []
         counted: set[int] = set()
-        for each in self._collectors:
-            own = {id(tally): tally for tally in each.tallies().values() if id(tally) not in counted}
-            counted |= own.keys()
-            size = sum(tally.total.stored_bytes for tally in own.values())
-            block = each.planned
-            found.append(
+        for collector in self._collectors:
+            new = {id(tally): tally for tally in collector.tallies().values() if id(tally) not in counted}
+            counted |= new.keys()
+            size = sum(tally.total.stored_bytes for tally in new.values())
+            block = collector.planned
+            forecasts.append(
                 BlockForecast(
                     block.name, block.parameters, block.kind, block.structure, block.join.rows, block.join.columns, size
                 )
             )
-        return tuple(found)
+        return tuple(forecasts)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all sums."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     @property
     def output_scale(self) -> OutputScale:
-        """Scale of f over the examples taken so far."""
+        """Scale of f over the examples added so far."""
         count = self.examples
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
@@ -239,25 +284,29 @@ class CurvatureAccumulator:
         return OutputScale(mean_square=square, variance=max(variance, 0.0))
 
     def finish(self) -> list[CurvatureBlock]:
-        """The blocks, scaled as the true GGN. The sums are used up."""
+        """Returns the blocks, scaled as the true GGN. The sums cannot be used afterwards.
+
+        Raises:
+            KfacpackError: If there are no examples, or a sum contains NaN or Inf.
+        """
         if not self.examples:
             raise KfacpackError("there are no examples to estimate from")
         matrices = {}
-        for each in self._collectors:
-            tallies = each.tallies()
+        for collector in self._collectors:
+            tallies = collector.tallies()
             positions = int(tallies["A"].positions) if "A" in tallies else None
             for role, tally in tallies.items():
                 if id(tally) in matrices:
                     continue
-                # Inputs are taken once for each batch, whatever the number of probes.
+                # Inputs are collected once per batch, whatever the number of probes.
                 divisor = self._examples * self._probes.divisor
                 if role == "A":
                     divisor = self._examples if self._settings.reduce else tally.positions.clamp(min=1)
                 if not tally.total.is_finite():
-                    problem = f"block {each.planned.name!r}: {role} has numbers that are not finite"
+                    problem = f"block {collector.planned.name!r}: {role} contains NaN or Inf"
                     raise KfacpackError(f"{problem}; gradients overflowed. Use float32 or bfloat16 for the model")
                 matrices[id(tally)] = tally.total.finish(float(divisor), examples=self.examples, positions=positions)
         return [
-            each.block({role: matrices[id(tally)] for role, tally in each.tallies().items()})
-            for each in self._collectors
+            collector.block({role: matrices[id(tally)] for role, tally in collector.tallies().items()})
+            for collector in self._collectors
         ]

@@ -1,8 +1,8 @@
-"""What an estimate will consist of: every parameter's block, decided before any of the work is done.
+"""Decides the block of every parameter, before anything is computed.
 
-The rule. A parameter that enters the computation once, as the matrix of a product, a convolution or a look-up, gets
-Kronecker factors, together with its bias. Any other that enters once gets its whole G: dense up to 4096 numbers, only
-the diagonal above that. One that enters more than once, or whose effect is shared by the examples, is refused.
+A parameter that is used once, as the matrix of a product, a convolution or an embedding lookup, gets Kronecker factors,
+together with its bias. Any other parameter that is used once gets its whole G: dense up to 4096 elements, only the
+diagonal above that. Parameters that are used more than once, or whose effect is shared by the examples, are rejected.
 """
 
 from __future__ import annotations
@@ -39,119 +39,144 @@ if TYPE_CHECKING:
 
 
 DENSE_LIMIT = 4096
-"""How many numbers a parameter may have to get its whole G, if it is not the matrix of a product."""
+"""Largest number of elements of a parameter with a dense G, if it is not the matrix of a product."""
 
 BlockStructure = Literal["kronecker", "dense", "diagonal"]
 
 
 @dataclass(frozen=True)
 class PlannedBlock:
+    """One block: its parameters, their operation, and how to find it in the graph of every batch."""
+
     name: str
     operation: MatrixOperation | VectorOperation
     kind: str
+    """Name of the operation in the bundle."""
     structure: BlockStructure
     join: Join
     parameter: str
-    """The one that leads to the operation; a bias is found beside it."""
-    way: UsagePath
+    """The parameter whose path leads to the operation; a bias is found beside it."""
+    path: UsagePath
     layout: ExampleLayout
-    as_it_is: bool
-    """Whether the gradient at the operand is the gradient at the parameter, or has to be pulled back to it."""
+    is_operand: bool
+    """Whether the gradient at the operand is that at the parameter, without any operation between them."""
     inputs: int = 0
-    """Blocks of the same number have the same inputs, and share their A."""
+    """Input group: blocks of one group have the same inputs, and share their A."""
     few_rows: bool = False
-    """Whether most rows of the gradient are zero, as where f looks at one position only."""
+    """Whether most rows of the gradient are zero, as where f depends on one position only."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """Names of the parameters, each once."""
         return tuple(dict.fromkeys(piece.parameter for piece in self.join.pieces))
 
     @property
     def one_hot(self) -> bool:
+        """Whether inputs are indices of one-hot rows."""
         return isinstance(self.operation, MatrixOperation) and self.operation.one_hot
 
     @property
     def bias(self) -> bool:
+        """Whether a bias is joined to the matrix."""
         return len(self.join.pieces) > 1
 
 
 @dataclass(frozen=True)
 class BlockPlan:
+    """All blocks of an estimate."""
+
     blocks: tuple[PlannedBlock, ...]
     unused: tuple[str, ...]
-    """Wanted, but f does not depend on them."""
+    """Selected parameters that f does not depend on."""
     width: int
     """C, the width of f."""
 
 
-def require_used(planned: BlockPlan, params: Iterable[str] | str | None) -> None:
-    """Who names a parameter expects it to be covered."""
-    covered = [name for block in planned.blocks for name in block.parameters]
+def require_used(plan: BlockPlan, params: Iterable[str] | str | None) -> None:
+    """Checks that every pattern in `params` names a parameter that f depends on.
+
+    Raises:
+        KfacpackError: If a pattern matches only parameters that f does not depend on.
+    """
+    covered = [name for block in plan.blocks for name in block.parameters]
     for pattern in [params] if isinstance(params, str) else params or ():
-        missed = [name for name in planned.unused if fnmatchcase(name, pattern)]
-        if missed and not any(fnmatchcase(name, pattern) for name in covered):
-            problem = f"f does not depend on {missed[0]!r}, which 'params' asks for as {pattern!r}"
+        unused = [name for name in plan.unused if fnmatchcase(name, pattern)]
+        if unused and not any(fnmatchcase(name, pattern) for name in covered):
+            problem = f"f does not depend on {unused[0]!r}, which {pattern!r} in 'params' selects"
             raise KfacpackError(f"{problem}. Leave it out, or choose another f")
 
 
-def plan_blocks(trace: ModelTrace, wanted: Mapping[str, Tensor], options: EstimateOptions) -> BlockPlan:
-    used = {name: parameter for name, parameter in wanted.items() if trace.graph.uses(parameter)}
-    entrances = {name: usages_of(trace, name, parameter) for name, parameter in used.items()}
-    blocks, joined = _row_blocks(trace, entrances)
-    for name, found in entrances.items():
+def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: EstimateOptions) -> BlockPlan:
+    """Decides the block of every parameter.
+
+    Args:
+        trace: Trace of the first batch.
+        parameters: Selected parameters, by name, in state-dict order.
+        options: Options of the estimate.
+
+    Raises:
+        KfacpackError: If a parameter cannot be estimated.
+    """
+    used = {name: parameter for name, parameter in parameters.items() if trace.graph.uses(parameter)}
+    usages = {name: usages_of(trace, name, parameter) for name, parameter in used.items()}
+    blocks, joined = _kronecker_blocks(trace, usages)
+    for name, of_parameter in usages.items():
         whole = (0, len(used[name]) if used[name].dim() else 1)
-        covered = sorted(p.rows or whole for block in blocks for p in block.join.pieces if p.parameter == name)
-        if any(stop > start for (_, stop), (start, _) in pairwise(covered)):
-            raise KfacpackError(unsupported_usage(name, found))
-    for name, found in entrances.items():
-        left = [entrance for entrance in found if (name, entrance.steps) not in joined]
-        if len(left) > 1 or (left and len(found) > 1):
-            raise KfacpackError(unsupported_usage(name, found))
-        if left:
-            blocks.append(_vector_block(trace, left[0]))
-    order = {name: number for number, name in enumerate(wanted)}
+        ranges = sorted(p.rows or whole for block in blocks for p in block.join.pieces if p.parameter == name)
+        if any(stop > start for (_, stop), (start, _) in pairwise(ranges)):
+            raise KfacpackError(unsupported_usage(name, of_parameter))
+    for name, of_parameter in usages.items():
+        remaining = [usage for usage in of_parameter if (name, usage.steps) not in joined]
+        if len(remaining) > 1 or (remaining and len(of_parameter) > 1):
+            raise KfacpackError(unsupported_usage(name, of_parameter))
+        if remaining:
+            blocks.append(_vector_block(trace, remaining[0]))
+    order = {name: position for position, name in enumerate(parameters)}
     blocks.sort(key=lambda block: (order[block.parameter], block.join.pieces[0].rows or (0, 0)))
     if options.structure == "diagonal":
         blocks = [replace(block, structure="diagonal") for block in blocks]
     if options.sharing == "reduce":
-        # The mean of one-hot rows is not one-hot, and A of a whole vocabulary would not be diagonal any more.
+        # The mean of one-hot rows is not one-hot, and A of a whole vocabulary would not be diagonal.
         blocks = [replace(block, structure="diagonal") if block.one_hot else block for block in blocks]
     for block in blocks:
-        side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
-        if block.structure == "kronecker" and options.diagonal_blocks > side:
-            problem = f"block {block.name!r} has a factor of side {side}, which has no {options.diagonal_blocks} blocks"
-            raise KfacpackError(
-                f"compress {options.compress!r}: {problem}. Use a smaller K, or leave it out of 'params'"
-            )
+        _check_diagonal_blocks(block, options)
     if not blocks:
         raise KfacpackError("f does not depend on any of the chosen parameters")
-    unused = tuple(name for name in wanted if name not in used)
+    unused = tuple(name for name in parameters if name not in used)
     return BlockPlan(tuple(blocks), unused, trace.f.shape[1])
 
 
-def _row_blocks(
-    trace: ModelTrace, entrances: Mapping[str, list[ParamUsage]]
+def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> None:
+    """Checks that every factor of a block has as many rows as diagonal blocks are requested."""
+    side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
+    if block.structure == "kronecker" and options.diagonal_blocks > side:
+        problem = f"block {block.name!r} has a factor of side {side}, too small for {options.diagonal_blocks} blocks"
+        raise KfacpackError(f"compress {options.compress!r}: {problem}. Use a smaller K, or leave it out of 'params'")
+
+
+def _kronecker_blocks(
+    trace: ModelTrace, usages: Mapping[str, list[ParamUsage]]
 ) -> tuple[list[PlannedBlock], set[tuple[str, GraphSteps]]]:
-    """The blocks with Kronecker factors, and the entrances that they account for."""
-    biases = [entrance for found in entrances.values() for entrance in found if len(entrance.parameter.shape) == 1]
+    """The blocks with Kronecker factors, and the usages that they cover."""
+    biases = [usage for of_parameter in usages.values() for usage in of_parameter if usage.parameter.dim() == 1]
     blocks: list[PlannedBlock] = []
     joined: set[tuple[str, GraphSteps]] = set()
     groups: dict[Hashable, int] = {}
-    for name, found in entrances.items():
-        for entrance in found:
-            operation = entrance.operation
-            if not isinstance(operation, MatrixOperation) or (piece := piece_of(entrance, operation)) is None:
+    for name, of_parameter in usages.items():
+        for usage in of_parameter:
+            operation = usage.operation
+            if not isinstance(operation, MatrixOperation) or (piece := piece_of(usage, operation)) is None:
                 continue
-            rows, columns = piece.matrix_shape(tuple(entrance.parameter.shape))
-            bias = next((each for each in biases if is_bias_of(trace, each, entrance, rows)), None)
+            rows, columns = piece.matrix_shape(tuple(usage.parameter.shape))
+            bias = next((bias for bias in biases if is_bias_of(trace, bias, usage, rows)), None)
             pieces = [piece]
-            if bias is not None and (beside := bias_piece_of(bias, columns)) is not None:
-                pieces.append(beside)
+            if bias is not None and (bias_piece := bias_piece_of(bias, columns)) is not None:
+                pieces.append(bias_piece)
                 joined.add((bias.name, bias.steps))
-            joined.add((name, entrance.steps))
-            gradients = tuple(operation.gradients(entrance.node, g) for g in trace.gradients[entrance.node])
-            as_made = gradients[0] is trace.gradients[entrance.node][0]
-            key = (operation.identity(entrance.node), columns, len(pieces) > 1)
+            joined.add((name, usage.steps))
+            gradients = tuple(operation.gradients(usage.node, g) for g in trace.gradients[usage.node])
+            unchanged = gradients[0] is trace.gradients[usage.node][0]
+            key = (operation.identity(usage.node), columns, len(pieces) > 1)
             start, stop = piece.rows or (0, 0)
             blocks.append(
                 PlannedBlock(
@@ -161,11 +186,11 @@ def _row_blocks(
                     structure="kronecker",
                     join=Join(rows=rows, columns=columns + len(pieces) - 1, pieces=tuple(pieces)),
                     parameter=name,
-                    way=usage_path_of(entrance, len(found), as_matrix=True),
-                    layout=entrance.layout if as_made else _layout_of_rows(trace, name, gradients),
-                    as_it_is=True,
+                    path=usage_path_of(usage, len(of_parameter), as_matrix=True),
+                    layout=usage.layout if unchanged else _layout_of_rows(trace, name, gradients),
+                    is_operand=True,
                     inputs=groups.setdefault(key, len(groups)),
-                    few_rows=_mostly_zero(gradients[0], trace.examples if len(gradients) > 1 else 1),
+                    few_rows=_is_mostly_zero(gradients[0], trace.examples if len(gradients) > 1 else 1),
                 )
             )
     return blocks, joined
@@ -174,30 +199,31 @@ def _row_blocks(
 def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...]) -> ExampleLayout:
     layout = trace.layout_of(gradients) or trace.layout_of_zero(gradients)
     if layout is None:
-        raise KfacpackError(f"parameter {name!r} cannot be estimated: its rows cannot be told apart by example")
+        raise KfacpackError(f"parameter {name!r} cannot be estimated: its rows cannot be assigned to examples")
     return layout
 
 
-def _mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Whether f does not depend on most of the positions; `gradients` are those of one in so many `examples`."""
+def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
+    """Whether f does not depend on most positions; `gradients` are those of one in so many `examples`."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 
-def _vector_block(trace: ModelTrace, entrance: ParamUsage) -> PlannedBlock:
-    operation, number = entrance.operation, entrance.parameter.numel()
-    g = trace.gradients[entrance.node][0]
-    shared = entrance.layout.fits(g, entrance.steps[-1].operand_shape)
+def _vector_block(trace: ModelTrace, usage: ParamUsage) -> PlannedBlock:
+    """The block with a whole or diagonal G for one usage."""
+    operation, size = usage.operation, usage.parameter.numel()
+    g = trace.gradients[usage.node][0]
+    shared = usage.layout.fits(g, usage.steps[-1].operand_shape)
     if isinstance(operation, MatrixOperation) or not shared:
         operation = GenericOperation(operation.kind)
-    operand, pulled = entrance.marked()
+    operand, marks = usage.marked()
     return PlannedBlock(
-        name=entrance.name,
+        name=usage.name,
         operation=operation,
         kind=operation.kind,
-        structure="dense" if number <= DENSE_LIMIT else "diagonal",
-        join=Join(rows=number, columns=1, pieces=(Piece(parameter=entrance.name, view="column"),)),
-        parameter=entrance.name,
-        way=usage_path_of(entrance, 1, as_matrix=False),
-        layout=entrance.layout,
-        as_it_is=torch.equal(pulled.reshape(-1), operand.reshape(-1)),
+        structure="dense" if size <= DENSE_LIMIT else "diagonal",
+        join=Join(rows=size, columns=1, pieces=(Piece(parameter=usage.name, view="column"),)),
+        parameter=usage.name,
+        path=usage_path_of(usage, 1, as_matrix=False),
+        layout=usage.layout,
+        is_operand=torch.equal(marks.reshape(-1), operand.reshape(-1)),
     )

@@ -1,6 +1,6 @@
-"""One block's share of a batch: taken while autograd passes by its operation, and added to the block's sums.
+"""Collects the share of one block in a batch, during the backward pass, and adds it to the sums of the block.
 
-Shapes: rows are (P, features), P the positions of the N examples; g is the gradient at the operation's output.
+Rows are (P, features), where P counts the positions of the N examples; g is the gradient at the operation's output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kfacpack.estimation.autograd_graph import GraphSteps, backward_to_parameter
 from kfacpack.estimation.factor_sums import CountSum, GramSum, RunningSum, SquareSum
 from kfacpack.estimation.matrix_operations import MatrixOperation, VectorOperation
 from kfacpack.estimation.operations import matrix_operation_of
-from kfacpack.estimation.tracing import by_example, kept_rows, means, sums
+from kfacpack.estimation.tracing import by_example, drops_rows, kept_rows, means, sums
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import BlockForm
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CollectorSettings:
-    """How sums are kept."""
+    """Dtype, device and form of the sums."""
 
     dtype: torch.dtype
     device: torch.device
     reduce: bool = False
-    """KFAC-reduce: positions are put together before products are taken, not after."""
+    """KFAC-reduce: positions are combined before products are computed, not after."""
     blocks: int = 1
-    """How many diagonal blocks of each Kronecker factor are kept."""
+    """Number of diagonal blocks that are kept of every Kronecker factor."""
 
 
 @dataclass
@@ -45,164 +45,218 @@ class BackwardPass:
 
     examples: int
     mask: Tensor | None
-    """(N, R), false where an example has only padding."""
+    """(N, R), False at padded positions."""
     first: bool
-    """Whether it is the batch's first pass, in which inputs are taken as well."""
-    taken: dict[int, Hashable] = field(default_factory=dict)
-    """Which inputs have been taken already, by the number of their group."""
+    """Whether it is the first pass of the batch, in which inputs are collected as well."""
+    collected: dict[int, Hashable] = field(default_factory=dict)
+    """Identity of the inputs that were collected already, by input group."""
 
 
 class FactorTally:
-    """A sum, and how many positions went into it."""
+    """A sum, and the number of positions that went into it.
 
-    def __init__(self, total: RunningSum):
+    Args:
+        total: The sum.
+        device: Device of the number of positions.
+    """
+
+    def __init__(self, total: RunningSum, device: torch.device):
         self.total = total
-        self.positions = torch.zeros((), dtype=torch.int64)
+        self.positions = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, rows: Tensor, positions: int) -> None:
-        self.total.add(rows)
-        self.positions += positions
+    def add(self, rows: Tensor, positions: int | Tensor = 0, count: Tensor | None = None) -> None:
+        """Adds rows.
+
+        Args:
+            rows: As for `RunningSum.add`.
+            positions: Number of positions that the rows stand for.
+            count: As for `RunningSum.add`.
+        """
+        self.total.add(rows, count)
+        self.positions += positions if isinstance(positions, int) else positions.to(self.positions.device)
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yields everything summed so far, to be changed in place."""
         yield from self.total.tensors()
         yield self.positions
 
 
 class Collector(ABC):
-    """Collects for one block."""
+    """Collects the sums of one block.
+
+    Args:
+        planned: The block.
+    """
 
     immediate = True
-    """Whether `collect` may be called while autograd is at work."""
+    """Whether `collect` may be called during the backward pass."""
 
     def __init__(self, planned: PlannedBlock):
         self.planned = planned
 
     @abstractmethod
-    def collect(self, steps: GraphSteps, g: Tensor, passing: BackwardPass) -> None:
-        """Take what is needed from the operation where `steps` end."""
+    def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
+        """Adds the share of one backward pass.
+
+        Args:
+            steps: Path from the parameter to its operation.
+            g: Gradient at the output of the operation.
+            backward_pass: The pass.
+        """
 
     @abstractmethod
     def tallies(self) -> Mapping[str, FactorTally]:
-        """By role; a tally may be shared with other blocks."""
+        """Returns the sums by role (`A`, `B` or `G`); other blocks may share them."""
 
     @abstractmethod
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockForm:
-        """From the finished matrix of each role."""
+        """Returns the form of the block, from the finished matrix of every role."""
 
     def block(self, matrices: Mapping[str, Matrix]) -> CurvatureBlock:
+        """Returns the finished block, from the finished matrix of every role."""
         return CurvatureBlock(self.planned.name, self.planned.kind, self.planned.join, self.structure(matrices))
 
 
 class KroneckerCollector(Collector):
+    """Collects the Kronecker factors A and B of the matrix of a product.
+
+    Args:
+        planned: The block.
+        settings: Form of the sums.
+        shared: Sums of A by input group, shared by all collectors; that of a new group is added.
+    """
+
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings, shared: dict[int, FactorTally]):
         super().__init__(planned)
         self._reduce = settings.reduce
         self._dtype = settings.dtype
-        columns, common = planned.join.columns - planned.bias, (settings.dtype, settings.device)
+        columns, options = planned.join.columns - planned.bias, (settings.dtype, settings.device)
         if planned.inputs not in shared:
             inputs: RunningSum = (
-                CountSum(columns, *common)
+                CountSum(columns, *options)
                 if planned.one_hot
-                else GramSum(columns, *common, ones=planned.bias, blocks=settings.blocks)
+                else GramSum(columns, *options, ones=planned.bias, blocks=settings.blocks)
             )
-            shared[planned.inputs] = FactorTally(inputs)
+            shared[planned.inputs] = FactorTally(inputs, settings.device)
         self._A = shared[planned.inputs]
-        self._B = FactorTally(GramSum(planned.join.rows, *common, blocks=settings.blocks))
+        self._B = FactorTally(GramSum(planned.join.rows, *options, blocks=settings.blocks), settings.device)
 
-    def collect(self, steps: GraphSteps, g: Tensor, passing: BackwardPass) -> None:
-        node, layout, examples = steps[-1].node, self.planned.layout, passing.examples
+    def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
+        """Adds g gᵀ to B, and in the first pass of a batch a aᵀ to A."""
+        node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
         gradients = operation.gradients(node, g)
-        kept = kept_rows(passing.mask, layout, gradients, examples)
-        if passing.first:
-            identity = operation.identity(node)
-            if passing.taken.setdefault(self.planned.inputs, identity) is identity:
-                self._take_inputs(operation.inputs(node), kept, examples)
-            elif passing.taken[self.planned.inputs] != identity:
-                raise KfacpackError(
-                    f"block {self.planned.name!r}: its inputs were another block's too, but are no more"
-                )
+        kept = kept_rows(backward_pass.mask, layout, gradients, examples)
+        if backward_pass.first:
+            identity, collected = operation.identity(node), backward_pass.collected
+            if collected.setdefault(self.planned.inputs, identity) is identity:
+                self._collect_inputs(operation.inputs(node), kept, examples)
+            elif collected[self.planned.inputs] != identity:
+                problem = "shared its inputs with another block in the first batch, but does not in this one"
+                raise KfacpackError(f"block {self.planned.name!r} {problem}")
         if self._reduce:
             gradients = sums(gradients.to(self._dtype), layout, examples, kept)
         elif kept is not None:
-            gradients = gradients[kept]
+            # Padded rows are zero here: dropping them only saves work.
+            gradients = gradients[kept] if drops_rows(gradients.device) else gradients
         elif self.planned.few_rows:
             gradients = gradients[(gradients != 0).any(1)]
-        self._B.add(gradients, 0)
+        self._B.add(gradients)
 
-    def _take_inputs(self, rows: Tensor, kept: Tensor | None, examples: int) -> None:
+    def _collect_inputs(self, rows: Tensor, kept: Tensor | None, examples: int) -> None:
         if self._reduce:
-            count = len(rows) if kept is None else int(kept.sum())
-            self._A.add(means(rows.to(self._dtype), self.planned.layout, examples, kept), count)
-            return
-        rows = rows if kept is None else rows[kept]
-        self._A.add(rows, int((rows >= 0).sum()) if self.planned.one_hot else len(rows))
+            positions = len(rows) if kept is None else kept.sum()
+            self._A.add(means(rows.to(self._dtype), self.planned.layout, examples, kept), positions)
+        elif self.planned.one_hot:
+            rows = rows if kept is None else torch.where(kept, rows, -1)
+            self._A.add(rows, (rows >= 0).sum())
+        elif kept is None or drops_rows(rows.device):
+            rows = rows if kept is None else rows[kept]
+            self._A.add(rows, len(rows))
+        else:
+            count = kept.sum()
+            self._A.add(rows.masked_fill(~kept[:, None], 0), count, count)
 
     def tallies(self) -> Mapping[str, FactorTally]:
+        """Returns the sums of B and A."""
         return {"B": self._B, "A": self._A}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockForm:
+        """Returns B ⊗ A."""
         return Kronecker.of(matrices["B"], matrices["A"])
 
 
 class WholeCollector(Collector):
-    """All of a block's G, or its diagonal: from the gradient of each example at the parameter."""
+    """Collects the whole G of a block, or its diagonal, from the gradient of every example at the parameter.
+
+    Args:
+        planned: The block.
+        settings: Form of the sums.
+    """
 
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
         super().__init__(planned)
-        side, common = planned.join.rows * planned.join.columns, (settings.dtype, settings.device)
-        self._G = FactorTally(SquareSum(side, *common) if planned.structure == "diagonal" else GramSum(side, *common))
+        side, options = planned.join.rows * planned.join.columns, (settings.dtype, settings.device)
+        total = SquareSum(side, *options) if planned.structure == "diagonal" else GramSum(side, *options)
+        self._dtype = settings.dtype
+        self._G = FactorTally(total, settings.device)
 
     def tallies(self) -> Mapping[str, FactorTally]:
+        """Returns the sum of G."""
         return {"G": self._G}
 
     def structure(self, matrices: Mapping[str, Matrix]) -> BlockForm:
+        """Returns G."""
         return Whole(matrices["G"])
 
 
 class VectorCollector(WholeCollector):
+    """Collects G of a parameter that is added or multiplied, or used in any other way.
+
+    Args:
+        planned: The block.
+        settings: Form of the sums.
+    """
+
     def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
         super().__init__(planned, settings)
         assert isinstance(planned.operation, VectorOperation)
         self._operation = planned.operation
-        self._dtype = settings.dtype
-        # What lies between parameter and operation passes nothing back either, while autograd is at work.
-        self.immediate = planned.operation.immediate and planned.as_it_is
+        # Operations between the parameter and its operation return no gradient during the backward pass either.
+        self.immediate = planned.operation.immediate and planned.is_operand
 
-    def collect(self, steps: GraphSteps, g: Tensor, passing: BackwardPass) -> None:
+    def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
+        """Adds the products of every example's gradient."""
         if self._operation.immediate:
-            g = g.to(self._dtype)  # positions are summed up in this
-        vectors = self._operation.vectors(steps[-1], g, self.planned.layout, passing.examples)
-        if not self.planned.as_it_is:
+            g = g.to(self._dtype)  # positions are summed in this dtype
+        vectors = self._operation.vectors(steps[-1], g, self.planned.layout, backward_pass.examples)
+        if not self.planned.is_operand:
             shape = steps[-1].operand_shape
             vectors = torch.stack(
                 [backward_to_parameter(steps, vector.reshape(shape)).reshape(-1) for vector in vectors]
             )
         if vectors.shape[1] != self._G.total.side:
             problem = (
-                f"block {self.planned.name!r} has {self._G.total.side} numbers, and {vectors.shape[1]} in this batch"
+                f"block {self.planned.name!r} has {self._G.total.side} elements, but {vectors.shape[1]} in this batch"
             )
-            raise KfacpackError(f"{problem}; a model whose steps depend on its input cannot be estimated")
-        self._G.add(vectors, 0)
+            raise KfacpackError(f"{problem}; a model whose operations depend on its input cannot be estimated")
+        self._G.add(vectors)
 
 
 class DiagonalRowCollector(WholeCollector):
-    """The diagonal for the matrix of a product: the squares of each example's gradient, Σ over positions of g aᵀ."""
+    """Collects the diagonal of G for the matrix of a product: squares of every example's Σ over positions of g aᵀ."""
 
-    def __init__(self, planned: PlannedBlock, settings: CollectorSettings):
-        super().__init__(planned, settings)
-        self._dtype = settings.dtype
-
-    def collect(self, steps: GraphSteps, g: Tensor, passing: BackwardPass) -> None:
-        node, layout, examples = steps[-1].node, self.planned.layout, passing.examples
+    def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
+        """Adds the squares of every example's gradient."""
+        node, layout, examples = steps[-1].node, self.planned.layout, backward_pass.examples
         operation = matrix_operation_of(steps[-1])
         gradients = by_example(operation.gradients(node, g).to(self._dtype), layout, examples)
         inputs = by_example(operation.inputs(node), layout, examples)
-        for each, rows in zip(gradients, inputs, strict=True):
-            self._G.add(self._of_example(each, rows).reshape(1, -1), 0)
+        for example_gradients, rows in zip(gradients, inputs, strict=True):
+            self._G.add(self._example_gradient(example_gradients, rows).reshape(1, -1))
 
-    def _of_example(self, gradients: Tensor, rows: Tensor) -> Tensor:
-        """(R, out) and (R, in) or (R,) -> (out, in), a bias as last column."""
+    def _example_gradient(self, gradients: Tensor, rows: Tensor) -> Tensor:
+        """(R, out) and (R, in) or (R,) -> (out, in), with a bias as last column."""
         columns = self.planned.join.columns
         if self.planned.one_hot:
             return gradients.new_zeros(gradients.shape[1], columns).index_add_(1, rows.clamp(min=0), gradients.T)
@@ -210,7 +264,14 @@ class DiagonalRowCollector(WholeCollector):
         return torch.cat([matrix, gradients.sum(0)[:, None]], dim=1) if self.planned.bias else matrix
 
 
-def collector(planned: PlannedBlock, settings: CollectorSettings, shared: dict[int, FactorTally]) -> Collector:
+def collector_for(planned: PlannedBlock, settings: CollectorSettings, shared: dict[int, FactorTally]) -> Collector:
+    """Returns the collector for a planned block.
+
+    Args:
+        planned: The block.
+        settings: Form of the sums.
+        shared: Sums of A by input group, shared by all collectors.
+    """
     if planned.structure == "kronecker":
         return KroneckerCollector(planned, settings, shared)
     if isinstance(planned.operation, MatrixOperation):

@@ -1,4 +1,4 @@
-"""Several processes that share one piece of work: which of them this one is, and how their sums become one."""
+"""Several processes that share one job: the rank of this process, and sums over all processes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from kfacpack.errors import KfacpackError
 
 
 def rank() -> int:
+    """Returns the rank of this process; 0 if it runs alone."""
     return dist.get_rank() if _is_distributed() else 0
 
 
 def world_size() -> int:
+    """Returns the number of processes; 1 if this one runs alone."""
     return dist.get_world_size() if _is_distributed() else 1
 
 
@@ -27,12 +29,16 @@ def _is_distributed() -> bool:
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[None]:
-    """Join the processes that torchrun or accelerate started, if one of them started this one."""
+    """Joins the process group of torchrun or accelerate, if this process was started by one of them.
+
+    Args:
+        device: Device of this process; decides between NCCL and Gloo.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _is_distributed():
         yield
         return
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # where .cuda() puts things, and what NCCL takes for this process's own
+        torch.cuda.set_device(device)  # the device of .cuda() and of NCCL
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield
@@ -41,43 +47,53 @@ def process_group(device: torch.device) -> Iterator[None]:
 
 
 def local_device(device: str) -> torch.device:
-    """'auto' is the first GPU there is; a GPU without a number is another one for each process of a machine."""
+    """Returns the device of this process.
+
+    Args:
+        device: A torch device, or 'auto' for the first GPU if there is one. 'cuda' without an index is another GPU for
+            every process of a machine.
+
+    Raises:
+        KfacpackError: If torch does not know the device, or it is 'meta'.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     if device == "cuda" and "LOCAL_RANK" in os.environ:
         return torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     try:
-        found = torch.device(device)
+        parsed = torch.device(device)
     except RuntimeError as error:
         raise KfacpackError(
-            f"device {device!r}: expected cpu, cuda, cuda:1, mps or another that torch knows"
+            f"unknown device {device!r}; expected cpu, cuda, cuda:1, mps or another torch device"
         ) from error
-    if found.type == "meta":
-        raise KfacpackError("device 'meta' computes nothing; choose one that does")
-    return found
+    if parsed.type == "meta":
+        raise KfacpackError("device 'meta' holds no data; choose another device")
+    return parsed
 
 
 def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
-    """Every process gets the sum over all of them, in place."""
+    """Replaces every tensor by its sum over all processes, in place."""
     _synchronize(tensors, dist.all_reduce)
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Every process gets what the first one has, in place."""
+    """Replaces every tensor by that of the first process, in place."""
     _synchronize(tensors, lambda tensor: dist.broadcast(tensor, src=0))
 
 
-def _synchronize(tensors: Iterable[Tensor], together: Callable[[Tensor], object]) -> None:
+def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], object]) -> None:
+    """Calls `communicate` on every tensor, on a device that the backend supports."""
     if world_size() == 1:
         return
     on_device = dist.get_backend() == "nccl"
     for tensor in tensors:
         moved = tensor.cuda() if on_device else tensor
-        together(moved)
+        communicate(moved)
         if moved is not tensor:
             tensor.copy_(moved)
 
 
 def barrier() -> None:
+    """Waits for all processes."""
     if world_size() > 1:
         dist.barrier()

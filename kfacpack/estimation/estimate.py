@@ -1,4 +1,4 @@
-"""`kp.estimate`: the GGN of f at the model's parameters, block by block, in one pass over the data."""
+"""`kp.estimate`: the generalized Gauss-Newton matrix of f, block by block, in one pass over the data."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
-    from kfacpack.estimation.options import EstimateStructure
-    from kfacpack.format.manifest import Base, Fisher, Probe, Sharing, Source
+    from kfacpack.format.manifest import Base, EstimateStructure, Fisher, Probe, Sharing, Source
     from kfacpack.models.functional import Forward, ModelInput
 
 
@@ -52,24 +51,40 @@ def estimate(
     function: Function | None = None,
     source: Source | None = None,
 ) -> Curvature:
-    """The curvature of a model's output f on the given inputs, G = 1/N Σ JᵀJ, block by block.
+    """Estimates the curvature of a model's output f on the given inputs: G = 1/N Σ JᵀJ, block by block.
 
-    `model(*batch)`, or `forward(*batch)` if given, is f, of shape (N, C). A batch is a tensor, a tuple (its parts are
-    the arguments) or a dict (of keyword arguments). An `attention_mask` in a dict leaves out padded positions. The
-    model is used in evaluation mode and is afterwards as it was. Of a kfacpack model, f is its own, and by default what
-    its family freezes stays out.
+    The model is used in eval mode, and its flags are restored. With several processes (torch.distributed), all are
+    passed the same batches; each processes its share of them, and all return the whole result.
 
-    - fisher: "mc" asks the output in `samples` random directions per example, "exact" in all C of them.
-    - probe: how these are drawn: "orthogonal", "rademacher" or "gaussian"; `seed` and an example's number decide.
-    - params: names or patterns (`*.mlp.*`) of the parameters to cover; None covers all that f depends on.
-    - sharing: "expand" or "reduce", how KFAC treats positions that share a weight.
-    - structure: "diagonal" gives the diagonal of G for every block instead of Kronecker factors.
-    - compress: a codec, as for `kp.compress`; of "block:K" only the K diagonal blocks of each factor are computed.
-    - offload: the sums are kept on the CPU, whatever the model's device.
-    - name, function, source: what the bundle says of the model, of f and of the data.
+    Args:
+        model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
+            itself.
+        batches: Inputs without labels. A batch is a tensor, a tuple of arguments or a dict of keyword arguments. An
+            `attention_mask` in a dict, (N, R), excludes padded positions.
+        fisher: "mc" differentiates f in `samples` random directions per example, "exact" in all C directions.
+        samples: Number of random directions (probes) per example.
+        probe: Distribution of the probes: "orthogonal", "rademacher" or "gaussian".
+        params: Names or patterns (`*.mlp.*`) of the parameters to cover. Defaults to all that f depends on; for a
+            model from `kp.load_model`, without those that its family freezes.
+        seed: Seed of the probes, which depend on it and on the index of the example alone.
+        forward: Function that computes f from a batch, if f is not `model(*batch)`.
+        sharing: How KFAC treats positions that share a weight: "expand" or "reduce".
+        structure: "kronecker", or "diagonal" for the diagonal of G in every block.
+        compress: Codecs, as for `kp.compress`. With "block:K", only the K diagonal blocks of each factor are computed.
+        offload: Whether to keep the sums on the CPU, whatever the model's device.
+        name: Name of the model in the bundle. Defaults to its own, or to its class.
+        function: Description of f in the bundle.
+        source: Description of the data in the bundle.
 
-    With several processes (torch.distributed), all are given the same batches; each takes its share of them, and all
-    get the whole result.
+    Returns:
+        The curvature.
+
+    Raises:
+        KfacpackError: If an option is not supported, there are no batches, or a parameter cannot be estimated.
+
+    Example:
+        >>> curvature = kp.estimate(model, ((x,) for x, _ in loader), params=["*.weight"])
+        >>> curvature.save("digits.kfac")
     """
     params = list(params) if params is not None and not isinstance(params, str) else params
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
@@ -77,42 +92,43 @@ def estimate(
     family, revision = "torch", None
     if isinstance(model, Model):
         module, frozen, family, revision = model.module, model.frozen, model.family, model.revision
-        # Another f than the model's own is not what `function` would say of it.
+        # The model's `function` does not describe another f than its own.
         function = function or (model.function if forward is None else None)
         forward, name = forward or model.forward, name or model.name
     elif isinstance(model, nn.Module):
         module = model
     else:
-        raise KfacpackError(f"expected a module or a model of kp.load_model, found {type(model).__name__}")
-    wanted = select_parameters(module, params, frozen)
+        raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
+    parameters = select_parameters(module, params, frozen)
     remaining = iter(batches)
     first = next(remaining, None)
     if first is None:
         raise KfacpackError("there are no batches to estimate from")
-    with eval_mode(module, wanted), ThreadPoolExecutor(max_workers=1) as background:
-        estimation = begin_accumulation(forward or module, to_device(first, device_of(wanted)), wanted, options, params)
-        called = name or type(module).__name__
-        base = background.submit(identify, module, estimation.covered, family=family, name=called, revision=revision)
-        for number, batch in _own_share(chain([first], remaining), estimation):
-            estimation.take(to_device(batch, device_of(wanted)), number)
-    function = function or Function(output="other", normalized=False, width=estimation.plan.width)
-    curvature = finish_curvature(estimation, options, base.result(), function, source)
+    device = device_of(parameters)
+    with eval_mode(module, parameters), ThreadPoolExecutor(max_workers=1) as background:
+        accumulator = begin_accumulation(forward or module, to_device(first, device), parameters, options, params)
+        name = name or type(module).__name__
+        base = background.submit(identify, module, accumulator.covered, family=family, name=name, revision=revision)
+        for start, batch in _own_share(chain([first], remaining), accumulator):
+            accumulator.take(to_device(batch, device), start)
+    function = function or Function(output="other", normalized=False, width=accumulator.plan.width)
+    curvature = finish_curvature(accumulator, options, base.result(), function, source)
     return compress_result(curvature, options)[0] if options.compress else curvature
 
 
-def _own_share(batches: Iterable[ModelInput], estimation: CurvatureAccumulator) -> Iterator[tuple[int, ModelInput]]:
-    """The batches that this process takes, each with the number of its first example."""
+def _own_share(batches: Iterable[ModelInput], accumulator: CurvatureAccumulator) -> Iterator[tuple[int, ModelInput]]:
+    """The batches of this process, each with the index of its first example."""
     if distributed.world_size() == 1:
         for batch in batches:
-            yield estimation.examples, batch
+            yield accumulator.examples, batch
         return
     start = 0
-    for number, batch in enumerate(batches):
+    for index, batch in enumerate(batches):
         size = batch_size_of(batch)
         if size is None:
-            problem = "for several processes, all tensors of a batch must have the examples in their first dimension"
-            raise KfacpackError(problem)
-        if number % distributed.world_size() == distributed.rank():
+            problem = "cannot distribute batches: their tensors have different first dimensions"
+            raise KfacpackError(f"{problem}; with several processes, it must be the examples in all of them")
+        if index % distributed.world_size() == distributed.rank():
             yield start, batch
         start += size
 
@@ -120,70 +136,92 @@ def _own_share(batches: Iterable[ModelInput], estimation: CurvatureAccumulator) 
 def begin_accumulation(
     forward: Forward,
     batch: ModelInput,
-    wanted: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
     options: EstimateOptions,
     params: Iterable[str] | str | None,
     number: int = 0,
 ) -> CurvatureAccumulator:
-    """Look at the model once, plan, and make room for the sums.
+    """Traces the model, plans the blocks and allocates the sums.
 
-    `params` is how the wanted parameters were asked for, `number` that of the batch's first example.
+    Args:
+        forward: Function from a batch to f.
+        batch: The first batch.
+        parameters: Selected parameters, by name.
+        options: Options of the estimate.
+        params: The patterns that selected the parameters.
+        number: Index of the first example of the batch.
+
+    Raises:
+        KfacpackError: If a parameter cannot be estimated, or f does not depend on one that `params` names.
     """
-    traced, planned = _planned(forward, batch, wanted, options)
-    settings = options.settings(next(iter(wanted.values())).dtype, device_of(wanted))
-    known = (number, traced.f[0].detach()) if traced.twice and traced.example == 0 else None
-    require_used(planned, params)
-    return CurvatureAccumulator(forward, planned, wanted, options.probes, settings, known)
+    trace, plan = _trace_and_plan(forward, batch, parameters, options)
+    settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
+    reference = (number, trace.f[0].detach()) if trace.twice and trace.example == 0 else None
+    require_used(plan, params)
+    return CurvatureAccumulator(forward, plan, parameters, options.probes, settings, reference)
 
 
-def _planned(
-    forward: Forward, batch: ModelInput, wanted: Mapping[str, Tensor], options: EstimateOptions
+def _trace_and_plan(
+    forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """The plan by the batch's first example; by a later one, if that has gradients where the first has none."""
+    """Plans by the first example of a batch; by a later one, if that has gradients where the first has none."""
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
-        traced = trace_model(forward, batch, wanted, example)
-        planned = plan_blocks(traced, wanted, options)
-        if best is None or traced.silent < best[0].silent:
-            best = traced, planned
-        if not (traced.silent and traced.twice):
+        trace = trace_model(forward, batch, parameters, example)
+        plan = plan_blocks(trace, parameters, options)
+        if best is None or trace.silent < best[0].silent:
+            best = trace, plan
+        if not (trace.silent and trace.twice):
             break
     assert best is not None
     return best
 
 
 def finish_curvature(
-    estimation: CurvatureAccumulator, options: EstimateOptions, base: Base, function: Function, source: Source | None
+    accumulator: CurvatureAccumulator, options: EstimateOptions, base: Base, function: Function, source: Source | None
 ) -> Curvature:
-    """What all processes have summed, as a curvature."""
-    distributed.all_reduce_sum(tensor for _, tensor in estimation.tensors())
-    blocks = [_with_loss(block, options) for block in estimation.finish()]
+    """Adds the sums of all processes, and returns them as a curvature.
+
+    Args:
+        accumulator: The sums of this process; they cannot be used afterwards.
+        options: Options of the estimate.
+        base: Description of the model.
+        function: Description of f.
+        source: Description of the data.
+    """
+    distributed.all_reduce_sum(tensor for _, tensor in accumulator.tensors())
+    blocks = [_with_loss(block, options) for block in accumulator.finish()]
     about = About(
         base=base,
         function=function,
-        output_scale=estimation.output_scale,
+        output_scale=accumulator.output_scale,
         scaling=options.scaling,
-        estimate=options.manifest(estimation.dtype),
+        estimate=options.manifest(accumulator.dtype),
         source=source,
     )
     return Curvature(blocks, about)
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """What lies outside the blocks of 'block:K' was never computed, so nobody knows how much was lost."""
+    """Records a loss of unknown size if off-diagonal blocks were never computed, with 'block:K'."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure)),))
     return block
 
 
 def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Curvature, CompressionReport]:
-    """By the steps of `compress` that make a matrix smaller than its sum is already, and what those lose."""
-    smaller, report = compress_by(curvature, choice_of(curvature, options.compress, None))
+    """Compresses an estimate by the steps of `options.compress` that are left after accumulation.
+
+    Returns:
+        The compressed curvature, and a report of the approximation error of these steps.
+    """
+    compressed, report = compress_by(curvature, choice_of(curvature, options.compress, None))
     if options.diagonal_blocks > 1:
-        not_known = (Loss(step=str(options.chain)),)
-        smaller = Curvature(smaller.blocks, smaller.about.model_copy(update={"losses": not_known}))
-    return smaller, report
+        unknown = (Loss(step=str(options.chain)),)
+        compressed = Curvature(compressed.blocks, compressed.about.model_copy(update={"losses": unknown}))
+    return compressed, report
 
 
-def device_of(wanted: Mapping[str, Tensor]) -> torch.device:
-    return next(iter(wanted.values())).device
+def device_of(parameters: Mapping[str, Tensor]) -> torch.device:
+    """Returns the device of the first parameter."""
+    return next(iter(parameters.values())).device

@@ -1,6 +1,6 @@
-"""Running sums that become matrices: in float32 at least, in place, and never larger than they have to be.
+"""Running sums that become matrices: in float32 at least, in place, and without storing what is not needed.
 
-Shapes: rows are (P, n). A sum knows its `tensors`, to be stored, restored and added up between processes.
+Rows are (P, n). A sum yields its `tensors`, which can be stored, restored and added between processes.
 """
 
 from __future__ import annotations
@@ -21,68 +21,87 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.schema import triangle_length, widest_block
 
 TILE, STRIP = 768, 192
-"""A triangle is summed in square tiles, those on the diagonal in strips of rows: that wastes a few percent above the
-diagonal, and keeps each product large enough to be fast. Columns that lie apart in memory make products slow, too, so
-that each tile's columns are copied together first."""
+"""A triangle is summed in square tiles, those on the diagonal in strips of rows. That computes a few percent of the
+elements above the diagonal, but keeps products large enough to be fast. The columns of each tile are copied together
+first, because products of strided columns are slow."""
 
 
 class RunningSum(ABC):
+    """A sum over rows that becomes a matrix."""
+
     side: int
+    """Number of rows and columns of the matrix."""
 
     @abstractmethod
-    def add(self, rows: Tensor) -> None: ...
+    def add(self, rows: Tensor, count: Tensor | None = None) -> None:
+        """Adds rows, (P, side) or (P,) indices.
+
+        Args:
+            rows: The rows.
+            count: Number of rows that are not padding, if padded rows are zero. Defaults to P.
+        """
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """Everything summed so far, to be changed in place."""
+        """Yields everything summed so far, to be changed in place."""
 
     @abstractmethod
-    def is_finite(self) -> bool: ...
+    def is_finite(self) -> bool:
+        """Returns whether the sum contains neither NaN nor Inf."""
 
     @abstractmethod
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """The sum divided by `divisor`, as a matrix on the CPU. The sum is used up."""
+        """Returns the sum divided by `divisor`, as a matrix on the CPU. The sum cannot be used afterwards."""
 
     @property
     @abstractmethod
     def stored_bytes(self) -> int:
-        """What the finished matrix will take in a bundle."""
+        """Size of the finished matrix in a bundle."""
 
 
 class TriangleSum:
-    """The lower triangle of Σ x xᵀ, x of n numbers."""
+    """The lower triangle of Σ x xᵀ.
+
+    Args:
+        side: Number of elements of x.
+        dtype: Dtype of the sum.
+        device: Device of the sum.
+    """
 
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device) -> None:
         self._tiles = spans(side, ceil(side / TILE)) if side else []
         self._parts: list[PackedBlock] = []
-        for number, (start, stop) in enumerate(self._tiles):
-            for other, (left, right) in enumerate(self._tiles[:number]):
+        for tile, (start, stop) in enumerate(self._tiles):
+            for other, (left, right) in enumerate(self._tiles[:tile]):
                 values = torch.zeros((stop - start, right - left), dtype=dtype, device=device)
-                self._parts.append(PackedBlock(start, left, values, number, other, 0))
+                self._parts.append(PackedBlock(start, left, values, tile, other, 0))
             for first, last in spans(stop - start, max(1, round((stop - start) / STRIP))):
                 values = torch.zeros((last - first, last), dtype=dtype, device=device)
-                self._parts.append(PackedBlock(start + first, start, values, number, number, first))
+                self._parts.append(PackedBlock(start + first, start, values, tile, tile, first))
 
     def add(self, rows: Tensor) -> None:
+        """Adds rows, (P, side)."""
         columns = [rows[:, start:stop].contiguous() for start, stop in self._tiles]
         for part in self._parts:
             height, width = part.values.shape
-            own, others = columns[part.tile][:, part.first : part.first + height], columns[part.other][:, :width]
+            left, right = columns[part.tile][:, part.first : part.first + height], columns[part.other][:, :width]
             if part.values.device == rows.device:
-                part.values.addmm_(own.T, others)
+                part.values.addmm_(left.T, right)
             else:
-                part.values.add_((own.T @ others).to(part.values.device))
+                part.values.add_((left.T @ right).to(part.values.device))
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yields everything summed so far, to be changed in place."""
         return (part.values for part in self._parts)
 
     def is_finite(self) -> bool:
-        # |m[i,j]| is at most the larger of m[i,i] and m[j,j], so what overflows does so on the diagonal.
+        """Returns whether the sum contains neither NaN nor Inf."""
+        # |m[i,j]| is at most the larger of m[i,i] and m[j,j], so an overflow shows on the diagonal.
         diagonals = (part.values[:, part.first :].diagonal() for part in self._parts if part.tile == part.other)
         return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
 
     def pack_into(self, packed: Tensor, divisor: float) -> None:
-        """Divided, to its place in a packed triangle. Each part is given back as soon as it is there."""
+        """Writes the divided sum to a packed triangle, and frees every part as soon as it is written."""
         while self._parts:
             part = self._parts.pop()
             pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)
@@ -90,7 +109,7 @@ class TriangleSum:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Some rows of a triangle, from the column `left` on: columns of one tile times those of another."""
+    """Some rows of a triangle, from column `left` on: the columns of one tile times those of another."""
 
     row: int
     left: int
@@ -98,14 +117,22 @@ class PackedBlock:
     tile: int
     other: int
     first: int
-    """Which column of its tile the first row belongs to."""
+    """Column within the tile that the first row belongs to."""
 
 
 class GramSum(RunningSum):
-    """Σ x xᵀ over rows x, of which only diagonal blocks are kept, and of those one triangle.
+    """Σ x xᵀ over rows x, of which only the lower triangles of the diagonal blocks are kept.
 
-    With `ones`, a one is joined to every row. It never enters a product: what it adds to the matrix is the sum of the
-    rows, and their number.
+    Args:
+        width: Number of elements of x.
+        dtype: Dtype of the sum.
+        device: Device of the sum.
+        ones: Whether to append a one to every row. It is not part of any product: what it adds to the matrix is the
+            sum of the rows, and their number.
+        blocks: Number of diagonal blocks.
+
+    Raises:
+        KfacpackError: If the matrix does not have that many blocks.
     """
 
     def __init__(
@@ -114,39 +141,46 @@ class GramSum(RunningSum):
         self.side = width + ones
         self.blocks = blocks
         if not 1 <= blocks <= self.side:
-            raise KfacpackError(f"a matrix of side {self.side} has 1 to {self.side} diagonal blocks, not {blocks}")
+            raise KfacpackError(
+                f"expected 1 to {self.side} diagonal blocks for a matrix of side {self.side}, got {blocks}"
+            )
         self._dtype = dtype
         self._spans = [(left, min(right, width)) for left, right in spans(self.side, blocks)]
         self._triangles = [TriangleSum(right - left, dtype, device) for left, right in self._spans]
         left, right = self._spans[-1]
         self._sums = torch.zeros(right - left, dtype=dtype, device=device) if ones else None
-        self._count = torch.zeros((), dtype=torch.float64)
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: Tensor, count: Tensor | None = None) -> None:
+        """Adds rows, (P, width)."""
         rows = rows.to(self._dtype)
-        for (left, right), each in zip(self._spans, self._triangles, strict=True):
-            each.add(rows[:, left:right])
+        for (left, right), triangle in zip(self._spans, self._triangles, strict=True):
+            triangle.add(rows[:, left:right])
         if self._sums is not None:
             self._sums.add_(rows[:, self._spans[-1][0] :].sum(0).to(self._sums.device))
-            self._count.add_(len(rows))
+            self._count.add_(len(rows) if count is None else count.to(self._count.device))
 
     def tensors(self) -> Iterator[Tensor]:
-        for each in self._triangles:
-            yield from each.tensors()
+        """Yields everything summed so far, to be changed in place."""
+        for triangle in self._triangles:
+            yield from triangle.tensors()
         if self._sums is not None:
             yield from (self._sums, self._count)
 
     @property
     def stored_bytes(self) -> int:
+        """Size of the finished matrix in a bundle."""
         return prod(self._packed_shape) * self._dtype.itemsize
 
     def is_finite(self) -> bool:
-        return all(each.is_finite() for each in self._triangles)
+        """Returns whether the sum contains neither NaN nor Inf."""
+        return all(triangle.is_finite() for triangle in self._triangles)
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
+        """Returns the divided sum, packed when it is read first."""
         form: type[Packed | BlockDiagonal] = Packed if self.blocks == 1 else BlockDiagonal
         shape = self._packed_shape if self.blocks > 1 else self._packed_shape[1:]
-        # Whoever saves the matrix has to read it once more anyway; who does not need it is spared the work.
+        # Packed on demand: saving reads the matrix once anyway, and other uses may never need it.
         components = LazyTensors((FILE_TYPES[self._dtype], shape), lambda: self._packed(divisor).reshape(shape))
         return form(self.side, components, examples=examples, positions=positions)
 
@@ -155,19 +189,25 @@ class GramSum(RunningSum):
         return self.blocks, triangle_length(widest_block(self.side, self.blocks))
 
     def _packed(self, divisor: float) -> Tensor:
-        # Every number is put in its place, but those that fill up the shorter of several blocks.
+        # Every element is written, except the padding of blocks that are shorter than the widest.
         packed = (torch.empty if self.blocks == 1 else torch.zeros)(self._packed_shape, dtype=self._dtype)
-        for each, target in zip(self._triangles, packed, strict=True):
-            each.pack_into(target, divisor)
+        for triangle, target in zip(self._triangles, packed, strict=True):
+            triangle.pack_into(target, divisor)
         if self._sums is not None:
             start, width = triangle_length(len(self._sums)), len(self._sums)
             packed[-1, start : start + width] = self._sums.cpu() / divisor
-            packed[-1, start + width] = self._count / divisor
+            packed[-1, start + width] = self._count.cpu().double() / divisor
         return packed
 
 
 class DiagonalSum(RunningSum):
-    """A sum that is a diagonal matrix, or only the diagonal of one."""
+    """A sum that is a diagonal matrix, or only the diagonal of one.
+
+    Args:
+        side: Number of elements of the diagonal.
+        dtype: Dtype of the sum.
+        device: Device of the sum.
+    """
 
     def __init__(self, side: int, dtype: torch.dtype, device: torch.device) -> None:
         self.side = side
@@ -177,28 +217,37 @@ class DiagonalSum(RunningSum):
         self._values.add_(values.to(device=self._values.device, dtype=self._values.dtype))
 
     def tensors(self) -> Iterator[Tensor]:
+        """Yields everything summed so far, to be changed in place."""
         yield self._values
 
     @property
     def stored_bytes(self) -> int:
+        """Size of the finished matrix in a bundle."""
         return self._values.nbytes
 
     def is_finite(self) -> bool:
+        """Returns whether the sum contains neither NaN nor Inf."""
         return bool(self._values.isfinite().all())
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
+        """Returns the divided sum."""
         return Diagonal.of(self._values.cpu().div_(divisor), examples=examples, positions=positions)
 
 
 class SquareSum(DiagonalSum):
-    """Σ x² over rows x, number by number."""
+    """Σ x² over rows x, element by element."""
 
-    def add(self, rows: Tensor) -> None:
+    def add(self, rows: Tensor, count: Tensor | None = None) -> None:
+        """Adds the squares of rows, (P, side)."""
         self._add(rows.to(self._values.dtype).square().sum(0))
 
 
 class CountSum(DiagonalSum):
-    """How often each index occurred: Σ x xᵀ of one-hot rows, given as (P,) indices; negative ones are nobody."""
+    """Number of occurrences of every index: Σ x xᵀ of one-hot rows, passed as indices. Negative indices are ignored."""
 
-    def add(self, rows: Tensor) -> None:
-        self._add(torch.bincount(rows[rows >= 0], minlength=self.side))
+    def add(self, rows: Tensor, count: Tensor | None = None) -> None:
+        """Adds one-hot rows, as (P,) indices."""
+        # Not bincount of rows[rows >= 0]: on a GPU, both would wait for the device. -1 counts in element 0.
+        indices = rows.to(torch.int64).clamp(min=-1) + 1
+        counts = torch.zeros(self.side + 1, dtype=torch.int64, device=rows.device)
+        self._add(counts.scatter_add_(0, indices, torch.ones_like(indices))[1:])

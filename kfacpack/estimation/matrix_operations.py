@@ -1,13 +1,11 @@
-"""What an operation knows about a parameter it uses.
+"""Operations that use a parameter as a matrix or as a vector, and what an estimate reads from them.
 
-Shapes: P rows are the positions of all N examples of a batch, in the order the operation has them. An operation's
-operand is what arrives of the parameter, after a transpose or a cast; g is the gradient at the operation's output.
+The operand is what arrives of the parameter at the operation, after a transpose or a cast; g is the gradient at the
+operation's output. The P rows are the positions of all N examples of a batch, in the order of the operation.
 
-`linear`, `x @ W`, `W @ x`, `addmm`, and `einsum` where it comes down to one of them.
-
-Convolutions of any number of dimensions: a product with every patch the kernel covers.
-
-Look-ups in a table: a product with one-hot rows, whose A is diagonal.
+Matrix operations are `linear`, `x @ W`, `W @ x`, `addmm` and `einsum` where it reduces to one of them; convolutions of
+any number of dimensions, which are products with every patch that the kernel covers; and embedding lookups, which are
+products with one-hot rows and have a diagonal A.
 """
 
 from __future__ import annotations
@@ -15,11 +13,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from kfacpack._torch import convolution_arguments, embedding_arguments, output_shape, product_scales, saved
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -29,157 +29,173 @@ if TYPE_CHECKING:
 
 
 class MatrixOperation(ABC):
-    """Each row of the output is a row of the input times one matrix: a block of Kronecker structure."""
+    """An operation whose output rows are its input rows times one matrix: a block with Kronecker structure."""
 
     kind: str
+    """Name of the operation in bundles."""
     bias_slot: int | None = None
-    """The input that is a bias, added to each row of the output."""
+    """Input that is a bias, added to every row of the output."""
     operand_is_transposed: bool = False
     """Whether the operand is (in, out) rather than (out, in)."""
     one_hot: bool = False
-    """Whether `inputs` are (P,) indices, each standing for a row with a single one; negative ones are no row."""
+    """Whether `inputs` are (P,) indices of one-hot rows. Negative indices are ignored."""
 
     @abstractmethod
     def takes(self, node: Node) -> bool:
-        """Whether this very call is of the simple kind: no groups, no scaling."""
+        """Returns whether this call is supported: no groups, no scaling."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Tensor:
-        """a, (P, in)."""
+        """Returns the input rows a, (P, in)."""
 
     @abstractmethod
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        """g, (P, out)."""
+        """Returns g as rows, (P, out)."""
 
     @abstractmethod
     def identity(self, node: Node) -> Hashable:
-        """Two operations of one graph have the same inputs exactly when these are equal."""
+        """Returns a key that is equal for two operations of one graph exactly if they have the same inputs."""
 
 
 class VectorOperation(ABC):
-    """The gradient of each example at the operand is at hand, or cheap to get: a dense or diagonal block."""
+    """An operation where the gradient of every example at the operand is cheap: a dense or diagonal block."""
 
     kind: str
+    """Name of the operation in bundles."""
     immediate: bool = True
-    """Whether `vectors` may be asked for while autograd is at work."""
+    """Whether `vectors` may be called during the backward pass."""
 
     @abstractmethod
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """(N, numbers of the operand)."""
+        """Returns the gradient of every example at the operand, (N, size of the operand)."""
 
 
 def memory_identity(tensor: Tensor) -> Hashable:
-    """Where a tensor lies. While autograd keeps both, two tensors at the same place are the same."""
+    """Returns a key of a tensor's memory; two tensors that autograd keeps are the same if their keys are equal."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class MatmulRight(MatrixOperation):
-    """rows @ operand, the operand (in, out): what `linear` and `x @ W` become."""
+    """rows @ operand, with the operand (in, out): what `linear` and `x @ W` are executed as.
+
+    Args:
+        rows: Name under which autograd saves the rows.
+        bias_slot: Input that is a bias, if the operation has one.
+    """
 
     kind = "linear"
     operand_is_transposed = True
 
-    def __init__(self, saved: str, bias_slot: int | None = None):
-        self._saved = saved
+    def __init__(self, rows: str, bias_slot: int | None = None):
+        self._rows = rows
         self.bias_slot = bias_slot
 
     def takes(self, node: Node) -> bool:
-        return _unscaled(node) and _is_single(node)
+        """Returns whether it is one product without scaling."""
+        return product_scales(node) == (1, 1) and _is_single_product(node)
 
     def inputs(self, node: Node) -> Tensor:
-        return _matrix(getattr(node, self._saved))
+        """Returns the rows."""
+        return _as_matrix(saved(node, self._rows))
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
-        return _matrix(g)
+        """Returns g as a matrix."""
+        return _as_matrix(g)
 
     def identity(self, node: Node) -> Hashable:
+        """Returns the memory of the rows."""
         return memory_identity(self.inputs(node))
 
 
 class MatmulLeft(MatmulRight):
-    """operand @ columns, the operand (out, in): the same, lying on its side."""
+    """operand @ columns, with the operand (out, in)."""
 
     operand_is_transposed = False
 
     def inputs(self, node: Node) -> Tensor:
+        """Returns the transposed columns."""
         return super().inputs(node).T
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns g transposed."""
         return super().gradients(node, g).T
 
 
 class LinearOperation(MatrixOperation):
-    """`linear` where it is an operation of its own, with the operand (out, in); some devices have it."""
+    """`linear` with the operand (out, in), on devices where it is an operation of its own."""
 
     kind = "linear"
     bias_slot = 2
 
     def takes(self, node: Node) -> bool:
+        """Returns True."""
         return True
 
     def inputs(self, node: Node) -> Tensor:
-        saved: Any = node
-        found: Tensor = saved._saved_input
-        return found.reshape(-1, found.shape[-1])
+        """Returns the rows of all leading dimensions."""
+        rows: Tensor = saved(node, "input")
+        return rows.reshape(-1, rows.shape[-1])
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns the rows of all leading dimensions."""
         return g.reshape(-1, g.shape[-1])
 
     def identity(self, node: Node) -> Hashable:
-        saved: Any = node
-        return memory_identity(saved._saved_input)
+        """Returns the memory of the input."""
+        return memory_identity(saved(node, "input"))
 
 
-def _unscaled(node: Node) -> bool:
-    return bool(getattr(node, "_saved_alpha", 1) == 1 and getattr(node, "_saved_beta", 1) == 1)
-
-
-def _is_single(node: Node) -> bool:
-    """One product, not one for each member of a batch."""
-    shape = node._input_metadata[0].shape
+def _is_single_product(node: Node) -> bool:
+    """Whether it is one product, not a batch of products."""
+    shape = output_shape(node)
     return len(shape) == 2 or shape[0] == 1
 
 
-def _matrix(tensor: Tensor) -> Tensor:
+def _as_matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor[0]
 
 
 class ConvolutionOperation(MatrixOperation):
-    """The operand is (out, in / groups, *kernel); a row is a patch in the order of the kernel's numbers."""
+    """A convolution with the operand (out, in / groups, *kernel); a row is a patch, in the order of the kernel."""
 
     kind = "convolution"
     bias_slot = 2
 
     def takes(self, node: Node) -> bool:
-        saved: Any = node
-        return not saved._saved_transposed and saved._saved_groups == 1
+        """Returns whether it is an ordinary convolution without groups."""
+        arguments = convolution_arguments(node)
+        return not arguments.transposed and arguments.groups == 1
 
     def inputs(self, node: Node) -> Tensor:
-        saved: Any = node
-        kernel = saved._saved_weight.shape[2:]
-        return patches(
-            saved._saved_input, tuple(kernel), saved._saved_stride, saved._saved_padding, saved._saved_dilation
-        )
+        """Returns the patches."""
+        arguments = convolution_arguments(node)
+        return patches(arguments.input, arguments.kernel, arguments.stride, arguments.padding, arguments.dilation)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns g with the channels last."""
         return g.movedim(1, -1).reshape(-1, g.shape[1])
 
     def identity(self, node: Node) -> Hashable:
-        saved: Any = node
-        kernel = tuple(saved._saved_weight.shape[2:])
-        return (
-            memory_identity(saved._saved_input),
-            kernel,
-            saved._saved_stride,
-            saved._saved_padding,
-            saved._saved_dilation,
-        )
+        """Returns the memory of the images, and the geometry."""
+        images, *geometry = convolution_arguments(node)
+        return memory_identity(images), *geometry
 
 
 def patches(
     x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
 ) -> Tensor:
-    """(N, in, *sizes) -> (N · positions, in · kernel numbers), positions in row-major order."""
+    """Returns all patches that a kernel covers: (N, in, *sizes) -> (N * positions, in * kernel size).
+
+    Args:
+        x: Images, with any number of spatial dimensions.
+        kernel: Size of the kernel, per spatial dimension.
+        stride: Stride, per spatial dimension.
+        padding: Zero padding on both sides, per spatial dimension.
+        dilation: Dilation, per spatial dimension.
+
+    Returns:
+        The patches; positions are in row-major order.
+    """
     x = pad(x, [width for side in reversed(padding) for width in (side, side)])
     for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
         x = x.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
@@ -188,31 +204,28 @@ def patches(
 
 
 class EmbeddingOperation(MatrixOperation):
-    """The operand is (vocabulary, width)."""
+    """An embedding lookup with the operand (vocabulary, width)."""
 
     kind = "embedding"
     operand_is_transposed = True
     one_hot = True
 
     def takes(self, node: Node) -> bool:
-        saved: Any = node
-        return not saved._saved_scale_grad_by_freq
+        """Returns whether gradients are not scaled by frequency."""
+        return not embedding_arguments(node).scale_grad_by_freq
 
     def inputs(self, node: Node) -> Tensor:
-        """(P,), the index of each row; -1 where the table gets no gradient because the index means padding."""
-        saved: Any = node
-        indices: Tensor = saved._saved_indices.reshape(-1)
-        return torch.where(indices == _signed(saved._saved_padding_idx), -1, indices)
+        """Returns the index of every row, (P,); -1 for the padding index, whose row gets no gradient."""
+        arguments = embedding_arguments(node)
+        indices = arguments.indices.reshape(-1)
+        return torch.where(indices == arguments.padding_index, -1, indices)
 
     def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns the rows of all leading dimensions, zero at the padding index."""
         g = g.reshape(-1, g.shape[-1])
         return g * (self.inputs(node) >= 0)[:, None]
 
     def identity(self, node: Node) -> Hashable:
-        saved: Any = node
-        return memory_identity(saved._saved_indices), saved._saved_padding_idx
-
-
-def _signed(index: int) -> int:
-    """'No padding index' is -1, which some versions of torch show as an unsigned number."""
-    return index - 2**64 if index >= 2**63 else index
+        """Returns the memory of the indices, and the padding index."""
+        arguments = embedding_arguments(node)
+        return memory_identity(arguments.indices), arguments.padding_index

@@ -1,22 +1,21 @@
-"""Parameters that are added to, or multiplied with, every position: biases, scales, norms, position tables.
+"""The operations that use parameters, by their name in autograd's graph and the input that the parameter is.
 
-Every operation that has no file of its own: tokens, grouped convolutions, whatever else.
-
-What an operation passes back is linear in the gradient at its output. So the gradient of one example at the operand is
-what it passes back when the gradient of all other examples is set to zero. That is exact, and takes N small steps.
-
-How operations use parameters: by the name of the operation in autograd's graph, and the input that it is.
+Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
+`VectorOperation` each. All other uses are a `GenericOperation`: what an operation passes back is linear in the gradient
+at its output, so the gradient of one example at the operand is what it passes back when the gradient of all other
+examples is set to zero. That is exact, and takes N small steps.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kfacpack._torch import layer_norm_rows, operation_name, saved
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.autograd_graph import backward_to_operand
+from kfacpack.estimation.autograd_graph import backward_to_operand, last_operation
 from kfacpack.estimation.matrix_operations import (
     ConvolutionOperation,
     EmbeddingOperation,
@@ -33,31 +32,41 @@ if TYPE_CHECKING:
 
 
 class AddOperation(VectorOperation):
-    """x + operand."""
+    """x + operand, or x ± factor * operand.
+
+    Args:
+        factor: Name under which autograd saves the factor, if there is one.
+        sign: 1 for a sum, -1 for a difference.
+    """
 
     kind = "add"
 
     def __init__(self, factor: str | None = None, sign: float = 1.0):
-        """`factor` is what the operand was multiplied with first, under its name in autograd."""
         self._factor = factor
         self._sign = sign
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        factor = self._sign * (getattr(step.node, self._factor) if self._factor else 1)
+        """Returns g, summed over positions and scaled."""
+        factor = self._sign * (saved(step.node, self._factor) if self._factor else 1)
         return factor * layout.per_example(g, step.operand_shape, examples)
 
 
 class ConvolutionBias(VectorOperation):
-    """A bias along the channels, dimension 1 of (N, channels, …)."""
+    """A bias along the channels, dimension 1 of (N, channels, ...)."""
 
     kind = "add"
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
+        """Returns g, summed over positions."""
         return layout.per_example(g, (*step.operand_shape, *[1] * (g.dim() - 2)), examples)
 
 
 class MultiplyOperation(VectorOperation):
-    """x * operand."""
+    """x * operand.
+
+    Args:
+        other: Name under which autograd saves x.
+    """
 
     kind = "multiply"
 
@@ -65,87 +74,113 @@ class MultiplyOperation(VectorOperation):
         self._other = other
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        return layout.per_example(g * getattr(step.node, self._other), step.operand_shape, examples)
+        """Returns g * x, summed over positions."""
+        return layout.per_example(g * saved(step.node, self._other), step.operand_shape, examples)
 
 
 class LayerNormScale(VectorOperation):
+    """The scale of a layer norm."""
+
     kind = "layer_norm"
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        node: Any = step.node
-        # Mean and 1 / sqrt(variance + eps), as the forward pass had them.
-        normalized = (node._saved_input - node._saved_result1) * node._saved_result2
-        return layout.per_example(normalized * g, step.operand_shape, examples)
+        """Returns g times the normalized input, summed over positions."""
+        return layout.per_example(layer_norm_rows(step.node) * g, step.operand_shape, examples)
 
 
 class LayerNormShift(AddOperation):
+    """The shift of a layer norm."""
+
     kind = "layer_norm"
 
 
 class GenericOperation(VectorOperation):
-    # While autograd is at work, an operation passes nothing back to inputs that were not asked for.
+    """Any other operation, differentiated for one example at a time.
+
+    Args:
+        kind: Name of the operation in bundles.
+    """
+
+    # During the backward pass, an operation returns no gradient for inputs that none was requested of.
     immediate = False
 
     def __init__(self, kind: str):
         self.kind = kind
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        found = []
-        for number in range(examples):
+        """Returns what the operation passes back for each example alone."""
+        vectors = []
+        for example in range(examples):
             alone = torch.zeros_like(g)
-            layout.by_example(alone, examples)[number] = layout.by_example(g, examples)[number]
-            found.append(backward_to_operand(step, alone).reshape(-1))
-        return torch.stack(found)
+            layout.by_example(alone, examples)[example] = layout.by_example(g, examples)[example]
+            vectors.append(backward_to_operand(step, alone).reshape(-1))
+        return torch.stack(vectors)
 
 
 MATRIX_OPERATIONS: dict[tuple[str, int], MatrixOperation] = {
-    ("AddmmBackward0", 1): MatmulLeft("_saved_mat2"),
-    ("AddmmBackward0", 2): MatmulRight("_saved_mat1", bias_slot=0),
-    ("MmBackward0", 0): MatmulLeft("_saved_mat2"),
-    ("MmBackward0", 1): MatmulRight("_saved_self"),
-    ("BmmBackward0", 0): MatmulLeft("_saved_mat2"),
-    ("BmmBackward0", 1): MatmulRight("_saved_self"),
-    ("LinearBackward0", 1): LinearOperation(),
-    ("ConvolutionBackward0", 1): ConvolutionOperation(),
-    ("EmbeddingBackward0", 0): EmbeddingOperation(),
+    ("Addmm", 1): MatmulLeft("mat2"),
+    ("Addmm", 2): MatmulRight("mat1", bias_slot=0),
+    ("Mm", 0): MatmulLeft("mat2"),
+    ("Mm", 1): MatmulRight("self"),
+    ("Bmm", 0): MatmulLeft("mat2"),
+    ("Bmm", 1): MatmulRight("self"),
+    ("Linear", 1): LinearOperation(),
+    ("Convolution", 1): ConvolutionOperation(),
+    ("Embedding", 0): EmbeddingOperation(),
 }
+"""By the name of the operation and the input that the parameter is."""
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
-    ("AddBackward0", 0): AddOperation(),
-    ("AddBackward0", 1): AddOperation("_saved_alpha"),
-    ("SubBackward0", 0): AddOperation(),
-    ("SubBackward0", 1): AddOperation("_saved_alpha", sign=-1.0),
-    ("AddmmBackward0", 0): AddOperation("_saved_beta"),
-    ("LinearBackward0", 2): AddOperation(),
-    ("ConvolutionBackward0", 2): ConvolutionBias(),
-    ("MulBackward0", 0): MultiplyOperation("_saved_other"),
-    ("MulBackward0", 1): MultiplyOperation("_saved_self"),
-    ("NativeLayerNormBackward0", 1): LayerNormScale(),
-    ("NativeLayerNormBackward0", 2): LayerNormShift(),
+    ("Add", 0): AddOperation(),
+    ("Add", 1): AddOperation("alpha"),
+    ("Sub", 0): AddOperation(),
+    ("Sub", 1): AddOperation("alpha", sign=-1.0),
+    ("Addmm", 0): AddOperation("beta"),
+    ("Linear", 2): AddOperation(),
+    ("Convolution", 2): ConvolutionBias(),
+    ("Mul", 0): MultiplyOperation("other"),
+    ("Mul", 1): MultiplyOperation("self"),
+    ("NativeLayerNorm", 1): LayerNormScale(),
+    ("NativeLayerNorm", 2): LayerNormShift(),
 }
-OPERATION_NAMES = {"ExpandBackward0": "token", "RepeatBackward0": "token"}
+"""By the name of the operation and the input that the parameter is."""
+OPERATION_KINDS = {"Expand": "token", "Repeat": "token"}
+"""Names in bundles of generic operations, where they are not the lower-case name of the operation."""
 
 
 _PRODUCTS = frozenset(key for key, operation in MATRIX_OPERATIONS.items() if operation.kind == "linear")
 
 
 def equivalent_products(key: tuple[str, int]) -> frozenset[tuple[str, int]] | None:
-    """The operations that a product may turn into when its rows lie otherwise in memory; None if it is no product."""
+    """Returns the operations that a product may be executed as, depending on the memory layout of its rows.
+
+    Args:
+        key: Name of the operation and slot of the parameter.
+
+    Returns:
+        Keys of the operations; None if `key` is not a product.
+    """
     return _PRODUCTS if key in _PRODUCTS else None
 
 
 def matrix_operation_of(step: GraphStep) -> MatrixOperation:
-    """The operation of a step that is known to be one of these."""
-    operation = MATRIX_OPERATIONS[step.node.name(), step.slot]
+    """Returns the matrix operation of a step that was planned as one.
+
+    Raises:
+        KfacpackError: If it has groups or scaling now, which it had not in the first batch.
+    """
+    key = last_operation((step,))
+    operation = MATRIX_OPERATIONS[key]
     if not operation.takes(step.node):
-        raise KfacpackError(f"{step.node.name()!r} is not the simple product any more that it was in the first batch")
+        raise KfacpackError(f"{key[0]!r} was a plain product in the first batch, but is scaled, grouped or batched now")
     return operation
 
 
 def operation_of(step: GraphStep) -> MatrixOperation | VectorOperation:
-    """What the operation of this step is; there is none that is not anything."""
-    key = (step.node.name(), step.slot)
-    if (rows := MATRIX_OPERATIONS.get(key)) and rows.takes(step.node):
-        return rows
+    """Returns the operation of a step. Falls back to `GenericOperation` for unknown operations."""
+    key = last_operation((step,))
+    if (matrix_operation := MATRIX_OPERATIONS.get(key)) and matrix_operation.takes(step.node):
+        return matrix_operation
     if key in VECTOR_OPERATIONS:
         return VECTOR_OPERATIONS[key]
-    return GenericOperation(OPERATION_NAMES.get(key[0], key[0].removesuffix("Backward0").lower()))
+    name = operation_name(step.node)
+    return GenericOperation(OPERATION_KINDS.get(name, name.lower()))

@@ -1,9 +1,8 @@
-"""Directions in which the output is asked, E[s sᵀ] = I: one backward pass each.
+"""Options of an estimate, and the probes that they select.
 
-The probes of an example follow from the seed and the example's number alone. So they are the same whatever the batch
-size, the number of processes, or the batch at which a run was taken up again.
-
-How an estimate is made: everything a user may choose, checked at once.
+Probes are random directions s in which f is differentiated, with E[s sᵀ] = I: one backward pass each. The probes of an
+example are a function of the seed and of the example's index alone. So they do not depend on the batch size, on the
+number of processes, or on the batch at which an interrupted run was resumed.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
@@ -21,14 +19,32 @@ from kfacpack.compression.chain import CodecChain
 from kfacpack.compression.codecs import BlockCodec
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.collectors import CollectorSettings
-from kfacpack.format.manifest import EXPAND, REDUCE, Estimate, Fisher, FloatType, Probe, Scaling, Sharing
+from kfacpack.format.manifest import (
+    EXPAND,
+    REDUCE,
+    Estimate,
+    EstimateStructure,
+    Fisher,
+    FloatType,
+    Probe,
+    Scaling,
+    Sharing,
+)
 
 
 @dataclass(frozen=True)
 class Probes:
+    """Directions in which f is differentiated.
+
+    Raises:
+        KfacpackError: If an option has a value that is not supported.
+    """
+
     fisher: Fisher = "mc"
+    """"mc" for random probes, "exact" for all C unit vectors."""
     kind: Probe = "orthogonal"
     samples: int = 1
+    """Number of random probes per example."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -37,47 +53,55 @@ class Probes:
         if self.kind not in ("orthogonal", "rademacher", "gaussian"):
             raise KfacpackError(f"probe {self.kind!r}: expected 'orthogonal', 'rademacher' or 'gaussian'")
         if not isinstance(self.samples, int) or self.samples < 1:
-            raise KfacpackError(f"samples {self.samples}: expected at least one probe for each example")
+            raise KfacpackError(f"samples {self.samples}: expected an integer, at least 1")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**64:
-            raise KfacpackError(f"seed {self.seed}: expected 0 to 2^64 - 1")
+            raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
 
     def check(self, width: int) -> None:
+        """Checks the number of probes for an output of a width.
+
+        Raises:
+            KfacpackError: If there are not as many orthogonal probes as requested.
+        """
         if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width:
-            problem = f"there are only {width} orthogonal probes for an output of width {width}, not {self.samples}"
-            raise KfacpackError(f"{problem}. At {width} they are exact already: use fisher 'exact'")
+            problem = f"expected at most {width} orthogonal probes for an output of width {width}, got {self.samples}"
+            raise KfacpackError(f"{problem}. {width} probes are exact: use fisher 'exact'")
 
     def passes(self, width: int) -> int:
-        """How many backward passes a batch takes."""
+        """Returns the number of backward passes per batch."""
         return width if self.fisher == "exact" else self.samples
 
     @property
     def divisor(self) -> int:
-        """What the sum over the passes is divided by."""
+        """Divisor of the sum over the passes."""
         return 1 if self.fisher == "exact" else self.samples
 
     def draw(self, examples: Sequence[int], width: int) -> Iterator[Tensor]:
-        """The probes of some examples, by their numbers: one (N, C) for each pass."""
+        """Yields the probes of some examples, (N, C), one tensor per pass.
+
+        Args:
+            examples: Indices of the N examples.
+            width: C.
+        """
         if self.fisher == "exact":
             for k in range(width):
                 unit = torch.zeros(len(examples), width)
                 unit[:, k] = 1
                 yield unit
             return
-        drawn = torch.stack([self._of_example(number, width) for number in examples])
+        drawn = torch.stack([self._of_example(example, width) for example in examples])
         if self.kind == "orthogonal":
             drawn = torch.linalg.qr(drawn.mT).Q.mT * width**0.5
         yield from drawn.unbind(1)
 
-    def _of_example(self, number: int, width: int) -> Tensor:
-        """(M, C), float64: signs, or normal numbers."""
-        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, number]))
+    def _of_example(self, example: int, width: int) -> Tensor:
+        """Random signs or normal numbers, (samples, C), in float64."""
+        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, example]))
         shape = (self.samples, width)
         if self.kind == "rademacher":
             return torch.from_numpy(generator.integers(0, 2, shape) * 2.0 - 1.0)
         return torch.from_numpy(generator.standard_normal(shape))
 
-
-EstimateStructure = Literal["kronecker", "diagonal"]
 
 _FLOAT_TYPES: dict[torch.dtype, FloatType] = {
     torch.float64: "float64",
@@ -89,6 +113,12 @@ _FLOAT_TYPES: dict[torch.dtype, FloatType] = {
 
 @dataclass(frozen=True)
 class EstimateOptions:
+    """Options of an estimate, as for `kp.estimate`.
+
+    Raises:
+        KfacpackError: If an option has a value that is not supported, or options contradict each other.
+    """
+
     fisher: Fisher = "mc"
     samples: int = 1
     probe: Probe = "orthogonal"
@@ -105,29 +135,31 @@ class EstimateOptions:
         if self.structure not in ("kronecker", "diagonal"):
             raise KfacpackError(f"structure {self.structure!r}: expected 'kronecker' or 'diagonal'")
         if self.structure == "diagonal" and chain.structure:
-            problem = "of a diagonal there is nothing to leave out; use fp16 or bf16"
+            problem = "a diagonal can only be compressed with fp16 or bf16"
             raise KfacpackError(f"compress {self.compress!r}: {problem}")
 
     @property
     def probes(self) -> Probes:
+        """The probes to draw."""
         return Probes(self.fisher, self.probe, self.samples, self.seed)
 
     @cached_property
     def chain(self) -> CodecChain:
-        """How the result is compressed."""
+        """Codecs that the result is compressed with."""
         return CodecChain() if self.compress is None else CodecChain.parse(self.compress)
 
     @property
     def diagonal_blocks(self) -> int:
-        """K of 'block:K': how many diagonal blocks of each factor are kept, and never more computed."""
+        """K of 'block:K': the number of diagonal blocks that are computed of every factor."""
         return self.chain.structure.count if isinstance(self.chain.structure, BlockCodec) else 1
 
     @property
     def scaling(self) -> Scaling:
+        """Scaling of the factors, as in the manifest."""
         return EXPAND if self.sharing == "expand" else REDUCE
 
     def settings(self, dtype: torch.dtype, device: torch.device) -> CollectorSettings:
-        """For a model of this dtype on this device."""
+        """Returns the form of the sums for a model with this dtype and device."""
         return CollectorSettings(
             dtype=torch.promote_types(torch.float32, dtype),
             device=torch.device("cpu") if self.offload else device,
@@ -136,9 +168,9 @@ class EstimateOptions:
         )
 
     def manifest(self, dtype: torch.dtype) -> Estimate:
-        """What the bundle says of it."""
-        sums = _FLOAT_TYPES[torch.promote_types(torch.float32, dtype)]
-        common = {"model_dtype": _FLOAT_TYPES.get(dtype), "accumulation_dtype": sums}
+        """Returns the manifest entry for a model with this dtype."""
+        sum_dtype = _FLOAT_TYPES[torch.promote_types(torch.float32, dtype)]
+        common = {"model_dtype": _FLOAT_TYPES.get(dtype), "accumulation_dtype": sum_dtype}
         if self.fisher == "exact":
             return Estimate(fisher="exact", **common)
         return Estimate(fisher="mc", probe=self.probe, probes=self.samples, seed=self.seed, **common)

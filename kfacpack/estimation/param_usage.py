@@ -1,4 +1,4 @@
-"""Where a parameter meets the examples, and how it stands in the matrix of the operation that it meets them in."""
+"""Where a parameter meets the examples, and its place in the matrix of the operation in which it does."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kfacpack._torch import VIEW_OPERATIONS, operation_name, product_scales
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import (
     GraphSteps,
@@ -27,30 +28,31 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-_VIEW_NODES = {"ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"}
-"""What may lie between a product and the bias that is added to it."""
-
-_EXCLUDE_HINT = "Leave it out: name the parameters you want with 'params'"
+_EXCLUDE_HINT = "Leave it out by naming the other parameters in 'params'"
 
 
 @dataclass(frozen=True)
 class ParamUsage:
-    """One place where a parameter meets the examples."""
+    """One operation in which a parameter meets the examples."""
 
     name: str
     parameter: Tensor
     steps: GraphSteps
+    """Path from the parameter to the operation."""
     operation: MatrixOperation | VectorOperation
     layout: ExampleLayout
+    """Layout of the examples in the operation's output."""
 
     @property
     def node(self) -> Node:
+        """The operation's node in the graph."""
         return self.steps[-1].node
 
     def marked(self) -> tuple[Tensor, Tensor]:
-        """Numbers for the operand, none of them zero, and what they become on the way back to the parameter.
+        """Returns nonzero marks for the elements of the operand, and what they become at the parameter.
 
-        Small whole numbers, which every float type holds exactly: so the two tell which number goes where.
+        The marks are small integers, which every float dtype represents exactly; so the two tensors show which element
+        of the operand comes from which element of the parameter.
         """
         shape = self.steps[-1].operand_shape
         operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
@@ -63,80 +65,102 @@ def _marks(count: int) -> Tensor:
 
 
 def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsage]:
-    found = []
+    """Returns every operation in which a parameter meets the examples.
+
+    Raises:
+        KfacpackError: If the parameter is used in a computation that all examples share.
+    """
+    usages = []
     for steps in trace.graph.paths(parameter, lambda steps: trace.layout(steps[-1].node) is not None):
         node = steps[-1].node
         layout = trace.layout(node)
         if layout is None and node in trace.gradients:
             layout = trace.layout_of_zero(trace.gradients[node])
         if layout is None:
-            operation = steps[-1].node.name().removesuffix("Backward0")
-            problem = (
-                f"parameter {name!r} cannot be estimated: what {operation!r} makes of it is shared by all examples"
-            )
-            raise KfacpackError(f"{problem}, before they are told apart. {_EXCLUDE_HINT}")
-        found.append(ParamUsage(name, parameter, steps, operation_of(steps[-1]), layout))
-    return found
+            problem = f"the result of {operation_name(node)!r}, which uses it, is shared by all examples"
+            raise KfacpackError(f"parameter {name!r} cannot be estimated: {problem}. {_EXCLUDE_HINT}")
+        usages.append(ParamUsage(name, parameter, steps, operation_of(steps[-1]), layout))
+    return usages
 
 
-def unsupported_usage(name: str, entrances: list[ParamUsage]) -> str:
-    places = ", ".join(entrance.node.name().removesuffix("Backward0") for entrance in entrances[:8])
-    return f"parameter {name!r} is used {len(entrances)} times (by {places}) and cannot be factored. {_EXCLUDE_HINT}"
+def unsupported_usage(name: str, usages: list[ParamUsage]) -> str:
+    """Returns the error message for a parameter whose several uses cannot be factored."""
+    operations = ", ".join(operation_name(usage.node) for usage in usages[:8])
+    return f"parameter {name!r} is used {len(usages)} times (by {operations}) and cannot be factored. {_EXCLUDE_HINT}"
 
 
-def usage_path_of(entrance: ParamUsage, ways: int, *, as_matrix: bool) -> UsagePath:
-    """`as_matrix`: whether the parameter is the matrix of a product as it is, which may take another form next time."""
-    ends = equivalent_products(last_operation(entrance.steps)) if as_matrix else None
-    length = None if ends else len(entrance.steps)
-    return UsagePath(
-        ends or frozenset([last_operation(entrance.steps)]), length, selected_outputs(entrance.steps), ways
-    )
+def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePath:
+    """Returns the description by which a usage is found in the graph of another batch.
+
+    Args:
+        usage: The usage.
+        count: Number of usages of the parameter.
+        as_matrix: Whether the parameter is the matrix of a product, which may be executed by another operation.
+    """
+    key = last_operation(usage.steps)
+    ends = equivalent_products(key) if as_matrix else None
+    length = None if ends else len(usage.steps)
+    return UsagePath(ends or frozenset([key]), length, selected_outputs(usage.steps), count)
 
 
-def piece_of(entrance: ParamUsage, operation: MatrixOperation) -> Piece | None:
-    """The parameter's place in the matrix (out, in) of its operation; None if it does not appear there as it is."""
-    between = [step.node.name() for step in entrance.steps[:-1]]
-    if between in ([], ["TBackward0"]):
+def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
+    """Returns the place of a parameter in the matrix (out, in) of its operation.
+
+    Returns:
+        The place; None if the matrix does not consist of elements of the parameter.
+    """
+    between = [operation_name(step.node) for step in usage.steps[:-1]]
+    if between in ([], ["T"]):
         as_matrix = operation.operand_is_transposed == bool(between)
-        return Piece(parameter=entrance.name, view="matrix" if as_matrix else "transposed")
-    operand, pulled = entrance.marked()
+        return Piece(parameter=usage.name, view="matrix" if as_matrix else "transposed")
+    operand, marks = usage.marked()
     matrix = operand.reshape(operand.shape[-2:]) if operation.operand_is_transposed else operand.flatten(1)
     matrix = matrix.T if operation.operand_is_transposed else matrix
-    found = pulled.reshape(len(pulled), -1) if pulled.dim() else pulled.reshape(1, 1)
-    if torch.equal(found, matrix):
-        return Piece(parameter=entrance.name)
-    if torch.equal(found.T, matrix):
-        return Piece(parameter=entrance.name, view="transposed")
-    rows = _rows(found)
-    if rows is not None and torch.equal(found[rows[0] : rows[1]], matrix):
-        return Piece(parameter=entrance.name, rows=rows)
+    marks = marks.reshape(len(marks), -1) if marks.dim() else marks.reshape(1, 1)
+    if torch.equal(marks, matrix):
+        return Piece(parameter=usage.name)
+    if torch.equal(marks.T, matrix):
+        return Piece(parameter=usage.name, view="transposed")
+    rows = _nonzero_rows(marks)
+    if rows is not None and torch.equal(marks[rows[0] : rows[1]], matrix):
+        return Piece(parameter=usage.name, rows=rows)
     return None
 
 
 def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
-    operand, pulled = bias.marked()
-    if torch.equal(pulled, operand):
+    """Returns the place of a bias in `column` of the joined matrix; None if the column is not made of its elements."""
+    operand, marks = bias.marked()
+    if torch.equal(marks, operand):
         return Piece(parameter=bias.name, at=(0, column))
-    rows = _rows(pulled[:, None])
-    if rows is not None and torch.equal(pulled[rows[0] : rows[1]], operand):
+    rows = _nonzero_rows(marks[:, None])
+    if rows is not None and torch.equal(marks[rows[0] : rows[1]], operand):
         return Piece(parameter=bias.name, rows=rows, at=(0, column))
     return None
 
 
-def _rows(pulled: Tensor) -> tuple[int, int] | None:
-    """The rows of a parameter that an operand was cut from, if they follow each other."""
-    live = (pulled != 0).any(1).nonzero().flatten().tolist()
-    return (live[0], live[-1] + 1) if live and live[-1] - live[0] + 1 == len(live) else None
+def _nonzero_rows(marks: Tensor) -> tuple[int, int] | None:
+    """The range of rows that are not zero; None if it has gaps."""
+    nonzero = (marks != 0).any(1).nonzero().flatten().tolist()
+    return (nonzero[0], nonzero[-1] + 1) if nonzero and nonzero[-1] - nonzero[0] + 1 == len(nonzero) else None
 
 
 def is_bias_of(trace: ModelTrace, bias: ParamUsage, weight: ParamUsage, rows: int) -> bool:
-    """Whether one entrance is where a bias is added to the rows that the other one makes."""
+    """Returns whether a usage adds a bias to the output rows of another usage.
+
+    Args:
+        trace: The trace with both usages.
+        bias: Usage of the bias.
+        weight: Usage of the weight.
+        rows: Number of rows of the weight.
+    """
     step, operation = bias.steps[-1], weight.operation
     if step.operand_shape != (rows,) or not isinstance(operation, MatrixOperation):
         return False
     if bias.node is weight.node:
         return step.slot == operation.bias_slot
-    # A product of something that does not lie in order in memory has its bias added by an operation of its own.
-    if step.node.name() != "AddBackward0" or getattr(step.node, "_saved_alpha", 1) != 1:
+    # The bias of a product with non-contiguous rows is added by a separate operation.
+    if operation_name(step.node) != "Add" or product_scales(step.node)[0] != 1:
         return False
-    return operation.operand_is_transposed and trace.graph.source(step.node, 1 - step.slot, _VIEW_NODES) is weight.node
+    return (
+        operation.operand_is_transposed and trace.graph.source(step.node, 1 - step.slot, VIEW_OPERATIONS) is weight.node
+    )

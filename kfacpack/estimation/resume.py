@@ -1,4 +1,4 @@
-"""Unfinished work on disk: its tensors and how far it got, so that it can be taken up again to the same bytes."""
+"""Partial files: tensors and progress of interrupted work, from which it resumes to the same bytes."""
 
 from __future__ import annotations
 
@@ -24,89 +24,119 @@ if TYPE_CHECKING:
 
 
 SAVE_INTERVAL = 30.0
-"""Seconds of work after which it is stored, at the end of a batch."""
+"""Seconds between two saves; work is saved at the end of a batch."""
 
-_SHARE = 20
-"""Storing takes at most one in so many seconds."""
+_SAVE_FRACTION = 20
+"""Saving takes at most one in so many seconds."""
 _KEY = "kfacpack_partial"
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: it was asked for, and nothing is lost
-    """Work was asked to stop, and has stored what it had."""
+class Interrupted(Exception):  # noqa: N818 - not an error: the user requested it, and nothing is lost
+    """Work was stopped on request, after its state was saved."""
 
 
 class Resumable(Protocol):
-    """Work that can be stored and taken up again."""
+    """Work that can be saved and resumed."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """All that it is made of so far, by name; to be written to when it is taken up again."""
+        """Returns the whole state by name; the tensors are written to when work resumes."""
 
 
 @dataclass
 class PartialFile:
-    """The file, and what the work in it must have been asked for to be the same as ours."""
+    """The file in which the state of some work is saved."""
 
     path: Path
     what: str
-    """What it is, with its article: "an estimate"."""
+    """Description of the work, with its article: "an estimate"."""
     request: dict[str, Any]
+    """Settings of the work; a file with other settings is rejected."""
     every: float = SAVE_INTERVAL
-    _last: float = field(default_factory=time.monotonic)
-    _took: float = 0.0
+    """Seconds between two saves."""
+    _last_save: float = field(default_factory=time.monotonic)
+    _save_seconds: float = 0.0
 
     def keep(self, work: Resumable, done: int, *, now: bool = False) -> None:
-        """Store the work after `done` batches, if it is time to."""
-        begun = time.monotonic()
-        if not now and begun - self._last < max(self.every, _SHARE * self._took):
+        """Saves the work, if the last save is long enough ago.
+
+        Args:
+            work: The work.
+            done: Number of batches that are done.
+            now: Save in any case.
+
+        Raises:
+            KfacpackError: If the file cannot be written.
+        """
+        start = time.monotonic()
+        if not now and start - self._last_save < max(self.every, _SAVE_FRACTION * self._save_seconds):
             return
         tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
-        said = json.dumps({"request": self.request, "batches": done, "sha256": digests}, sort_keys=True)
-        beside = self.path.with_name(f".{self.path.name}")
+        metadata = json.dumps({"request": self.request, "batches": done, "sha256": digests}, sort_keys=True)
+        temporary = self.path.with_name(f".{self.path.name}")
         try:
-            save_file(tensors, beside, {_KEY: said})
-            beside.replace(self.path)
+            save_file(tensors, temporary, {_KEY: metadata})
+            temporary.replace(self.path)
         except (OSError, SafetensorError) as error:
-            beside.unlink(missing_ok=True)
-            raise KfacpackError(f"{self.path}: what is done so far cannot be stored: {error}") from error
-        self._last = time.monotonic()
-        self._took = self._last - begun
+            temporary.unlink(missing_ok=True)
+            raise KfacpackError(f"{self.path}: cannot save the state of {self.what}: {error}") from error
+        self._last_save = time.monotonic()
+        self._save_seconds = self._last_save - start
 
     def restore(self, work: Resumable) -> int:
-        """Put the stored tensors back; how many batches went into them, 0 if nothing was stored."""
+        """Restores the saved tensors.
+
+        Args:
+            work: The work, whose tensors are written to.
+
+        Returns:
+            The number of batches that are done; 0 if there is no file.
+
+        Raises:
+            KfacpackError: If the file is damaged, or was saved with other settings.
+        """
         if not self.path.exists():
             return 0
         try:
-            with safe_open(self.path, "pt") as stored:
-                said = json.loads((stored.metadata() or {})[_KEY])
-                self._compare(said["request"])
+            with safe_open(self.path, "pt") as file:
+                metadata = json.loads((file.metadata() or {})[_KEY])
+                self._compare(metadata["request"])
                 for name, tensor in work.tensors():
-                    found = stored.get_tensor(name)
-                    if _digest(found) != said["sha256"][name]:
-                        raise KeyError(f"{name!r} is not what was stored")
-                    tensor.copy_(found)
-                return int(said["batches"])
-        # What a foreign or edited file says may be of any type and any shape.
+                    saved = file.get_tensor(name)
+                    if _digest(saved) != metadata["sha256"][name]:
+                        raise KeyError(f"{name!r} has another digest than when it was saved")
+                    tensor.copy_(saved)
+                return int(metadata["batches"])
+        # Metadata of a foreign or edited file may have any type and any shape.
         except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            problem = f"{self.path}: is not {self.what} that was interrupted, or it is damaged ({error})"
-            raise KfacpackError(f"{problem}. Remove it to start anew") from error
+            problem = f"{self.path}: is damaged, or is not the state of {self.what} that was interrupted ({error})"
+            raise KfacpackError(f"{problem}. Remove it to start over") from error
 
     def require_absent(self) -> int:
-        """Do not write over somebody's unfinished work. 0, as many batches as there are in nothing."""
+        """Checks that no interrupted work would be overwritten.
+
+        Returns:
+            0, the number of batches that are done.
+
+        Raises:
+            KfacpackError: If the file exists.
+        """
         if self.path.exists():
-            problem = f"there is {self.what} from before that was interrupted"
-            raise KfacpackError(f"{self.path}: {problem}. Go on with it (--resume), or remove it to start anew")
+            problem = f"exists: {self.what} was interrupted"
+            raise KfacpackError(f"{self.path}: {problem}. Resume it (--resume), or remove the file to start over")
         return 0
 
     def remove(self) -> None:
+        """Removes the file, if it exists."""
         self.path.unlink(missing_ok=True)
 
-    def _compare(self, stored: dict[str, Any]) -> None:
-        ours = json.loads(json.dumps(self.request))
-        for key in sorted(ours.keys() | stored.keys()):
-            if ours.get(key) != stored.get(key):
-                problem = f"was begun with {key} = {stored.get(key)!r}, now it is {ours.get(key)!r}"
-                raise KfacpackError(f"{self.path}: {problem}. Use the same options, or remove it to start anew")
+    def _compare(self, saved: dict[str, Any]) -> None:
+        """Checks that the file was saved with the same settings."""
+        current = json.loads(json.dumps(self.request))
+        for key in sorted(current.keys() | saved.keys()):
+            if current.get(key) != saved.get(key):
+                problem = f"was saved with {key} = {saved.get(key)!r}, got {current.get(key)!r}"
+                raise KfacpackError(f"{self.path}: {problem}. Use the same options, or remove it to start over")
 
 
 def _digest(tensor: Tensor) -> str:
@@ -114,14 +144,22 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_unfinished(output: Path) -> None:
-    """Who wants to go on with work does not mean to make finished work anew, and write over it."""
+    """Checks, before work is resumed, that it is not finished already.
+
+    Raises:
+        KfacpackError: If the output exists, and no partial file beside it.
+    """
     if output.exists() and not any(output.parent.glob(f"{escape(output.name)}.partial*")):
-        problem = "is finished: there is nothing beside it to go on with"
-        raise KfacpackError(f"{output}: {problem}. Without --resume it is made anew")
+        problem = "is finished: there is no partial file to resume from"
+        raise KfacpackError(f"{output}: {problem}. Run without --resume to compute it again")
 
 
 def require_writable_folder(output: Path) -> None:
-    """Better told now than after an hour of work."""
+    """Checks, before any work is done, that the output can be written.
+
+    Raises:
+        KfacpackError: If the output is a folder, or its folder does not exist or is not writable.
+    """
     if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         problem = "is a folder" if output.is_dir() else f"cannot be written: no writable folder {str(output.parent)!r}"
-        raise KfacpackError(f"{output}: {problem}. Give the path of a file in a folder that exists")
+        raise KfacpackError(f"{output}: {problem}. Use the path of a file in an existing folder")

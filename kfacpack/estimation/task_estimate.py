@@ -1,10 +1,12 @@
-"""The estimate of a named task: drawn examples, several processes, stored and taken up again.
+"""Estimating the curvature of a task: sampled examples, several processes, resumable.
 
-Every process runs the same job; each takes every n-th batch, and all end with the same curvature.
+This is what `kfacpack estimate`, the stages of a plan and `kp.estimate_task` have in common. With several processes,
+each takes every n-th batch and all end with the same curvature.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
@@ -20,9 +23,11 @@ from kfacpack.estimation.accumulator import Forecast, kept_for_backward, weight_
 from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
-from kfacpack.format.manifest import Source
+from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
+from kfacpack.models.families import load_model
 from kfacpack.models.functional import eval_mode, select_parameters, to_device
+from kfacpack.tasks.registry import load_task
 from kfacpack.tasks.task import batched, parse_count, sample_indices
 
 if TYPE_CHECKING:
@@ -31,49 +36,129 @@ if TYPE_CHECKING:
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.accumulator import CurvatureAccumulator
-    from kfacpack.format.manifest import Base
+    from kfacpack.format.manifest import Base, Fisher, Probe, Sharing
+    from kfacpack.format.units import OnProgress
     from kfacpack.models.functional import ModelInput
     from kfacpack.models.model import Model
     from kfacpack.tasks.task import Split, Task
 
 
+def estimate_task(
+    model: Model | str,
+    task: Task | str,
+    *,
+    examples: int | str = 256,
+    split: str = "train",
+    shard: tuple[int, int] = (1, 1),
+    fisher: Fisher = "mc",
+    samples: int = 1,
+    probe: Probe = "orthogonal",
+    sharing: Sharing = "expand",
+    structure: EstimateStructure = "kronecker",
+    compress: str | None = None,
+    params: Sequence[str] | str | None = None,
+    seed: int = 0,
+    batch_size: int = 32,
+    offload: bool = False,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    on_progress: OnProgress = lambda done, total: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Curvature:
+    """Estimates the curvature of a model on a task's data.
+
+    Args:
+        model: A model of `kp.load_model`, or its name.
+        task: A task of `kp.load_task`, or its name.
+        examples: How many examples to sample: a number, a percentage such as `"30%"`, or `"all"`.
+        split: The split to sample from.
+        shard: `(k, n)` takes every n-th of the examples from the k-th on. The n shards merge into the whole estimate.
+        fisher: `"mc"` for random probes, `"exact"` for all directions of f.
+        samples: Number of probes per example with `"mc"`.
+        probe: Distribution of the probes: `"orthogonal"`, `"rademacher"` or `"gaussian"`.
+        sharing: KFAC-`"expand"` or `"reduce"` where positions share a weight.
+        structure: `"kronecker"`, or `"diagonal"` for the diagonal of G.
+        compress: A codec such as `"block:8+int8"`, applied to the result.
+        params: Names or patterns of the parameters to cover; by default all that the model family does not freeze.
+        seed: Seed for the examples and the probes.
+        batch_size: Examples computed at a time.
+        offload: Accumulate on the CPU, whatever the model's device.
+        output: File to write. The state of an interrupted run is kept beside it. Without it, nothing is written.
+        resume: Resume an interrupted run of the same `output`.
+        on_progress: Called with the number of examples done by this process and their total.
+        stopped: Checked after each batch; once it returns True the state is stored and `Interrupted` is raised.
+
+    Returns:
+        The curvature, which records model, task and estimate.
+
+    Raises:
+        KfacpackError: If the model, the task or the options do not fit together.
+
+    Example:
+        >>> curvature = kp.estimate_task("tiny", "digits", examples=64)
+        >>> curvature.save("digits.kfac")
+    """
+    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    run = TaskEstimate(
+        load_model(model) if isinstance(model, str) else model,
+        load_task(task) if isinstance(task, str) else task,
+        options,
+        str(examples),
+        batch_size,
+        split,
+        (params,) if isinstance(params, str) else tuple(params) if params is not None else None,
+        shard,
+    )
+    if output is not None:
+        return run.run(Path(output), resume=resume, on_progress=on_progress, stopped=stopped)
+    if resume:
+        raise KfacpackError("resume needs an output: without one, nothing is kept on disk")
+    with TemporaryDirectory() as folder:
+        return run.run(Path(folder) / "task.kfac", on_progress=on_progress, stopped=stopped)
+
+
 @dataclass
 class TaskEstimate:
+    """An estimate that is ready to run or to be forecast."""
+
     model: Model
     task: Task
     options: EstimateOptions = field(default_factory=EstimateOptions)
     examples: str = "256"
+    """A number, a percentage or "all"."""
     batch_size: int = 32
     split_name: str = "train"
     params: tuple[str, ...] | None = None
-    """Names or patterns; None takes all that the model's family does not freeze."""
+    """Names or patterns; None covers all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
-    """(k, n): every n-th of the examples, from the k-th on. The n shards merge into what one run over all gives."""
+    """(k, n): every n-th of the examples, from the k-th on."""
     report: CompressionReport | None = field(default=None, init=False)
-    """What compression lost, once it has run, if that was asked for."""
+    """What compression lost; set by `run` if the options ask for compression."""
 
     @cached_property
     def split(self) -> Split:
+        """The split that the examples are sampled from."""
         return self.task.split(self.split_name)
 
     @cached_property
-    def numbers(self) -> list[int]:
-        """The examples that are taken, by their place in the split."""
+    def indices(self) -> list[int]:
+        """Indices of the sampled examples in the split."""
         size = len(self.split)
         k, n = self.shard
-        numbers = sample_indices(size, parse_count(self.examples, size), self.options.seed)[k - 1 :: n]
-        if not numbers:
-            raise KfacpackError(f"shard {k}/{n}: there are fewer than {k} examples")
-        return numbers
+        indices = sample_indices(size, parse_count(self.examples, size), self.options.seed)[k - 1 :: n]
+        if not indices:
+            raise KfacpackError(f"shard {k}/{n} is empty: there are fewer than {k} examples")
+        return indices
 
     @cached_property
-    def wanted(self) -> dict[str, Tensor]:
+    def parameters(self) -> dict[str, Tensor]:
+        """The covered parameters by name."""
         return select_parameters(self.model.module, self.params, self.model.frozen)
 
     @property
     def own_batches(self) -> list[Sequence[int]]:
-        """The examples of each batch that this process takes."""
-        return list(batched(self.numbers, self.batch_size))[distributed.rank() :: distributed.world_size()]
+        """Indices of the examples in each batch of this process."""
+        return list(batched(self.indices, self.batch_size))[distributed.rank() :: distributed.world_size()]
 
     def run(
         self,
@@ -84,22 +169,33 @@ class TaskEstimate:
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Curvature:
-        """Estimate and write the bundle. On the way the sums are stored beside it, every so many seconds.
+        """Estimates the curvature and writes the bundle.
 
-        `on_progress` hears how many of this process's examples are done, and how many there are. Once `stopped` says
-        so, the sums are stored after the batch at hand, and `Interrupted` is raised.
+        Args:
+            output: File to write. The state is stored beside it every `every` seconds.
+            resume: Resume from the stored state.
+            every: Seconds between two stored states.
+            on_progress: Called with the number of examples done by this process and their total.
+            stopped: Checked after each batch; once it returns True the state is stored.
+
+        Returns:
+            The curvature, the same in every process.
+
+        Raises:
+            Interrupted: If `stopped` returned True.
+            KfacpackError: If the output cannot be written or a stored state does not fit.
         """
         require_writable_folder(output)
         own = self.own_batches
         total = sum(map(len, own))
-        with self._begun() as estimation:
+        with self._accumulator() as estimation:
             base = self.model.base(estimation.covered)
             partial = PartialFile(_partial_path(output), "an estimate", self._request(estimation, base), every)
             done = partial.restore(estimation) if resume else partial.require_absent()
             on_progress(estimation.examples, total)
-            coming = batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own[done:]])
-            for number, (examples, batch) in enumerate(zip(own[done:], coming, strict=True), start=done + 1):
-                estimation.take(to_device(batch, device_of(self.wanted)), examples)
+            prepared = batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own[done:]])
+            for number, (examples, batch) in enumerate(zip(own[done:], prepared, strict=True), start=done + 1):
+                estimation.take(to_device(batch, device_of(self.parameters)), examples)
                 on_progress(estimation.examples, total)
                 if stopped():
                     partial.keep(estimation, number, now=True)
@@ -115,20 +211,20 @@ class TaskEstimate:
         return curvature
 
     def forecast(self) -> Forecast:
-        """What it would consist of and cost. One batch is run for it."""
-        numbers = self.numbers[: self.batch_size]
-        with self._begun() as estimation:
+        """Returns the blocks, bytes, time and memory of the estimate; runs one batch to find out."""
+        indices = self.indices[: self.batch_size]
+        with self._accumulator() as estimation:
             start = time.perf_counter()
-            estimation.take(self._batch(numbers), numbers)
+            estimation.take(self._batch(indices), indices)
             seconds = time.perf_counter() - start
             module = self.model.module
-            kept = kept_for_backward(module, self.model.forward, self._batch(numbers[:1]), len(numbers))
+            kept = kept_for_backward(module, self.model.forward, self._batch(indices[:1]), len(indices))
         blocks = estimation.forecasts()
         return Forecast(
             blocks=blocks,
-            frozen=tuple(name for name, _ in module.named_parameters() if name not in self.wanted),
+            frozen=tuple(name for name, _ in module.named_parameters() if name not in self.parameters),
             unused=estimation.plan.unused,
-            examples=len(self.numbers),
+            examples=len(self.indices),
             batches=len(self.own_batches),
             bytes=sum(block.bytes for block in blocks),
             seconds=seconds * len(self.own_batches),
@@ -136,18 +232,20 @@ class TaskEstimate:
         )
 
     @contextmanager
-    def _begun(self) -> Iterator[CurvatureAccumulator]:
-        first = self._batch(self.numbers[: self.batch_size])
-        with eval_mode(self.model.module, self.wanted):
-            yield begin_accumulation(self.model.forward, first, self.wanted, self.options, self.params, self.numbers[0])
+    def _accumulator(self) -> Iterator[CurvatureAccumulator]:
+        first = self._batch(self.indices[: self.batch_size])
+        with eval_mode(self.model.module, self.parameters):
+            yield begin_accumulation(
+                self.model.forward, first, self.parameters, self.options, self.params, self.indices[0]
+            )
 
-    def _batch(self, numbers: Iterable[int]) -> ModelInput:
-        prepared = self.model.prepare([self.split[number] for number in numbers], self.task.name)
-        moved: ModelInput = to_device(prepared, device_of(self.wanted))
-        return moved
+    def _batch(self, indices: Iterable[int]) -> ModelInput:
+        prepared = self.model.prepare([self.split[index] for index in indices], self.task.name)
+        batch: ModelInput = to_device(prepared, device_of(self.parameters))
+        return batch
 
     def _request(self, estimation: CurvatureAccumulator, base: Base) -> dict[str, Any]:
-        """What must be the same for sums to be added to each other."""
+        """Returns what must be the same for a stored state to be resumed."""
         model = self.model
         blocks = [(block.name, block.structure) for block in estimation.plan.blocks]
         return {
@@ -157,8 +255,8 @@ class TaskEstimate:
             "preprocessing": model.preprocessing,
             "task": self.task.name,
             "data": f"{self.split.source.dataset}, {self.split_name} of {len(self.split)} examples",
-            "data_content": fingerprint(model, self.split, self.task.name, self.numbers),
-            "examples": len(self.numbers),
+            "data_content": fingerprint(model, self.split, self.task.name, self.indices),
+            "examples": len(self.indices),
             "shard": list(self.shard),
             "batch_size": self.batch_size,
             "process": f"{distributed.rank()} of {distributed.world_size()}",
@@ -174,11 +272,11 @@ class TaskEstimate:
             split=origin.split,
             license=origin.license,
             preprocessing=self.model.preprocessing,
-            examples=len(self.numbers),
+            examples=len(self.indices),
             dataset_size=len(self.split),
         )
 
 
 def _partial_path(output: Path) -> Path:
-    of = f"-{distributed.rank()}-of-{distributed.world_size()}" if distributed.world_size() > 1 else ""
-    return output.with_name(f"{output.name}.partial{of}")
+    suffix = f"-{distributed.rank()}-of-{distributed.world_size()}" if distributed.world_size() > 1 else ""
+    return output.with_name(f"{output.name}.partial{suffix}")

@@ -1,4 +1,1 @@
-"""How well a model does on tasks.
-
-Why vectors add up or do not: disentanglement, localisation, drift, spectra. Each gives what its JSON says.
-"""
+"""Evaluation: accuracy, α sweeps and negation; and disentanglement, localisation, drift and spectra."""

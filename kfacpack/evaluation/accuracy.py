@@ -1,14 +1,10 @@
-"""How far long work is, for whoever wants to hear.
-
-How often a model with a head is right on a task's examples.
-"""
+"""Accuracy of a model with a head, with or without a task vector, on examples of a task."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,62 +12,84 @@ from torch import Tensor
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.evaluation.edited_model import device_of, forward_passes
 from kfacpack.format.identity import base_task_name
-from kfacpack.models.data_loading import name_task_in_errors, prepare_batch
+from kfacpack.format.units import OnProgress
+from kfacpack.models.data_loading import name_task_in_errors, prepared_batches
 from kfacpack.models.functional import tensors_of
-from kfacpack.models.heads import Head, head_for, known_classes, require_fitting
+from kfacpack.models.heads import Head, head_for, require_classes, require_matching_classes
 from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Split, Task, parse_count, sample_indices
 from kfacpack.vectors.task_vector import TaskVector
 
-OnProgress: TypeAlias = Callable[[int, int], None]
-"""Hears how much is done, and how much there is."""
-
 
 class ProgressCounter:
-    """Several pieces of work, heard of as one."""
+    """Reports the progress of several computations as one.
+
+    Args:
+        total: Number of units of all computations.
+        on_progress: Called with the number of completed units and the total.
+    """
 
     def __init__(self, total: int, on_progress: OnProgress):
         self._done, self._total, self._on_progress = 0, total, on_progress
         on_progress(0, total)
 
     def add(self, more: int) -> None:
+        """Reports `more` further units as completed."""
         self._done += more
         self._on_progress(self._done, self._total)
 
-    def piece(self) -> OnProgress:
-        """What a piece that counts by itself is to tell."""
+    def subcounter(self) -> OnProgress:
+        """Returns a progress callback for one computation that counts its own units from zero."""
         before = self._done
         return lambda done, total: self.add(before + done - self._done)
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Examples of a task with their labels: found, and checked, before any model is asked."""
+    """Examples of a task with their labels, checked before any model runs."""
 
     task: Task
+    """The task."""
     split: Split
+    """The split that the examples are from."""
     numbers: Sequence[int]
-    """The examples that are taken, by their place in the split."""
+    """Indices of the examples in the split."""
     labels: Sequence[int]
+    """Labels of these examples, as indices into the task's classes."""
 
     @classmethod
     def of(cls, task: Task, split: str = "test", examples: str = "all", seed: int = 0) -> EvaluationSet:
-        """`examples`: "all", a number or a share of the split's, drawn by the seed."""
-        known_classes(task)
-        found = task.split(split)
-        if not len(found):
+        """Selects examples of a split.
+
+        Args:
+            task: The task.
+            split: Name of the split.
+            examples: "all", a number, or a percentage of the split such as "30%".
+            seed: Seed of the selection.
+
+        Raises:
+            KfacpackError: If the split is empty or unknown, the task has no class names, or `examples` is invalid.
+        """
+        require_classes(task)
+        loaded = task.split(split)
+        if not len(loaded):
             raise KfacpackError(f"{printable(task.name)}: split {split!r} has no examples")
-        numbers = sample_indices(len(found), parse_count(examples, len(found)), seed)
-        return cls(task, found, numbers, [found.label(number) for number in numbers])
+        numbers = sample_indices(len(loaded), parse_count(examples, len(loaded)), seed)
+        return cls(task, loaded, numbers, [loaded.label(number) for number in numbers])
 
 
 @dataclass(frozen=True)
 class Score:
+    """Result of an evaluation."""
+
     correct: int
+    """Number of examples whose class was predicted."""
     examples: int
+    """Number of examples."""
 
     @property
     def accuracy(self) -> float:
+        """Fraction of correct examples."""
         return self.correct / self.examples
 
 
@@ -86,139 +104,184 @@ def evaluate(
     examples: str = "all",
     seed: int = 0,
     batch_size: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """The share of examples whose own class has the largest logit, with α times a task vector if one is given.
+    """Evaluates a model, or the model with α times a task vector, on a task.
 
-    The head is the one given, else the vector's own for this task, else `kp.head_for(model, task)`.
+    A prediction is the class with the largest logit.
+
+    Args:
+        model: The model.
+        task: The task.
+        head: Head to classify with; None: the vector's head for this task, or else `kp.head_for(model, task)`.
+        split: Name of the split.
+        vector: Task vector to add to the model, if any.
+        alpha: Coefficient of the vector.
+        examples: "all", a number, or a percentage of the split such as "30%".
+        seed: Seed of the selection of examples.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of examples done and their total.
+
+    Returns:
+        The numbers of correct and of all examples, and the accuracy.
+
+    Raises:
+        KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
+
+    Example:
+        >>> model, task = kp.load_model("tiny"), kp.load_task("digits")
+        >>> kp.evaluate(model, task, vector=kp.TaskVector.load("digits.safetensors")).accuracy
     """
-    exam = EvaluationSet.of(task, split, examples, seed)
+    evaluation_set = EvaluationSet.of(task, split, examples, seed)
     head = head or head_of(model, task, vector)
-    return score(model, head, exam, vector=vector, alpha=alpha, batch_size=batch_size, on_progress=on_progress)
+    return score(
+        model, head, evaluation_set, vector=vector, alpha=alpha, batch_size=batch_size, on_progress=on_progress
+    )
 
 
 def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
-    """The vector's own head for the task, or the one that is made without it."""
+    """Returns the vector's head for the task, or the model's default head if it has none."""
     return vector_head(task, vector) or head_for(model, task)
 
 
 def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
-    """The one that a vector has for the task; else the one that it has for parts of it, whose classes are the same."""
+    """Returns the vector's head for the task, or for class splits of it, whose classes are the same; None without.
+
+    Raises:
+        KfacpackError: If the heads of several class splits differ.
+    """
     heads = vector.heads if vector else {}
     if task.name in heads:
         return heads[task.name]
     whole = base_task_name(task.name)
-    of_parts = [(name, head) for name, head in heads.items() if base_task_name(name) == whole]
-    if not of_parts:
+    split_heads = [(name, head) for name, head in heads.items() if base_task_name(name) == whole]
+    if not split_heads:
         return None
-    (first, found), *others = of_parts
+    (first_name, first), *others = split_heads
     for name, head in others:
-        if difference := found.difference(head):
-            problem = f"the vector's heads for {printable(first)} and {printable(name)} are not the same: {difference}"
+        if difference := first.difference(head):
+            problem = f"the vector's heads for {printable(first_name)} and {printable(name)} differ: {difference}"
             raise KfacpackError(f"{printable(task.name)}: {problem}. Choose one with --head")
-    return found
+    return first
 
 
 def score(
     model: Model,
     head: Head,
-    exam: EvaluationSet,
+    evaluation_set: EvaluationSet,
     *,
     vector: TaskVector | None = None,
     alpha: float = 1.0,
     batch_size: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> Score:
-    """`on_progress` hears how many examples are done, and how many there are."""
-    return scores(model, head, exam, vector, (alpha,), batch_size=batch_size, on_progress=on_progress)[0]
+    """Returns the score at one α; see `scores`."""
+    return scores(model, head, evaluation_set, vector, (alpha,), batch_size=batch_size, on_progress=on_progress)[0]
 
 
 def scores(
     model: Model,
     head: Head,
-    exam: EvaluationSet,
+    evaluation_set: EvaluationSet,
     vector: TaskVector | None,
     alphas: Sequence[float],
     *,
     batch_size: int = 64,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> list[Score]:
-    """The score with each α τ: what asking for them one by one gives, to the bit, since one by one is done here, too.
+    """Returns the score of the model with α τ for each α, bitwise equal to evaluating each α separately.
 
-    `on_progress` hears how many examples are done and how many there are: in one pass for a linearised vector, else
-    in one for each α.
+    Args:
+        model: The model.
+        head: Head to classify with.
+        evaluation_set: Examples and labels.
+        vector: Task vector, or None for the model itself, with `alphas` (1.0,).
+        alphas: Coefficients of the vector.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of examples done and their total, which counts one pass for a linear vector
+            and one pass per α for others.
+
+    Raises:
+        KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
     """
-    task = exam.task
-    require_fitting(head, task)
+    task = evaluation_set.task
+    require_matching_classes(head, task)
     check_alphas(vector, alphas)
     head = head.to(device_of(model))
-    runs = forward_passes(model, vector, alphas)
-    batches = _PreparedBatches(model, exam, batch_size, keep=len(runs) > 1)
-    total = len(runs) * len(exam.numbers)
+    passes = forward_passes(model, vector, alphas)
+    batches = _PreparedBatches(model, evaluation_set, batch_size, keep=len(passes) > 1)
+    total = len(passes) * len(evaluation_set.numbers)
     correct: list[int] = []
     done = 0
     on_progress(done, total)
-    for each in runs:
-        found: Sequence[int] = ()
-        with each as forwards:
-            for chosen, batch, labels in batches:
-                with torch.no_grad(), name_task_in_errors(exam.split, task.name, chosen):
-                    right = [int((_predictions(head, f) == labels).sum()) for f in forwards(batch)]
-                found = [before + more for before, more in zip(found or [0] * len(right), right, strict=True)]
-                done += len(chosen)
+    for forward_pass in passes:
+        pass_correct: Sequence[int] = ()
+        with forward_pass as forwards:
+            for numbers, batch, labels in batches:
+                with torch.no_grad(), name_task_in_errors(evaluation_set.split, task.name, numbers):
+                    counts = [int((_predictions(head, f) == labels).sum()) for f in forwards(batch)]
+                previous = pass_correct or [0] * len(counts)
+                pass_correct = [before + more for before, more in zip(previous, counts, strict=True)]
+                done += len(numbers)
                 on_progress(done, total)
-        correct += found
-    return [Score(count, len(exam.numbers)) for count in correct]
+        correct += pass_correct
+    return [Score(count, len(evaluation_set.numbers)) for count in correct]
 
 
 def _predictions(head: Head, f: Tensor) -> Tensor:
-    """(N,), the class of the largest logit. Among numbers that are none there is no largest."""
+    """Returns the classes of the largest logits, (N,), on the CPU."""
     logits = head.logits(f)
     if not bool(logits.isfinite().all()):
-        raise NotFiniteError("logits have numbers that are not finite")
+        raise NotFiniteError("logits contain NaN or Inf")
     return logits.argmax(1).cpu()
 
 
 def count_examples(
-    model: Model, vector: TaskVector | None, alphas: Sequence[float], exams: Iterable[EvaluationSet]
+    model: Model, vector: TaskVector | None, alphas: Sequence[float], evaluation_sets: Iterable[EvaluationSet]
 ) -> int:
-    """How many examples `scores` goes through for these exams."""
-    return len(forward_passes(model, vector, alphas)) * sum(len(exam.numbers) for exam in exams)
+    """Returns the number of examples that `scores` processes for these evaluation sets, over all passes."""
+    return len(forward_passes(model, vector, alphas)) * sum(len(subset.numbers) for subset in evaluation_sets)
 
 
 def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
+    """Checks that there are coefficients, that they are finite, and that there is a vector to multiply.
+
+    Raises:
+        KfacpackError: If not.
+    """
     if vector is None and tuple(alphas) != (1.0,):
-        raise KfacpackError("alpha is what a vector is multiplied by: give a vector as well")
+        raise KfacpackError("alpha is the coefficient of a task vector: give a vector as well")
     if not alphas:
-        raise KfacpackError("there is no alpha to evaluate at; name at least one")
-    if wrong := [alpha for alpha in alphas if not isfinite(alpha)]:
-        raise KfacpackError(f"a task vector cannot be multiplied by {wrong[0]}")
+        raise KfacpackError("no alpha to evaluate at; give at least one")
+    if invalid := [alpha for alpha in alphas if not isfinite(alpha)]:
+        raise KfacpackError(f"alpha {invalid[0]}: expected a finite number")
 
 
 class _PreparedBatches:
-    """An exam's batches, to go through several times: read and prepared once, as long as they need little memory."""
+    """Batches of an evaluation set for several passes, kept in memory after the first pass if they are small."""
 
-    MOST = 512_000_000
+    MAX_BYTES = 512_000_000
 
-    def __init__(self, model: Model, exam: EvaluationSet, batch_size: int, *, keep: bool) -> None:
-        self._model, self._exam, self._batch_size = model, exam, batch_size
-        self._room = self.MOST if keep else 0
+    def __init__(self, model: Model, evaluation_set: EvaluationSet, batch_size: int, *, keep: bool) -> None:
+        self._model, self._set, self._batch_size = model, evaluation_set, batch_size
+        self._bytes_left = self.MAX_BYTES if keep else 0
         self._kept: list[tuple[Sequence[int], Batch, Tensor]] | None = None
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Batch, Tensor]]:
-        """The examples' numbers, the batch, and their labels, (N,)."""
+        """Yields the examples' indices, the batch, and the labels, (N,)."""
         if self._kept is not None:
             yield from self._kept
             return
-        exam, kept = self._exam, []
-        label_of = dict(zip(exam.numbers, exam.labels, strict=True))
-        for chosen, batch in prepare_batch(self._model, exam.split, exam.task.name, exam.numbers, self._batch_size):
-            made = chosen, batch, torch.tensor([label_of[number] for number in chosen])
-            self._room -= sum(tensor.nbytes for tensor in tensors_of(batch))
-            if self._room >= 0:
-                kept.append(made)
+        kept = []
+        label_of = dict(zip(self._set.numbers, self._set.labels, strict=True))
+        source = self._set.split, self._set.task.name, self._set.numbers
+        for numbers, batch in prepared_batches(self._model, *source, self._batch_size):
+            item = numbers, batch, torch.tensor([label_of[number] for number in numbers])
+            self._bytes_left -= sum(tensor.nbytes for tensor in tensors_of(batch))
+            if self._bytes_left >= 0:
+                kept.append(item)
             else:
                 kept.clear()
-            yield made
-        if self._room >= 0:
+            yield item
+        if self._bytes_left >= 0:
             self._kept = kept

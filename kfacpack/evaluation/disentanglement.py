@@ -1,8 +1,8 @@
-"""Whether two tasks leave each other alone: the disentanglement error over a grid of coefficients,
+"""Disentanglement error of two tasks over a grid of coefficients.
 
-    ξ(α1, α2) = Σ_t E_t [ pred(θ0 + α_t τ_t) ≠ pred(θ0 + α1 τ1 + α2 τ2) ],
+    ξ(α1, α2) = Σ_t E_t [ pred(θ0 + α_t τ_t) ≠ pred(θ0 + α1 τ1 + α2 τ2) ]
 
-from 0, where adding the other vector changes no answer, to 2. N examples, K classes, C the width of f.
+It ranges from 0, where adding the other vector changes no prediction, to 2. N examples, K classes, C the width of f.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch import Tensor
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import EvaluationSet, ProgressCounter, head_of
 from kfacpack.evaluation.edited_model import (
+    by_task_name,
     device_of,
     edited_model,
-    named_by_task,
     output_changes,
-    output_of,
-    require_one_kind,
+    outputs_of,
+    require_compatible_vectors,
 )
 from kfacpack.format.units import OnProgress
-from kfacpack.models.heads import require_fitting
+from kfacpack.models.heads import require_matching_classes
 
 if TYPE_CHECKING:
     from kfacpack.models.heads import Head
@@ -47,93 +47,109 @@ def disentanglement(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """{"tasks": [A, B], "alphas", "xi": rows α of A, columns α of B, "examples": {A: n, B: n}}.
+    """Computes the disentanglement error of two vectors over a grid of coefficients.
 
-    The first exam is of the first vector's task, the second of the second's. A task's head is the one in `heads`, else
-    its vector's own, else `kp.head_for(model, task)`. In the linear regime each example is looked at once, whatever the
-    grid; in the others once for each pair of coefficients.
+    In the linear regime each example is processed once for any grid; in other regimes once per pair of coefficients.
+
+    Args:
+        model: The base model.
+        exams: Examples of the first vector's task, and of the second vector's task.
+        vectors: Two vectors of one base model and one regime.
+        alphas: Coefficients of both axes of the grid.
+        heads: Task name -> head; by default the vector's head for its task, or else `kp.head_for(model, task)`.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of examples done and their total.
+
+    Returns:
+        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`; rows of `xi` are α of A, columns α of B.
+
+    Raises:
+        KfacpackError: If vectors, tasks and heads do not fit together, or `alphas` is empty or not finite.
+
+    Example:
+        >>> sets = tuple(EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
+        >>> kp.disentanglement(model, sets, (digits, mnist), [0.0, 0.5, 1.0])["xi"]
     """
     alphas = [float(alpha) for alpha in alphas]
     if not alphas or not all(map(isfinite, alphas)):
-        raise KfacpackError(f"alphas {alphas}: expected finite numbers, at least one")
-    names = list(named_by_task(exams))
-    require_one_kind(vectors)
-    own = [_head(model, exam, vector, heads or {}) for exam, vector in zip(exams, vectors, strict=True)]
-    measured = _linear_errors if vectors[0].is_linear else _nonlinear_errors
-    wrong = measured(model, exams, vectors, own, alphas, batch_size, on_progress)
-    shares = [each.double() / len(exam.numbers) for each, exam in zip(wrong, exams, strict=True)]
+        raise KfacpackError(f"alphas {alphas}: expected at least one number, all finite")
+    names = list(by_task_name(exams))
+    require_compatible_vectors(vectors)
+    task_heads = [_head(model, subset, vector, heads or {}) for subset, vector in zip(exams, vectors, strict=True)]
+    count_errors = _linear_errors if vectors[0].is_linear else _nonlinear_errors
+    errors = count_errors(model, exams, vectors, task_heads, alphas, batch_size, on_progress)
+    shares = [counts.cpu().double() / len(subset.numbers) for counts, subset in zip(errors, exams, strict=True)]
     return {
         "tasks": names,
         "alphas": alphas,
         "xi": (shares[0] + shares[1]).tolist(),
-        "examples": {name: len(exam.numbers) for name, exam in zip(names, exams, strict=True)},
+        "examples": {name: len(subset.numbers) for name, subset in zip(names, exams, strict=True)},
     }
 
 
 def _linear_errors(
     model: Model,
-    exams: Sequence[EvaluationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     vectors: Sequence[TaskVector],
     heads: Sequence[Head],
     alphas: Sequence[float],
     batch_size: int,
     on_progress: OnProgress,
 ) -> list[Tensor]:
-    """How many answers differ on each exam, (alphas, alphas) each, from f, J τ1 and J τ2 alone."""
-    count = ProgressCounter(sum(len(exam.numbers) for exam in exams), on_progress)
+    """Returns the number of changed predictions per evaluation set, (alphas, alphas) each, from f, J τ1 and J τ2."""
+    counter = ProgressCounter(sum(len(subset.numbers) for subset in evaluation_sets), on_progress)
     grid = torch.tensor(alphas, dtype=torch.float64)
-    found = []
-    for own, (exam, head) in enumerate(zip(exams, heads, strict=True)):
-        wrong = torch.zeros(len(alphas), len(alphas), dtype=torch.int64)
-        weight, bias = head.weight.double().cpu(), head.bias.double().cpu()
-        for f, changes in output_changes(model, exam, vectors, batch_size, count):
-            # A head is affine, so that logits add up like f does.
-            start = f.double().cpu() @ weight.T + bias
-            first, second = changes.double().cpu() @ weight.T
+    errors = []
+    for own, (evaluation_set, head) in enumerate(zip(evaluation_sets, heads, strict=True)):
+        changed = torch.zeros(len(alphas), len(alphas), dtype=torch.int64)
+        weight, bias = head.weight.cpu().double(), head.bias.cpu().double()
+        for f, changes in output_changes(model, evaluation_set, vectors, batch_size, counter):
+            # The head is affine, so logits are linear in the coefficients like f.
+            start = f.cpu().double() @ weight.T + bias
+            first, second = changes.cpu().double() @ weight.T
             columns = grid[:, None, None] * second
             alone = (start + grid[:, None, None] * (first, second)[own]).argmax(-1)
             for row, alpha in enumerate(grid):
                 together = ((start + alpha * first) + columns).argmax(-1)
-                wrong[row] += (together != (alone[row] if own == 0 else alone)).sum(-1)
-        found.append(wrong)
-    return found
+                changed[row] += (together != (alone[row] if own == 0 else alone)).sum(-1)
+        errors.append(changed)
+    return errors
 
 
 def _nonlinear_errors(
     model: Model,
-    exams: Sequence[EvaluationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     vectors: Sequence[TaskVector],
     heads: Sequence[Head],
     alphas: Sequence[float],
     batch_size: int,
     on_progress: OnProgress,
 ) -> list[Tensor]:
-    """The same by putting every combination into the model."""
+    """Returns the same as `_linear_errors`, by applying every combination to the model."""
     pairs: dict[AlphaPair, None] = dict.fromkeys((a, b) for a in alphas for b in alphas)
-    asked = [pairs | {(a, 0.0): None for a in alphas}, pairs | {(0.0, b): None for b in alphas}]
-    count = ProgressCounter(
-        sum(len(each) * len(exam.numbers) for each, exam in zip(asked, exams, strict=True)), on_progress
-    )
-    answers: list[dict[AlphaPair, Tensor]] = [{}, {}]
-    on_device = [head.to(device_of(model)) for head in heads]
-    for a, b in asked[0] | asked[1]:
+    needed = [pairs | {(a, 0.0): None for a in alphas}, pairs | {(0.0, b): None for b in alphas}]
+    total = sum(len(own) * len(subset.numbers) for own, subset in zip(needed, evaluation_sets, strict=True))
+    counter = ProgressCounter(total, on_progress)
+    predictions: list[dict[AlphaPair, Tensor]] = [{}, {}]
+    device_heads = [head.to(device_of(model)) for head in heads]
+    for a, b in needed[0] | needed[1]:
         with edited_model(model, a * vectors[0] + b * vectors[1]) as forward:
-            for own, (exam, head) in enumerate(zip(exams, on_device, strict=True)):
-                if (a, b) in asked[own]:
-                    found = [head.logits(f).argmax(1).cpu() for f in output_of(model, exam, forward, batch_size, count)]
-                    answers[own][a, b] = torch.cat(found)
-    first, second = answers
+            for own, (evaluation_set, head) in enumerate(zip(evaluation_sets, device_heads, strict=True)):
+                if (a, b) in needed[own]:
+                    batches = outputs_of(model, evaluation_set, forward, batch_size, counter)
+                    predictions[own][a, b] = torch.cat([head.logits(f).argmax(1).cpu() for f in batches])
+    first, second = predictions
     return [
         torch.tensor([[int((first[a, b] != first[a, 0.0]).sum()) for b in alphas] for a in alphas]),
         torch.tensor([[int((second[a, b] != second[0.0, b]).sum()) for b in alphas] for a in alphas]),
     ]
 
 
-def _head(model: Model, exam: EvaluationSet, vector: TaskVector, heads: Mapping[str, Head]) -> Head:
-    task = exam.task
+def _head(model: Model, evaluation_set: EvaluationSet, vector: TaskVector, heads: Mapping[str, Head]) -> Head:
+    task = evaluation_set.task
     if task.name not in vector.tasks:
-        expected = f"expected those of {printable(', '.join(vector.tasks))}, which the vector is of"
-        raise KfacpackError(f"these are examples of {printable(task.name)}; {expected}")
+        own = printable(", ".join(vector.tasks))
+        raise KfacpackError(f"expected examples of {own}, the task of the vector, got {printable(task.name)}")
     head = heads.get(task.name) or head_of(model, task, vector)
-    require_fitting(head, task)
+    require_matching_classes(head, task)
     return head

@@ -1,8 +1,7 @@
-"""A model with a task vector: linearised ones as they were trained, others added to the weights.
+"""Forward passes of a model with task vectors, and the change of its outputs by them.
 
-By how much task vectors move f on a task's examples. N examples, V vectors, C the width of f.
-
-In the linear regime f moves by J τ, in the others by f(θ0 + τ) − f(θ0).
+A vector of the linear regime is evaluated as f + α J τ, as it was trained; others are added to the weights. The change
+of f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in the others. N examples, V vectors, C the width of f.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from kfacpack.models.data_loading import outputs
 from kfacpack.models.functional import at_least_float32, call_model, select_parameters
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kfacpack.evaluation.accuracy import EvaluationSet, ProgressCounter
     from kfacpack.models.model import Batch, Model
     from kfacpack.vectors.task_vector import TaskVector
@@ -30,12 +31,18 @@ if TYPE_CHECKING:
 
     BatchForwards = Callable[[Batch], list[Tensor]]
 
-    """A batch -> f with each of some multiples of a vector, each (N, C), without gradient."""
+    """A batch -> f with each of several multiples of a vector, each (N, C), without gradient."""
 
 
 @contextmanager
 def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) -> Iterator[BatchForward]:
-    """f of the model with α τ, as long as the context lasts; the model is then as it was."""
+    """Yields f of the model with α τ, for the duration of the context; the model is restored afterwards.
+
+    Args:
+        model: The model.
+        vector: Task vector, or None for the model itself.
+        alpha: Coefficient of the vector.
+    """
     (only,) = forward_passes(model, vector, (alpha,))
     with only as forwards:
         yield lambda batch: forwards(batch)[0]
@@ -44,9 +51,13 @@ def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) ->
 def forward_passes(
     model: Model, vector: TaskVector | None, alphas: Sequence[float]
 ) -> list[AbstractContextManager[BatchForwards]]:
-    """How often the data has to be gone through for f with every α τ: what each pass gives, in a row, is as `alphas`.
+    """Returns the passes over the data that are needed to compute f with α τ for every α.
 
-    A linearised vector needs one pass, f and J τ, whatever the α; others one for each.
+    A linear vector needs one pass, which computes f and J τ; others need one pass per α.
+
+    Returns:
+        Context managers of functions from a batch to outputs; concatenated over the passes, the outputs are in the
+        order of `alphas`.
     """
     if vector is None:
         return [_unedited(model)]
@@ -56,22 +67,20 @@ def forward_passes(
 
 
 def device_of(model: Model) -> torch.device:
+    """Returns the device of the model's parameters."""
     return next(model.module.parameters()).device
 
 
 @contextmanager
 def _linearized(model: Model, vector: TaskVector, alphas: Sequence[float]) -> Iterator[BatchForwards]:
     vector.check(model.module, model.function)
-    # J is applied to what it was before anybody multiplied it: 0.3 τ at α = 1 is then τ at α = 0.3, to the bit.
+    # J is applied to the unscaled vector, so that 0.3 τ at α = 1 is bitwise equal to τ at α = 0.3.
     factor, direction = vector.as_multiple()
-    wanted = select_parameters(model.module, list(direction))
-    linearized = Linearized(model.module, model.forward, wanted)
-    tau = {name: direction[name].to(parameter.device) for name, parameter in wanted.items()}
+    linearized, (tau,) = _linearized_along(model, [direction])
 
     def forwards(batch: Batch) -> list[Tensor]:
         f, change = map(at_least_float32, linearized.outputs(batch, tau))
-        if not bool(change.isfinite().all()):
-            raise NotFiniteError("J τ has numbers that are not finite")
+        _require_finite(change)
         return [f + (alpha * factor) * change for alpha in alphas]
 
     yield forwards
@@ -93,78 +102,109 @@ def _unedited(model: Model) -> Iterator[BatchForwards]:
 
 
 def output_changes(
-    model: Model, exam: EvaluationSet, vectors: Sequence[TaskVector], batch_size: int, count: ProgressCounter
+    model: Model,
+    evaluation_set: EvaluationSet,
+    vectors: Sequence[TaskVector],
+    batch_size: int,
+    counter: ProgressCounter,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """For some examples after the other, f of the model as it is, (N, C), and its change by each vector, (V, N, C).
+    """Yields f of the unedited model, (N, C), and its change by each vector, (V, N, C), for groups of examples.
 
-    The vectors are of one base model and one regime (see `require_one_kind`).
+    Args:
+        model: The model.
+        evaluation_set: The examples.
+        vectors: Vectors of one base model and one regime; see `require_compatible_vectors`.
+        batch_size: Examples per forward pass.
+        counter: Counts each example `passes_needed` times.
     """
     first, *others = _passes(model, vectors)
     if not others:
         with first as forward:
-            for found in output_of(model, exam, forward, batch_size, count):
-                f, *changes = found.chunk(1 + len(vectors), dim=1)
+            for side_by_side in outputs_of(model, evaluation_set, forward, batch_size, counter):
+                f, *changes = side_by_side.chunk(1 + len(vectors), dim=1)
                 yield f, torch.stack(changes)
         return
-    every = []
-    for each in (first, *others):
-        with each as forward:
-            every.append(torch.cat(list(output_of(model, exam, forward, batch_size, count))))
-    f, *moved = every
-    yield f, torch.stack(moved) - f
+    results = []
+    for forward_pass in (first, *others):
+        with forward_pass as forward:
+            results.append(torch.cat(list(outputs_of(model, evaluation_set, forward, batch_size, counter))))
+    f, *edited = results
+    yield f, torch.stack(edited) - f
 
 
 def passes_needed(model: Model, vectors: Sequence[TaskVector]) -> int:
-    """How many times `moves` looks at each example, and counts it."""
+    """Returns how many times `output_changes` processes, and counts, each example."""
     return len(_passes(model, vectors))
 
 
 def _passes(model: Model, vectors: Sequence[TaskVector]) -> list[AbstractContextManager[BatchForward]]:
-    """What all examples are put through, one after the other: f and every J τ in one pass, in the linear regime.
+    """Returns the passes over the examples: in the linear regime one pass for f and every J τ.
 
-    In the others f alone, then f with each vector: putting one in takes longer than a batch does.
+    In other regimes, one pass for f and one per vector, because applying a vector takes longer than a batch.
     """
     if vectors[0].is_linear:
         return [_tangents(model, vectors)]
     return [edited_model(model, vector) for vector in (None, *vectors)]
 
 
-def output_of(
-    model: Model, exam: EvaluationSet, forward: BatchForward, batch_size: int, count: ProgressCounter
+def outputs_of(
+    model: Model, evaluation_set: EvaluationSet, forward: BatchForward, batch_size: int, counter: ProgressCounter
 ) -> Iterator[Tensor]:
-    """What `forward` makes of the exam's examples, in their order, batch by batch."""
-    for chosen, f in outputs(model, exam.split, exam.task.name, exam.numbers, batch_size, forward):
+    """Yields the outputs of `forward` on the examples, in order, batch by batch."""
+    split, task = evaluation_set.split, evaluation_set.task.name
+    for numbers, f in outputs(model, split, task, evaluation_set.numbers, batch_size, forward):
         yield f
-        count.add(len(chosen))
+        counter.add(len(numbers))
 
 
-def require_one_kind(vectors: Sequence[TaskVector]) -> None:
-    """Refuse vectors of different base models, parameters, regimes or f, naming what differs."""
+def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
+    """Checks that there are vectors, and that they have the same base model, parameters, regime and f.
+
+    Raises:
+        KfacpackError: If not; names the difference.
+    """
     if not vectors:
-        raise KfacpackError("there is no task vector to measure")
-    sum(vectors)
+        raise KfacpackError("no task vector to measure")
+    sum(vectors)  # adding vectors compares all of this
 
 
-def named_by_task(exams: Sequence[EvaluationSet]) -> dict[str, EvaluationSet]:
-    found = {exam.task.name: exam for exam in exams}
-    if len(found) < len(exams):
-        names = printable(", ".join(exam.task.name for exam in exams))
-        raise KfacpackError(f"expected the examples of different tasks, found {names}")
-    return found
+def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, EvaluationSet]:
+    """Returns the evaluation sets by the names of their tasks.
+
+    Raises:
+        KfacpackError: If two are of the same task.
+    """
+    by_name = {evaluation_set.task.name: evaluation_set for evaluation_set in evaluation_sets}
+    if len(by_name) < len(evaluation_sets):
+        names = printable(", ".join(evaluation_set.task.name for evaluation_set in evaluation_sets))
+        raise KfacpackError(f"expected examples of different tasks, got {names}")
+    return by_name
 
 
 @contextmanager
 def _tangents(model: Model, vectors: Sequence[TaskVector]) -> Iterator[BatchForward]:
-    """A batch -> f and J τ of each vector side by side, (N, (1 + V) C)."""
-    vectors[0].check(model.module, model.function)  # the others are of the same base model
-    wanted = select_parameters(model.module, list(vectors[0]))
-    linearized = Linearized(model.module, model.forward, wanted)
-    taus = [{name: vector[name].to(parameter.device) for name, parameter in wanted.items()} for vector in vectors]
+    """Yields a function from a batch to f and J τ of each vector side by side, (N, (1 + V) C)."""
+    vectors[0].check(model.module, model.function)  # the others have the same base model
+    linearized, taus = _linearized_along(model, vectors)
 
     def forward(batch: Batch) -> Tensor:
         pairs = [linearized.outputs(batch, tau) for tau in taus]
-        if not all(bool(change.isfinite().all()) for _, change in pairs):
-            raise NotFiniteError("J τ has numbers that are not finite")
+        for _, change in pairs:
+            _require_finite(change)
         return torch.cat([pairs[0][0], *(change for _, change in pairs)], dim=1)
 
     yield forward
+
+
+def _linearized_along(
+    model: Model, vectors: Sequence[Mapping[str, Tensor]]
+) -> tuple[Linearized, list[dict[str, Tensor]]]:
+    """Returns the model linearised in the vectors' parameters, and the vectors on its device."""
+    parameters = select_parameters(model.module, list(vectors[0]))
+    taus = [{name: vector[name].to(parameter.device) for name, parameter in parameters.items()} for vector in vectors]
+    return Linearized(model.module, model.forward, parameters), taus
+
+
+def _require_finite(change: Tensor) -> None:
+    if not bool(change.isfinite().all()):
+        raise NotFiniteError("J τ contains NaN or Inf")

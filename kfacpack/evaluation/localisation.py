@@ -1,7 +1,8 @@
-"""Whether a vector acts on its own task alone: ‖J(x) τ_t‖², by example, on its task and on the others.
+"""Localisation: whether a vector changes outputs on its own task only, measured by ‖J(x) τ_t‖² per example.
 
-Where the two do not overlap, the size of the change tells which task an example is of. The AUROC says how well: the
-probability that an example of the vector's own task is moved further than one of another task, a tie counting half.
+If the values on the vector's own task and on other tasks do not overlap, they tell which task an example is from. The
+AUROC is the probability that an example of the vector's own task has a larger value than one of another task; a tie
+counts one half.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import ProgressCounter
-from kfacpack.evaluation.edited_model import named_by_task, output_changes, passes_needed, require_one_kind
+from kfacpack.evaluation.edited_model import by_task_name, output_changes, passes_needed, require_compatible_vectors
 from kfacpack.format.units import OnProgress
 
 if TYPE_CHECKING:
@@ -34,45 +35,72 @@ def localisation(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc": their mean}.
+    """Measures how far each vector changes f on its own task and on other tasks.
 
-    `vectors` are by their tasks' names. `exams` are examples of each of these tasks, and of others if you like: all
-    examples that are not of a vector's own task are off-task to it. S says of the squared changes {"examples", "mean",
-    "quantiles" at 5, 25, 50, 75 and 95 %}. Outside the linear regime they are ‖f(θ0 + τ) − f(θ0)‖².
+    Args:
+        model: The base model.
+        exams: Examples of each vector's task and, optionally, of further tasks. All examples that are not of a
+            vector's own task are off-task for it.
+        vectors: Task name -> vector.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of examples done and their total.
+
+    Returns:
+        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc": their mean}`, where S describes
+        squared changes: `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25, 50, 75 and 95 %. Outside the
+        linear regime, changes are f(θ0 + τ) − f(θ0) instead of J τ.
+
+    Raises:
+        KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or vectors are incompatible.
+
+    Example:
+        >>> sets = [EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist")]
+        >>> kp.localisation(model, sets, {"digits": vector})["auroc"]
     """
-    tasks, chosen = named_by_task(exams), list(vectors.values())
-    require_one_kind(chosen)
+    tasks, taus = by_task_name(exams), list(vectors.values())
+    require_compatible_vectors(taus)
     if missing := [name for name in vectors if name not in tasks]:
-        raise KfacpackError(f"there are no examples of {printable(missing[0])}, which one of the vectors is of")
+        raise KfacpackError(f"no examples of {printable(missing[0])}, the task of one of the vectors")
     if len(tasks) < 2:
-        raise KfacpackError(f"there are only examples of {printable(next(iter(tasks)))}; another task is needed")
-    count = ProgressCounter(passes_needed(model, chosen) * sum(len(exam.numbers) for exam in exams), on_progress)
-    # By task, (V, N).
-    sizes = {
-        name: torch.cat(
-            [
-                change.double().square().sum(-1).cpu()
-                for _, change in output_changes(model, exam, chosen, batch_size, count)
-            ],
-            dim=1,
-        )
-        for name, exam in tasks.items()
+        raise KfacpackError(f"only examples of {printable(next(iter(tasks)))}; examples of another task are needed")
+    examples = sum(len(evaluation_set.numbers) for evaluation_set in exams)
+    counter = ProgressCounter(passes_needed(model, taus) * examples, on_progress)
+    sizes_by_task = {
+        name: _squared_changes(model, evaluation_set, taus, batch_size, counter)
+        for name, evaluation_set in tasks.items()
     }
-    found: dict[str, dict[str, Any]] = {}
-    for place, own in enumerate(vectors):
-        by = {name: each[place] for name, each in sizes.items()}
-        off = torch.cat([each for name, each in by.items() if name != own])
-        found[own] = {
-            "on": _describe(by[own]),
+    results: dict[str, dict[str, Any]] = {}
+    for position, own in enumerate(vectors):
+        by_task = {name: sizes[position] for name, sizes in sizes_by_task.items()}
+        off = torch.cat([sizes for name, sizes in by_task.items() if name != own])
+        results[own] = {
+            "on": _describe(by_task[own]),
             "off": _describe(off),
-            "auroc": auroc(by[own], off),
-            "by_task": {name: _describe(each) for name, each in by.items()},
+            "auroc": auroc(by_task[own], off),
+            "by_task": {name: _describe(sizes) for name, sizes in by_task.items()},
         }
-    return {"vectors": found, "auroc": sum(each["auroc"] for each in found.values()) / len(found)}
+    return {"vectors": results, "auroc": sum(result["auroc"] for result in results.values()) / len(results)}
+
+
+def _squared_changes(
+    model: Model,
+    evaluation_set: EvaluationSet,
+    vectors: Sequence[TaskVector],
+    batch_size: int,
+    counter: ProgressCounter,
+) -> Tensor:
+    """Returns the squared norm of the change of f by each vector for each example, (V, N), float64 on the CPU."""
+    changes = output_changes(model, evaluation_set, vectors, batch_size, counter)
+    return torch.cat([change.cpu().double().square().sum(-1) for _, change in changes], dim=1)
 
 
 def auroc(on: Tensor, off: Tensor) -> float:
-    """P(on > off) + P(on = off) / 2, (N,) and (M,): all N M pairs counted, by one sort."""
+    """Returns P(on > off) + P(on = off) / 2 over all pairs, in one sort.
+
+    Args:
+        on: (N,).
+        off: (M,).
+    """
     ordered = off.sort().values
     below = torch.searchsorted(ordered, on, right=False).sum()
     not_above = torch.searchsorted(ordered, on, right=True).sum()
@@ -80,6 +108,6 @@ def auroc(on: Tensor, off: Tensor) -> float:
 
 
 def _describe(sizes: Tensor) -> dict[str, Any]:
-    """(N,)"""
+    """Summarises squared changes, (N,)."""
     quantiles = torch.quantile(sizes, torch.tensor(QUANTILES, dtype=sizes.dtype))
     return {"examples": len(sizes), "mean": float(sizes.mean()), "quantiles": quantiles.tolist()}

@@ -1,4 +1,4 @@
-"""Forgetting a task: as much of −α τ as a control task bears."""
+"""Forgetting by negation: the α at which −α τ removes most of a task while a control task keeps its accuracy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 CONTROL_KEEP = 0.95
-"""The share of its accuracy that the control task keeps, in this literature."""
+"""Fraction of its accuracy that the control task must keep, as is usual in the literature."""
 
 
 def negate(
@@ -33,42 +33,56 @@ def negate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """What −α τ takes from the targets, at the α that takes most while the control keeps its share.
+    """Selects α for −α τ on validation data and reports what it removes from the targets on test data.
 
-    On the validation splits, α is the one of `alphas`, magnitudes, at which the targets' mean accuracy is least, chance
-    being the least there is, among those at which the control has at least `keep` of its accuracy without the vector;
-    of several, the smallest. Zero is always among them. Then the test splits are asked, at this α and at zero:
+    The selected α has the smallest mean accuracy of the targets, counted as at least chance, among those at which the
+    control keeps the fraction `keep` of its accuracy without the vector. Of several, it is the smallest; zero is always
+    a candidate. The test splits are evaluated at this α and at zero only.
 
-    {"control": its name, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance", "removed",
-    "control", "control_before"}}}, where `removed` is the share of the margin over chance, one in the number of
-    classes, that is taken away, or None where there was no margin.
+    Args:
+        model: The model.
+        targets: Tasks to forget.
+        control: Task that must keep its accuracy.
+        vector: The task vector to negate.
+        alphas: Candidates, zero or positive.
+        keep: Fraction of the control's accuracy to keep, above 0 and at most 1.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of examples done and their total.
+
+    Returns:
+        `{"control": its name, "keep": keep, "tasks": {target: {"alpha", "accuracy", "before", "chance", "removed",
+        "control", "control_before"}}}`. `chance` is 1 / the number of classes; `removed` is the removed fraction of the
+        margin over chance, or None if there was no margin.
+
+    Raises:
+        KfacpackError: If an α is negative, `keep` is out of range, or the control is one of the targets.
     """
     check_alphas(vector, alphas)
-    if wrong := [alpha for alpha in alphas if alpha < 0]:
-        problem = f"alpha {wrong[0]:g}: the vector is negated already, so that α is a magnitude"
+    if negative := [alpha for alpha in alphas if alpha < 0]:
+        problem = f"alpha {negative[0]:g}: the vector is negated already, so α is a magnitude"
         raise KfacpackError(f"{problem}; expected zero or more, such as 0:1:0.05")
     if not 0 < keep <= 1:
-        raise KfacpackError(f"keep {keep:g}: expected the share of the control's accuracy to keep, above 0, up to 1")
+        raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")
     if control.name in [target.name for target in targets]:
-        raise KfacpackError(f"{control.name!r} is to be forgotten, and cannot be the control as well; name another")
+        raise KfacpackError(f"{control.name!r} is to be forgotten and cannot be the control as well; name another task")
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
-    everyone = [*targets, control]
-    total = count_examples(model, vector, candidates, [each.validation for each in everyone])
-    count = ProgressCounter(
-        total + count_examples(model, vector, [0.0, 1.0], [each.test for each in everyone]), on_progress
-    )
+    subjects = [*targets, control]
+    total = count_examples(model, vector, candidates, [subject.validation for subject in subjects])
+    total += count_examples(model, vector, [0.0, 1.0], [subject.test for subject in subjects])
+    counter = ProgressCounter(total, on_progress)
     negated = -vector
 
-    def asked(head: Head, exam: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
-        return scores(model, head, exam, negated, alphas, batch_size=batch_size, on_progress=count.piece())
+    def evaluated(head: Head, subset: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
+        return scores(model, head, subset, negated, alphas, batch_size=batch_size, on_progress=counter.subcounter())
 
-    found = [asked(each.head, each.validation, candidates) for each in everyone]
-    alpha = candidates[choose_negation_alpha(found[:-1], found[-1], keep, [len(each.head.classes) for each in targets])]
-    before, after = zip(*(asked(each.head, each.test, [0.0, alpha]) for each in everyone), strict=True)
+    validation = [evaluated(subject.head, subject.validation, candidates) for subject in subjects]
+    classes = [len(target.head.classes) for target in targets]
+    alpha = candidates[choose_negation_alpha(validation[:-1], validation[-1], keep, classes)]
+    before, after = zip(*(evaluated(subject.head, subject.test, [0.0, alpha]) for subject in subjects), strict=True)
     tasks = {
         target.name: {
             "alpha": alpha,
-            **_scores_at(after[k], before[k], len(target.head.classes)),
+            **_target_result(after[k], before[k], len(target.head.classes)),
             "control": after[-1].accuracy,
             "control_before": before[-1].accuracy,
         }
@@ -80,22 +94,29 @@ def negate(
 def choose_negation_alpha(
     targets: Sequence[Sequence[Score]], control: Sequence[Score], keep: float, classes: Sequence[int]
 ) -> int:
-    """The number of the α, given the scores of each target and of the control at rising α, the first at zero.
+    """Returns the index of the selected α.
 
-    Below chance nothing is left to forget, so that an α which only goes further there does not pay with the control.
+    Accuracies below chance count as chance: there is nothing left to forget, so going further does not justify a loss
+    of the control.
+
+    Args:
+        targets: For each target, its scores at increasing α, the first at zero.
+        control: Scores of the control at the same α.
+        keep: Fraction of the control's accuracy to keep.
+        classes: Number of classes of each target.
     """
 
-    def left(k: int) -> Fraction:
-        scores = [each[k] for each in targets]
-        shares = (Fraction(each.correct, each.examples) for each in scores)
-        return sum((max(share, Fraction(1, count)) for share, count in zip(shares, classes, strict=True)), Fraction(0))
+    def remaining(k: int) -> Fraction:
+        accuracies = (Fraction(target[k].correct, target[k].examples) for target in targets)
+        counted = (max(accuracy, Fraction(1, n)) for accuracy, n in zip(accuracies, classes, strict=True))
+        return sum(counted, Fraction(0))
 
-    least = Fraction(str(keep)) * control[0].correct
-    borne = [k for k, each in enumerate(control) if each.correct >= least]
-    return min(borne, key=left)
+    minimum = Fraction(str(keep)) * control[0].correct
+    allowed = [k for k, score in enumerate(control) if score.correct >= minimum]
+    return min(allowed, key=remaining)
 
 
-def _scores_at(after: Score, before: Score, classes: int) -> dict[str, float | None]:
+def _target_result(after: Score, before: Score, classes: int) -> dict[str, float | None]:
     chance = 1 / classes
     margin = before.accuracy - chance
     removed = (before.accuracy - after.accuracy) / margin if margin > 0 else None

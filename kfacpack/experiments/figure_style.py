@@ -1,6 +1,6 @@
-"""What every figure shares: two themes, one font, axes that can be read on a phone, and the same bytes each time.
+"""The common style of all figures (two colour themes, one font, sizes for narrow screens), and saving them to files.
 
-Figures as files.
+The same figure always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -28,19 +28,24 @@ from kfacpack.format.writer import write_atomically
 P = ParamSpec("P")
 
 WIDTH = 5.0
-"""Inches. On a phone of 360 pixels, ten points are then still ten pixels high."""
+"""Width of a figure in inches. On a phone 360 pixels wide, a ten-point font is then still ten pixels high."""
 
 
 @dataclass(frozen=True)
 class Theme:
+    """Colours of a figure."""
+
     paper: str
+    """Background."""
     ink: str
+    """Text and reference lines."""
     faint: str
+    """Axes, grid and secondary marks."""
     series: tuple[str, ...]
+    """Data series, in order."""
 
 
-# Okabe and Ito's colours, which the colour-blind can tell apart: darkened where they are to be seen on white and
-# lightened where on black, in the same order of hues.
+# The colour-blind safe palette of Okabe and Ito: darker on white, lighter on black, with the same order of hues.
 THEMES = {
     "light": Theme(
         paper="#ffffff",
@@ -56,14 +61,14 @@ THEMES = {
     ),
 }
 MARKERS = "osD^vPXd"
-"""Beside the colours, for whoever sees or prints none."""
+"""Markers that distinguish series where colours cannot be seen."""
 
 
 @contextmanager
 def _settings(theme: Theme) -> Iterator[None]:
-    """Matplotlib's own defaults, whatever the user's are, and ours."""
+    """Applies Matplotlib's defaults, whatever the user's settings are, and then the style of kfacpack."""
     with matplotlib.rc_context(), warnings.catch_warnings():
-        # A name in a script that DejaVu Sans does not have is drawn as boxes; that is no reason to stop.
+        # Characters that DejaVu Sans does not contain are drawn as boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(
@@ -75,7 +80,7 @@ def _settings(theme: Theme) -> Iterator[None]:
                 "axes.labelsize": 10,
                 "legend.fontsize": 9,
                 "legend.frameon": False,
-                # A task may be called $x$; it is a name, not a formula.
+                # A task name such as $x$ is not a formula.
                 "text.parse_math": False,
                 "text.color": theme.ink,
                 "figure.facecolor": theme.paper,
@@ -101,57 +106,59 @@ def _settings(theme: Theme) -> Iterator[None]:
 
 
 def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
-    """For a function with the keyword `theme`: it draws under the settings of the theme of that name."""
+    """Decorates a drawing function with the keyword `theme` so that it draws with the settings of that theme."""
 
     @functools.wraps(draw)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
+    def draw_with_theme(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with _settings(theme_of(str(kwargs.get("theme", "light")))):
             figure = draw(*args, **kwargs)
-            # Once and for all: else each file that is made of it would move things a little, after the one before.
+            # Compute the layout once: otherwise every saved file would move the elements a little.
             if engine := figure.get_layout_engine():
                 engine.execute(figure)
             figure.set_layout_engine("none")
             return figure
 
-    return drawn
-
-
-def saving() -> Any:
-    """The settings that files depend on; colours are in the figure already."""
-    return _settings(THEMES["light"])
+    return draw_with_theme
 
 
 def theme_of(name: str) -> Theme:
+    """Returns the theme called `name`.
+
+    Raises:
+        KfacpackError: If there is no such theme.
+    """
     if name not in THEMES:
-        raise KfacpackError(f"there is no theme {name!r}, expected one of: {', '.join(THEMES)}")
+        raise KfacpackError(f"unknown theme {name!r}; expected one of: {', '.join(THEMES)}")
     return THEMES[name]
 
 
 def canvas(height: float, width: float = WIDTH) -> Figure:
+    """Returns an empty figure; `height` and `width` are in inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr,call-arg]
     return figure
 
 
 def shortened(name: str, longest: int = 22) -> str:
-    """A name as it fits beside an axis."""
+    """Shortens a name to at most `longest` characters and replaces unprintable ones."""
     shown = "".join(char if char.isprintable() else "?" for char in name)
     return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
-    """Under the axes, where it covers nothing."""
+    """Places the legend below the axes, where it covers no data."""
     handles, labels = axes.get_legend_handles_labels()
     if handles:
         figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(columns, len(handles))))
 
 
 def percent(axis: Axis) -> None:
+    """Formats the ticks of an axis as percentages."""
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f} %"))
 
 
 def logarithmic(axis: Axis) -> None:
-    """An axis of powers of ten, written without formulas."""
+    """Makes an axis logarithmic, with powers of ten written in plain text."""
     axis._set_axes_scale("log")  # type: ignore[attr-defined]
     axis.set_major_locator(LogLocator(numticks=7))
     axis.set_minor_locator(NullLocator())
@@ -159,13 +166,14 @@ def logarithmic(axis: Axis) -> None:
 
 
 def power_of_ten(value: float) -> str:
+    """Formats a value as the nearest power of ten, such as `10⁻³`; empty for values that are not positive."""
     if value <= 0:
         return ""
     return f"10{str(round(math.log10(value))).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 def log_limits(values: list[float]) -> tuple[float, float]:
-    """Whole powers of ten that hold all values, which are positive, with at least one decade between."""
+    """Returns the powers of ten that enclose all (positive) values, at least one decade apart."""
     if not values:
         return 1.0, 10.0
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
@@ -173,28 +181,51 @@ def log_limits(values: list[float]) -> tuple[float, float]:
 
 
 def shows_on_axis(value: float | None) -> bool:
-    """On a logarithmic axis."""
+    """Returns whether a value can be shown on a logarithmic axis."""
     return value is not None and math.isfinite(value) and value > 0
 
 
-# What would say when, and by which version, a file was made.
+# Date and version would make the bytes differ from call to call.
 _NO_METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """The figure as "svg" or "png": the same bytes for the same figure."""
+    """Renders a figure.
+
+    Args:
+        figure: The figure.
+        kind: `"svg"` or `"png"`.
+
+    Returns:
+        The content of the file; the same bytes for the same figure.
+
+    Raises:
+        KfacpackError: If `kind` is not supported.
+    """
     if kind not in _NO_METADATA:
-        raise KfacpackError(f"figures are made as svg or png, found {kind!r}")
+        raise KfacpackError(f"unsupported figure format {kind!r}; expected svg or png")
     stream = io.BytesIO()
-    with saving():
+    # The colours are already part of the figure; the other settings do not depend on the theme.
+    with _settings(THEMES["light"]):
         figure.savefig(stream, format=kind, dpi=200, facecolor=figure.get_facecolor(), metadata=_NO_METADATA[kind])
     return stream.getvalue()
 
 
 def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
-    """Write FILE.svg or FILE.png, whole or not at all."""
+    """Writes a figure atomically.
+
+    Args:
+        figure: The figure.
+        path: A file that ends in .svg or .png.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        KfacpackError: If the suffix is not supported or the file cannot be written.
+    """
     target = Path(path)
     if target.suffix[1:].lower() not in _NO_METADATA:
-        raise KfacpackError(f"{target}: a figure's file ends in .svg or .png, found {target.suffix!r}")
+        raise KfacpackError(f"{target}: unsupported suffix {target.suffix!r}; expected .svg or .png")
     write_atomically(target, render(figure, target.suffix[1:].lower()))
     return target

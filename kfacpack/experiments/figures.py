@@ -1,16 +1,6 @@
-"""Accuracy over α.
+"""The figures of reports, one function each: plain numbers, as in `results.json`, to a Matplotlib figure.
 
-ξ(α₁, α₂): how much two vectors, added, disturb each other.
-
-How far a vector moves f on its own task's examples, and on those of others.
-
-The drift that a bundle predicts, against the one that data show: whether a bundle is any good.
-
-Eigenvalues of the factors, over their rank.
-
-Accuracy by task: the model as it was, with one vector, with the sum of all.
-
-The figures, one file each. They are given plain numbers, as they stand in JSON, and know nothing of models.
+Every function takes the keyword `theme`, a name in `kfacpack.experiments.figure_style.THEMES`.
 """
 
 from __future__ import annotations
@@ -43,72 +33,80 @@ def sweep(
     quantity: str = "mean accuracy",
     theme: str = "light",
 ) -> Figure:
-    """Several arms' means, {"arm": sweep, …}; or one sweep, with a thin line for each of its tasks.
+    """Draws accuracy over α.
 
-    `references` are levels to compare with, drawn across: {"individual": 0.93}.
+    Args:
+        data: Sweeps by arm, `{arm: sweep, …}`, of which the means are drawn; or one sweep, with a line for each task.
+        references: Levels to draw as horizontal lines, such as `{"individual": 0.93}`.
+        quantity: Label of the vertical axis.
+        theme: Name of the colour theme.
     """
     look = theme_of(theme)
-    alone = "alphas" in data
+    single = "alphas" in data
     figure = canvas(3.6)
     axes = figure.subplots()
-    if alone:
+    if single:
         for number, (task, accuracies) in enumerate(data["tasks"].items()):
             colour = look.series[number % len(look.series)]
             axes.plot(data["alphas"], accuracies, color=colour, linewidth=1, label=shortened(task))
         axes.plot(data["alphas"], data["mean"], color=look.ink, linewidth=2.4, label="mean")
     else:
-        for number, (arm, each) in enumerate(data.items()):
+        for number, (arm, curve) in enumerate(data.items()):
             axes.plot(
-                each["alphas"],
-                each["mean"],
+                curve["alphas"],
+                curve["mean"],
                 color=look.series[number % len(look.series)],
                 marker=MARKERS[number % len(MARKERS)],
-                markevery=max(1, len(each["alphas"]) // 10),
+                markevery=max(1, len(curve["alphas"]) // 10),
                 markersize=4.5,
                 linewidth=1.8,
                 label=shortened(arm, 34),
             )
     for (name, level), dashes in zip((references or {}).items(), ("--", ":", "-.", "--"), strict=False):
         axes.axhline(level, color=look.ink, linewidth=1.1, linestyle=dashes, label=shortened(name, 34))
-    axes.set_xlabel("α, the factor before the sum of the vectors")
+    axes.set_xlabel("α, scale of the sum of the vectors")
     axes.set_ylabel(quantity)
     percent(axes.yaxis)
     axes.margins(x=0.02)
-    legend_below(figure, axes, 3 if alone else 2)
+    legend_below(figure, axes, 3 if single else 2)
     return figure
 
 
 @with_themes
 def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme: str = "light") -> Figure:
-    """The share of examples on which the pair and the vector alone disagree; `top` is where the colours end.
+    """Draws ξ(α₁, α₂), the share of examples on which the pair and the single vector disagree, as a heat map.
 
-    ξ is (α of A, α of B); A goes up, B to the right. The least is looked for where neither α is zero, since with no
-    vectors at all ξ is zero for anything.
+    The minimum is marked among points where neither α is zero, since ξ is zero without any vectors.
+
+    Args:
+        data: A pair of tasks, the values of α and ξ; rows are α of the first task, columns α of the second.
+        top: Upper end of the colour scale; None for the largest ξ.
+        theme: Name of the colour theme.
     """
     look = theme_of(theme)
     alphas, xi = data["alphas"], data["xi"]
     figure = canvas(4.6)
     axes = figure.subplots()
     highest = max(max(row) for row in xi) if top is None else top
-    picture = axes.imshow(
+    image = axes.imshow(
         xi, origin="lower", cmap="cividis", vmin=0, vmax=max(highest, 0.01), interpolation="none", aspect="equal"
     )
     axes.grid(False)
-    places = _ticks(alphas)
-    axes.set_xticks(places, [f"{alphas[k]:g}" for k in places])
-    axes.set_yticks(places, [f"{alphas[k]:g}" for k in places])
+    ticks = _ticks(alphas)
+    axes.set_xticks(ticks, [f"{alphas[k]:g}" for k in ticks])
+    axes.set_yticks(ticks, [f"{alphas[k]:g}" for k in ticks])
     first, second = (shortened(task) for task in data["tasks"])
     axes.set_ylabel(f"α of {first}")
     axes.set_xlabel(f"α of {second}")
-    bar = figure.colorbar(picture, ax=axes, label="ξ, disagreement", shrink=0.9)
+    bar = figure.colorbar(image, ax=axes, label="ξ, disagreement", shrink=0.9)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
     bar.outline.set_visible(False)
-    i, j = smallest_positive(alphas, xi)
+    i, j = smallest_nonzero(alphas, xi)
     one = nearest_index(alphas, 1.0)
-    where = f"least with both, at {alphas[i]:g} of {first}, {alphas[j]:g} of {second}"
+    minimum = f"minimum, α = {alphas[i]:g} ({first}), {alphas[j]:g} ({second})"
     for row, column, marker, size, name in (
-        (i, j, "o", 6, where),
-        (one, one, "s", 9, f"at {alphas[one]:g} of each"),
+        (i, j, "o", 6, minimum),
+        (one, one, "s", 9, f"α = {alphas[one]:g} for both"),
     ):
         axes.plot(column, row, marker, markersize=size, markerfacecolor="none", markeredgecolor="w", markeredgewidth=3)
         axes.plot(
@@ -126,22 +124,23 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
     return figure
 
 
-def smallest_positive(alphas: Sequence[float], xi: Sequence[Sequence[float]]) -> tuple[int, int]:
-    """Where ξ is smallest with both α other than zero; with neither, if there are no such."""
-    moved = [k for k, alpha in enumerate(alphas) if alpha != 0] or list(range(len(alphas)))
-    return min(((i, j) for i in moved for j in moved), key=lambda place: xi[place[0]][place[1]])
+def smallest_nonzero(alphas: Sequence[float], xi: Sequence[Sequence[float]]) -> tuple[int, int]:
+    """Returns the indices of the smallest ξ with both α nonzero; of the smallest ξ if every α is zero."""
+    nonzero = [k for k, alpha in enumerate(alphas) if alpha != 0] or list(range(len(alphas)))
+    return min(((i, j) for i in nonzero for j in nonzero), key=lambda point: xi[point[0]][point[1]])
 
 
-def nearest_index(alphas: Sequence[float], wanted: float) -> int:
-    return min(range(len(alphas)), key=lambda k: abs(alphas[k] - wanted))
+def nearest_index(alphas: Sequence[float], target: float) -> int:
+    """Returns the index of the α nearest to `target`."""
+    return min(range(len(alphas)), key=lambda k: abs(alphas[k] - target))
 
 
 def _ticks(alphas: Sequence[float], most: int = 8) -> list[int]:
-    """Which of the α are written at the axes: the round ones, if some are."""
+    """Returns the indices of the α to write at the axes: round values if there are enough, at most `most`."""
     for step in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0):
-        places = [k for k, alpha in enumerate(alphas) if abs(alpha / step - round(alpha / step)) < 1e-6]
-        if 3 <= len(places) <= most:
-            return places
+        indices = [k for k, alpha in enumerate(alphas) if abs(alpha / step - round(alpha / step)) < 1e-6]
+        if 3 <= len(indices) <= most:
+            return indices
     return list(range(0, len(alphas), max(1, -(-len(alphas) // most))))
 
 
@@ -151,34 +150,38 @@ def _percent(share: float) -> str:
 
 @with_themes
 def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """For each vector: the quantiles 5, 25, 50, 75 and 95 % of ‖Δf‖², on its task and off it, and the AUROC.
+    """Draws the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² for each vector, on its own task and on others.
 
-    Δf is J τ in the linearised model, f(θ₀ + τ) − f(θ₀) in others.
+    Δf is J τ in the linearised model and f(θ₀ + τ) − f(θ₀) otherwise. The AUROC is written beside each row.
+
+    Args:
+        data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`.
+        theme: Name of the colour theme.
     """
     look = theme_of(theme)
     vectors = data["vectors"]
     figure = canvas(1.5 + 0.46 * len(vectors))
     axes = figure.subplots()
     shown: list[float] = []
-    for row, each in enumerate(vectors.values()):
+    for row, vector in enumerate(vectors.values()):
         for side, colour, marker, offset in (
             ("on", look.series[0], "o", -0.16),
             ("off", look.series[1], "D", 0.16),
         ):
-            q05, q25, q50, q75, q95 = each[side]["quantiles"]
+            q05, q25, q50, q75, q95 = vector[side]["quantiles"]
             positive = [q for q in (q05, q25, q50, q75, q95) if shows_on_axis(q)]
             if not positive:
                 continue
             shown += positive
             low = min(positive)
-            label = {"on": "its own task", "off": "other tasks"}[side] if row == 0 else None
+            label = {"on": "own task", "off": "other tasks"}[side] if row == 0 else None
             axes.plot([max(q05, low), q95], [row + offset] * 2, color=colour, linewidth=1.2)
             axes.plot([max(q25, low), max(q75, low)], [row + offset] * 2, color=colour, linewidth=6, alpha=0.55)
             axes.plot(
                 [max(q50, low)], [row + offset], marker, color=colour, markersize=5, label=label, linestyle="none"
             )
         axes.annotate(
-            f"{each['auroc']:.3f}",
+            f"{vector['auroc']:.3f}",
             (1.02, row),
             xycoords=("axes fraction", "data"),
             va="center",
@@ -190,15 +193,20 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     axes.set_ylim(len(vectors) - 0.5, -0.5)
     axes.set_yticks(range(len(vectors)), [shortened(name, 16) for name in vectors])
     axes.grid(False, axis="y")
-    axes.set_xlabel("‖Δf‖², how far f moves (5, 25, 50, 75, 95 %)")
-    axes.set_ylabel("vector of")
+    axes.set_xlabel("‖Δf‖², change of f (5, 25, 50, 75, 95 % quantiles)")
+    axes.set_ylabel("vector")
     legend_below(figure, axes, 2)
     return figure
 
 
 @with_themes
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """The mean of ‖Δf‖² over τᵀGτ: each pair of a vector and a task, and each layer of each."""
+    """Draws measured drift (mean ‖Δf‖²) over predicted drift (τᵀGτ), for pairs of vector and task and for layers.
+
+    Args:
+        data: `{"pairs": […], "layers": […]}`, entries with vector, task, predicted and measured drift.
+        theme: Name of the colour theme.
+    """
     look = theme_of(theme)
     layers, pairs = data.get("layers") or [], data["pairs"]
     groups = (
@@ -220,11 +228,11 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         if points:
             x, y = zip(*points, strict=True)
             values += [*x, *y]
-            # A value just below a power of ten lies at the frame, which would cut its mark in half.
+            # Values close to the limits lie on the frame, which would cut their markers in half.
             mark = axes.plot(x, y, marker, color=colour, markersize=size, alpha=opacity, label=name, clip_on=False)
             mark[0].set_markeredgewidth(0)
     limits = log_limits(values)
-    axes.plot(limits, limits, "--", color=look.ink, linewidth=1, label="as predicted", zorder=1.5)
+    axes.plot(limits, limits, "--", color=look.ink, linewidth=1, label="measured = predicted", zorder=1.5)
     axes.set_xlim(*limits)
     axes.set_ylim(*limits)
     axes.set_aspect("equal")
@@ -234,31 +242,38 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     return figure
 
 
-SIDES = {"A": "A, of the inputs", "B": "B, of the gradients", "G": "G, whole blocks"}
+SIDES = {"A": "A (inputs)", "B": "B (gradients)", "G": "G (whole blocks)"}
 FEW = 6
-"""So many lines can each be named."""
+"""Maximum number of lines that are labelled individually."""
 
 
 @with_themes
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """One line for each side of each block: few are named, many are coloured by side."""
+    """Draws the eigenvalues of the factors over their rank, one line for each side of each block.
+
+    Up to `FEW` lines are labelled individually; more are coloured by side.
+
+    Args:
+        data: `{"blocks": […]}`, entries with name, side, ranks and eigenvalues.
+        theme: Name of the colour theme.
+    """
     look = theme_of(theme)
     blocks = data["blocks"]
     figure = canvas(3.8)
     axes = figure.subplots()
     logarithmic(axes.xaxis)
     logarithmic(axes.yaxis)
-    named: set[str] = set()
+    labelled: set[str] = set()
     for number, block in enumerate(blocks):
         points = [(r, v) for r, v in zip(block["ranks"], block["eigenvalues"], strict=True) if shows_on_axis(v)]
         side = SIDES.get(block["side"], block["side"])
-        label: str | None = side if side not in named else None
+        label: str | None = side if side not in labelled else None
         colour = look.series[list(SIDES).index(block["side"]) if block["side"] in SIDES else 3]
         if len(blocks) <= FEW:
             colour, label = look.series[number], f"{shortened(block['name'], 24)} {block['side']}"
         if not points:
             continue
-        named.add(side)
+        labelled.add(side)
         ranks, values = zip(*points, strict=True)
         dashes = {"B": (0, (4, 1.5))}.get(block["side"], "-")
         axes.plot(
@@ -278,20 +293,24 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """{"base": {task: accuracy}, "arms": {arm: {"individual": {task: accuracy}, "added": {task: accuracy}}}}.
+    """Draws accuracy by task: of the base model, with the task's own vector and with all vectors combined.
 
-    One row of bars for each arm, so that eight tasks still have room on a phone.
+    Each arm has its own row, so that eight tasks fit on a narrow screen.
+
+    Args:
+        data: `{"base": {task: accuracy}, "arms": {arm: {"individual": {task: accuracy}, "added": {…}}}}`.
+        theme: Name of the colour theme.
     """
     look = theme_of(theme)
     base, arms = data["base"], data["arms"]
     tasks = list(base)
     figure = canvas(1.3 + 1.35 * len(arms))
     rows = figure.subplots(len(arms), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (arm, each) in zip(rows, arms.items(), strict=True):
+    for axes, (arm, by_vector) in zip(rows, arms.items(), strict=True):
         for offset, name, accuracies, colour in (
             (-0.27, "base model", base, look.faint),
-            (0.0, "its own vector", each["individual"], look.series[5]),
-            (0.27, "sum of all vectors", each["added"], look.series[1]),
+            (0.0, "own vector", by_vector["individual"], look.series[5]),
+            (0.27, "all vectors added", by_vector["added"], look.series[1]),
         ):
             axes.bar(
                 [k + offset for k in range(len(tasks))],
@@ -327,3 +346,4 @@ FIGURES: dict[str, Callable[..., Figure]] = {
     "spectra": spectra,
     "bars": bars,
 }
+"""The figures by name."""

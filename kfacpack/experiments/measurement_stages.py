@@ -1,7 +1,4 @@
-"""How well it went: the model by itself, each vector on its own task, and all of them added up, for every α.
-
-Why it went so: where vectors move the model, whether they disturb each other, and whether bundles knew.
-"""
+"""Stages that measure: accuracies, negation, disentanglement, localisation, drift and spectra."""
 
 from __future__ import annotations
 
@@ -27,33 +24,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class BaseAccuracyStage(MeasurementStage):
+    """Accuracy of the base model on one task."""
+
     kind: ClassVar[str] = "scores"
-    why: ClassVar[str] = "how well everything does on the test examples"
+    why: ClassVar[str] = "accuracy on the test examples"
 
     task: str
 
     @property
     def name(self) -> str:
+        """The task."""
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        plan = self.shop.plan
+        """Returns the head and the examples; prototype heads depend on the training data."""
+        plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        shop = self.shop
-        exam = shop.exam(self.task)
-        size = shop.plan.evaluation.batch_size
-        found = score(shop.model, shop.head(self.task), exam, batch_size=size, on_progress=watch.counted)
-        return {"accuracy": found.accuracy, "examples": found.examples}
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns the accuracy and the number of examples."""
+        context = self.context
+        examples = context.evaluation_set(self.task)
+        size = context.plan.evaluation.batch_size
+        result = score(context.model, context.head(self.task), examples, batch_size=size, on_progress=monitor.counted)
+        return {"accuracy": result.accuracy, "examples": result.examples}
 
     def cost(self) -> float:
-        return examples_of(self, self.task)
+        """Returns the number of test examples."""
+        return count_examples(self, self.task)
 
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """A vector on a task, for every α."""
+    """Accuracy of a vector on one task, at every α."""
 
     kind: ClassVar[str] = "scores"
     why: ClassVar[str] = BaseAccuracyStage.why
@@ -65,48 +68,56 @@ class SweepStage(MeasurementStage):
 
     @property
     def name(self) -> str:
+        """Task, split and vector."""
         return f"{self.task}.{self.split}.{self.vector.name}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
+        """The vector."""
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
+        """Returns the values of α and the examples."""
         return {"what": "sweep", "alphas": list(self.alphas), **evaluation_settings(self, [self.task], [self.split])}
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        shop, tau = self.shop, TaskVector.load(self.vector.path)
-        found = scores(
-            shop.model,
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns the number of correct predictions at every α."""
+        context, tau = self.context, TaskVector.load(self.vector.path)
+        results = scores(
+            context.model,
             tau.heads[self.task],
-            shop.exam(self.task, self.split),
+            context.evaluation_set(self.task, self.split),
             tau,
             self.alphas,
-            batch_size=shop.plan.evaluation.batch_size,
-            on_progress=watch.counted,
+            batch_size=context.plan.evaluation.batch_size,
+            on_progress=monitor.counted,
         )
         return {
             "alphas": list(self.alphas),
-            "correct": [each.correct for each in found],
-            "examples": found[0].examples,
+            "correct": [result.correct for result in results],
+            "examples": results[0].examples,
         }
 
     def cost(self) -> float:
-        return 3.0 * examples_of(self, self.task, self.split)
+        """Returns the cost of linearised passes, which take about three times as long as ordinary ones."""
+        return 3.0 * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
-        """At every α."""
-        found = self.read()
-        return [Score(correct, found["examples"]) for correct in found["correct"]]
+        """Reads the scores, one for every α."""
+        values = self.read()
+        return [Score(correct, values["examples"]) for correct in values["correct"]]
 
     def at(self, alpha: float) -> Score:
+        """Reads the score at one α."""
         return self.scores()[self.alphas.index(alpha)]
 
 
 @dataclass(frozen=True, eq=False)
 class NegationStage(MeasurementStage):
+    """A vector subtracted from the model, and the accuracy on its task and on a control task."""
+
     kind: ClassVar[str] = "negated"
-    why: ClassVar[str] = "one task taken out of the model, and whether another one stays"
+    why: ClassVar[str] = "one task removed from the model, and the effect on a control task"
 
     vector: TrainStage
     control: str
@@ -115,128 +126,157 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
+        """The vector."""
         return self.vector.name
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
+        """The vector."""
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
+        """Returns the control task, the share to keep, the values of α and the examples."""
         tasks = [self.vector.task, self.control]
         return {
             "control": self.control,
             "keep": self.keep,
             "alphas": list(self.alphas),
-            "head": self.shop.plan.model.head,
+            "head": self.context.plan.model.head,
             **evaluation_settings(self, tasks, ["validation", "test", "train"]),
         }
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        shop, task = self.shop, self.vector.task
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Selects α on the validation examples and returns the accuracies on the test examples."""
+        context, task = self.context, self.vector.task
         tau = TaskVector.load(self.vector.path)
         target, control = (
-            SelectionTask(head, shop.exam(name, "validation"), shop.exam(name))
-            for name, head in ((task, tau.heads[task]), (self.control, shop.head(self.control)))
+            SelectionTask(head, context.evaluation_set(name, "validation"), context.evaluation_set(name))
+            for name, head in ((task, tau.heads[task]), (self.control, context.head(self.control)))
         )
         return negate(
-            shop.model,
+            context.model,
             [target],
             control,
             tau,
             self.alphas,
             keep=self.keep,
-            batch_size=shop.plan.evaluation.batch_size,
-            on_progress=watch.counted,
+            batch_size=context.plan.evaluation.batch_size,
+            on_progress=monitor.counted,
         )
 
     def cost(self) -> float:
+        """Returns the cost of both tasks on both splits."""
         tasks = (self.vector.task, self.control)
-        return 3.0 * sum(examples_of(self, task, split) for task in tasks for split in ("validation", "test"))
+        return 3.0 * sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
 
 
 def evaluation_settings(stage: Stage, tasks: Sequence[str], splits: Sequence[str]) -> dict[str, Any]:
-    """What decides which examples are looked at."""
-    shop = stage.shop
-    data = {f"{task} {split}": shop.data_key(task, split) for task in tasks for split in splits}
-    return {"examples": shop.plan.evaluation.examples, "data": data}
+    """Returns the settings that decide which examples are evaluated."""
+    context = stage.context
+    data = {f"{task} {split}": context.data_key(task, split) for task in tasks for split in splits}
+    return {"examples": context.plan.evaluation.examples, "data": data}
 
 
-def examples_of(stage: Stage, task: str, split: str = "test") -> float:
-    return len(stage.shop.exam(task, split).numbers)
+def count_examples(stage: Stage, task: str, split: str = "test") -> float:
+    """Returns the number of examples evaluated on a split of a task."""
+    return len(stage.context.evaluation_set(task, split).numbers)
 
 
 @dataclass(frozen=True, eq=False)
 class AnalysisStage(MeasurementStage):
+    """Base class of measurements on several vectors of one arm."""
+
     kind: ClassVar[str] = "understanding"
-    why: ClassVar[str] = "where vectors move the model, and whether its curvature foretold it"
+    why: ClassVar[str] = "where the vectors change the model, and whether the bundles predict it"
 
     vectors: tuple[TrainStage, ...]
     examples: str
 
     what: ClassVar[str]
+    """Name of the measurement."""
 
     @property
     def name(self) -> str:
+        """Measurement, arm and seed."""
         first = self.vectors[0]
         return f"{self.what}.{first.arm}.seed-{first.seed}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
+        """The vectors."""
         return self.vectors
 
     @property
     def tasks(self) -> list[str]:
-        return [each.task for each in self.vectors]
+        """Tasks of the vectors."""
+        return [vector.task for vector in self.vectors]
 
     def settings(self) -> dict[str, Any]:
+        """Returns the measurement and the examples."""
         return {"what": self.what, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
 
     def cost(self) -> float:
+        """Returns the cost of every vector on the examples of every task."""
         return 3.0 * len(self.vectors) * sum(self._count(task) for task in self.tasks)
 
     def _count(self, task: str) -> int:
-        return parse_count(self.examples, self.shop.task(task).sizes["test"])
+        return parse_count(self.examples, self.context.task(task).sizes["test"])
 
-    def how(self, watch: StageProgress) -> dict[str, Any]:
-        return {"batch_size": self.shop.plan.evaluation.batch_size, "on_progress": watch.counted}
+    def evaluation_options(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns the keyword arguments common to all measurements."""
+        return {"batch_size": self.context.plan.evaluation.batch_size, "on_progress": monitor.counted}
 
-    def exams(self) -> list[EvaluationSet]:
-        return [self.shop.exam(task, "test", self.examples) for task in self.tasks]
+    def evaluation_sets(self) -> list[EvaluationSet]:
+        """Returns test examples of every task."""
+        return [self.context.evaluation_set(task, "test", self.examples) for task in self.tasks]
 
-    def loaded(self) -> dict[str, TaskVector]:
-        return {each.task: TaskVector.load(each.path) for each in self.vectors}
+    def load_vectors(self) -> dict[str, TaskVector]:
+        """Loads the vectors, by task."""
+        return {vector.task: TaskVector.load(vector.path) for vector in self.vectors}
 
 
 @dataclass(frozen=True, eq=False)
 class DisentanglementStage(AnalysisStage):
+    """ξ(α₁, α₂) of two vectors."""
+
     what: ClassVar[str] = "disentanglement"
 
     alphas: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
+        """Measurement, tasks, arm and seed."""
         first = self.vectors[0]
         return f"{self.what}.{'-'.join(self.tasks)}.{first.arm}.seed-{first.seed}"
 
     def settings(self) -> dict[str, Any]:
+        """Returns the examples and the values of α."""
         return {**super().settings(), "alphas": list(self.alphas)}
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        first, second = self.exams()
-        one, two = self.loaded().values()
-        return disentanglement(self.shop.model, (first, second), (one, two), self.alphas, **self.how(watch))
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns ξ on the grid of α."""
+        first, second = self.evaluation_sets()
+        one, two = self.load_vectors().values()
+        options = self.evaluation_options(monitor)
+        return disentanglement(self.context.model, (first, second), (one, two), self.alphas, **options)
 
 
 @dataclass(frozen=True, eq=False)
 class LocalisationStage(AnalysisStage):
+    """‖Δf‖² of each vector on its own task and on the others."""
+
     what: ClassVar[str] = "localisation"
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        return localisation(self.shop.model, self.exams(), self.loaded(), **self.how(watch))
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns quantiles of ‖Δf‖² and the AUROC of each vector."""
+        options = self.evaluation_options(monitor)
+        return localisation(self.context.model, self.evaluation_sets(), self.load_vectors(), **options)
 
 
 @dataclass(frozen=True, eq=False)
 class DriftStage(AnalysisStage):
+    """The drift that bundles predict, and the drift measured on data."""
+
     what: ClassVar[str] = "drift"
 
     bundles: tuple[EstimateStage, ...] = ()
@@ -244,23 +284,34 @@ class DriftStage(AnalysisStage):
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
+        """The vectors and the bundles."""
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
+        """Returns the examples, also those of single layers."""
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
-        layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)  # of some thirty blocks
+        """Returns the cost of whole vectors and of single layers, assuming about thirty blocks."""
+        layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)
         return super().cost() + 3.0 * layers
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        bundles = {each.task: load(each.path) for each in self.bundles}
-        few = self.layer_examples
-        return drift(self.shop.model, self.exams(), self.loaded(), bundles, layer_examples=few, **self.how(watch))
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns predicted and measured drift for every vector and task."""
+        return drift(
+            self.context.model,
+            self.evaluation_sets(),
+            self.load_vectors(),
+            {bundle.task: load(bundle.path) for bundle in self.bundles},
+            layer_examples=self.layer_examples,
+            **self.evaluation_options(monitor),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class SpectraStage(MeasurementStage):
+    """Eigenvalues of the factors of one bundle."""
+
     what: ClassVar[str] = "spectra"
 
     kind: ClassVar[str] = "understanding"
@@ -270,17 +321,22 @@ class SpectraStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        return f"spectra.{self.bundle.name}"
+        """The bundle."""
+        return f"{self.what}.{self.bundle.name}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
+        """The bundle."""
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        return {"what": "spectra"}
+        """Returns the measurement; the bundle decides everything else."""
+        return {"what": self.what}
 
-    def measure(self, watch: StageProgress) -> dict[str, Any]:
-        return spectra(load(self.bundle.path), on_progress=watch.counted)
+    def measure(self, monitor: StageProgress) -> dict[str, Any]:
+        """Returns the eigenvalues of every factor."""
+        return spectra(load(self.bundle.path), on_progress=monitor.counted)
 
     def cost(self) -> float:
+        """Returns a constant: no model is run."""
         return 200.0

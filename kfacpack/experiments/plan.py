@@ -1,4 +1,7 @@
-"""What a plan says: the model, the tasks, the arms to compare, and what is measured of them."""
+"""The contents of a plan: the model, the tasks, the arms to compare and the measurements to make.
+
+Each section of the YAML file is one pydantic model; `kfacpack.experiments.plan_file` reads the file.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from pydantic import (
 
 from kfacpack.compression.chain import CodecChain
 from kfacpack.errors import KfacpackError
-from kfacpack.format.container import refuse_duplicate_keys
+from kfacpack.format.container import first_duplicate
 from kfacpack.format.identity import share_classes
 from kfacpack.format.manifest import Fisher, FloatType, Probe
 from kfacpack.format.reference import expand_user
@@ -39,9 +42,9 @@ from kfacpack.vectors.methods import METHODS
 ShortText = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-def _refuse_bool(said: Any) -> Any:
-    """Python takes true for 1."""
-    return str(said) if isinstance(said, bool) else said
+def _refuse_bool(value: Any) -> Any:
+    """Turns booleans into text, which numeric fields refuse: in Python, `True` is also the integer 1."""
+    return str(value) if isinstance(value, bool) else value
 
 
 Integer = Annotated[int, BeforeValidator(_refuse_bool)]
@@ -49,44 +52,50 @@ FiniteNumber = Annotated[float, BeforeValidator(_refuse_bool)]
 Positive = Annotated[Integer, Field(ge=1)]
 SeedNumber = Annotated[Integer, Field(ge=0, lt=2**32)]
 KeyPath = tuple[str | int, ...]
-"""Where something stands in a plan: keys, and numbers in lists."""
+"""A location in a plan: mapping keys and list indices."""
 BASELINE = "without"
-"""The arm without a penalty, if there is one of this name: what the others are measured against."""
+"""Name of the arm without a penalty, against which the other arms are compared."""
 
 
 class PlanSection(BaseModel):
+    """Base class of the sections of a plan: immutable, and unknown keys are errors."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
 class ModelSection(PlanSection):
+    """The model that is fine-tuned, and how it is loaded."""
+
     name: ShortText = "tiny"
     weights: ShortText | None = None
     image_size: Positive | None = None
     dtype: FloatType = "float32"
     prompts: PromptStyle | None = None
-    """Prompt style of a t5: model, as for --prompts."""
+    """Prompt style of a `t5:` model, as for `--prompts`."""
     head: HeadKind = "auto"
-    """What tells classes apart, see kfacpack/heads.py."""
+    """Kind of classification head, see `kfacpack/models/heads.py`."""
 
 
 class TaskSection(PlanSection):
+    """One task and the location of its data."""
+
     name: ShortText
     data: ShortText | None = None
-    """The folder of its data, or hf://datasets/…; none for a task that is registered."""
+    """Folder of the data, or `hf://datasets/…`; None for a registered task."""
     columns: ShortText | None = None
-    """What the data's columns are, as for --columns."""
+    """Roles of the data's columns, as for `--columns`."""
 
     @field_validator("name")
     @classmethod
-    def _is_a_name(cls, name: str) -> str:
+    def _check_name(cls, name: str) -> str:
         if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
             raise ValueError("expected letters, digits and -_.@/+")
         return name
 
 
-def _examples(said: str) -> str:
-    parse_count(said, 1)
-    return said
+def _examples(text: str) -> str:
+    parse_count(text, 1)
+    return text
 
 
 def _codec(spec: str) -> str:
@@ -100,27 +109,29 @@ def _alphas(text: str) -> str:
 
 
 def _magnitudes(text: str) -> str:
-    if wrong := [alpha for alpha in parse_alphas(text) if alpha < 0]:
-        raise KfacpackError(f"alpha {wrong[0]:g}: the vector is negated already; expected zero or more, as 0:3:0.1")
+    if negative := [alpha for alpha in parse_alphas(text) if alpha < 0]:
+        raise KfacpackError(
+            f"alpha {negative[0]:g}: negation already subtracts the vector; expected zero or more, such as 0:3:0.1"
+        )
     return text
 
 
 def _method(name: str) -> str:
     if name not in METHODS:
-        raise KfacpackError(f"there is no method {name!r}; there are {', '.join(METHODS)}")
+        raise KfacpackError(f"unknown merge method {name!r}; expected one of: {', '.join(METHODS)}")
     return name
 
 
 def _validated_by(check: Callable[[str], str]) -> AfterValidator:
-    """What the library refuses is refused, with its words, where it stands in the plan."""
+    """Turns the `KfacpackError` of a library check into a validation error, which knows its location in the plan."""
 
-    def checked(said: str) -> str:
+    def validate(text: str) -> str:
         try:
-            return check(said)
+            return check(text)
         except KfacpackError as error:
             raise ValueError(str(error)) from error
 
-    return AfterValidator(checked)
+    return AfterValidator(validate)
 
 
 Examples = Annotated[str, BeforeValidator(str), _validated_by(_examples)]
@@ -131,16 +142,20 @@ MethodName = Annotated[ShortText, _validated_by(_method)]
 
 
 class CurvatureSection(PlanSection):
+    """How the curvature of each task is estimated."""
+
     examples: Examples = "256"
     fisher: Fisher = "mc"
     samples: Positive = 1
     probe: Probe = "orthogonal"
     compress: CodecSpec | None = None
-    """A codec for the Kronecker factors, as `kfacpack compress` takes it."""
+    """Codec for the Kronecker factors, as for `kfacpack compress`."""
     batch_size: Positive = 32
 
 
 class TrainingSection(PlanSection):
+    """How the task vectors are trained."""
+
     regime: RegimeName = "linear"
     steps: Positive = 100
     batch_size: Positive = 32
@@ -150,44 +165,48 @@ class TrainingSection(PlanSection):
 
 
 class ArmSection(PlanSection):
-    """One way of training all tasks' vectors."""
+    """One way of training the vectors of all tasks."""
 
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
     strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
     training: TrainingSection = TrainingSection()
-    """What this arm has otherwise than the plan's `training`."""
+    """Settings of this arm that override the plan's `training`."""
 
     @property
     def lam(self) -> float:
-        """λ, as it is said or by default."""
+        """λ: the `strength` of the plan, or the default of the penalty."""
         return resolve_strength(self.strength, on_data=self.penalty == "data")
 
     @model_validator(mode="after")
-    def _has_what_it_sets(self) -> ArmSection:
+    def _check_settings_apply(self) -> ArmSection:
         for key, penalties in (
             ("rule", ("kronecker", "diagonal")),
             ("rank", ("kronecker",)),
             ("strength", ("kronecker", "diagonal", "data")),
         ):
             if key in self.model_fields_set and self.penalty not in penalties:
-                raise ValueError(f"{key} belongs to a penalty, found penalty: {self.penalty}")
+                raise ValueError(f"{key} requires penalty: {' or '.join(penalties)}; got penalty: {self.penalty}")
         if self.rank > 1 and self.rule != "optimal":
-            raise ValueError(f"rank belongs to rule: optimal, found rule: {self.rule}")
+            raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
         return self
 
 
 class NegationSection(PlanSection):
+    """Negation: each task is removed from the model while a control task is kept."""
+
     control: ShortText
-    """The task that is to be kept."""
+    """The task whose accuracy is kept."""
     instead: ShortText | None = None
-    """The one that is kept when the control itself is negated. None: the first of the others."""
+    """The control task when `control` itself is negated. None: the first of the other tasks."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] = 0.95
     alphas: Magnitudes = "0:3:0.1"
 
 
 class PairsSection(PlanSection):
+    """Disentanglement: pairs of tasks and the values of α."""
+
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
     """None: the first task with each of the others."""
@@ -195,15 +214,21 @@ class PairsSection(PlanSection):
 
 
 class ExamplesSection(PlanSection):
+    """A measurement whose only setting is the number of examples."""
+
     examples: Examples = "200"
 
 
 class DriftSection(ExamplesSection):
+    """Predicted and measured drift."""
+
     layer_examples: Annotated[Integer, Field(ge=0)] = 8
-    """Each layer's drift is measured on fewer, for it takes a pass of its own; 0 leaves layers out."""
+    """Examples for the drift of single layers, each of which needs its own forward pass; 0 skips the layers."""
 
 
 class EvaluationSection(PlanSection):
+    """What is measured."""
+
     examples: Examples = "all"
     batch_size: Positive = 64
     methods: Annotated[tuple[MethodName, ...], Field(min_length=1)] = ("sum",)
@@ -214,10 +239,12 @@ class EvaluationSection(PlanSection):
     drift: DriftSection | None = None
     spectra: bool = False
     in_depth: tuple[ShortText, ...] | None = None
-    """The arms of which negation, disentanglement, localisation and drift are measured; None: all."""
+    """Arms for which negation, disentanglement, localisation and drift are measured; None: all arms."""
 
 
 class Plan(PlanSection):
+    """A complete comparison: model, tasks, arms and measurements."""
+
     name: ShortText
     model: ModelSection = ModelSection()
     tasks: Annotated[tuple[TaskSection, ...], Field(min_length=2)]
@@ -227,117 +254,144 @@ class Plan(PlanSection):
     arms: Annotated[dict[ShortText, ArmSection], Field(min_length=1)]
     evaluation: EvaluationSection = EvaluationSection()
     _folder: Path = PrivateAttr(default=Path())
-    _where: Callable[[KeyPath], str] | None = PrivateAttr(default=None)
+    _locate: Callable[[KeyPath], str] | None = PrivateAttr(default=None)
 
     @field_validator("model", mode="before")
     @classmethod
-    def _model_by_name(cls, said: Any) -> Any:
-        return {"name": said} if isinstance(said, str) else said
+    def _expand_model_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
 
     @field_validator("tasks", mode="before")
     @classmethod
-    def _tasks_by_name(cls, said: Any) -> Any:
-        return [{"name": each} if isinstance(each, str) else each for each in said] if isinstance(said, list) else said
+    def _expand_task_names(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [{"name": task} if isinstance(task, str) else task for task in value]
 
     @field_validator("arms", mode="before")
     @classmethod
-    def _arms_without_more(cls, said: Any) -> Any:
-        return {name: {} if arm is None else arm for name, arm in said.items()} if isinstance(said, dict) else said
+    def _expand_empty_arms(cls, value: Any) -> Any:
+        return {name: {} if arm is None else arm for name, arm in value.items()} if isinstance(value, dict) else value
 
     @field_validator("arms")
     @classmethod
-    def _arms_are_names(cls, arms: dict[str, ArmSection]) -> dict[str, ArmSection]:
+    def _check_arm_names(cls, arms: dict[str, ArmSection]) -> dict[str, ArmSection]:
         for name in arms:
             if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
-                raise ValueError(f"the arm {name!r}: expected letters, digits and -_.+")
+                raise ValueError(f"arm {name!r}: expected letters, digits and -_.+")
         return arms
 
     def contradiction(self) -> tuple[KeyPath, str] | None:
-        """What does not go together with the rest, and where it stands."""
+        """Finds the first setting that contradicts the rest of the plan.
+
+        Returns:
+            The location of the setting and a description of the problem, or None if the plan is consistent.
+        """
         names = [task.name for task in self.tasks]
-        told = self.evaluation
+        evaluation = self.evaluation
         for place, values in (
             (("tasks",), names),
             (("seeds",), [str(seed) for seed in self.seeds]),
-            (("evaluation", "methods"), list(told.methods)),
+            (("evaluation", "methods"), list(evaluation.methods)),
         ):
-            if twice := refuse_duplicate_keys(values):
-                return (*place, len(values) - 1 - values[::-1].index(twice)), f"{twice!r} is there twice"
+            if duplicate := first_duplicate(values):
+                return (*place, len(values) - 1 - values[::-1].index(duplicate)), f"duplicate entry {duplicate!r}"
         for number, name in enumerate(names):
-            if other := next((each for each in names[:number] if share_classes(each, name)), None):
-                problem = f"{name!r} and {other!r} have classes in common, which would count twice"
-                return ("tasks", number), f"{problem}. Name parts without a class in common, or the whole alone"
-        for number, arm in enumerate(told.in_depth or ()):
+            if other := next((earlier for earlier in names[:number] if share_classes(earlier, name)), None):
+                problem = f"{name!r} and {other!r} have classes in common, which would be counted twice"
+                return ("tasks", number), f"{problem}. Use splits without common classes, or only the whole task"
+        for number, arm in enumerate(evaluation.in_depth or ()):
             if arm not in self.arms:
-                return ("evaluation", "in_depth", number), f"{arm!r} is none of the arms: {', '.join(self.arms)}"
-        drifting = told.drift is not None and told.in_depth != ()
-        if told.spectra and not drifting and all(arm.penalty != "kronecker" for arm in self.arms.values()):
-            problem = "spectra are those of Kronecker factors, and no arm has a penalty: kronecker"
-            return ("evaluation", "spectra"), f"{problem}. Add such an arm, or leave spectra out"
-        asked: list[tuple[KeyPath, str]] = []
-        if told.negation:
-            control, instead = told.negation.control, told.negation.instead
-            asked.append((("evaluation", "negation", "control"), control))
+                return (
+                    ("evaluation", "in_depth", number),
+                    f"unknown arm {arm!r}; expected one of: {', '.join(self.arms)}",
+                )
+        drifting = evaluation.drift is not None and evaluation.in_depth != ()
+        if evaluation.spectra and not drifting and all(arm.penalty != "kronecker" for arm in self.arms.values()):
+            problem = "spectra need Kronecker factors, but no arm has penalty: kronecker"
+            return ("evaluation", "spectra"), f"{problem}. Add such an arm, or remove spectra"
+        references: list[tuple[KeyPath, str]] = []
+        if evaluation.negation:
+            control, instead = evaluation.negation.control, evaluation.negation.instead
+            references.append((("evaluation", "negation", "control"), control))
             if instead is not None:
-                asked.append((("evaluation", "negation", "instead"), instead))
+                references.append((("evaluation", "negation", "instead"), instead))
             if instead == control:
-                problem = f"{control!r} cannot be kept in its own place; name another task"
+                problem = f"{control!r} is already the control task; expected another task"
                 return ("evaluation", "negation", "instead"), problem
-        for number, pair in enumerate((told.disentanglement and told.disentanglement.pairs) or ()):
-            there: KeyPath = ("evaluation", "disentanglement", "pairs", number)
+        for number, pair in enumerate((evaluation.disentanglement and evaluation.disentanglement.pairs) or ()):
+            location: KeyPath = ("evaluation", "disentanglement", "pairs", number)
             if pair[0] == pair[1]:
-                return there, f"a pair is of two tasks, found {pair[0]!r} twice"
-            asked += [((*there, k), name) for k, name in enumerate(pair)]
-        for there, name in asked:
+                return location, f"expected two different tasks, got {pair[0]!r} twice"
+            references += [((*location, k), name) for k, name in enumerate(pair)]
+        for location, name in references:
             if name not in names:
-                return there, f"{name!r} is none of the tasks: {', '.join(names)}"
+                return location, f"unknown task {name!r}; expected one of the plan's tasks: {', '.join(names)}"
         return None
 
     def training_of(self, arm: str) -> TrainingSection:
+        """Returns the training settings of an arm: those of the plan, overridden by its own."""
         return self.training.model_copy(update=self.arms[arm].training.model_dump(exclude_unset=True))
 
     def task(self, name: str) -> TaskSection:
+        """Returns the section of the task `name`."""
         return next(task for task in self.tasks if task.name == name)
 
     def others(self, name: str) -> tuple[TaskSection, ...]:
+        """Returns the sections of all tasks except `name`."""
         return tuple(task for task in self.tasks if task.name != name)
 
     def based_at(self, folder: Path) -> Plan:
-        """The same plan, its paths meant from a folder."""
+        """Sets the folder that relative paths in the plan start from, and returns the plan."""
         self._folder = folder
         return self
 
-    def told_by(self, where: Callable[[KeyPath], str]) -> Plan:
-        """The same plan, which can say in which line of which file something stands."""
-        self._where = where
+    def with_locations(self, locate: Callable[[KeyPath], str]) -> Plan:
+        """Sets the function that describes a location by file, line and key, and returns the plan."""
+        self._locate = locate
         return self
 
     @contextmanager
     def at(self, *place: str | int) -> Iterator[None]:
-        """What is wrong with something that the plan names is told with the line that names it."""
+        """Prefixes the message of a `KfacpackError` raised inside with the location `place` in the plan.
+
+        Args:
+            *place: Keys and list indices of the setting in question.
+
+        Raises:
+            KfacpackError: The error raised inside, with file, line and key before its message.
+        """
         try:
             yield
         except KfacpackError as error:
-            where = self._where(place) if self._where else ".".join(map(str, place))
-            raise KfacpackError(f"{where}: {error}") from error
+            location = self._locate(place) if self._locate else ".".join(map(str, place))
+            raise KfacpackError(f"{location}: {error}") from error
 
     def model_folder(self) -> Path | None:
-        """The folder of a model that is named by one, as t5:DIR is; a name of the Hub's stands for none."""
+        """Returns the folder of a model that is named by one, such as `t5:DIR`; None for names on the Hub.
+
+        Raises:
+            KfacpackError: If the folder exists in the working directory but not beside the plan.
+        """
         prefix, _, name = self.model.name.partition(":")
         if prefix not in FAMILIES or not FAMILIES[prefix].takes_folder or not name:
             return None
-        folder = self.place(name)
+        folder = self.resolve_path(name)
         if name.startswith((".", "/", "~", "$")) or folder.is_dir():
             return folder
         if Path(name).is_dir():
-            problem = f"there is a folder {name!r} here, but none in {self._folder.absolute()}"
-            raise KfacpackError(f"{problem}; paths in a plan are meant from the plan's own folder")
+            problem = f"folder {name!r} exists in the working directory, but not in {self._folder.absolute()}"
+            raise KfacpackError(f"{problem}; paths in a plan are relative to the plan's own folder")
         return None
 
-    def place(self, said: str) -> Path:
-        """A path of the plan; $NAME in it is taken from the environment."""
-        full = os.path.expandvars(said)
-        if unset := re.search(r"\$\{?(\w+)", full):
-            problem = f"the environment has no variable {unset[1]}"
-            raise KfacpackError(f"{said}: {problem}. Set it to the place that is meant, or write it into the plan")
-        return self._folder / expand_user(full)
+    def resolve_path(self, text: str) -> Path:
+        """Resolves a path of the plan: `$NAME` and `~` are expanded, relative paths start from the plan's folder.
+
+        Raises:
+            KfacpackError: If an environment variable in the path is not set.
+        """
+        expanded = os.path.expandvars(text)
+        if unset := re.search(r"\$\{?(\w+)", expanded):
+            problem = f"environment variable {unset[1]} is not set"
+            raise KfacpackError(f"{text}: {problem}. Set it, or write the path into the plan")
+        return self._folder / expand_user(expanded)

@@ -1,7 +1,4 @@
-"""A plan as YAML: read, checked, and refused with the line and the key that are wrong.
-
-The plan of `kfacpack demo`, as a user would write it.
-"""
+"""Reads plans from YAML and reports errors with file, line and key; also holds the plan of `kfacpack demo`."""
 
 from __future__ import annotations
 
@@ -19,23 +16,23 @@ from kfacpack.experiments import plan as plans
 from kfacpack.experiments.plan import KeyPath, Plan
 from kfacpack.training.penalty_weights import STRENGTH
 
-_LARGEST = 1 << 20
+_MAX_BYTES = 1 << 20
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML as people read it: 0:2:0.1 is no number of seconds, and no is no truth value."""
+    """YAML without the surprises of version 1.1: `0:2:0.1` is not a base-60 number, and `no` is not a boolean."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - it is what PyYAML calls it
-        first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
-        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    yaml_implicit_resolvers = {  # noqa: RUF012 - the name and type are PyYAML's
+        first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        # Nine lines of aliases of aliases stand for a billion keys.
+        # Nested aliases can expand nine lines into a billion keys.
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            problem = f"an alias, *{event.anchor}; a plan has none: write out what it stands for"
+            problem = f"alias *{event.anchor}: plans cannot use aliases; write out the value"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
         return super().compose_node(parent, index)
 
@@ -49,64 +46,87 @@ for _tag, _pattern, _first in (
 
 
 def read_plan(path: Path) -> tuple[Plan, str]:
-    """The plan, and its text. Paths in it are meant from the folder that it is in."""
+    """Reads a plan from a file.
+
+    Args:
+        path: The YAML file. Relative paths in the plan start from the folder of this file.
+
+    Returns:
+        The plan and the text of the file.
+
+    Raises:
+        KfacpackError: If the file cannot be read or is not a valid plan.
+    """
     try:
-        if path.stat().st_size > _LARGEST:
-            raise KfacpackError(f"{path}: has more than {_LARGEST} bytes; a plan is a page of YAML")
+        if path.stat().st_size > _MAX_BYTES:
+            raise KfacpackError(f"{path}: larger than {_MAX_BYTES} bytes; expected a plan, a short YAML file")
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise KfacpackError(f"{path}: cannot be read: {error.strerror}. Expected a plan, a YAML file") from error
     except UnicodeDecodeError as error:
-        raise KfacpackError(f"{path}: is no text in UTF-8; expected a plan, a YAML file") from error
+        raise KfacpackError(f"{path}: not UTF-8 text; expected a plan, a YAML file") from error
     return parse(text, str(path)).based_at(path.absolute().parent), text
 
 
 def parse(text: str, name: str) -> Plan:
-    """`name` is what messages call the file."""
+    """Parses and validates the text of a plan.
+
+    Args:
+        text: The plan in YAML.
+        name: File name to use in error messages.
+
+    Returns:
+        The validated plan.
+
+    Raises:
+        KfacpackError: If the text is not a valid plan; the message starts with the file, the line and the key.
+    """
     lines: dict[KeyPath, int] = {}
-    with _refuse_with_line(name):
+    with _convert_yaml_errors(name):
         loader = _Loader(text)
         root = loader.get_single_node()
         if not isinstance(root, yaml.MappingNode):
-            raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, found none")
+            raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, got none")
         _key_lines(root, (), lines, name)
-        said = _plain(loader.construct_document(root))
+        content = _with_text_keys(loader.construct_document(root))
 
-    def where(place: KeyPath) -> str:
-        """The file, the line, and the key."""
-        known = place
-        while known not in lines:
-            known = known[:-1]
+    def locate(place: KeyPath) -> str:
+        """Describes a location by file, line and key; unknown keys get the line of their parent."""
+        present = place
+        while present not in lines:
+            present = present[:-1]
         key = ".".join(map(str, place))
-        return f"{name}, line {lines[known]}: {printable(key)}" if key else f"{name}, line {lines[known]}"
+        return f"{name}, line {lines[present]}: {printable(key)}" if key else f"{name}, line {lines[present]}"
 
     try:
-        plan = Plan.model_validate(said, strict=False).told_by(where)
+        plan = Plan.model_validate(content, strict=False).with_locations(locate)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        # Of what may be one thing or another, pydantic also says which; a plan has no such key.
-        place = tuple(each for each in first["loc"] if each not in ("[key]", "TaskPart", "str"))
-        raise KfacpackError(f"{where(place)}: {_problem(place, first)}") from error
-    if found := plan.contradiction():
-        raise KfacpackError(f"{where(found[0])}: {found[1]}")
+        # Pydantic adds labels such as `[key]` to the location; they are not keys of the plan.
+        place = tuple(part for part in first["loc"] if part not in ("[key]", "TaskPart", "str"))
+        raise KfacpackError(f"{locate(place)}: {_describe(place, first)}") from error
+    if contradiction := plan.contradiction():
+        place, problem = contradiction
+        raise KfacpackError(f"{locate(place)}: {problem}")
     return plan
 
 
 @contextmanager
-def _refuse_with_line(name: str) -> Iterator[None]:
-    """Whatever PyYAML has against a text is told with the file, and the line if it knows it."""
+def _convert_yaml_errors(name: str) -> Iterator[None]:
+    """Converts errors of PyYAML to `KfacpackError`, with the file and, if known, the line."""
     try:
         yield
     except RecursionError as error:
-        raise KfacpackError(f"{name}: is no plan: it is nested too deeply") from error
+        raise KfacpackError(f"{name}: not a valid plan: nested too deeply") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise KfacpackError(f"{name}, line {line}: is no plan: {printable(str(error.problem))}") from error
+        raise KfacpackError(f"{name}, line {line}: not a valid plan: {printable(str(error.problem))}") from error
     except (yaml.YAMLError, ValueError) as error:
-        raise KfacpackError(f"{name}: is no plan: {printable(str(error))}") from error
+        raise KfacpackError(f"{name}: not a valid plan: {printable(str(error))}") from error
 
 
 def _key_lines(node: yaml.Node, place: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
+    """Records the line of every key and list entry below `node`, and refuses duplicate keys."""
     lines.setdefault(place, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -114,7 +134,7 @@ def _key_lines(node: yaml.Node, place: KeyPath, lines: dict[KeyPath, int], name:
             line = key.start_mark.line + 1
             if inner in lines:
                 key, first = ".".join(map(str, inner)), lines[inner]
-                raise KfacpackError(f"{name}, line {line}: {printable(key)} is there twice, first in line {first}")
+                raise KfacpackError(f"{name}, line {line}: duplicate key {printable(key)}, first used in line {first}")
             lines[inner] = line
             _key_lines(value, inner, lines, name)
     elif isinstance(node, yaml.SequenceNode):
@@ -122,42 +142,41 @@ def _key_lines(node: yaml.Node, place: KeyPath, lines: dict[KeyPath, int], name:
             _key_lines(value, (*place, number), lines, name)
 
 
-def _plain(said: Any) -> Any:
-    """Keys as text: YAML reads `1:` and `no:` as other things."""
-    if isinstance(said, dict):
-        return {str(key): _plain(value) for key, value in said.items()}
-    return [_plain(each) for each in said] if isinstance(said, list) else said
+def _with_text_keys(value: Any) -> Any:
+    """Converts the keys of all mappings to text: YAML reads a key such as `1:` as a number."""
+    if isinstance(value, dict):
+        return {str(key): _with_text_keys(entry) for key, entry in value.items()}
+    return [_with_text_keys(entry) for entry in value] if isinstance(value, list) else value
 
 
-_WORDS = {
-    "missing": "is missing",
+_MESSAGES = {
+    "missing": "missing; this key is required",
     "dict_type": "expected keys and values",
     "model_type": "expected keys and values",
     "list_type": "expected a list",
     "tuple_type": "expected a list",
     "string_type": "expected text",
-    "int_type": "expected a whole number",
-    "int_parsing": "expected a whole number",
-    "int_from_float": "expected a whole number",
+    "int_type": "expected an integer",
+    "int_parsing": "expected an integer",
+    "int_from_float": "expected an integer",
     "float_type": "expected a number",
     "float_parsing": "expected a number",
     "bool_type": "expected true or false",
     "bool_parsing": "expected true or false",
 }
-"""What pydantic calls an error, where its own words speak of Python."""
+"""Replacements, by pydantic error type, for messages that mention Python types."""
 
 
-def _problem(place: KeyPath, error: Any) -> str:
+def _describe(place: KeyPath, error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
-        return _WORDS[kind]
+        return _MESSAGES[kind]
     if kind == "extra_forbidden":
-        return f"is no key of a plan there. Expected {', '.join(_expected(place[:-1]))}"
-    words = _WORDS.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
+        return f"unknown key; expected one of: {', '.join(_expected_keys(place[:-1]))}"
+    message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     if kind == "too_short":
-        words = f"expected at least {context['min_length']}"
-    found = error.get("input")
-    return printable(f"{words}, found {printable(repr(found))[:80]}", longest=1000)
+        message = f"expected at least {context['min_length']}"
+    return printable(f"{message}, got {printable(repr(error.get('input')))[:80]}", longest=1000)
 
 
 _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
@@ -174,12 +193,11 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("evaluation", "localisation"): plans.ExamplesSection,
     ("evaluation", "drift"): plans.DriftSection,
 }
-"""Keys, without the arms' names and numbers in lists -> what stands there."""
+"""The section at each location, without the names of arms and list indices."""
 
 
-def _expected(place: Sequence[str | int]) -> list[str]:
-    """The keys that may stand at a place."""
-    names = [str(each) for each in place if not isinstance(each, int)]
+def _expected_keys(place: Sequence[str | int]) -> list[str]:
+    names = [str(part) for part in place if not isinstance(part, int)]
     if names[:1] == ["arms"]:
         names = ["arms", *names[2:]]
     return list(_SECTIONS[tuple(names)].model_fields)
@@ -189,25 +207,26 @@ THREE = ("digits", "hebrew", "weaves")
 EIGHT = ("digits", "mnist", "materials", "faces", "hebrew", "syllabics", "emblems", "weaves")
 
 _TEXT = """\
-# A comparison on the small CLIP that comes with kfacpack. Copy it, edit it, and: kfacpack run plan.yaml
+# A comparison on the small CLIP model that is included in kfacpack. Copy and edit this file, then run:
+#     kfacpack run plan.yaml
 name: demo
 model: {{name: tiny, head: prototypes}}
 tasks: [{tasks}]
 seeds: [0]
 
-curvature:            # of each task, from its own data
+curvature:            # of each task, estimated on its own data
   examples: 256
-training:             # of each task's vector, apart from the others
+training:             # of each task vector, independently of the others
   steps: {steps}
   batch_size: 32
 
-arms:                 # ways of training that are compared
+arms:                 # the training variants to compare
   without: {{penalty: none}}
   kfac: {{penalty: kronecker, strength: {strength:g}}}
 
 evaluation:
   methods: [sum]
-  alphas: 0:2:0.1     # how much of the sum is added; 1 is as it is, untuned
+  alphas: 0:2:0.1     # scale of the sum of the vectors; 1 adds them as they are, without tuning
   examples: 200
   negation: {{control: {control}, keep: 0.95}}
   disentanglement: {{examples: 100}}
@@ -218,5 +237,10 @@ evaluation:
 
 
 def plan_text(*, every: bool = False) -> str:
+    """Returns the plan of `kfacpack demo` as YAML.
+
+    Args:
+        every: Use all eight embedded tasks instead of three.
+    """
     tasks = EIGHT if every else THREE
     return _TEXT.format(tasks=", ".join(tasks), control=tasks[0], steps=40, strength=STRENGTH)

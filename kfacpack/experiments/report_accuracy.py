@@ -1,4 +1,4 @@
-"""Sections on how often models are right: in short, by task, over α, and with a task taken away."""
+"""Report sections on accuracy: headline, summary, results by task, sweeps over α and negation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from kfacpack.experiments.results_schema import ArmResult, PenaltyResult, Result
 
 
 def headline(results: Results) -> list[Cell]:
-    """The best penalty that takes no data of other tasks, beside none; or the best arm, if there are no two such."""
+    """Returns the headline: the best penalty that needs no data of other tasks, compared with no penalty.
+
+    Without such a pair of arms, the best arm is compared with the single vectors.
+    """
     rows = [row for row in results.summary if row.method == "sum"] or results.summary
     arms = {arm.name: arm for arm in results.arms}
     penalties = {row.arm: arm.penalty for row in rows if (arm := arms.get(row.arm))}
@@ -17,38 +20,41 @@ def headline(results: Results) -> list[Cell]:
     best = max(dataless or rows, key=lambda row: row.added)
     plain = next((row for row in rows if row.arm in penalties and penalties[row.arm] is None), None)
     sentence = [
-        text(f"{results.model.name}, with the vectors of"),
+        text("Adding the task vectors of"),
         Cell(kind="count", value=len(results.tasks)),
-        text("tasks added: it is right on"),
+        text(f"tasks to {results.model.name} gives a mean test accuracy of"),
     ]
     if plain is None or plain == best:
-        return [*sentence, _share(best.added), text("of the test examples on average, against"),
-                _share(best.individual), text("with each task's own vector alone.")]  # fmt: skip
+        return [*sentence, _share(best.added), text("; each task's own vector alone reaches"),
+                _share(best.individual), text("on average.")]  # fmt: skip
     sentence += [
-        _share(plain.added), text("of the test examples without a penalty and on"), _share(best.added),
+        _share(plain.added), text("without a penalty and"), _share(best.added),
         text(f"with “{best.arm}”; each task's own vector alone reaches"), _share(best.individual),
+        text("on average."),
     ]  # fmt: skip
     if best.recovered is None:
-        return [*sentence, text(".")]
-    return [*sentence, text(". Of what adding loses, “" + best.arm + "” gets back"), _share(best.recovered), text(".")]
+        return sentence
+    recovery = f"Of the accuracy that is lost by adding the vectors, “{best.arm}” recovers"
+    return [*sentence, text(recovery), _share(best.recovered), text(".")]
 
 
 def summary(results: Results) -> Section:
+    """Returns the section with the summary of all arms."""
     picture = _bars(results)
     return Section(
         id="summary",
-        title="In short",
-        how_to_read="“Own vector” is the accuracy of each task with its vector alone, “all added” that of one model "
-        "with every vector; “normalised” is the mean of the tasks' ratios, “recovered” the share of what the arm "
-        "without a penalty loses by adding that this arm does not, “removed” the share of its margin over chance that "
-        "a negated task loses.",
+        title="Summary",
+        how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
+        "of one model with all vectors. “Normalised” is the mean over tasks of the ratio of the two. “Recovered” is "
+        "the share of the accuracy lost by adding, in the arm without a penalty, that this arm does not lose. "
+        "“Removed” is the share of its margin over chance that a task loses when its vector is subtracted.",
         tables=[_summary_table(results), _arms_table(results)],
         pictures=[picture] if picture else [],
     )
 
 
 def _summary_table(results: Results) -> ReportTable:
-    """Columns that no arm has anything in are left out."""
+    """Returns the table of means; columns without any value are omitted."""
     several = len(results.seeds) > 1
 
     def cells(row: Summary) -> list[Cell]:
@@ -78,7 +84,7 @@ def _summary_table(results: Results) -> ReportTable:
 
 def _arms_table(results: Results) -> ReportTable:
     return ReportTable(
-        caption="How the vectors of each arm were trained",
+        caption="Training of the vectors in each arm",
         columns=["arm", "penalty", "regime"],
         rows=[[text(arm.name), text(_penalty(arm.penalty)), text(arm.regime)] for arm in results.arms],
     )
@@ -100,16 +106,18 @@ def _bars(results: Results) -> ReportFigure | None:
         file="bars",
         figure="bars",
         data={"base": {task: results.base.tasks[task].accuracy for task in results.names}, "arms": arms},
-        alt=f"Bars of accuracy by task, for {_listed(list(arms))}: base model, own vector, all added.",
-        caption=f"Accuracy by task: the base model, with the task's own vector, and with all vectors ({method}).",
+        alt=f"Bar chart of accuracy by task for {_listed(list(arms))}: base model, own vector, all vectors added.",
+        caption=f"Accuracy by task: base model, the task's own vector, and all vectors combined ({method}).",
     )
 
 
 def by_task(results: Results) -> Section:
+    """Returns the section with the accuracies of every task."""
     return Section(
         id="tasks",
-        title="Task by task",
-        how_to_read="The closer the columns to the right come to “own vector”, the less the tasks disturb each other.",
+        title="Results by task",
+        how_to_read="The columns to the right show the combined vectors: the closer they are to “own vector”, the "
+        "less the tasks interfere with each other.",
         tables=[_task_table(results, arm) for arm in results.arms],
     )
 
@@ -140,11 +148,12 @@ def _task_table(results: Results, arm: ArmResult) -> ReportTable:
 
 
 def over_alpha(results: Results) -> Section | None:
+    """Returns the section with the accuracy over α and the α selected on the validation examples."""
     sweeps = {arm.name: sweep for arm in results.arms if (sweep := mean_sweep(arm.seeds))}
     if not sweeps:
         return None
     levels = {
-        "own vectors (mean of the arms)": fmean(fmean(s.individual.values()) for a in results.arms for s in a.seeds),
+        "own vectors (mean over arms)": fmean(fmean(s.individual.values()) for a in results.arms for s in a.seeds),
         "base model": results.base.mean,
     }
     rows = [
@@ -158,56 +167,61 @@ def over_alpha(results: Results) -> Section | None:
         if any(seed.best for seed in arm.seeds)
     ]
     columns = ["arm", "best α", "validation", "test"]
-    table = ReportTable(caption="The best α, chosen on validation examples, never on test", columns=columns, rows=rows)
+    table = ReportTable(caption="Best α, selected on the validation examples", columns=columns, rows=rows)
     picture = ReportFigure(
         file="sweep",
         figure="sweep",
         data={name: sweep.model_dump(mode="json") for name, sweep in sweeps.items()},
         options={"references": levels},
-        alt=f"Mean accuracy over α, a line each for {_listed(list(sweeps))}.",
-        caption="Mean accuracy over the tasks when the sum of all vectors is scaled by α.",
+        alt=f"Line chart of mean accuracy over α, one line for each of {_listed(list(sweeps))}.",
+        caption="Mean accuracy over all tasks when the sum of the vectors is scaled by α.",
     )
     return Section(
         id="sweep",
-        title="Over α",
-        how_to_read="A flat top is good: α then needs no tuning, and α = 1 is as good as any.",
+        title="Accuracy over α",
+        how_to_read="A flat maximum is good: α then needs no tuning, and α = 1 is close to the best value.",
         pictures=[picture],
         tables=[table] if rows else [],
     )
 
 
 def negation(results: Results) -> Section | None:
+    """Returns the section on removing tasks by subtracting their vectors."""
     tables = []
     for arm in results.arms:
-        found = [seed.negation for seed in arm.seeds if seed.negation]
-        if not found:
+        negations = [seed.negation for seed in arm.seeds if seed.negation]
+        if not negations:
             continue
+        first = negations[0]
         rows = []
-        for task in found[0].tasks:
-            each = [said.tasks[task] for said in found if task in said.tasks]
+        for task in first.tasks:
+            entries = [result.tasks[task] for result in negations if task in result.tasks]
             rows.append(
                 [
                     text(task),
-                    over_seeds("number", (n.alpha for n in each)),
-                    over_seeds("percent", (n.before for n in each)),
-                    over_seeds("percent", (n.accuracy for n in each)),
-                    over_seeds("percent", (n.chance for n in each)),
-                    over_seeds("percent", (n.removed for n in each)),
-                    text(each[0].control_task or found[0].control),
-                    over_seeds("percent", (n.control_before for n in each)),
-                    over_seeds("percent", (n.control for n in each)),
+                    over_seeds("number", (entry.alpha for entry in entries)),
+                    over_seeds("percent", (entry.before for entry in entries)),
+                    over_seeds("percent", (entry.accuracy for entry in entries)),
+                    over_seeds("percent", (entry.chance for entry in entries)),
+                    over_seeds("percent", (entry.removed for entry in entries)),
+                    text(entries[0].control_task or first.control),
+                    over_seeds("percent", (entry.control_before for entry in entries)),
+                    over_seeds("percent", (entry.control for entry in entries)),
                 ]
             )
-        columns = ["task", "α", "before", "after", "chance", "removed", "control", "its before", "its after"]
-        caption = f"{arm.name}: the control keeps {found[0].keep:.0%} on validation{_seeds(results)}"
+        columns = ["task", "α", "before", "after", "chance", "removed", "control", "control before", "control after"]
+        caption = (
+            f"{arm.name}: the control task keeps at least {first.keep:.0%} of its validation accuracy{_seeds(results)}"
+        )
         tables.append(ReportTable(caption=caption, columns=columns, rows=rows))
     if not tables:
         return None
     return Section(
         id="negation",
-        title="Taking a task away",
-        how_to_read="Each task's vector is subtracted as far as the control task allows; “after” should be near "
-        "“chance”, and the control as good as before.",
+        title="Removing a task",
+        how_to_read="The vector of each task is subtracted. α is selected on the validation examples: the one that "
+        "removes most of the task while the control task keeps its accuracy. “After” should be close to “chance”, and "
+        "the accuracy of the control task should hardly change.",
         tables=tables,
     )
 
@@ -223,7 +237,7 @@ def _seeds(results: Results) -> str:
 def _penalty(penalty: PenaltyResult | None) -> str:
     if penalty is None:
         return "none"
-    words = (penalty.structure, penalty.rule, f"of rank {penalty.rank}" if penalty.rank > 1 else None)
+    words = (penalty.structure, penalty.rule, f"rank {penalty.rank}" if penalty.rank > 1 else None)
     source = "data of the other tasks" if penalty.data else " ".join(filter(None, words))
     return f"{source}, λ = {penalty.strength:g}"
 

@@ -1,7 +1,4 @@
-"""Sections on why it works, or does not: how vectors disturb each other, where they act, what bundles foretell.
-
-Sections on how it was made: bundles and merges, versions, hashes, commands, the plan, times.
-"""
+"""Report sections on the mechanism (disentanglement, localisation, drift, spectra), the bundles and the provenance."""
 
 from __future__ import annotations
 
@@ -21,41 +18,46 @@ from kfacpack.experiments.results_schema import Results, Times
 
 
 def disentanglement(results: Results) -> Section | None:
-    found = [(number, arm, mean_maps(arm.seeds)) for number, arm in enumerate(results.arms, 1)]
-    if not any(maps for _, _, maps in found):
+    """Returns the section with ξ of pairs of vectors."""
+    by_arm = [(number, arm, mean_maps(arm.seeds)) for number, arm in enumerate(results.arms, 1)]
+    if not any(maps for _, _, maps in by_arm):
         return None
-    # One scale of colours for all, so that they may be compared.
-    top = max(value for _, _, maps in found for each, _ in maps for row in each.xi for value in row)
+    # A common colour scale makes the maps comparable.
+    top = max(value for _, _, maps in by_arm for result, _ in maps for row in result.xi for value in row)
     pictures = [
         ReportFigure(
-            file=file_name("disentanglement", number, arm.name, *each.tasks),
+            file=file_name("disentanglement", number, arm.name, *result.tasks),
             figure="disentanglement",
-            data=each.model_dump(mode="json"),
+            data=result.model_dump(mode="json"),
             options={"top": top},
-            alt=f"Heat map of ξ for the vectors of {each.tasks[0]} and {each.tasks[1]}, trained as {arm.name}.",
-            caption=f"{arm.name}: {each.tasks[0]} and {each.tasks[1]}" + (f", mean of {seeds} seeds" * (seeds > 1)),
+            alt=f"Heat map of ξ for the vectors of {result.tasks[0]} and {result.tasks[1]}, arm {arm.name}.",
+            caption=f"{arm.name}: {result.tasks[0]} and {result.tasks[1]}"
+            + (f", mean over {seeds} seeds" if seeds > 1 else ""),
         )
-        for number, arm, maps in found
-        for each, seeds in maps
+        for number, arm, maps in by_arm
+        for result, seeds in maps
     ]
     return Section(
         id="disentanglement",
-        title="Do two vectors disturb each other?",
-        how_to_read="ξ is how often the prediction with both vectors differs from that with the task's own alone: "
-        "dark is good, and a wide dark field means that α may be chosen freely. All maps share one scale.",
+        title="Disentanglement: do two vectors interfere?",
+        how_to_read="ξ is how often the prediction with both vectors differs from the prediction with the task's own "
+        "vector alone. Dark is good, and a large dark area means that α can be chosen freely. All maps have the same "
+        "colour scale.",
         pictures=pictures,
     )
 
 
 def localisation(results: Results) -> Section | None:
-    found = [
-        (number, arm, [seed for seed in arm.seeds if seed.localisation]) for number, arm in enumerate(results.arms, 1)
+    """Returns the section on where the vectors change the model's output."""
+    by_arm = [
+        (number, arm, seeds)
+        for number, arm in enumerate(results.arms, 1)
+        if (seeds := [seed for seed in arm.seeds if seed.localisation])
     ]
-    found = [each for each in found if each[2]]
-    if not found:
+    if not by_arm:
         return None
-    pictures, columns = [], ["vector of"]
-    for number, arm, seeds in found:
+    pictures, columns = [], ["vector"]
+    for number, arm, seeds in by_arm:
         first = seeds[0].localisation
         assert first is not None
         pictures.append(
@@ -63,7 +65,7 @@ def localisation(results: Results) -> Section | None:
                 file=file_name("localisation", number, arm.name),
                 figure="localisation",
                 data=first.model_dump(mode="json"),
-                alt=f"For each vector of {arm.name}: how far it moves f on its own task and on the others.",
+                alt=f"For each vector of arm {arm.name}: the change of f on its own task and on the other tasks.",
                 caption=f"{arm.name}, seed {seeds[0].seed}",
             )
         )
@@ -72,36 +74,37 @@ def localisation(results: Results) -> Section | None:
         [text(task)] + [
             over_seeds("score", (s.localisation.vectors[task].auroc for s in seeds
                                   if s.localisation and task in s.localisation.vectors))
-            for _, _, seeds in found
+            for _, _, seeds in by_arm
         ]
         for task in results.names
     ]  # fmt: skip
-    last = [over_seeds("score", (s.localisation.auroc for s in seeds if s.localisation)) for _, _, seeds in found]
+    last = [over_seeds("score", (s.localisation.auroc for s in seeds if s.localisation)) for _, _, seeds in by_arm]
     table = ReportTable(
-        caption="AUROC: how well the size of the move tells a vector's own examples from others",
+        caption="AUROC: how well ‖Δf‖² separates the examples of a vector's own task from the others",
         columns=columns,
         rows=[*rows, [text("mean"), *last]],
         last_is_mean=True,
     )
     return Section(
         id="localisation",
-        title="Where does a vector act?",
-        how_to_read="A vector should move f on its own task's examples and leave all others alone: the further apart "
-        "the two marks of a row, the better; an AUROC of 1 is perfect, of 0.5 chance. Δf is J τ for linearised "
-        "vectors, and f with the vector minus f without it for others.",
+        title="Localisation: where do the vectors act?",
+        how_to_read="A vector should change f on the examples of its own task and on no others: the further apart the "
+        "two markers of a row, the better. An AUROC of 1 is perfect, 0.5 is chance. Δf is J τ for linearised vectors; "
+        "for others, it is f with the vector minus f without it.",
         tables=[table],
         pictures=pictures,
     )
 
 
 def drift(results: Results) -> Section | None:
+    """Returns the section that compares predicted with measured drift."""
     pictures, rows = [], []
     for number, arm in enumerate(results.arms, 1):
-        found = [seed.drift for seed in arm.seeds if seed.drift]
-        if not found:
+        drifts = [seed.drift for seed in arm.seeds if seed.drift]
+        if not drifts:
             continue
-        pairs = [pair for each in found for pair in each.pairs]
-        layers = [layer for each in found for layer in each.layers]
+        pairs = [pair for result in drifts for pair in result.pairs]
+        layers = [layer for result in drifts for layer in result.layers]
         groups = ([p for p in pairs if p.vector == p.task], [p for p in pairs if p.vector != p.task], layers)
         rows.append([text(arm.name), *(cell for group in groups for cell in ratios(group))])
         data = {
@@ -113,26 +116,30 @@ def drift(results: Results) -> Section | None:
                 file=file_name("drift", number, arm.name),
                 figure="drift",
                 data=data,
-                alt=f"Drift that bundles predict for the vectors of {arm.name}, against the drift measured on data.",
+                alt=f"Scatter plot of measured over predicted drift for the vectors of arm {arm.name}.",
                 caption=arm.name,
             )
         )
     if not pictures:
         return None
-    heads = [f"{group}, {what}" for group in ("own task", "other tasks", "layers") for what in ("median", "within ×2")]
+    heads = [
+        f"{group}, {column}" for group in ("own task", "other tasks", "layers") for column in ("median", "within ×2")
+    ]
     table = ReportTable(caption="Predicted drift divided by measured drift", columns=["arm", *heads], rows=rows)
     return Section(
         id="drift",
-        title="Is a bundle any good?",
-        how_to_read="A bundle foretells how far a vector moves f on its task, without the data. On the dashed line it "
-        "is right; below it, it foretells too much, above it too little. Single layers lie near it; whole vectors lie "
-        "above, since a bundle has nothing between layers, and all layers of a trained vector pull the same way.",
+        title="Drift: do the bundles predict the change?",
+        how_to_read="A bundle predicts, without the data, how much a vector changes f on the task of the bundle. "
+        "Points on the dashed line are predicted exactly; below it the prediction is too large, above it too small. "
+        "Single layers are close to the line. Whole vectors are above it, because a bundle contains no terms between "
+        "layers, while the layers of a trained vector act in the same direction.",
         pictures=pictures,
         tables=[table],
     )
 
 
 def spectra(results: Results) -> Section | None:
+    """Returns the section with the eigenvalues of one bundle's factors."""
     if results.spectra is None:
         return None
     blocks = results.spectra.blocks
@@ -147,81 +154,83 @@ def spectra(results: Results) -> Section | None:
         for block in blocks
     ]
     columns = ["block", "side", "size", "trace", "effective rank"]
-    table = ReportTable(caption=f"The {len(blocks)} factors", columns=columns, rows=rows, folded=len(rows) > 12)
+    table = ReportTable(caption=f"All {len(blocks)} factors", columns=columns, rows=rows, folded=len(rows) > 12)
     picture = ReportFigure(
         file="spectra",
         figure="spectra",
         data=results.spectra.model_dump(mode="json"),
-        alt="Eigenvalues of the factors over their rank, both axes logarithmic.",
-        caption="Eigenvalues of the curvature's factors, over their rank.",
+        alt="Line chart of the eigenvalues of the factors over their rank, both axes logarithmic.",
+        caption="Eigenvalues of the curvature factors over their rank.",
     )
     return Section(
         id="spectra",
-        title="Spectra",
-        how_to_read="A line that falls steeply belongs to a factor that few directions make up; it compresses well.",
+        title="Spectra of the factors",
+        how_to_read="A steep line belongs to a factor that is dominated by few directions, which compresses well.",
         pictures=[picture],
         tables=[table],
     )
 
 
 def bundles(results: Results) -> Section | None:
+    """Returns the section with the sizes of the bundles and the errors of the merged ones."""
     tables = [
-        *([_single(results)] if results.bundles else []),
-        *([_merged(results)] if results.merges else []),
+        *([_task_bundles(results)] if results.bundles else []),
+        *([_merged_bundles(results)] if results.merges else []),
     ]
     if not tables:
         return None
     return Section(
         id="bundles",
         title="Bundles",
-        how_to_read="What is shared instead of data: the size of each file, and how far a merged one is from "
-        "the sum of its parts.",
+        how_to_read="Bundles are shared instead of data. The tables list the size of each file and, for merged "
+        "bundles, the error relative to the sum of their parts.",
         tables=tables,
     )
 
 
-def _single(results: Results) -> ReportTable:
+def _task_bundles(results: Results) -> ReportTable:
     return ReportTable(
-        caption="Bundles of single tasks",
-        columns=["task", "structure", "seed", "size", "held dense", "share", "file", "SHA-256"],
+        caption="Bundles of the tasks",
+        columns=["task", "structure", "seed", "size", "dense size", "share", "file", "SHA-256"],
         rows=[
             [
-                text(each.task),
-                text(each.structure),
-                _seed(each.seed),
-                Cell(kind="bytes", value=each.bytes),
-                Cell(kind="bytes", value=each.dense_bytes),
-                Cell(kind="percent", value=each.bytes / each.dense_bytes if each.dense_bytes else None),
-                Cell(kind="code", value=each.file),
-                Cell(kind="code", value=each.sha256),
+                text(bundle.task),
+                text(bundle.structure),
+                _seed(bundle.seed),
+                Cell(kind="bytes", value=bundle.bytes),
+                Cell(kind="bytes", value=bundle.dense_bytes),
+                Cell(kind="percent", value=bundle.bytes / bundle.dense_bytes if bundle.dense_bytes else None),
+                Cell(kind="code", value=bundle.file),
+                Cell(kind="code", value=bundle.sha256),
             ]
-            for each in results.bundles
+            for bundle in results.bundles
         ],
         folded=len(results.bundles) > 12,
     )
 
 
-def _merged(results: Results) -> ReportTable:
+def _merged_bundles(results: Results) -> ReportTable:
     return ReportTable(
-        caption="Merged bundles: of all tasks but one, which that one is trained against",
+        caption="Merged bundles: all tasks except one, used as the penalty when that task is trained",
         columns=["without", "rule", "structure", "seed", "size", "relative error", "file"],
         rows=[
             [
-                text(each.without),
-                text(f"{each.rule} of rank {each.rank}" if each.rank > 1 else each.rule),
-                text(each.structure),
-                _seed(each.seed),
-                Cell(kind="bytes", value=each.bytes),
-                Cell(kind="percent", value=each.error),
-                Cell(kind="code", value=each.file),
+                text(merge.without),
+                text(f"{merge.rule}, rank {merge.rank}" if merge.rank > 1 else merge.rule),
+                text(merge.structure),
+                _seed(merge.seed),
+                Cell(kind="bytes", value=merge.bytes),
+                Cell(kind="percent", value=merge.error),
+                Cell(kind="code", value=merge.file),
             ]
-            for each in results.merges
+            for merge in results.merges
         ],
         folded=len(results.merges) > 12,
     )
 
 
 def provenance(results: Results, times: Times | None) -> Section:
+    """Returns the section with versions, hashes, tasks, times, commands and the plan."""
     facts = [[text(name), Cell(kind="code", value=version)] for name, version in sorted(results.versions.items())]
     facts += [
         [text("model"), Cell(kind="code", value=f"{results.model.name} ({results.model.family})")],
@@ -230,7 +239,7 @@ def provenance(results: Results, times: Times | None) -> Section:
         [text("seeds"), Cell(kind="code", value=", ".join(map(str, results.seeds)))],
     ]
     tables = [
-        ReportTable(caption="Versions and hashes", columns=["what", "which"], rows=facts),
+        ReportTable(caption="Versions and hashes", columns=["name", "value"], rows=facts),
         ReportTable(
             caption="Tasks",
             columns=["task", "classes", "training examples", "test examples", "source"],
@@ -246,28 +255,34 @@ def provenance(results: Results, times: Times | None) -> Section:
     ]
     if times:
         rows = [
-            [text(stage.name), Cell(kind="seconds", value=stage.seconds), text("reused" if stage.reused else "made")]
+            [
+                text(stage.name),
+                Cell(kind="seconds", value=stage.seconds),
+                text("reused" if stage.reused else "executed"),
+            ]
             for stage in times.stages
         ]
         together = sum(stage.seconds for stage in times.stages)
-        rows.append([text("all of these"), Cell(kind="seconds", value=together), text(None)])
-        rows.append([text("the last call"), Cell(kind="seconds", value=times.seconds), text(None)])
-        caption = "Times: of each stage when it was made, and of the call that wrote these results"
-        tables.append(ReportTable(caption=caption, columns=["stage", "time", "how"], rows=rows, folded=len(rows) > 24))
+        rows.append([text("total of all stages"), Cell(kind="seconds", value=together), text(None)])
+        rows.append([text("last run"), Cell(kind="seconds", value=times.seconds), text(None)])
+        caption = "Times: each stage when it was executed, and the last run, which wrote these results"
+        tables.append(
+            ReportTable(caption=caption, columns=["stage", "time", "status"], rows=rows, folded=len(rows) > 24)
+        )
         if times.peak_bytes is not None:
-            peak = [[text("peak of the last call"), Cell(kind="bytes", value=times.peak_bytes)]]
-            tables.append(ReportTable(caption="Memory", columns=["what", "how much"], rows=peak))
+            peak = [[text("peak of the last run"), Cell(kind="bytes", value=times.peak_bytes)]]
+            tables.append(ReportTable(caption="Memory", columns=["name", "size"], rows=peak))
     return Section(
         id="made",
-        title="How it was made",
-        how_to_read="The plan below, given to these commands under these versions, makes this page again.",
+        title="Reproducing this report",
+        how_to_read="The plan and the commands below reproduce this report with the versions listed here.",
         tables=tables,
         listings=[
             CodeListing(
-                caption="Commands, as typed in the run’s folder (where results.json is)",
+                caption="Commands, to be run in the folder that contains results.json",
                 text="\n".join(results.commands),
             ),
-            CodeListing(caption="The plan", text=results.plan.text),
+            CodeListing(caption="Plan", text=results.plan.text),
         ],
     )
 

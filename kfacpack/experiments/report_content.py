@@ -1,10 +1,6 @@
-"""Names of files, from names that may be anything.
+"""The content of a report: sections of sentences, tables and figures, with every number as it was measured.
 
-What a report consists of: sections of sentences, tables and figures, with every number as it was measured.
-
-This is what report.json holds, and all that the page is made of.
-
-Means over seeds.
+This is the content of `report.json`, from which the page is rendered. Helpers average over seeds and build file names.
 """
 
 from __future__ import annotations
@@ -29,23 +25,23 @@ from kfacpack.format.units import (
 
 
 def file_name(figure: str, number: int, *names: str) -> str:
-    """`figure-1-arm-task`: lower-case letters, digits and dashes, whatever the names are."""
+    """Returns a file name such as `figure-1-arm-task`, of lower-case letters, digits and dashes only."""
     words = (re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:24] for name in names)
     return "-".join((figure, str(number), *filter(None, words)))
 
 
-def unique_name(names: list[str]) -> list[str]:
-    """The names, those that were there before with a number behind."""
-    seen: dict[str, int] = {}
-    made = []
+def unique_names(names: list[str]) -> list[str]:
+    """Makes names unique by appending a number to repeated ones."""
+    counts: dict[str, int] = {}
+    unique = []
     for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        made.append(name if seen[name] == 1 else f"{name}--{seen[name]}")
-    return made
+        counts[name] = counts.get(name, 0) + 1
+        unique.append(name if counts[name] == 1 else f"{name}--{counts[name]}")
+    return unique
 
 
 CellKind = Literal["text", "code", "percent", "number", "score", "count", "bytes", "seconds"]
-_SHOWN: dict[str, Callable[..., str]] = {
+_FORMATTERS: dict[str, Callable[..., str]] = {
     "percent": format_percent,
     "number": format_number,
     "score": format_score,
@@ -56,109 +52,132 @@ _SHOWN: dict[str, Callable[..., str]] = {
 
 
 class ReportModel(BaseModel):
+    """Base class of the parts of a report; immutable."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Cell(ReportModel):
-    """A value, and how it is shown; `std` is its standard deviation over seeds."""
+    """A value and how it is formatted."""
 
     kind: CellKind
     value: int | float | str | None
     std: float | None = None
+    """Standard deviation over seeds."""
 
     @property
     def shown(self) -> str:
+        """The formatted value."""
         if self.value is None:
             return MISSING
         if isinstance(self.value, str):
             return self.value
         spread = () if self.std is None else (self.std,)
-        return _SHOWN[self.kind](self.value, *spread).replace("-", "−", 1 if self.value < 0 else 0)
+        return _FORMATTERS[self.kind](self.value, *spread).replace("-", "−", 1 if self.value < 0 else 0)
 
 
 class ReportTable(ReportModel):
+    """A table; the first cell of each row is its heading."""
+
     caption: str
     columns: list[str]
     rows: list[list[Cell]]
     folded: bool = False
+    """Whether the table is collapsed until the reader opens it."""
     last_is_mean: bool = False
+    """Whether the last row holds the means of the others."""
 
 
 class ReportFigure(ReportModel):
-    """`figure` is a name in FIGURES, `data` and `options` what it is given; `file` its name without an ending."""
+    """A figure: how it is drawn and described."""
 
     file: str
+    """Name of the file without suffix."""
     figure: str
+    """Name in `FIGURES`."""
     data: Any
+    """Data argument of the drawing function."""
     options: dict[str, Any] = {}
+    """Keyword arguments of the drawing function."""
     alt: str
     caption: str
 
 
 class CodeListing(ReportModel):
-    """Text to be shown as it is: commands, a plan."""
+    """Text shown verbatim, such as commands or a plan."""
 
     caption: str
     text: str
 
 
 class Section(ReportModel):
+    """A section of the page."""
+
     id: str
     title: str
     how_to_read: str
+    """Explanation below the title."""
     tables: list[ReportTable] = []
     pictures: list[ReportFigure] = []
     listings: list[CodeListing] = []
 
 
 class ReportContent(ReportModel):
+    """The content of a report."""
+
     format: Literal["kfacpack.report/1"] = "kfacpack.report/1"
     title: str
     headline: list[Cell]
-    """Words and numbers in turn: one sentence."""
+    """One or two sentences, as alternating words and numbers."""
     sections: list[Section]
 
 
 def text(value: str | None) -> Cell:
+    """Returns a cell of text."""
     return Cell(kind="text", value=value)
 
 
 def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
-    """Their mean and, of several, the standard deviation; those that are missing are left out."""
-    found = [value for value in values if value is not None]
-    if not found:
+    """Returns a cell with the mean of the values and, for several, their standard deviation; None is ignored."""
+    present = [value for value in values if value is not None]
+    if not present:
         return Cell(kind=kind, value=None)
-    return Cell(kind=kind, value=fmean(found), std=stdev(found) if len(found) > 1 else None)
+    return Cell(kind=kind, value=fmean(present), std=stdev(present) if len(present) > 1 else None)
 
 
 def mean_sweep(seeds: Sequence[SeedResult]) -> SweepResult | None:
+    """Averages the sweeps over seeds; None if there are none."""
     sweeps = [seed.sweep for seed in seeds if seed.sweep]
     if not sweeps:
         return None
-    tasks = {task: _means([each.tasks[task] for each in sweeps]) for task in sweeps[0].tasks}
-    return SweepResult(alphas=sweeps[0].alphas, tasks=tasks, mean=_means([each.mean for each in sweeps]))
+    tasks = {task: _means([sweep.tasks[task] for sweep in sweeps]) for task in sweeps[0].tasks}
+    return SweepResult(alphas=sweeps[0].alphas, tasks=tasks, mean=_means([sweep.mean for sweep in sweeps]))
 
 
 def mean_maps(seeds: Sequence[SeedResult]) -> list[tuple[DisentanglementResult, int]]:
-    """ξ of each pair, the mean over the seeds that have it at the same α, and how many these are."""
+    """Averages ξ of each pair of tasks over the seeds that measured it at the same values of α.
+
+    Returns:
+        The averaged result of each pair and the number of seeds it averages.
+    """
     groups: dict[tuple[object, ...], list[DisentanglementResult]] = {}
     for seed in seeds:
-        for each in seed.disentanglement or []:
-            groups.setdefault((each.tasks, tuple(each.alphas)), []).append(each)
-    made = []
+        for result in seed.disentanglement or []:
+            groups.setdefault((result.tasks, tuple(result.alphas)), []).append(result)
+    averaged = []
     for group in groups.values():
-        xi = [_means(rows) for rows in zip(*(each.xi for each in group), strict=True)]
-        made.append((group[0].model_copy(update={"xi": xi}), len(group)))
-    return made
+        xi = [_means(rows) for rows in zip(*(result.xi for result in group), strict=True)]
+        averaged.append((group[0].model_copy(update={"xi": xi}), len(group)))
+    return averaged
 
 
 def ratios(pairs: Iterable[DriftPair]) -> tuple[Cell, Cell]:
-    """Of predicted to measured: the median, and the share that is within a factor of two."""
-    found = [pair.predicted / pair.measured for pair in pairs if pair.measured > 0]
-    if not found:
+    """Returns the median ratio of predicted to measured drift, and the share of ratios within a factor of two."""
+    quotients = [pair.predicted / pair.measured for pair in pairs if pair.measured > 0]
+    if not quotients:
         return Cell(kind="number", value=None), Cell(kind="percent", value=None)
-    near = sum(0.5 <= ratio <= 2 for ratio in found) / len(found)
-    return Cell(kind="number", value=median(found)), Cell(kind="percent", value=near)
+    near = sum(0.5 <= quotient <= 2 for quotient in quotients) / len(quotients)
+    return Cell(kind="number", value=median(quotients)), Cell(kind="percent", value=near)
 
 
 def _means(columns: Sequence[Sequence[float]]) -> list[float]:

@@ -1,4 +1,7 @@
-"""What a run found, in one JSON: nothing in it depends on the clock or on how often the run was interrupted."""
+"""Collects the results of a run into the content of `results.json`.
+
+The content depends neither on the clock nor on how often the run was interrupted.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +24,27 @@ if TYPE_CHECKING:
 
 
 _NOISE = 1e-9
-"""Means of the same accuracies differ by rounding; one example of ten million is a hundred times that."""
+"""Differences below this are rounding errors of means; one example in ten million is a hundred times larger."""
 
 
 def results(graph: StageGraph, text: str) -> dict[str, Any]:
-    plan, shop = graph.plan, graph.shop
+    """Reads the files of all stages and returns the content of `results.json`.
+
+    Args:
+        graph: The stages of the run, all of them done.
+        text: The YAML text of the plan.
+    """
+    plan, context = graph.plan, graph.context
     base = {task: stage.read() for task, stage in graph.base.items()}
-    tasks = [shop.task(each.name) for each in plan.tasks]
+    tasks = [context.task(section.name) for section in plan.tasks]
     arms = [
         {
             "name": arm,
             "regime": plan.training_of(arm).regime,
-            "penalty": _penalty(said),
-            "seeds": [_trial(trial, plan.evaluation.negation) for trial in graph.trials if trial.arm == arm],
+            "penalty": _penalty(section),
+            "seeds": [_seed(run, plan.evaluation.negation) for run in graph.arm_runs if run.arm == arm],
         }
-        for arm, said in plan.arms.items()
+        for arm, section in plan.arms.items()
     ]
     return {
         "format": FORMAT,
@@ -43,11 +52,11 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
         "versions": {
             "kfacpack": version("kfacpack"),
             "python": platform.python_version(),
-            **shop.environment,
+            **context.environment,
         },
         "plan": {"sha256": sha256(text.encode()).hexdigest(), "text": text},
         "commands": [command for stage in graph.in_order() if (command := stage.command())],
-        "model": {"name": plan.model.name, "family": shop.model.family, "sha256": shop.model_key},
+        "model": {"name": plan.model.name, "family": context.model.family, "sha256": context.model_key},
         "tasks": [
             {
                 "name": task.name,
@@ -61,7 +70,7 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "bundles": [_bundle(stage, graph) for stage in graph.bundles.values()],
         "merges": [_merge(stage, graph) for stage in graph.merges.values()],
-        "base": {"tasks": base, "mean": fmean(each["accuracy"] for each in base.values())},
+        "base": {"tasks": base, "mean": fmean(score["accuracy"] for score in base.values())},
         "arms": arms,
         "spectra": graph.spectra.read() if graph.spectra else None,
         "summary": summary(arms),
@@ -104,24 +113,24 @@ def _merge(stage: MergeStage, graph: StageGraph) -> dict[str, Any]:
     }
 
 
-def _trial(trial: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
-    own = {task: stage.at(1.0).accuracy for task, stage in trial.own.items()}
+def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
+    own = {task: stage.at(1.0).accuracy for task, stage in run.own.items()}
     added = {
         method: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, own)}
-        for method, stages in trial.sums.items()
+        for method, stages in run.sums.items()
     }
-    first = next(iter(trial.sums.values()))
+    first = next(iter(run.sums.values()))
     alphas = next(iter(first.values())).alphas
     table = as_table(alphas, {task: stage.scores() for task, stage in first.items()})
-    held_out = as_table(alphas, {task: stage.scores() for task, stage in trial.validation.items()})
-    chosen = best(alphas, [stage.scores() for stage in trial.validation.values()])
+    held_out = as_table(alphas, {task: stage.scores() for task, stage in run.validation.items()})
+    chosen = best(alphas, [stage.scores() for stage in run.validation.values()])
     negated: dict[str, Any] = {}
-    for stage in trial.negated.values():
-        found = stage.read()
-        for task, entry in found["tasks"].items():
-            negated[task] = {**entry, "control_task": found["control"]}
+    for stage in run.negated.values():
+        values = stage.read()
+        for task, entry in values["tasks"].items():
+            negated[task] = {**entry, "control_task": values["control"]}
     return {
-        "seed": trial.seed,
+        "seed": run.seed,
         "individual": own,
         "added": added,
         "sweep": table,
@@ -129,51 +138,68 @@ def _trial(trial: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
         "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated}
         if negation and negated
         else None,
-        "disentanglement": [stage.read() for stage in trial.pairs] or None,
-        "localisation": trial.localisation.read() if trial.localisation else None,
-        "drift": trial.drift.read() if trial.drift else None,
+        "disentanglement": [stage.read() for stage in run.pairs] or None,
+        "localisation": run.localisation.read() if run.localisation else None,
+        "drift": run.drift.read() if run.drift else None,
     }
 
 
 def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each arm and method: means over tasks and seeds, and the spread over seeds."""
+    """Summarises arms: means over tasks and seeds, and the standard deviation over seeds.
+
+    Args:
+        arms: The `arms` of `results.json`.
+
+    Returns:
+        One entry for each arm and merge method. `recovered` is the share of the accuracy lost by adding in the baseline
+        arm that an arm does not lose; None without a baseline, or if the baseline loses nothing.
+    """
     lines = [_line(arm, method) for arm in arms for method in arm["seeds"][0]["added"]]
-    without = next((line for line in lines if line["arm"] == BASELINE), None)
+    baseline = next((line for line in lines if line["arm"] == BASELINE), None)
     for line in lines:
-        lost = without["individual"] - without["added"] if without else 0.0
-        fair = without is not None and lost > _NOISE and line["arm"] != BASELINE and line["method"] == without["method"]
-        line["recovered"] = (line["added"] - without["added"]) / lost if fair and without else None
+        line["recovered"] = _recovered(line, baseline) if baseline else None
     return lines
+
+
+def _recovered(line: dict[str, Any], baseline: dict[str, Any]) -> float | None:
+    lost = baseline["individual"] - baseline["added"]
+    if lost <= _NOISE or line["arm"] == BASELINE or line["method"] != baseline["method"]:
+        return None
+    recovered: float = (line["added"] - baseline["added"]) / lost
+    return recovered
 
 
 def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
     seeds = arm["seeds"]
-    own = [fmean(each["individual"].values()) for each in seeds]
-    added = [each["added"][method]["mean"] for each in seeds]
+    own = [fmean(seed["individual"].values()) for seed in seeds]
+    added = [seed["added"][method]["mean"] for seed in seeds]
     first = method == next(iter(seeds[0]["added"]))
-    negated = [entry for each in seeds if each["negation"] for entry in each["negation"]["tasks"].values()]
+    negated = [entry for seed in seeds if seed["negation"] for entry in seed["negation"]["tasks"].values()]
     return {
         "arm": arm["name"],
         "method": method,
         "individual": fmean(own),
         "individual_std": spread(own),
-        "added": fmean(each["accuracy"] for each in added),
-        "added_std": spread([each["accuracy"] for each in added]),
-        "normalized": _mean(each["normalized"] for each in added),
-        "best_alpha": fmean(each["best"]["alpha"] for each in seeds) if first else None,
-        "best": fmean(each["best"]["test"] for each in seeds) if first else None,
-        "removed": _mean(each["removed"] for each in negated),
-        "control_kept": _mean(normalized(each["control"], each["control_before"]) for each in negated),
-        "auroc": _mean(each["localisation"]["auroc"] for each in seeds if each["localisation"]),
+        "added": fmean(mean["accuracy"] for mean in added),
+        "added_std": spread([mean["accuracy"] for mean in added]),
+        "normalized": _mean(mean["normalized"] for mean in added),
+        "best_alpha": fmean(seed["best"]["alpha"] for seed in seeds) if first else None,
+        "best": fmean(seed["best"]["test"] for seed in seeds) if first else None,
+        "removed": _mean(entry["removed"] for entry in negated),
+        "control_kept": _mean(normalized(entry["control"], entry["control_before"]) for entry in negated),
+        "auroc": _mean(seed["localisation"]["auroc"] for seed in seeds if seed["localisation"]),
     }
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Of those that there are, if there are any: a task that was never above chance has no margin to lose."""
-    found = [each for each in values if each is not None]
-    return fmean(found) if found else None
+    """Averages the values that are not None; None if there are none.
+
+    Values are missing for tasks whose accuracy was never above chance, which have no margin to lose.
+    """
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def spread(values: list[float]) -> float:
-    """The standard deviation of a sample; 0 of a single one."""
+    """Returns the sample standard deviation; 0 for a single value."""
     return stdev(values) if len(values) > 1 else 0.0

@@ -1,7 +1,4 @@
-"""What a file has that nobody reads: keys of a newer version, or misspelt ones.
-
-results.json and times.json, as a run leaves them: read, and refused when they are anything else.
-"""
+"""Schema of `results.json` and `times.json`: reading, validation and warnings about unknown keys."""
 
 from __future__ import annotations
 
@@ -17,21 +14,26 @@ from kfacpack.errors import KfacpackError, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """A file has keys that are left aside."""
+    """A file contains keys that are ignored: they are misspelt or written by a newer version."""
 
 
-def unknown_keys(said: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
-    """Where they stand, as arms.0.regimen; `said` was read by models that allow them."""
-    if isinstance(said, BaseModel):
-        yield from (".".join((*place, key)) for key in said.model_extra or ())
-        for name in type(said).model_fields:
-            yield from unknown_keys(getattr(said, name), (*place, name))
-    elif isinstance(said, dict):
-        for key, value in said.items():
-            yield from unknown_keys(value, (*place, str(key)))
-    elif isinstance(said, list | tuple):
-        for number, value in enumerate(said):
-            yield from unknown_keys(value, (*place, str(number)))
+def unknown_keys(value: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields the locations of unknown keys, such as `arms.0.regimen`.
+
+    Args:
+        value: A validated model that allows extra keys, or a part of one.
+        place: Location of `value`.
+    """
+    if isinstance(value, BaseModel):
+        yield from (".".join((*place, key)) for key in value.model_extra or ())
+        for name in type(value).model_fields:
+            yield from unknown_keys(getattr(value, name), (*place, name))
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            yield from unknown_keys(entry, (*place, str(key)))
+    elif isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            yield from unknown_keys(entry, (*place, str(number)))
 
 
 FORMAT = "kfacpack.run/1"
@@ -40,43 +42,53 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class ResultModel(BaseModel):
-    # What a later version adds is no harm, and is told: it may also be a word that is misspelt.
+    """Base class of the parts of the files; immutable."""
+
+    # Extra keys lead to a warning only: a newer version may have added them.
     model_config = ConfigDict(extra="allow", frozen=True)
 
 
 class SweepResult(ResultModel):
+    """Accuracy at every α."""
+
     alphas: list[FiniteFloat] = Field(min_length=1)
     tasks: dict[str, list[FiniteFloat]]
     mean: list[FiniteFloat]
 
     @model_validator(mode="after")
-    def _as_long_as_alphas(self) -> SweepResult:
-        if any(len(each) != len(self.alphas) for each in (self.mean, *self.tasks.values())):
-            raise ValueError(f"needs one accuracy for each of the {len(self.alphas)} alphas")
+    def _check_lengths(self) -> SweepResult:
+        if any(len(accuracies) != len(self.alphas) for accuracies in (self.mean, *self.tasks.values())):
+            raise ValueError(f"expected one accuracy for each of the {len(self.alphas)} alphas")
         return self
 
 
 class DisentanglementResult(ResultModel):
+    """ξ(α₁, α₂) of two vectors, on a square grid of α."""
+
     tasks: tuple[str, str]
     alphas: list[FiniteFloat] = Field(min_length=1)
     xi: list[list[FiniteFloat]]
     examples: dict[str, NonNegativeInt]
 
     @model_validator(mode="after")
-    def _square(self) -> DisentanglementResult:
+    def _check_square(self) -> DisentanglementResult:
         size = len(self.alphas)
         if len(self.xi) != size or any(len(row) != size for row in self.xi):
-            raise ValueError(f"xi needs {size} rows of {size} numbers, as there are alphas")
+            raise ValueError(f"xi: expected {size} rows of {size} numbers, one for each of the alphas")
         return self
 
 
 class Quantiles(ResultModel):
+    """Mean and the 5, 25, 50, 75 and 95 % quantiles of ‖Δf‖² over examples."""
+
     examples: NonNegativeInt
     mean: FiniteFloat
     quantiles: tuple[FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat, FiniteFloat]
 
 
 class LocatedTask(ResultModel):
+    """‖Δf‖² of one vector on its own task and on the others."""
+
     on: Quantiles
     off: Quantiles
     auroc: FiniteFloat
@@ -84,11 +96,15 @@ class LocatedTask(ResultModel):
 
 
 class LocalisationResult(ResultModel):
+    """Localisation of all vectors of an arm."""
+
     vectors: dict[str, LocatedTask] = Field(min_length=1)
     auroc: FiniteFloat
 
 
 class DriftPair(ResultModel):
+    """Predicted and measured drift of one vector on one task."""
+
     vector: str
     task: str
     predicted: FiniteFloat
@@ -96,15 +112,21 @@ class DriftPair(ResultModel):
 
 
 class LayerDrift(DriftPair):
+    """Drift of one block alone."""
+
     block: str
 
 
 class DriftResult(ResultModel):
+    """Drift of whole vectors and of single layers."""
+
     pairs: list[DriftPair]
     layers: list[LayerDrift] = []
 
 
 class Spectrum(ResultModel):
+    """Eigenvalues of one factor, at selected ranks."""
+
     name: str
     side: str
     size: NonNegativeInt
@@ -114,17 +136,22 @@ class Spectrum(ResultModel):
     ranks: list[NonNegativeInt]
 
     @model_validator(mode="after")
-    def _as_many(self) -> Spectrum:
+    def _check_counts(self) -> Spectrum:
         if len(self.eigenvalues) != len(self.ranks):
-            raise ValueError("needs as many ranks as eigenvalues")
+            counts = f"{len(self.ranks)} ranks and {len(self.eigenvalues)} eigenvalues"
+            raise ValueError(f"expected one rank per eigenvalue, got {counts}")
         return self
 
 
 class SpectraResult(ResultModel):
+    """Eigenvalues of the factors of one bundle."""
+
     blocks: list[Spectrum] = Field(min_length=1)
 
 
 class NegatedTask(ResultModel):
+    """Accuracies before and after subtracting the vector of one task."""
+
     alpha: FiniteFloat
     accuracy: FiniteFloat
     before: FiniteFloat
@@ -133,34 +160,44 @@ class NegatedTask(ResultModel):
     control: FiniteFloat
     control_before: FiniteFloat
     control_task: str | None = None
-    """Where it is not the one of all the others: a control cannot be negated and kept."""
+    """The control task, which differs from that of the other tasks when the control itself is negated."""
 
 
 class NegationResult(ResultModel):
+    """Negation of all tasks of an arm."""
+
     control: str
     keep: FiniteFloat
     tasks: dict[str, NegatedTask]
 
 
 class TaskAccuracy(ResultModel):
+    """Accuracy, absolute and relative to that of the task's own vector."""
+
     accuracy: FiniteFloat
     normalized: FiniteFloat | None
     examples: NonNegativeInt | None = None
 
 
 class AddedResult(ResultModel):
+    """Accuracies with the vectors of all tasks combined."""
+
     alpha: FiniteFloat
     tasks: dict[str, TaskAccuracy]
     mean: TaskAccuracy
 
 
 class BestAlpha(ResultModel):
+    """The α selected on the validation examples, with its mean accuracies."""
+
     alpha: FiniteFloat
     validation: FiniteFloat
     test: FiniteFloat
 
 
 class SeedResult(ResultModel):
+    """Results of one arm with one seed."""
+
     seed: int
     individual: PerTask
     added: dict[str, AddedResult]
@@ -173,6 +210,8 @@ class SeedResult(ResultModel):
 
 
 class PenaltyResult(ResultModel):
+    """The penalty that an arm was trained with."""
+
     structure: str | None = None
     rule: str | None = None
     rank: int = 1
@@ -181,6 +220,8 @@ class PenaltyResult(ResultModel):
 
 
 class ArmResult(ResultModel):
+    """Results of one arm."""
+
     name: str
     regime: str
     penalty: PenaltyResult | None
@@ -188,6 +229,8 @@ class ArmResult(ResultModel):
 
 
 class Summary(ResultModel):
+    """Means of one arm and merge method over tasks and seeds."""
+
     arm: str
     method: str
     individual: FiniteFloat
@@ -204,17 +247,23 @@ class Summary(ResultModel):
 
 
 class PlanInfo(ResultModel):
+    """Text and hash of the plan."""
+
     sha256: str
     text: str
 
 
 class ModelInfo(ResultModel):
+    """Identity of the model."""
+
     name: str
     family: str
     sha256: str | None
 
 
 class TaskInfo(ResultModel):
+    """Size and source of a task."""
+
     name: str
     classes: NonNegativeInt
     train: NonNegativeInt
@@ -223,6 +272,8 @@ class TaskInfo(ResultModel):
 
 
 class BundleInfo(ResultModel):
+    """The bundle of one task."""
+
     task: str
     structure: str
     seed: int | None
@@ -233,6 +284,8 @@ class BundleInfo(ResultModel):
 
 
 class MergeInfo(ResultModel):
+    """A merged bundle."""
+
     rule: str
     rank: int = 1
     structure: str
@@ -244,16 +297,22 @@ class MergeInfo(ResultModel):
 
 
 class BaseScore(ResultModel):
+    """Accuracy of the base model on one task."""
+
     accuracy: FiniteFloat
     examples: NonNegativeInt
 
 
 class BaseInfo(ResultModel):
+    """Accuracies of the base model."""
+
     tasks: dict[str, BaseScore]
     mean: FiniteFloat
 
 
 class Results(ResultModel):
+    """The content of `results.json`."""
+
     format: Literal["kfacpack.run/1"]
     name: str
     versions: dict[str, str]
@@ -271,31 +330,34 @@ class Results(ResultModel):
 
     @property
     def names(self) -> list[str]:
+        """Names of the tasks."""
         return [task.name for task in self.tasks]
 
     @model_validator(mode="after")
-    def _of_one_set_of_tasks(self) -> Results:
-        wanted = set(self.names)
-        if len(wanted) != len(self.tasks):
-            raise ValueError("names a task twice")
+    def _check_consistency(self) -> Results:
+        tasks = set(self.names)
+        if len(tasks) != len(self.tasks):
+            raise ValueError("duplicate task names")
         if len({arm.name for arm in self.arms}) != len(self.arms):
-            raise ValueError("names an arm twice")
-        if set(self.base.tasks) != wanted:
-            raise ValueError("base: has other tasks than the list of tasks")
+            raise ValueError("duplicate arm names")
+        if set(self.base.tasks) != tasks:
+            raise ValueError("base: tasks differ from the list of tasks")
         for arm in self.arms:
             methods = list(arm.seeds[0].added)
             alphas = arm.seeds[0].sweep and arm.seeds[0].sweep.alphas
             for seed in arm.seeds:
                 where = f"arm {arm.name!r}, seed {seed.seed}"
-                found = [set(seed.individual), *(set(added.tasks) for added in seed.added.values())]
-                if any(names != wanted for names in found):
-                    raise ValueError(f"{where}: has other tasks than the list of tasks")
+                by_task = [set(seed.individual), *(set(added.tasks) for added in seed.added.values())]
+                if any(names != tasks for names in by_task):
+                    raise ValueError(f"{where}: tasks differ from the list of tasks")
                 if list(seed.added) != methods or (seed.sweep and seed.sweep.alphas) != alphas:
-                    raise ValueError(f"{where}: has other methods or alphas than the arm's first seed")
+                    raise ValueError(f"{where}: methods or alphas differ from those of the arm's first seed")
         return self
 
 
 class StageTime(ResultModel):
+    """Duration of one stage."""
+
     name: str
     key: str | None = None
     seconds: FiniteFloat
@@ -303,6 +365,8 @@ class StageTime(ResultModel):
 
 
 class Times(ResultModel):
+    """The content of `times.json`."""
+
     stages: list[StageTime]
     seconds: FiniteFloat
     peak_bytes: NonNegativeInt | None = None
@@ -312,47 +376,60 @@ ResultT = TypeVar("ResultT", bound=ResultModel)
 
 
 def read_results(folder: Path) -> Results:
+    """Reads and validates `results.json` in the folder of a run.
+
+    Raises:
+        KfacpackError: If the file is missing, damaged or of another format.
+    """
     file = folder / "results.json"
     if not file.is_file():
-        raise KfacpackError(f"{folder}: has no results.json; a run's folder is expected, as `kfacpack run` makes it")
-    said = _read_json(file)
-    found = said.get("format") if isinstance(said, dict) else None
-    if found != FORMAT:
+        raise KfacpackError(f"{folder}: no results.json in this folder; expected the folder of a `kfacpack run`")
+    content = _read_json(file)
+    version = content.get("format") if isinstance(content, dict) else None
+    if version != FORMAT:
         raise KfacpackError(
-            f"{file}: is no results of a run: its format is {printable(repr(found))}, expected {FORMAT!r}. "
-            "Name the folder that `kfacpack run` made; one of a newer kfacpack needs that one to report"
+            f"{file}: not the results of a run: format is {printable(repr(version))}, expected {FORMAT!r}. "
+            "Expected the folder of a `kfacpack run`; results of a newer kfacpack need that version to report"
         )
-    return _checked(file, said, Results)
+    return _validate(file, content, Results)
 
 
 def read_times(folder: Path) -> Times | None:
+    """Reads and validates `times.json` in the folder of a run; None if there is no such file.
+
+    Raises:
+        KfacpackError: If the file is damaged.
+    """
     file = folder / "times.json"
-    return _checked(file, _read_json(file), Times) if file.is_file() else None
+    return _validate(file, _read_json(file), Times) if file.is_file() else None
 
 
 def _read_json(file: Path) -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise KfacpackError(f"{file}: could not be read: {error.strerror or error}") from error
+        raise KfacpackError(f"{file}: cannot be read: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise KfacpackError(f"{file}: is damaged: no JSON ({error}). Make it again with `kfacpack run`") from error
+        raise KfacpackError(f"{file}: damaged: not valid JSON ({error}). Write it again with `kfacpack run`") from error
 
 
-def _checked(file: Path, said: Any, kind: type[ResultT]) -> ResultT:
+def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
     try:
-        found = kind.model_validate(said)
+        model = kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = printable(".".join(map(str, first["loc"])))
         value = printable(repr(first["input"]), longest=60) if first["type"] != "value_error" else ""
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
-            f"{file}: {place + ': ' if place else ''}{problem}{f', found {value}' if value else ''}. "
-            "It is not as `kfacpack run` writes it; make it again"
+            f"{file}: {place + ': ' if place else ''}{problem}{f', got {value}' if value else ''}. "
+            "The file does not have the format of `kfacpack run`; write it again"
         ) from error
-    if unknown := list(unknown_keys(found)):
+    if unknown := list(unknown_keys(model)):
         some = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        problem = f"{file}: has keys that are not known here and are left out: {printable(some)}"
-        warnings.warn(UnknownKeyWarning(f"{problem}. Are they misspelt, or of a newer kfacpack?"), stacklevel=4)
-    return found
+        problem = f"{file}: unknown keys are ignored: {printable(some)}"
+        warnings.warn(
+            UnknownKeyWarning(f"{problem}. They may be misspelt, or written by a newer version of kfacpack"),
+            stacklevel=4,
+        )
+    return model

@@ -1,6 +1,6 @@
-"""What stages work with, loaded once: the model, the tasks, their heads and the examples they are measured on.
+"""Carries out a plan: makes the files that are missing, stage by stage, and collects the results.
 
-A plan is carried out: what is missing is made, stage by stage; what is there stays.
+`RunContext` holds what the stages share, loaded once: the model, the tasks, their heads and evaluation sets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kfacpack.format.writer import write_atomically
 from kfacpack.models.data_loading import fingerprint, outputs
 from kfacpack.models.families import load_model
 from kfacpack.models.functional import select_parameters
-from kfacpack.models.heads import check_head, head_for, known_classes, require_several
+from kfacpack.models.heads import check_head, head_for, require_classes, require_several_classes
 from kfacpack.tasks.data_sources import is_dataset_address
 from kfacpack.tasks.registry import load_task
 
@@ -41,179 +41,231 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Task
 
     StageCallback = Callable[[int, int, str], None]
+    """Receives the units done, their total and a message."""
 
     StageDisplay = Callable[[Stage, int, int], AbstractContextManager[StageCallback]]
-
-    """A stage, its number from 1, how many there are -> who is told how far it is."""
+    """Takes a stage, its number counted from 1 and the number of stages; returns where its progress is reported."""
 
 
 class RunContext:
+    """What the stages of a run share, loaded on first use.
+
+    Args:
+        plan: The plan to carry out.
+        device: Device of the model.
+    """
+
     def __init__(self, plan: Plan, device: torch.device):
         self.plan = plan
         self.device = device
         self._tasks: dict[str, Task] = {}
         self._heads: dict[str, Head] = {}
-        self._exams: dict[tuple[str, str, str], EvaluationSet] = {}
-        self._prints: dict[tuple[str, str], str] = {}
+        self._evaluation_sets: dict[tuple[str, str, str], EvaluationSet] = {}
+        self._fingerprints: dict[tuple[str, str], str] = {}
 
     @cached_property
     def model(self) -> Model:
-        said = self.plan.model
-        dtype = getattr(torch, said.dtype)
+        """The model of the plan."""
+        section = self.plan.model
+        dtype = getattr(torch, section.dtype)
         with self.plan.at("model"):
-            weights = self.plan.place(said.weights) if said.weights not in (None, "random") else said.weights
+            local = section.weights not in (None, "random")
+            weights = self.plan.resolve_path(str(section.weights)) if local else section.weights
             folder = self.plan.model_folder()
-            name = f"{said.name.partition(':')[0]}:{folder}" if folder else said.name
+            name = f"{section.name.partition(':')[0]}:{folder}" if folder else section.name
             return load_model(
                 name,
                 weights=weights,
-                image_size=said.image_size,
+                image_size=section.image_size,
                 dtype=dtype,
                 device=self.device,
-                prompts=said.prompts,
+                prompts=section.prompts,
             )
 
     @cached_property
     def model_key(self) -> str:
-        """Of everything about the model that decides what comes out of it."""
+        """Hash of everything about the model that decides its output."""
         model = self.model
         base = model.base(select_parameters(model.module, ["*"]))
-        said = (base.sha256, model.function.model_dump_json(), model.preprocessing, self.plan.model.dtype)
-        return sha256(repr(said).encode()).hexdigest()
+        content = (base.sha256, model.function.model_dump_json(), model.preprocessing, self.plan.model.dtype)
+        return sha256(repr(content).encode()).hexdigest()
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """What else decides the last digits: another torch, or another kind of device, rounds otherwise.
+        """The torch version and the kind of device, on which rounding depends.
 
-        Two devices of one kind are the same. In which precision the model computes, `model_key` knows.
+        Two devices of the same kind are considered equal. The compute dtype is part of `model_key`.
         """
         kind = self.device.type
         device = f"{kind}, {torch.cuda.get_device_name(self.device)}" if kind == "cuda" else kind
         return {"torch": str(torch.__version__), "device": device}
 
     def task(self, name: str) -> Task:
+        """Returns the task `name` of the plan.
+
+        Raises:
+            KfacpackError: If the task cannot be loaded; the message starts with its location in the plan.
+        """
         if name not in self._tasks:
             number = next(k for k, task in enumerate(self.plan.tasks) if task.name == name)
-            said = self.plan.tasks[number]
+            section = self.plan.tasks[number]
             with self.plan.at("tasks", number):
-                local = said.data is not None and not is_dataset_address(said.data)
-                data = self.plan.place(str(said.data)) if local else said.data
-                self._tasks[name] = load_task(name, data, said.columns)
+                local = section.data is not None and not is_dataset_address(section.data)
+                data = self.plan.resolve_path(str(section.data)) if local else section.data
+                self._tasks[name] = load_task(name, data, section.columns)
         return self._tasks[name]
 
     def data_key(self, task: str, split: str) -> str:
-        """Of a split's content."""
-        if (task, split) not in self._prints:
-            made = fingerprint(self.model, self.task(task).split(split), task, labels=True)
-            self._prints[task, split] = self._with_files(task, split, made)
-        return self._prints[task, split]
+        """Returns a hash of the content of a split."""
+        if (task, split) not in self._fingerprints:
+            examples = fingerprint(self.model, self.task(task).split(split), task, labels=True)
+            self._fingerprints[task, split] = self._with_files(task, split, examples)
+        return self._fingerprints[task, split]
 
-    def _with_files(self, task: str, split: str, made: str) -> str:
-        """A fingerprint with what it does not see of data in files.
+    def _with_files(self, task: str, split: str, examples: str) -> str:
+        """Extends a fingerprint of examples by the files of the split and the names of the classes.
 
-        It looks at some examples, so that all files have to have the bytes they had; and heads are made of the classes'
-        names.
+        The fingerprint covers only some of the examples, so the content of all files is added. Heads depend on the
+        names of the classes.
         """
-        found = self.task(task)
-        listing = found.listing(split)
-        return sha256(repr((made, found.classes, listing)).encode()).hexdigest() if listing else made
+        loaded = self.task(task)
+        listing = loaded.listing(split)
+        return sha256(repr((examples, loaded.classes, listing)).encode()).hexdigest() if listing else examples
 
     def check(self) -> None:
-        """Refuse what a stage would refuse after others have taken their time."""
-        tasks = [self.task(said.name) for said in self.plan.tasks]
+        """Checks tasks, model and heads before any stage runs.
+
+        Raises:
+            KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, or the head does
+                not fit the model; the message starts with the location in the plan.
+        """
+        tasks = [self.task(section.name) for section in self.plan.tasks]
         for number, task in enumerate(tasks):
             with self.plan.at("tasks", number):
-                require_several(task, known_classes(task))
-        model = self.model  # what is wrong with it is told with its own line
+                require_several_classes(task, require_classes(task))
+        model = self.model  # loaded here, so that its errors are reported for `model` and not for `model.head`
         with self.plan.at("model", "head"):
             for task in tasks:
                 check_head(model, task, self.plan.model.head)
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
+        """Returns the classification head of a task."""
         if task not in self._heads:
             kind, size = self.plan.model.head, self.plan.evaluation.batch_size
             self._heads[task] = head_for(self.model, self.task(task), kind, batch_size=size, on_progress=on_progress)
         return self._heads[task]
 
-    def exam(self, task: str, split: str = "test", examples: str | None = None) -> EvaluationSet:
-        asked = task, split, examples or self.plan.evaluation.examples
-        if asked not in self._exams:
-            self._exams[asked] = EvaluationSet.of(self.task(task), *asked[1:])
-        return self._exams[asked]
+    def evaluation_set(self, task: str, split: str = "test", examples: str | None = None) -> EvaluationSet:
+        """Returns examples of a task.
+
+        Args:
+            task: Name of the task.
+            split: The split that the examples are from.
+            examples: `"all"`, a number or a percentage; None for the plan's `evaluation.examples`.
+        """
+        examples = examples or self.plan.evaluation.examples
+        key = task, split, examples
+        if key not in self._evaluation_sets:
+            self._evaluation_sets[key] = EvaluationSet.of(self.task(task), split, examples)
+        return self._evaluation_sets[key]
 
 
 RESULTS, TIMES = "results.json", "times.json"
 _PROBE_EXAMPLES = 32
-"""Examples that the speed of the model is measured on."""
+"""Number of examples on which the speed of the model is measured."""
 
 
 class Run:
-    """A plan in its folder."""
+    """A plan and the folder in which it is carried out.
+
+    Args:
+        plan: The plan.
+        text: The plan's YAML text, which is recorded in the results.
+        root: Folder of the run.
+        device: Device of the model.
+
+    Raises:
+        KfacpackError: If a task or the model cannot be used as the plan says.
+    """
 
     def __init__(self, plan: Plan, text: str, root: Path, device: torch.device):
         self.plan = plan
         self.text = text
         self.root = root
-        shop = RunContext(plan, device)
-        shop.check()
-        self.graph = StageGraph(shop, root)
+        context = RunContext(plan, device)
+        context.check()
+        self.graph = StageGraph(context, root)
         self.stages = self.graph.in_order()
 
     def pending(self) -> list[Stage]:
+        """Returns the stages whose files are missing or damaged."""
         return [stage for stage in self.stages if not stage.done]
 
     def forecast(self) -> dict[str, float]:
-        """Seconds that each pending stage may take, by its key: from the speed of one batch."""
-        shop = self.graph.shop
+        """Estimates the duration of each pending stage from the speed of one batch.
+
+        Returns:
+            Seconds by stage key.
+        """
+        context = self.graph.context
         task = self.plan.tasks[0].name
-        exam = shop.exam(task)
-        numbers = exam.numbers[:_PROBE_EXAMPLES]
-        begun = [time.perf_counter()]
-        for _ in range(2):  # the first one also warms up
-            for _chosen, _f in outputs(shop.model, exam.split, task, numbers, len(numbers)):
-                begun.append(time.perf_counter())
-        each = (begun[-1] - begun[-2]) / len(numbers)
-        return {stage.key: stage.cost() * each for stage in self.pending()}
+        examples = context.evaluation_set(task)
+        numbers = examples.numbers[:_PROBE_EXAMPLES]
+        clock = [time.perf_counter()]
+        for _ in range(2):  # the first pass is a warm-up
+            for _numbers, _f in outputs(context.model, examples.split, task, numbers, len(numbers)):
+                clock.append(time.perf_counter())
+        seconds_per_example = (clock[-1] - clock[-2]) / len(numbers)
+        return {stage.key: stage.cost() * seconds_per_example for stage in self.pending()}
 
     def execute(
         self,
         show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        """Make what is missing, and write what was found: results.json, and times.json beside it.
+        """Makes the missing files and writes `results.json` and `times.json`.
 
-        Once `stopped` says so, also in the middle of a stage, what is done is kept and `Interrupted` is raised.
+        Args:
+            show: Called for each stage that is executed; returns a context manager with the progress callback.
+            stopped: Returns True when the run is to stop, which may be in the middle of a stage.
+
+        Returns:
+            The content of `results.json`.
+
+        Raises:
+            Interrupted: If `stopped` returned True. Finished stages are kept, and a second call resumes.
+            KfacpackError: If the folder cannot be written or another run uses it.
         """
         start = time.perf_counter()
         with _exclusive_lock(self.root):
             for kind in {stage.kind for stage in self.stages}:
                 (self.root / kind).mkdir(exist_ok=True)
             times = _read_times(self.root / TIMES)
-            made: set[str] = set()
+            executed: set[str] = set()
             for number, stage in enumerate(self.stages, start=1):
                 if stage.done:
                     continue
                 if stopped():
                     raise Interrupted
-                begun = time.perf_counter()
+                stage_start = time.perf_counter()
                 with show(stage, number, len(self.stages)) as progress:
                     stage.make(StageProgress(progress, stopped))
-                made.add(stage.key)
-                times[stage.key] = time.perf_counter() - begun
-                self._write_times(times, made, start)
-            found = results(self.graph, self.text)
-            write_atomically(self.root / RESULTS, (json.dumps(found, indent=1, ensure_ascii=False) + "\n").encode())
-            self._write_times(times, made, start)
-        return found
+                executed.add(stage.key)
+                times[stage.key] = time.perf_counter() - stage_start
+                self._write_times(times, executed, start)
+            content = results(self.graph, self.text)
+            write_atomically(self.root / RESULTS, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+            self._write_times(times, executed, start)
+        return content
 
-    def _write_times(self, times: dict[str, float], made: set[str], start: float) -> None:
-        said = {
+    def _write_times(self, times: dict[str, float], executed: set[str], start: float) -> None:
+        content = {
             "stages": [
                 {
                     "name": f"{stage.kind}/{stage.name}",
                     "key": stage.key,
                     "seconds": round(times[stage.key], 3),
-                    "reused": stage.key not in made,
+                    "reused": stage.key not in executed,
                 }
                 for stage in self.stages
                 if stage.key in times
@@ -221,36 +273,36 @@ class Run:
             "seconds": round(time.perf_counter() - start, 3),
             "peak_bytes": peak_bytes(),
         }
-        write_atomically(self.root / TIMES, (json.dumps(said, indent=1) + "\n").encode())
+        write_atomically(self.root / TIMES, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def _read_times(path: Path) -> dict[str, float]:
-    """What stages took before. It is only told, nothing depends on it: one that cannot be read is begun anew."""
+    """Reads the durations of earlier calls; an unreadable file is ignored because nothing depends on it."""
     try:
-        return {each["key"]: float(each["seconds"]) for each in json.loads(path.read_bytes())["stages"]}
+        return {stage["key"]: float(stage["seconds"]) for stage in json.loads(path.read_bytes())["stages"]}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    """Returns the peak resident memory of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 @contextmanager
 def _exclusive_lock(root: Path) -> Iterator[None]:
-    """Two runs in one folder would write over each other's unfinished work."""
+    """Locks the folder of the run: two runs would overwrite each other's partial files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")
     except OSError as error:
-        raise KfacpackError(f"{root}: cannot be written: {error.strerror}. Give another folder with -o") from error
+        raise KfacpackError(f"{root}: cannot be written: {error.strerror}. Choose another folder with -o") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise KfacpackError(
-                f"{root}: another run is at work in this folder; wait for it, or give another"
+                f"{root}: another run is using this folder; wait for it, or choose another folder with -o"
             ) from error
         yield

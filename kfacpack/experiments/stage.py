@@ -1,10 +1,10 @@
-"""Stages as a person would type them, in the folder of the run: that is where every path in them is meant from.
+"""Stages: one output file each, made from other stages' files and named after everything that decides its content.
 
-What a stage is: one file, made from others, called by what decides its content.
+The key of a stage is the hash of its kind, its settings, the keys of its inputs, the model, the data, the versions of
+kfacpack and torch and the kind of device. The key is part of the file name. A file that exists is therefore up to date,
+and a change of settings leads to another name.
 
-A stage's key is the hash of its kind, its settings, the keys of its inputs, the model, the data, the versions of
-kfacpack and torch and the kind of device. It is part of the file's name, so a file that is there need not be made
-again, and one that was made otherwise has another name.
+This module also builds the equivalent `kfacpack` command lines. Paths in them are relative to the folder of the run.
 """
 
 from __future__ import annotations
@@ -36,75 +36,89 @@ if TYPE_CHECKING:
 
 
 class QuotedWord(str):
-    """A word as the shell is to read it: quoted already, with variables in it."""
+    """A word of a command line that is already quoted for the shell and may contain variables."""
 
     __slots__ = ()
 
 
 def command(*words: object) -> str:
-    typed = ["kfacpack", *(word if isinstance(word, QuotedWord) else shlex.quote(str(word)) for word in words)]
-    return " ".join(typed)
+    """Joins words to a `kfacpack` command line, quoting each for the shell unless it is a `QuotedWord`."""
+    quoted = (word if isinstance(word, QuotedWord) else shlex.quote(str(word)) for word in words)
+    return " ".join(["kfacpack", *quoted])
 
 
 def model_options(plan: Plan, root: Path) -> tuple[object, ...]:
-    said = plan.model
-    prefix, _, folder = said.name.partition(":")
-    name = command_path(plan, folder, root, f"{prefix}:") if plan.model_folder() else said.name
-    weights = command_path(plan, said.weights, root) if said.weights not in (None, "random") else said.weights
+    """Returns the command line options for the model of a plan; `root` is the folder of the run."""
+    model = plan.model
+    prefix, _, folder = model.name.partition(":")
+    name = command_path(plan, folder, root, f"{prefix}:") if plan.model_folder() else model.name
+    weights = command_path(plan, model.weights, root) if model.weights not in (None, "random") else model.weights
     return (
         *("--model", name),
         *(("--weights", weights) if weights else ()),
-        *(("--image-size", said.image_size) if said.image_size else ()),
-        *(("--prompts", said.prompts) if said.prompts else ()),
-        *(("--dtype", said.dtype) if said.dtype != "float32" else ()),
+        *(("--image-size", model.image_size) if model.image_size else ()),
+        *(("--prompts", model.prompts) if model.prompts else ()),
+        *(("--dtype", model.dtype) if model.dtype != "float32" else ()),
     )
 
 
 def task_options(plan: Plan, name: str, root: Path) -> tuple[object, ...]:
-    said = plan.task(name)
-    data = ("--data", command_path(plan, said.data, root)) if said.data else ()
-    return ("--task", name, *data, *(("--columns", said.columns) if said.columns else ()))
+    """Returns the command line options for the task `name`; `root` is the folder of the run."""
+    task = plan.task(name)
+    data = ("--data", command_path(plan, task.data, root)) if task.data else ()
+    return ("--task", name, *data, *(("--columns", task.columns) if task.columns else ()))
 
 
 def task_data_option(plan: Plan, name: str, root: Path) -> str:
-    """TASK, or TASK=DIR."""
+    """Returns a task for `--reg-data`: `TASK`, or `TASK=DIR` for a task with its own data."""
     data = plan.task(name).data
     return command_path(plan, data, root, f"{name}=") if data else name
 
 
-def command_path(plan: Plan, said: str, root: Path, before: str = "") -> str:
-    """A path of the plan, from the run's folder; one that is absolute stays as it is written, variables and all."""
-    if is_dataset_address(said):
-        return before + said
-    full = expand_user(os.path.expandvars(said))
-    if not full.is_absolute():
-        # Through no links: the shell and the system disagree on what is above one.
-        return before + os.path.relpath(plan.place(said).resolve(), root.resolve())
-    if "$" not in said and not said.startswith("~"):
-        return before + said
-    text = re.sub(r"^~(?=/|$)", "$HOME", said)
-    text = str(full) if text.startswith("~") else text
-    # In double quotes, a dollar that begins no name, and these three, would mean something else.
-    escaped = re.sub(r'([\\"`]|\$(?![\w{]))', r"\\\1", before + text)
+def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
+    """Returns a path of the plan as it is written in a command.
+
+    Args:
+        plan: The plan, which knows its own folder.
+        path: The path as written in the plan.
+        root: Folder of the run, in which the command is executed.
+        prefix: Text to put before the path in the same word.
+
+    Returns:
+        A path relative to `root`. Absolute paths are kept as written, including variables, and are then quoted.
+    """
+    if is_dataset_address(path):
+        return prefix + path
+    expanded = expand_user(os.path.expandvars(path))
+    if not expanded.is_absolute():
+        # Resolve links: the shell and the system disagree on the parent of a link.
+        return prefix + os.path.relpath(plan.resolve_path(path).resolve(), root.resolve())
+    if "$" not in path and not path.startswith("~"):
+        return prefix + path
+    text = re.sub(r"^~(?=/|$)", "$HOME", path)
+    text = str(expanded) if text.startswith("~") else text
+    # Inside double quotes, the shell interprets \, ", ` and any $ that does not start a variable.
+    escaped = re.sub(r'([\\"`]|\$(?![\w{]))', r"\\\1", prefix + text)
     return QuotedWord(f'"{escaped}"')
 
 
-_LONGEST = 160
-"""Bytes of a stage's name in that of its file. File systems take 255, and a key and endings follow."""
+_MAX_NAME_BYTES = 160
+"""Maximum length of a stage's name in its file name. File systems allow 255 bytes; the key and suffixes follow."""
 
 
 @dataclass
 class StageProgress:
-    """Who is told how far a stage is, and asked whether it should stop."""
+    """Callbacks of a running stage: one receives its progress, the other tells whether to stop."""
 
     progress: Callable[[int, int, str], None] = lambda done, total, words: None
     stopped: Callable[[], bool] = lambda: False
 
     def counted(self, done: int, total: int) -> None:
+        """Reports that `done` of `total` units are finished."""
         self.progress(done, total, "")
 
-    def of_one_piece(self) -> StageProgress:
-        """For work that stores nothing on the way: asked to stop, it ends where it is."""
+    def interruptible(self) -> StageProgress:
+        """Returns callbacks for work without checkpoints: reporting progress raises `Interrupted` when stopped."""
 
         def progress(done: int, total: int, words: str) -> None:
             self.progress(done, total, words)
@@ -116,114 +130,126 @@ class StageProgress:
 
 @dataclass(frozen=True, eq=False)
 class Stage(ABC):
+    """A unit of work of a run, with one output file."""
+
     kind: ClassVar[str]
-    """The folder that its files are in."""
+    """Folder of the files of this kind of stage."""
     suffix: ClassVar[str] = ".json"
     why: ClassVar[str]
-    """What stages of this kind are for, in one short line."""
+    """Purpose of this kind of stage, in one short line."""
 
-    shop: RunContext
+    context: RunContext
     root: Path
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Among those of its kind, for people."""
+        """Readable name, unique among the stages of this kind."""
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
+        """Stages whose files this stage reads."""
         return ()
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """All that decides what is made, besides model, inputs and version."""
+        """Returns everything that decides the output, apart from model, inputs and versions."""
 
     @abstractmethod
-    def make(self, watch: StageProgress) -> None:
-        """Write `path`, whole or not at all."""
+    def make(self, monitor: StageProgress) -> None:
+        """Does the work and writes `path` atomically."""
 
     @abstractmethod
     def cost(self) -> float:
-        """Roughly, how many examples' forward passes it takes."""
+        """Returns the approximate cost, in forward passes of one example."""
 
     def command(self) -> str | None:
-        """What a person would type in the run's folder for the same file; None where there is no such command."""
+        """Returns the command that makes the same file in the folder of the run, or None if there is none."""
         return None
 
     @cached_property
     def key(self) -> str:
-        said = {
+        """Hash of everything that decides the output."""
+        content = {
             "kind": self.kind,
             "settings": self.settings(),
-            "inputs": [each.key for each in self.inputs],
-            "model": self.shop.model_key,
+            "inputs": [stage.key for stage in self.inputs],
+            "model": self.context.model_key,
             "version": version("kfacpack"),
-            "environment": self.shop.environment,
+            "environment": self.context.environment,
         }
-        return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
     @property
     def path(self) -> Path:
-        """The file of this key that is there, whatever it is called; else the one that will be."""
+        """The existing file with this key, whatever its name; otherwise the file to be written."""
         end = f"{self.key[:12]}{self.suffix}"
-        # What is longer than a file's name may be is known by its key all the same.
-        name = self.name.replace("/", "-").replace(" ", "-").encode()[:_LONGEST].decode(errors="ignore")
-        place = self.root / self.kind / f"{name}.{end}"
-        if place.exists():
-            return place
-        return next(iter(sorted(place.parent.glob(f"[!.]*.{end}"))), place)
+        # Names may be truncated: the key alone identifies the file.
+        name = self.name.replace("/", "-").replace(" ", "-").encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
+        path = self.root / self.kind / f"{name}.{end}"
+        if path.exists():
+            return path
+        return next(iter(sorted(path.parent.glob(f"[!.]*.{end}"))), path)
 
     @property
     def done(self) -> bool:
-        """Whether its file is there, and is one that was written whole; else it is made, again."""
+        """Whether the file exists and is intact."""
         return self.path.exists() and self.intact()
 
     @abstractmethod
     def intact(self) -> bool:
-        """Of tensors the header alone is looked at, which seals them: each is checked when it is used."""
+        """Returns whether the file is complete; of tensor files only the header is checked here."""
 
 
 @dataclass(frozen=True, eq=False)
 class MeasurementStage(Stage):
-    """A stage whose file is JSON."""
+    """A stage whose output is JSON."""
 
     @abstractmethod
-    def measure(self, watch: StageProgress) -> Mapping[str, Any]: ...
+    def measure(self, monitor: StageProgress) -> Mapping[str, Any]:
+        """Measures and returns the values to write."""
 
-    def make(self, watch: StageProgress) -> None:
-        found = self.measure(watch.of_one_piece())
-        write_atomically(self.path, json.dumps({"sha256": _digest(found), "found": found}, indent=1).encode())
+    def make(self, monitor: StageProgress) -> None:
+        """Measures, and writes the values with their hash."""
+        values = self.measure(monitor.interruptible())
+        write_atomically(self.path, json.dumps({"sha256": _digest(values), "found": values}, indent=1).encode())
 
     def read(self) -> dict[str, Any]:
-        if (found := self._found()) is None:
-            raise KfacpackError(f"{self.path}: is not what was measured. Remove it, and run the plan again")
-        return found
+        """Reads the measured values.
+
+        Raises:
+            KfacpackError: If the file was changed since it was written.
+        """
+        if (values := self._read_intact()) is None:
+            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Remove it and run the plan again")
+        return values
 
     def intact(self) -> bool:
-        return self._found() is not None
+        """Returns whether the file matches its hash."""
+        return self._read_intact() is not None
 
-    def _found(self) -> dict[str, Any] | None:
-        """What was measured, if the file still says so."""
+    def _read_intact(self) -> dict[str, Any] | None:
         try:
-            said = json.loads(self.path.read_bytes())
-            found: dict[str, Any] = said["found"]
-            return found if said["sha256"] == _digest(found) else None
+            content = json.loads(self.path.read_bytes())
+            values: dict[str, Any] = content["found"]
+            return values if content["sha256"] == _digest(values) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
-def _digest(found: Mapping[str, Any]) -> str:
-    return sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+def _digest(values: Mapping[str, Any]) -> str:
+    return sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, eq=False)
 class SealedStage(Stage):
-    """A stage whose file is a bundle or a vector."""
+    """A stage whose output is a bundle or a task vector."""
 
     opens: ClassVar[type[Bundle] | type[VectorFile]]
-    """Refuses a file whose header is not what was sealed, or that is not as long as it says."""
+    """Class that opens the file; it raises `BundleError` if the header or the length is wrong."""
 
     def intact(self) -> bool:
+        """Returns whether the header is valid and the file is complete; tensors are checked when they are read."""
         try:
             self.opens(self.path)
         except BundleError:

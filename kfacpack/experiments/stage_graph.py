@@ -1,4 +1,4 @@
-"""Which stages a plan consists of, in an order in which they can run."""
+"""The stages of a plan and the order in which they run."""
 
 from __future__ import annotations
 
@@ -30,79 +30,83 @@ StageT = TypeVar("StageT")
 
 @dataclass(frozen=True)
 class ArmRun:
-    """One arm with one seed."""
+    """The stages of one arm with one seed."""
 
     arm: str
     seed: int
     vectors: dict[str, TrainStage]
-    """By task; so are those below."""
+    """By task, as are the fields below unless stated otherwise."""
     own: dict[str, SweepStage]
+    """Each vector on the test split of its own task."""
     sums: dict[str, dict[str, SweepStage]]
-    """By method, then by task: the test split."""
+    """By merge method, then by task: the combined vector on the test split."""
     validation: dict[str, SweepStage]
-    """Of the first method."""
+    """The combined vector of the first merge method on the validation split."""
     negated: dict[str, NegationStage]
     pairs: tuple[DisentanglementStage, ...]
     localisation: LocalisationStage | None
     drift: DriftStage | None
 
     def stages(self) -> Iterator[Stage]:
+        """Yields all measurement stages."""
         yield from self.own.values()
         for by_task in self.sums.values():
             yield from by_task.values()
         yield from self.validation.values()
         yield from self.negated.values()
         yield from self.pairs
-        yield from (each for each in (self.localisation, self.drift) if each)
+        yield from (stage for stage in (self.localisation, self.drift) if stage)
 
 
 @dataclass
 class StageGraph:
     """All stages of a plan."""
 
-    shop: RunContext
+    context: RunContext
     root: Path
     bundles: dict[tuple[str, str, int], EstimateStage] = field(default_factory=dict)
     """By structure, task and seed."""
     merges: dict[tuple[str, str, int, str, int], MergeStage] = field(default_factory=dict)
+    """By structure, rule, rank, left-out task and seed."""
 
     def __post_init__(self) -> None:
         plan = self.plan
-        self.alphas = with_one(parse_alphas(plan.evaluation.alphas))
+        self.alphas = including_one(parse_alphas(plan.evaluation.alphas))
         self.base = {task.name: self._stage(BaseAccuracyStage, task.name) for task in plan.tasks}
-        # Seeds go last, so that a first comparison is there soon.
-        self.trials = [self._trial(arm, seed) for seed in plan.seeds for arm in plan.arms]
-        # A plan that asks for them has made this one for an arm or for drift, or it was refused.
+        # All arms of the first seed run first, so that a first comparison is available early.
+        self.arm_runs = [self._arm_run(arm, seed) for seed in plan.seeds for arm in plan.arms]
+        # This bundle exists: validation refuses plans that ask for spectra but estimate no Kronecker factors.
         first = ("kronecker", plan.tasks[0].name, plan.seeds[0])
         self.spectra = self._stage(SpectraStage, self.bundles[first]) if plan.evaluation.spectra else None
 
     @property
     def plan(self) -> Plan:
-        return self.shop.plan
+        """The plan that the stages carry out."""
+        return self.context.plan
 
     def in_order(self) -> list[Stage]:
-        """Every stage once, after its inputs; those of one kind together, for as long as a seed lasts."""
-        wanted: list[Stage] = list(self.base.values())
+        """Returns every stage once, after its inputs; within a seed, stages of one kind follow each other."""
+        requested: list[Stage] = list(self.base.values())
         for seed in self.plan.seeds:
-            of_seed = [trial for trial in self.trials if trial.seed == seed]
-            vectors = [each for trial in of_seed for each in trial.vectors.values()]
-            merged = [each.merged for each in vectors if each.merged]
-            measured = [stage for trial in of_seed for stage in trial.stages()]
-            wanted += [each for merge in merged for each in merge.bundles]
-            wanted += [*merged, *vectors, *measured]
-        wanted += [self.spectra] if self.spectra else []
-        found: dict[str, Stage] = {}
-        for stage in wanted:
-            _visit(stage, found)
-        return list(found.values())
+            of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]
+            vectors = [vector for arm_run in of_seed for vector in arm_run.vectors.values()]
+            merges = [vector.merged for vector in vectors if vector.merged]
+            measurements = [stage for arm_run in of_seed for stage in arm_run.stages()]
+            requested += [bundle for merge in merges for bundle in merge.bundles]
+            requested += [*merges, *vectors, *measurements]
+        requested += [self.spectra] if self.spectra else []
+        ordered: dict[str, Stage] = {}
+        for stage in requested:
+            _visit(stage, ordered)
+        return list(ordered.values())
 
-    def _trial(self, arm: str, seed: int) -> ArmRun:
-        plan, told = self.plan, self.plan.evaluation
+    def _arm_run(self, arm: str, seed: int) -> ArmRun:
+        plan, evaluation = self.plan, self.plan.evaluation
         names = [task.name for task in plan.tasks]
         vectors = {name: self._train(name, arm, seed) for name in names}
-        added = {method: self._stage(AddStage, tuple(vectors.values()), method) for method in told.methods}
+        added = {method: self._stage(AddStage, tuple(vectors.values()), method) for method in evaluation.methods}
         first = next(iter(added.values()))
-        deep = told.in_depth is None or arm in told.in_depth
+        in_depth = evaluation.in_depth is None or arm in evaluation.in_depth
         return ArmRun(
             arm,
             seed,
@@ -116,25 +120,25 @@ class StageGraph:
                 for method, total in added.items()
             },
             validation={name: self._stage(SweepStage, first, name, self.alphas, "validation") for name in names},
-            negated={name: self._negate(vectors[name]) for name in names} if told.negation and deep else {},
-            pairs=self._pairs(vectors) if deep and seed == plan.seeds[0] else (),
-            localisation=self._stage(LocalisationStage, tuple(vectors.values()), told.localisation.examples)
-            if told.localisation and deep
+            negated={name: self._negate(vectors[name]) for name in names} if evaluation.negation and in_depth else {},
+            pairs=self._pairs(vectors) if in_depth and seed == plan.seeds[0] else (),
+            localisation=self._stage(LocalisationStage, tuple(vectors.values()), evaluation.localisation.examples)
+            if evaluation.localisation and in_depth
             else None,
-            drift=self._drift(vectors, seed) if deep and seed == plan.seeds[0] else None,
+            drift=self._drift(vectors, seed) if in_depth and seed == plan.seeds[0] else None,
         )
 
     def _stage(self, kind: Callable[..., StageT], *settings: Any) -> StageT:
-        return kind(self.shop, self.root, *settings)
+        return kind(self.context, self.root, *settings)
 
     def _train(self, task: str, arm: str, seed: int) -> TrainStage:
-        said = self.plan.arms[arm]
+        section = self.plan.arms[arm]
         merged = None
-        if said.penalty in ("kronecker", "diagonal"):
-            key = (said.penalty, said.rule, said.rank, task, seed)
+        if section.penalty in ("kronecker", "diagonal"):
+            key = (section.penalty, section.rule, section.rank, task, seed)
             if key not in self.merges:
-                others = [self._bundle(said.penalty, other.name, seed) for other in self.plan.others(task)]
-                self.merges[key] = self._stage(MergeStage, task, tuple(others), said.rule, said.rank)
+                others = [self._bundle(section.penalty, other.name, seed) for other in self.plan.others(task)]
+                self.merges[key] = self._stage(MergeStage, task, tuple(others), section.rule, section.rank)
             merged = self.merges[key]
         return self._stage(TrainStage, task, arm, seed, merged)
 
@@ -145,39 +149,40 @@ class StageGraph:
         return self.bundles[key]
 
     def _negate(self, vector: TrainStage) -> NegationStage:
-        said = self.plan.evaluation.negation
-        assert said is not None
-        instead = said.instead or self.plan.others(said.control)[0].name
-        control = said.control if said.control != vector.task else instead
-        return self._stage(NegationStage, vector, control, said.keep, tuple(parse_alphas(said.alphas)))
+        section = self.plan.evaluation.negation
+        assert section is not None
+        instead = section.instead or self.plan.others(section.control)[0].name
+        control = section.control if section.control != vector.task else instead
+        return self._stage(NegationStage, vector, control, section.keep, tuple(parse_alphas(section.alphas)))
 
     def _pairs(self, vectors: Mapping[str, TrainStage]) -> tuple[DisentanglementStage, ...]:
-        said = self.plan.evaluation.disentanglement
-        if said is None:
+        section = self.plan.evaluation.disentanglement
+        if section is None:
             return ()
         first, *others = vectors
-        alphas = tuple(parse_alphas(said.alphas))
+        alphas = tuple(parse_alphas(section.alphas))
         return tuple(
-            self._stage(DisentanglementStage, (vectors[one], vectors[two]), said.examples, alphas)
-            for one, two in said.pairs or [(first, other) for other in others]
+            self._stage(DisentanglementStage, (vectors[one], vectors[two]), section.examples, alphas)
+            for one, two in section.pairs or [(first, other) for other in others]
         )
 
     def _drift(self, vectors: Mapping[str, TrainStage], seed: int) -> DriftStage | None:
-        said = self.plan.evaluation.drift
-        if said is None:
+        section = self.plan.evaluation.drift
+        if section is None:
             return None
         bundles = tuple(self._bundle("kronecker", name, seed) for name in vectors)
-        return self._stage(DriftStage, tuple(vectors.values()), said.examples, bundles, said.layer_examples)
+        return self._stage(DriftStage, tuple(vectors.values()), section.examples, bundles, section.layer_examples)
 
 
-def _visit(stage: Stage, found: dict[str, Stage]) -> None:
-    if stage.key in found:
+def _visit(stage: Stage, ordered: dict[str, Stage]) -> None:
+    """Appends a stage after its inputs, depth first."""
+    if stage.key in ordered:
         return
-    for each in stage.inputs:
-        _visit(each, found)
-    found[stage.key] = stage
+    for dependency in stage.inputs:
+        _visit(dependency, ordered)
+    ordered[stage.key] = stage
 
 
-def with_one(alphas: list[float]) -> tuple[float, ...]:
-    """With α = 1 among them: that is where vectors are used as they are."""
+def including_one(alphas: list[float]) -> tuple[float, ...]:
+    """Returns the sorted values of α, with α = 1 (vectors used as they are) added if it is missing."""
     return tuple(sorted({1.0, *alphas}))

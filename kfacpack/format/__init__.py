@@ -1,4 +1,5 @@
-"""The file: one safetensors container, one manifest, a seal over both. Nothing in this package imports torch.
+"""Files: references, the safetensors container, manifests, the reader and the atomic writer.
 
-Files on the Hub, by name: what everything that reads a bundle or a vector accepts. Nothing here imports torch.
+A bundle is one safetensors file with a manifest and a seal over both. Files on the Hub are named by `hf://` references,
+which every reader accepts. Nothing in this package imports torch.
 """

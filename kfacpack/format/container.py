@@ -1,13 +1,12 @@
-"""The seal: one SHA-256 over length and header, and with them over every tensor's digest.
-
-The safetensors container, read with suspicion and without torch.
+"""The safetensors container and the seal over it, read without torch and without trusting the file.
 
     8 bytes   little-endian length n of the header
     n bytes   the header: one JSON object, tensor name -> {dtype, shape, data_offsets}, and __metadata__
-    the rest  the tensors, one behind the other, no gap, no overlap
+    the rest  the tensors, back to back, without gaps or overlaps
 
-The header may come from anywhere, so nothing is allocated on its word: its length is bounded, its nesting and number
-of values are bounded, and every tensor must lie within the file as it is on disk.
+A header may come from an untrusted source. Its length, its nesting and its number of values are bounded, every tensor
+must lie within the file on disk, and nothing is allocated before these checks. The seal is a SHA-256 over the length
+and the header; the header contains the SHA-256 of every tensor, so the seal covers the whole file.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from math import isfinite, prod
+from reprlib import Repr
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfacpack.errors import BundleError
@@ -32,13 +32,16 @@ if TYPE_CHECKING:
 
 
 class SealKeys(NamedTuple):
-    """Where a sealed file's metadata has what, and what such a file is called."""
+    """The metadata keys of one kind of sealed file, and the words that messages use for that kind."""
 
     manifest: str
+    """Metadata key of the manifest."""
     seal: str
+    """Metadata key of the seal."""
     kind: str
+    """Name of this kind of file."""
     use: str
-    """What takes such files, for somebody who gave one to something else."""
+    """Which commands take such files, for an error about a file of the wrong kind."""
 
 
 MANIFEST_KEY = "kfac"
@@ -47,27 +50,35 @@ BUNDLE = SealKeys(
     MANIFEST_KEY,
     SEAL_KEY,
     "bundle",
-    "Bundles are added up by `kfacpack merge`, shown by `kfacpack inspect` and used by `kfacpack train --reg`",
+    "Bundles are merged by `kfacpack merge`, shown by `kfacpack inspect` and used by `kfacpack train --reg`",
 )
 VECTOR = SealKeys(
     "kfacpack.vector",
     "kfacpack.vector.sha256",
     "task vector",
-    "Task vectors are added up by `kfacpack add`, negated by `kfacpack negate` and used by `kfacpack eval --vector`",
+    "Task vectors are added by `kfacpack add`, negated by `kfacpack negate` and used by `kfacpack eval --vector`",
 )
 KINDS = (BUNDLE, VECTOR)
 UNSEALED = "0" * 64
 
 
 def seal(header: bytes, claimed: str = UNSEALED) -> str:
-    """SHA-256 over length prefix and header, with the seal's own 64 digits read as zeros."""
+    """Computes the seal of a header.
+
+    Args:
+        header: The length prefix and the header, as bytes.
+        claimed: The 64 digits at the seal's position in `header`, which count as zeros.
+
+    Returns:
+        The SHA-256 as 64 hexadecimal digits.
+    """
     return sha256(header.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
 
 
 MAX_HEADER_BYTES = 8 * 2**20
 MAX_JSON_VALUES = 2**18
 MAX_DIMENSION = 2**40
-_DIGITS = 1000
+_MAX_DIGITS = 1000
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -75,61 +86,78 @@ ITEM_BYTES = {
     "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
 }  # fmt: skip
+"""Size of one element in bytes, by safetensors dtype."""
 
 NOT_SAFETENSORS = "Expected a safetensors file; pickles and other formats are never loaded"
 
-# What people most often have in the place of a safetensors file, by its first bytes.
 MAGIC_BYTES = {
     b"PK\x03\x04": "looks like an archive made by torch.save or zip",
     b"\x80": "looks like a pickle",
-    b"version https://git-lfs": "is a Git LFS pointer, not the file it stands for",
+    b"version https://git-lfs": "is a Git LFS pointer, not the file itself",
     b"<": "looks like a web page",
 }
+"""Files that are often mistaken for safetensors files, by their first bytes."""
 
 
-DOWNLOAD_AGAIN = "The file is incomplete or damaged: fetch it again from where it was published"
+DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its publisher"
 
 
 def download_again(path: str | os.PathLike[str]) -> str:
-    """What to do about a file that is not as it was published."""
+    """Returns the remedy for a damaged file, which depends on whether it is a local file or on the Hub."""
     if is_reference(path):
-        return f"The copy in the cache is incomplete or damaged: 'kfacpack pull {os.fspath(path)}' fetches it anew"
+        return f"The cached copy is incomplete or damaged: run 'kfacpack pull {os.fspath(path)}' to download it again"
     return DOWNLOAD_AGAIN
 
 
 Spec = tuple[str, tuple[int, ...]]
-"""A tensor's dtype, in safetensors' words, and its shape."""
+"""A tensor's safetensors dtype and its shape."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What a header says of one tensor. `start` and `stop` are offsets in the file, not in the data section."""
+    """A tensor's entry in a header: dtype, shape and position in the file."""
 
     dtype: str
     shape: tuple[int, ...]
     start: int
+    """Offset of the first byte, counted from the start of the file."""
     stop: int
+    """Offset behind the last byte, counted from the start of the file."""
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return self.stop - self.start
 
 
 class Container:
-    """An open safetensors file: its header, and its tensors' bytes when asked for.
+    """An open safetensors file. The header is read on opening, tensors on access.
 
-    The file stays open, so that what was checked and what is read later are the same file, even if another one is
-    renamed over it meanwhile; one that is changed in place is refused when it is next read.
+    The file stays open, so the checked file is also the one that is read later, even if another file is renamed over
+    it. A file that is modified in place raises an error on the next access.
+
+    Attributes:
+        path: Location of the file.
+        nbytes: Size of the file in bytes.
+        header: The length prefix and the header, verbatim.
+        metadata: The header's `__metadata__`.
+
+    Args:
+        path: A path or an `hf://` reference.
+
+    Raises:
+        BundleError: If the file cannot be read or its header is invalid.
+        HubError: If a reference cannot be fetched.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = locate(path)
         try:
-            self._descriptor = _opened(self.path)
+            self._descriptor = _open_descriptor(self.path)
             weakref.finalize(self, os.close, self._descriptor)
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 raise BundleError(path, "is not a regular file")
-            self._state = self._look()
+            self._state = self._file_state()
             self.nbytes = os.fstat(self._descriptor).st_size
             self.header = _read_header(self.path, self._descriptor, self.nbytes)
         except OSError as error:
@@ -139,20 +167,30 @@ class Container:
         self._entries = parse_json(self.path, self.header[8:], "header")
         self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
 
-    def _look(self) -> tuple[int, int]:
-        """What shows that somebody wrote to the file: its size and the time of its last change."""
-        found = os.fstat(self._descriptor)
-        return found.st_size, found.st_mtime_ns
+    def _file_state(self) -> tuple[int, int]:
+        """Size and modification time, which change when the file is written to."""
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """Looked at only when asked for, so that a bundle of a version to come is refused for its version."""
-        found = _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
-        self._entries = {}  # no longer needed, and large where many bundles are open
-        return found
+        """All tensors by name. Evaluated lazily, so that an unknown format version is reported before other errors."""
+        specs = _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
+        self._entries = {}  # saves memory when many bundles are open
+        return specs
 
     def bytes_of(self, name: str) -> memoryview:
-        """The bytes of one tensor, mapped from the file. Changing them changes no file."""
+        """Maps a tensor's bytes into memory.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            The bytes as a private copy-on-write mapping: writing to it does not change the file.
+
+        Raises:
+            BundleError: If the file was modified or cannot be read.
+        """
         spec = self.tensors[name]
         self._require_unchanged(name)
         if not spec.nbytes:
@@ -161,58 +199,71 @@ class Container:
         try:
             mapped = mmap.mmap(self._descriptor, spec.stop - start, offset=start, access=mmap.ACCESS_COPY)
         except (OSError, ValueError) as error:
-            problem = f"cannot be read: {error}"
-            raise BundleError(self.path, problem, f"tensor {name!r}", download_again(self.path)) from error
+            raise self._unreadable(name, str(error)) from error
         return memoryview(mapped)[spec.start - start :]
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Bytes `start` to `stop` of one tensor, copied: for a few, that costs less than to map them."""
+        """Copies a part of a tensor's bytes, which is cheaper than mapping them if they are few.
+
+        Args:
+            name: Name of the tensor.
+            start: First byte, counted from the start of the tensor.
+            stop: Byte behind the last one.
+
+        Returns:
+            A copy of the bytes.
+
+        Raises:
+            BundleError: If the file was modified or cannot be read.
+        """
         self._require_unchanged(name)
         data = bytearray(stop - start)
-        place, done = self.tensors[name].start + start, 0
+        position, done = self.tensors[name].start + start, 0
         try:
             while done < len(data):
-                got = _read_at(self._descriptor, memoryview(data)[done:], place + done)
-                if not got:
+                count = _read_at(self._descriptor, memoryview(data)[done:], position + done)
+                if not count:
                     break
-                done += got
+                done += count
         except OSError as error:
-            problem = f"cannot be read: {error}"
-            raise BundleError(self.path, problem, f"tensor {name!r}", download_again(self.path)) from error
+            raise self._unreadable(name, str(error)) from error
         if done < len(data):
-            problem = f"cannot be read: {done} of {len(data)} bytes are there"
-            raise BundleError(self.path, problem, f"tensor {name!r}", download_again(self.path))
+            raise self._unreadable(name, f"expected {len(data)} bytes, got {done}")
         return data
 
+    def _unreadable(self, name: str, reason: str) -> BundleError:
+        return BundleError(self.path, f"cannot be read: {reason}", f"tensor {name!r}", download_again(self.path))
+
     def _require_unchanged(self, name: str) -> None:
-        if self._look() != self._state:
-            problem = "the file was changed in place since it was opened"
+        if self._file_state() != self._state:
+            problem = "the file was modified in place since it was opened"
             raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
 
 
-def _opened(path: FileLocation) -> int:
+def _open_descriptor(path: FileLocation) -> int:
     if isinstance(path, Reference) and path.header_only:
         return header_descriptor(path, MAX_HEADER_BYTES)
-    # Without O_NONBLOCK, opening a pipe would wait for somebody to write to it.
+    # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
     return os.open(local_copy(path) if isinstance(path, Reference) else path, os.O_RDONLY | os.O_NONBLOCK)
 
 
-def _read_at(descriptor: int, target: memoryview, place: int) -> int:
-    """How many bytes were read, from `place` on. Systems without preadv, such as macOS, copy them once more."""
+def _read_at(descriptor: int, target: memoryview, position: int) -> int:
+    """Reads bytes at `position` into `target` and returns their number."""
     if hasattr(os, "preadv"):
-        return os.preadv(descriptor, [target], place)
-    part = os.pread(descriptor, len(target), place)
+        return os.preadv(descriptor, [target], position)
+    # Systems without preadv, such as macOS.
+    part = os.pread(descriptor, len(target), position)
     target[: len(part)] = part
     return len(part)
 
 
 def json_values(text: bytes) -> int:
-    """At least as many values as a JSON text holds, without parsing it."""
+    """Returns an upper bound on the number of values in a JSON text, without parsing it."""
     return sum(map(text.count, (b",", b"[", b"{")))
 
 
-def refuse_duplicate_keys(values: Iterable[str]) -> str | None:
-    """The first value that has been there before, if any."""
+def first_duplicate(values: Iterable[str]) -> str | None:
+    """Returns the first value that occurs a second time, or None if all are distinct."""
     seen: set[str] = set()
     for value in values:
         if value in seen:
@@ -222,51 +273,64 @@ def refuse_duplicate_keys(values: Iterable[str]) -> str | None:
 
 
 def parse_json(path: FileLocation, text: bytes, where: str, remedy: str | None = None) -> dict[str, Any]:
-    """One JSON object in UTF-8, with bounded cost, unique keys, finite numbers and no null."""
+    """Parses one JSON object from an untrusted file at bounded cost.
+
+    Args:
+        path: The file that contains the text, for error messages.
+        text: JSON in UTF-8.
+        where: The part of the file that contains the text, for error messages.
+        remedy: What the user can do about invalid JSON. Default: download the file again.
+
+    Returns:
+        The object. Its keys are unique, its numbers are finite and no key has the value null.
+
+    Raises:
+        BundleError: If the text is not such an object, or contains too many values.
+    """
     if json_values(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            raise ValueError(f"the key {refuse_duplicate_keys(key for key, _ in pairs)!r} stands there twice")
-        if nothing := [key for key, value in pairs if value is None]:
-            raise ValueError(f"the key {nothing[0]!r} is null, expected it to be left out")
-        return found
+        members = dict(pairs)
+        if len(members) < len(pairs):
+            raise ValueError(f"duplicate key {first_duplicate(key for key, _ in pairs)!r}")
+        if null_keys := [key for key, value in pairs if value is None]:
+            raise ValueError(f"the key {null_keys[0]!r} is null; leave it out instead")
+        return members
 
     def finite(number: str) -> float:
         if not isfinite(float(number)):
             raise ValueError(f"{number} is not a finite number")
         return float(number)
 
-    def whole(number: str) -> int:
-        if len(number) > _DIGITS:
-            raise ValueError(f"{number[:20]}… has {len(number)} digits")
+    def integer(number: str) -> int:
+        if len(number) > _MAX_DIGITS:
+            raise ValueError(f"{number[:20]}… has {len(number)} digits, expected at most {_MAX_DIGITS}")
         return int(number)
 
     try:
-        found = json.loads(
-            text.decode(), object_pairs_hook=members, parse_constant=finite, parse_float=finite, parse_int=whole
+        value = json.loads(
+            text.decode(), object_pairs_hook=members, parse_constant=finite, parse_float=finite, parse_int=integer
         )
     except (ValueError, RecursionError) as error:
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise BundleError(path, f"cannot be read as JSON: {problem}", where, remedy or download_again(path)) from error
-    if not isinstance(found, dict):
-        raise BundleError(path, f"expected a JSON object, found {type(found).__name__}", where=where)
-    return found
+        raise BundleError(path, f"invalid JSON: {problem}", where, remedy or download_again(path)) from error
+    if not isinstance(value, dict):
+        raise BundleError(path, f"expected a JSON object, got {type(value).__name__}", where=where)
+    return value
 
 
 def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
-    """The length prefix and the header, verbatim."""
+    """Returns the length prefix and the header, verbatim."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
         raise BundleError(path, f"only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)
-        looks = next((words for magic, words in MAGIC_BYTES.items() if start.startswith(magic)), None)
-        claims = f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
-        problem = looks or f"is no safetensors file: {claims}"
+        other_format = next((words for magic, words in MAGIC_BYTES.items() if start.startswith(magic)), None)
+        too_long = f"it claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        problem = other_format or f"is not a safetensors file: {too_long}"
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
         problem = f"the header needs {8 + length} bytes, the file ends at {nbytes}"
@@ -284,19 +348,19 @@ def _metadata(path: FileLocation, metadata: Any) -> dict[str, str]:
 
 
 def _tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
-    """Every tensor's spec, once they are known to fill the file from `start` to its end."""
+    """Returns all tensors' specs after checking that they fill the file from `start` to its end."""
     tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
     position, previous = start, "the header"
     for name, spec in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if spec.start != position:
-            problem = f"starts at byte {spec.start}, expected {position}, right behind {previous}"
+            problem = f"starts at byte {spec.start}, expected {position}, directly after {previous}"
             raise BundleError(path, problem, where=f"tensor {name!r}")
         if spec.stop > nbytes:
             problem = f"ends at byte {spec.stop}, the file ends at {nbytes}"
             raise BundleError(path, problem, where=f"tensor {name!r}", remedy=download_again(path))
         position, previous = spec.stop, repr(name)
     if position != nbytes:
-        problem = f"{nbytes - position} bytes follow {previous}, where the file should end"
+        problem = f"{nbytes - position} unexpected bytes after {previous}, where the file should end"
         raise BundleError(path, problem, remedy=download_again(path))
     return tensors
 
@@ -305,24 +369,30 @@ def _tensor_spec(path: FileLocation, name: str, entry: Any, base: int) -> Tensor
     def natural(value: Any) -> bool:
         return type(value) is int and 0 <= value <= MAX_DIMENSION
 
-    def refuse(problem: str) -> BundleError:
+    def invalid(problem: str) -> BundleError:
         return BundleError(path, problem, where=f"tensor {name!r}")
 
     if not isinstance(entry, dict):
-        raise refuse(f"expected an object, found {type(entry).__name__}")
+        raise invalid(f"expected an object, got {type(entry).__name__}")
     dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        raise refuse(f"unknown dtype {_short(dtype)}, expected one of {', '.join(ITEM_BYTES)}")
+        raise invalid(f"unknown dtype {short_repr(dtype)}, expected one of {', '.join(ITEM_BYTES)}")
     if not isinstance(shape, list) or len(shape) > 8 or not all(map(natural, shape)):
-        raise refuse(f"bad shape {_short(shape)}, expected at most 8 numbers from 0 to {MAX_DIMENSION}")
+        raise invalid(f"invalid shape {short_repr(shape)}, expected at most 8 integers from 0 to {MAX_DIMENSION}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(natural, offsets)):
-        raise refuse(f"bad data_offsets {_short(offsets)}, expected two numbers from 0 to {MAX_DIMENSION}")
+        raise invalid(f"invalid data_offsets {short_repr(offsets)}, expected two integers from 0 to {MAX_DIMENSION}")
     start, stop = offsets
     if stop - start != prod(shape) * ITEM_BYTES[dtype]:
-        raise refuse(f"{dtype} of shape {shape} needs {prod(shape) * ITEM_BYTES[dtype]} bytes, found {stop - start}")
+        raise invalid(f"{dtype} of shape {shape} needs {prod(shape) * ITEM_BYTES[dtype]} bytes, got {stop - start}")
     return TensorSpec(dtype, tuple(shape), base + start, base + stop)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
+_REPR = Repr()
+_REPR.maxlist = _REPR.maxdict = 10
+_REPR.maxstring = _REPR.maxlong = _REPR.maxother = 80
+
+
+def short_repr(value: Any) -> str:
+    """Returns a representation of any JSON value, however large or deeply nested, in at most 80 characters."""
+    text = _REPR.repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -1,8 +1,7 @@
-"""How we speak with huggingface_hub: what it raises, in our words, and when it may draw its bars.
+"""Access to the Hub through huggingface_hub: error messages, progress bars, downloads and cached copies.
 
-Tokens are its own concern: it reads what `hf auth login` stored. Nothing here asks for one, or sees one.
-
-From a reference to bytes: a whole file, which huggingface_hub keeps in its cache, or the header alone.
+A reference is resolved to a whole file in huggingface_hub's cache, or to the header of a safetensors file alone. Tokens
+are left to huggingface_hub, which reads those that `hf auth login` stored; this module never handles them.
 """
 
 from __future__ import annotations
@@ -32,21 +31,28 @@ if TYPE_CHECKING:
 LOG_IN = "log in with: hf auth login"
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENOTDIR)
-_shown: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
+_show_bars: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
 
 
 @contextmanager
 def progress_bars(*, show: bool) -> Iterator[None]:
-    """Whether huggingface_hub may draw its bars of what it fetches and sends; without this, it may not."""
-    before = _shown.set(show)
+    """Sets whether huggingface_hub draws progress bars inside this context. By default it does not.
+
+    Args:
+        show: Whether to draw them.
+
+    Yields:
+        None.
+    """
+    token = _show_bars.set(show)
     try:
         yield
     finally:
-        _shown.reset(before)
+        _show_bars.reset(token)
 
 
 def hub_api() -> HfApi:
-    """Made each time, so that where the Hub is (HF_ENDPOINT) is looked at when it is asked."""
+    """Creates a client of the Hub. It is not cached, so that changes of HF_ENDPOINT take effect."""
     from huggingface_hub import HfApi
 
     return HfApi(library_name="kfacpack")
@@ -62,39 +68,49 @@ def hub_errors(
     otherwise: str | None = None,
     instead: str | None = None,
 ) -> Iterator[None]:
-    """What huggingface_hub raises becomes a `HubError` about `place`; meanwhile its bars are as `bars` says.
+    """Converts exceptions of huggingface_hub inside this context to `HubError`, and controls its progress bars.
 
-    `otherwise`: what a user can do who does not get the file from the Hub, if that is more than to give a bundle.
-    `instead`: the same of one whom the Hub refuses it, where that is something else.
+    Args:
+        place: What is accessed, for the error message.
+        repository: OWNER/NAME.
+        revision: A branch, a tag or a commit. Default: the main branch.
+        kind: Kind of the repository.
+        otherwise: What the user can do if the Hub cannot be reached. Default: give a file.
+        instead: What the user can do if the Hub denies access. Default: the same as `otherwise`.
+
+    Yields:
+        None.
+
+    Raises:
+        HubError: If huggingface_hub raises an HTTP, validation or operating system error.
     """
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    # The base of both kinds of its failures: httpx's and, in earlier versions, requests'.
-    of_http = HfHubHTTPError.__mro__[1]
-    silenced = not _shown.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
-    if silenced:
+    # The base class of its HTTP errors: httpx's or, in earlier versions of huggingface_hub, requests'.
+    http_error = HfHubHTTPError.__mro__[1]
+    hide = not _show_bars.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
+    if hide:
         disable_progress_bars()
     try:
         yield
-    except (of_http, OSError, HFValidationError, RuntimeError) as error:  # type: ignore[misc]
-        # What an upload's thread met comes wrapped.
-        met: BaseException | None = error.__cause__ if isinstance(error, RuntimeError) else error
-        if met is None or not isinstance(met, (of_http, OSError, HFValidationError)):
+    except (http_error, OSError, HFValidationError, RuntimeError) as error:  # type: ignore[misc]
+        # Errors in an upload thread are wrapped in a RuntimeError.
+        cause: BaseException | None = error.__cause__ if isinstance(error, RuntimeError) else error
+        if cause is None or not isinstance(cause, (http_error, OSError, HFValidationError)):
             raise
-        # From what was met, so that whoever catches it can tell which kind it is.
-        raise _translate(
-            met, _HubRequest(str(place), repository, revision, kind, otherwise, instead or otherwise)
-        ) from met
+        request = _HubRequest(str(place), repository, revision, kind, otherwise, instead or otherwise)
+        # Callers inspect __cause__ to tell the kinds of errors apart.
+        raise _translate(cause, request) from cause
     finally:
-        if silenced:
+        if hide:
             enable_progress_bars()
 
 
 @dataclass(frozen=True)
 class _HubRequest:
-    """What was asked for when huggingface_hub raised something."""
+    """What was requested when huggingface_hub raised an exception. The fields are the arguments of `hub_errors`."""
 
     place: str
     repository: str
@@ -104,72 +120,75 @@ class _HubRequest:
     instead: str | None
 
     def or_instead(self, remedy: str) -> str:
+        """Appends the alternative to a remedy, if there is one."""
         return f"{remedy}; or {self.instead}" if self.instead else remedy
 
     @property
     def url(self) -> str:
+        """Web page of the repository."""
         from huggingface_hub import constants
 
         return f"{constants.ENDPOINT}/{'datasets/' if self.kind == 'dataset' else ''}{self.repository}"
 
 
-def _translate(error: BaseException, asked: _HubRequest) -> HubError:
+def _translate(error: BaseException, request: _HubRequest) -> HubError:
     from huggingface_hub import constants, errors
 
-    if words := _refusal(error, asked):
-        return HubError(asked.place, *words, unreachable=_is_busy(_status(error)))
-    otherwise = asked.otherwise or "give a file"
+    if refusal := _refusal(error, request):
+        return HubError(request.place, *refusal, unreachable=_is_busy(_status(error)))
+    otherwise = request.otherwise or "give a file"
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         problem = "is not in the cache, and HF_HUB_OFFLINE is set"
-        return HubError(asked.place, problem, f"Unset it, or {otherwise}", unreachable=True)
+        return HubError(request.place, problem, f"Unset it, or {otherwise}", unreachable=True)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
-        return HubError(asked.place, problem, "Make room, or let HF_HOME name another folder")
+        return HubError(request.place, problem, "Free disk space, or set HF_HOME to another folder")
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {first_line(cause)}"
-    return HubError(asked.place, problem, f"Is there a network? Then try again; or {otherwise}", unreachable=True)
+    remedy = f"Check the network connection and try again; or {otherwise}"
+    return HubError(request.place, problem, remedy, unreachable=True)
 
 
-def _refusal(error: BaseException, asked: _HubRequest) -> tuple[str, str] | None:
-    """What the Hub says no to, and what to do, or None where nobody answered."""
+def _refusal(error: BaseException, request: _HubRequest) -> tuple[str, str] | None:
+    """Returns the problem and the remedy if the Hub refused a request, or None if it did not answer."""
     from huggingface_hub import errors
 
-    repository, revision = asked.repository, asked.revision
+    repository, revision = request.repository, request.revision
     if isinstance(error, errors.GatedRepoError):
-        remedy = f"Ask for access at {asked.url}, and {LOG_IN}"
-        return f"{repository} is gated, and you have no access to it", asked.or_instead(remedy)
+        remedy = f"Request access at {request.url}, and {LOG_IN}"
+        return f"{repository} is gated, and you have no access to it", request.or_instead(remedy)
     if isinstance(error, errors.RepositoryNotFoundError):
-        problem = f"there is no repository {repository}, or it is private and you may not see it"
-        return problem, asked.or_instead(f"Check its name; if it is private, {LOG_IN}")
+        problem = f"the repository {repository} does not exist, or it is private and you have no access to it"
+        return problem, request.or_instead(f"Check its name; if it is private, {LOG_IN}")
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{repository} has no revision {revision or 'main'!r}", "Give a branch, a tag or a commit that is there"
+        return f"{repository} has no revision {revision or 'main'!r}", "Give an existing branch, tag or commit"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         where = f" at {revision}" if revision else ""
-        ours = asked.kind == "model" and not asked.otherwise
-        seen = f"See what it has: {f'kfacpack pull {repository} --list' if ours else asked.url}"
-        return f"{repository} has no such file{where}", asked.or_instead(seen)
+        is_bundle = request.kind == "model" and not request.otherwise
+        listing = f"List its files: {f'kfacpack pull {repository} --list' if is_bundle else request.url}"
+        return f"{repository} has no such file{where}", request.or_instead(listing)
     if isinstance(error, errors.HFValidationError):
-        return f"is not a name the Hub knows: {first_line(error)}", "Expected owner/repo"
-    return _by_status(error, asked) if isinstance(error, errors.HfHubHTTPError) else None
+        return f"is not a valid name on the Hub: {first_line(error)}", "Expected owner/repo"
+    return _refusal_by_status(error, request) if isinstance(error, errors.HfHubHTTPError) else None
 
 
-def _by_status(error: HfHubHTTPError, asked: _HubRequest) -> tuple[str, str]:
-    status, repository = _status(error), asked.repository
-    said = f": {first_line(error.server_message)}" if error.server_message else ""
+def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str, str]:
+    status, repository = _status(error), request.repository
+    message = f": {first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
-        return f"the Hub does not know who you are{said}", asked.or_instead(f"For {repository}, {LOG_IN}")
+        return f"the Hub requires authentication{message}", request.or_instead(f"For {repository}, {LOG_IN}")
     if status == 403:
-        remedy = f"With an account that may, and a token that can write where you write, {LOG_IN}"
-        return f"you may not do this with {repository}{said}", remedy
+        remedy = f"With an account that has permission, and a token with write access if you upload, {LOG_IN}"
+        return f"permission denied for {repository}{message}", remedy
     if status == 412:
-        return f"{repository} has changed meanwhile{said}", "Do it again, on what it is now"
+        return f"{repository} was changed in the meantime{message}", "Try again with its current state"
     if _is_busy(status):
-        return f"the Hub answers {status}{said}", asked.or_instead("Try again later")
-    return f"the Hub refuses ({status}){said}", f"Is {repository} what you meant?"
+        return f"the Hub answers {status}{message}", request.or_instead("Try again later")
+    return f"the Hub refused the request ({status}){message}", f"Check that {repository} is correct"
 
 
 def _status(error: BaseException) -> int:
-    """Of the Hub's answer; 0 where there is none."""
+    """Returns the HTTP status of the response; 0 if there was none."""
     return int(getattr(getattr(error, "response", None), "status_code", 0))
 
 
@@ -183,55 +202,85 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """What the Hub says of a file before any of it is fetched."""
+    """The Hub's metadata of a file."""
 
     commit: str
     nbytes: int
     sha256: str | None
-    """Of its bytes. Of small files in git itself, the Hub says none."""
+    """SHA-256 of the content; None for small files stored in git itself, for which the Hub provides none."""
 
 
 def resolve(reference: Reference) -> RemoteFile:
-    """One HEAD request."""
+    """Fetches the metadata of a file with one HEAD request.
+
+    Args:
+        reference: The file.
+
+    Returns:
+        Its commit, size and SHA-256.
+
+    Raises:
+        HubError: If the file cannot be accessed, or the server is not a Hub.
+    """
     from huggingface_hub import get_hf_file_metadata
 
     with hub_errors(reference, reference.repository, reference.revision, kind=reference.kind):
-        found = get_hf_file_metadata(_url(reference, reference.revision))
-    if found.commit_hash is None or found.size is None or found.etag is None:
-        problem = "what answers does not say of which commit and size the file is, so it is no Hub"
-        raise HubError(str(reference), problem, "Look at HF_ENDPOINT, and at the proxy")
-    return RemoteFile(found.commit_hash, found.size, found.etag if _SHA256.fullmatch(found.etag) else None)
+        metadata = get_hf_file_metadata(_url(reference, reference.revision))
+    if metadata.commit_hash is None or metadata.size is None or metadata.etag is None:
+        problem = "the server's response has no commit and size, so it is not a Hub"
+        raise HubError(str(reference), problem, "Check HF_ENDPOINT and the proxy")
+    digest = metadata.etag if _SHA256.fullmatch(metadata.etag) else None
+    return RemoteFile(metadata.commit_hash, metadata.size, digest)
 
 
 def local_copy(reference: Reference, *, checked: bool = False) -> Path:
-    """The file in huggingface_hub's cache, fetched if it is not there.
+    """Returns a file in huggingface_hub's cache, and downloads it if necessary.
 
-    What was fetched is checked against the size and the SHA-256 that the Hub gives. A file that has been in the cache
-    is checked by its size; with `checked`, by its SHA-256, too; and fetched anew if it is damaged. Without a network,
-    the cache is believed.
+    A downloaded file is checked against the size and SHA-256 that the Hub provides. A file that is already in the cache
+    is checked by its size only, and downloaded again if it is damaged. Without a network connection, the cache is
+    trusted.
+
+    Args:
+        reference: The file.
+        checked: Also check the SHA-256 of a file that is already in the cache.
+
+    Returns:
+        Path of the cached file.
+
+    Raises:
+        HubError: If the file cannot be downloaded, or differs from the Hub's metadata.
     """
     if reference.revision and COMMIT.fullmatch(reference.revision) and not checked:
         cached = _cached(reference, reference.revision)
         if cached is not None:
-            return cached  # a commit never changes, so that there is nothing to ask
+            return cached  # commits are immutable, so no request is needed
     remote = _resolve_remote(reference)
     if isinstance(remote, Path):
         return remote
     cached = _cached(reference, remote.commit)
     if cached is not None and _difference(cached, remote, whole=checked) is None:
         return cached
-    path = _fetched(reference, anew=cached is not None)
+    path = _download(reference, force=cached is not None)
     if problem := _difference(path, remote, whole=True):
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
-        raise HubError(str(reference), f"what arrived is not what the Hub has: {problem}", "Fetch it again")
+        raise HubError(str(reference), f"the download differs from the file on the Hub: {problem}", "Download it again")
     return path
 
 
 def header_descriptor(reference: Reference, longest: int) -> int:
-    """An open file with the header of a safetensors file and its size; what lies behind the header is not fetched.
+    """Opens a safetensors file of which only the header is downloaded.
 
-    A header of more than `longest` bytes is left for whoever reads it to refuse.
+    Args:
+        reference: The file.
+        longest: Maximal length of the header in bytes. A longer one is not downloaded; the reader must reject it.
+
+    Returns:
+        The descriptor of a sparse temporary file with the header and the size of the real file, or of the cached file
+        if there is one.
+
+    Raises:
+        HubError: If the file cannot be accessed.
     """
     remote = _resolve_remote(reference)
     if isinstance(remote, Path):
@@ -239,30 +288,39 @@ def header_descriptor(reference: Reference, longest: int) -> int:
     cached = _cached(reference, remote.commit)
     if cached is not None and _difference(cached, remote, whole=False) is None:
         return os.open(cached, os.O_RDONLY)
-    start = _range(reference, remote, 0, 8)
-    length = int.from_bytes(start, "little")
-    rest = _range(reference, remote, 8, 8 + (length if length <= longest else 24))
-    # Where nothing was written, the file has holes that take no room.
+    prefix = _download_range(reference, remote, 0, 8)
+    length = int.from_bytes(prefix, "little")
+    # 24 bytes of a header that is too long are enough for the reader to recognise other file formats.
+    header = _download_range(reference, remote, 8, 8 + (length if length <= longest else 24))
     with tempfile.TemporaryFile(prefix="kfacpack-header-") as stand_in:
-        stand_in.write(start + rest)
+        stand_in.write(prefix + header)
         stand_in.truncate(remote.nbytes)
         stand_in.flush()
         return os.dup(stand_in.fileno())
 
 
 def snapshot(repository: str, revision: str | None, kind: RepositoryKind = "model") -> Path | None:
-    """The folder of huggingface_hub's cache with all that was fetched of a revision, if anything was."""
+    """Returns the folder of huggingface_hub's cache with the downloaded files of a revision.
+
+    Args:
+        repository: OWNER/NAME.
+        revision: A branch, a tag or a commit; None for the main branch.
+        kind: Kind of the repository.
+
+    Returns:
+        The folder, or None if nothing was downloaded.
+    """
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repository.replace('/', '--')}"
     ref = folder / "refs" / (revision or "main")
     commit = ref.read_text().strip() if ref.is_file() else revision
-    found = folder / "snapshots" / commit if commit else None
-    return found if found and found.is_dir() else None
+    path = folder / "snapshots" / commit if commit else None
+    return path if path and path.is_dir() else None
 
 
 def _resolve_remote(reference: Reference) -> RemoteFile | Path:
-    """What the Hub says of a file; where it cannot be reached, the copy in the cache."""
+    """Returns the Hub's metadata of a file, or the cached file if the Hub cannot be reached."""
     try:
         return resolve(reference)
     except HubError as error:
@@ -278,8 +336,8 @@ def _url(reference: Reference, revision: str | None) -> str:
     return hf_hub_url(reference.repository, reference.file, repo_type=reference.kind, revision=revision)
 
 
-def _range(reference: Reference, remote: RemoteFile, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of the file, or to its end."""
+def _download_range(reference: Reference, remote: RemoteFile, start: int, stop: int) -> bytes:
+    """Downloads bytes `start` to `stop` of a file, or to its end."""
     stop = min(stop, remote.nbytes)
     if start >= stop:
         return b""
@@ -292,21 +350,22 @@ def _range(reference: Reference, remote: RemoteFile, start: int, stop: int) -> b
         response = http_backoff("GET", _url(reference, remote.commit), headers=headers, timeout=timeout, max_retries=2)
         hf_raise_for_status(response)
     content: bytes = response.content
-    found = content[start:stop] if response.status_code == 200 else content
-    if len(found) != stop - start:
-        problem = f"asked for bytes {start} to {stop}, the Hub gave {len(found)} bytes"
+    # A server may ignore the range and send the whole file, with status 200.
+    part = content[start:stop] if response.status_code == 200 else content
+    if len(part) != stop - start:
+        problem = f"requested bytes {start} to {stop}, got {len(part)} bytes"
         raise HubError(str(reference), problem, "Try again")
-    return found
+    return part
 
 
 def _cached(reference: Reference, revision: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(reference.repository, reference.file, revision=revision, repo_type=reference.kind)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(reference.repository, reference.file, revision=revision, repo_type=reference.kind)
+    return Path(path) if isinstance(path, str) else None
 
 
-def _fetched(reference: Reference, *, anew: bool) -> Path:
+def _download(reference: Reference, *, force: bool) -> Path:
     from huggingface_hub import hf_hub_download
 
     with hub_errors(reference, reference.repository, reference.revision, kind=reference.kind):
@@ -315,25 +374,25 @@ def _fetched(reference: Reference, *, anew: bool) -> Path:
                 reference.repository,
                 reference.file,
                 repo_type=reference.kind,
-                # By its own name, so that the cache knows without a network what it stands for.
+                # By its own name, not by the commit, so that the cache can resolve the name without a network.
                 revision=reference.revision,
-                force_download=anew,
+                force_download=force,
                 library_name="kfacpack",
             )
         )
 
 
 def _difference(path: Path, remote: RemoteFile, *, whole: bool) -> str | None:
-    """How a file differs from what the Hub says of it, in words, or None."""
+    """Describes how a file differs from the Hub's metadata (size and, with `whole`, SHA-256), or returns None."""
     if (size := path.stat().st_size) != remote.nbytes:
         return f"it has {size} bytes, expected {remote.nbytes}"
-    if whole and remote.sha256 and (found := digest_of_file(path)) != remote.sha256:
-        return f"its bytes have SHA-256 {found}, expected {remote.sha256}"
+    if whole and remote.sha256 and (digest := digest_of_file(path)) != remote.sha256:
+        return f"its bytes have SHA-256 {digest}, expected {remote.sha256}"
     return None
 
 
 def digest_of_file(path: Path) -> str:
-    """SHA-256 of all its bytes."""
+    """Returns the SHA-256 of a file's content as hexadecimal digits."""
     content = sha256()
     with path.open("rb") as stream:
         while chunk := stream.read(_CHUNK):

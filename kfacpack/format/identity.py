@@ -1,6 +1,7 @@
-"""What the names of tasks in manifests say: NAME@k/n is the k-th of n parts of a task, by its classes.
+"""Identity of tasks, base models and functions, as recorded in manifests.
 
-Whose curvature is it? A base model is known by the bytes of the parameters that a bundle covers.
+`NAME@k/n` names the k-th of n parts of a task, divided by classes. A base model is identified by the bytes of the
+parameters that a bundle covers.
 """
 
 from __future__ import annotations
@@ -22,16 +23,20 @@ CLASS_SPLIT = re.compile(r"([1-9][0-9]{0,5})/([1-9][0-9]{0,5})")
 
 
 def base_task_name(name: str) -> str:
-    """What a part is of; of any other task, its own name."""
-    whole, _, which = name.rpartition("@")
-    return whole if whole and CLASS_SPLIT.fullmatch(which) else name
+    """Returns the name of a task without the class split: `cars` for both `cars@1/4` and `cars`."""
+    task, _, split = name.rpartition("@")
+    return task if task and CLASS_SPLIT.fullmatch(split) else name
 
 
 def share_classes(one: str, other: str) -> bool:
-    """Whether two names are of one task and of classes that both have: cars and cars@1/4, cars@1/2 and cars@1/4.
+    """Returns whether two tasks have classes in common, such as cars and cars@1/4, or cars@1/2 and cars@1/4.
 
-    How many classes there are, a name does not say: parts whose stretches meet are taken to share some. Those whose
-    stretches do not meet have none in common, however many there are.
+    The number of classes is not part of a name. Splits whose ranges overlap are assumed to share classes; splits whose
+    ranges do not overlap share none, whatever the number of classes.
+
+    Args:
+        one: Name of a task.
+        other: Name of another task.
     """
     if base_task_name(one) != base_task_name(other):
         return False
@@ -40,7 +45,7 @@ def share_classes(one: str, other: str) -> bool:
 
 
 def _class_range(name: str) -> tuple[Fraction, Fraction]:
-    """Of all classes in their order, from which share to which."""
+    """Returns the range of a split as fractions of the ordered classes."""
     if base_task_name(name) == name:
         return Fraction(0), Fraction(1)
     k, n = map(int, name.rpartition("@")[2].split("/"))
@@ -48,11 +53,21 @@ def _class_range(name: str) -> tuple[Fraction, Fraction]:
 
 
 WeightReader = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
-"""Somebody's parameters: for a name, its dtype in safetensors' words, its shape and its bytes, or None."""
+"""Returns the safetensors dtype, shape and bytes of the parameter of a given name, or None if there is none."""
 
 
 def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
-    """The parameters in a safetensors file, mapped, not loaded."""
+    """Opens the parameters in a safetensors file.
+
+    Args:
+        path: A path or an `hf://` reference.
+
+    Returns:
+        A reader that maps parameters into memory on access.
+
+    Raises:
+        BundleError: If the file is not a valid safetensors file.
+    """
     container = Container(path)
     tensors = container.tensors
 
@@ -64,15 +79,31 @@ def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
 
 
 def describe(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) -> Parameter:
+    """Creates the manifest entry of a parameter.
+
+    Args:
+        name: Name in the state dict.
+        dtype: safetensors dtype.
+        shape: Shape of the parameter.
+        data: Its bytes, row-major and little-endian.
+    """
     return Parameter(name=name, dtype=dtype, shape=shape, sha256=sha256(data).hexdigest())
 
 
 def difference(expected: Parameter, weights: WeightReader) -> str | None:
-    """How a covered parameter differs in `weights`, in words, or None if it is the same."""
-    found = weights(expected.name)
-    if found is None:
-        return "is not among these weights"
-    dtype, shape, data = found
+    """Compares a model's parameter with a manifest entry.
+
+    Args:
+        expected: The manifest entry.
+        weights: Reads the model's parameters.
+
+    Returns:
+        A description of the first difference, or None if dtype, shape and bytes are equal.
+    """
+    parameter = weights(expected.name)
+    if parameter is None:
+        return "is missing from these weights"
+    dtype, shape, data = parameter
     if dtype != expected.dtype:
         return f"has dtype {dtype}, expected {expected.dtype}"
     if shape != expected.shape:
@@ -83,14 +114,22 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
 
 
 def function_difference(ours: Function, theirs: Function) -> str | None:
-    """How two f differ, in words, or None. A detail that only one of them gives is no difference."""
+    """Compares the functions f of two curvatures or vectors.
+
+    Args:
+        ours: One function.
+        theirs: The other function.
+
+    Returns:
+        A description of both if they differ, or None. A detail that only one of them has is not a difference.
+    """
     same_detail = ours.detail is None or theirs.detail is None or ours.detail == theirs.detail
     if ours.model_copy(update={"detail": None}) == theirs.model_copy(update={"detail": None}) and same_detail:
         return None
-    return f"{_words(ours)}; {_words(theirs)}"
+    return f"{_describe_function(ours)}; {_describe_function(theirs)}"
 
 
-def _words(function: Function) -> str:
+def _describe_function(function: Function) -> str:
     normalized = "normalised " if function.normalized else ""
     detail = f" ({function.detail})" if function.detail else ""
     return f"{normalized}{function.output} of width {function.width}{detail}"

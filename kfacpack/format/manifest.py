@@ -1,8 +1,8 @@
-"""The manifest: what a bundle says about itself. The JSON Schema in spec/ is generated from these classes.
+"""The manifest of a bundle, as pydantic models. The JSON Schema in spec/ is generated from these classes.
 
-Unknown keys in a file are ignored, so that a later MINOR version may add some; a key that must not be ignored is
-announced under `requires`. From Python they are refused: there they are slips of the pen. Every list stops at its first
-wrong item (FailFast), so that a hostile manifest cannot make a report of its own size. Nothing here imports torch.
+Unknown keys in a file are ignored, so that a later MINOR version can add keys; keys that must not be ignored are listed
+under `requires`. In Python, unknown arguments are errors. Validation of a list stops at its first invalid item
+(FailFast), so that the error report of a hostile manifest stays small. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pydantic import (
     model_validator,
 )
 
-from kfacpack.format.container import refuse_duplicate_keys
+from kfacpack.format.container import first_duplicate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,28 +37,28 @@ VERSION = "1.1"
 MAX_SIDE = 2**24
 MAX_PIECES = 64
 
-# Control characters, and those that reorder or hide what stands around them.
-_UNSEEN = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-_NAME = rf"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^{_UNSEEN}\\]{{1,512}}$"
-_TEXT = rf"^[^{_UNSEEN}]{{0,4096}}$"
-# JSON can spell half a surrogate pair, which is no character; patterns in a schema cannot say so in every language.
+# Control characters, and characters that reorder or hide the text around them.
+_HIDDEN = r"\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+_NAME = rf"^(?![A-Za-z]:)(?!/)(?!(.*/)?\.\.?(/|$))[^{_HIDDEN}\\]{{1,512}}$"
+_TEXT = rf"^[^{_HIDDEN}]{{0,4096}}$"
+# JSON can encode unpaired surrogates. They are not part of the patterns because not every regex dialect supports them.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_NAME_RULE, _TEXT_RULE = re.compile(_NAME), re.compile(_TEXT)
+_NAME_PATTERN, _TEXT_PATTERN = re.compile(_NAME), re.compile(_TEXT)
 
 
 def _safe_name(name: str) -> str:
-    """Names end up in file names and tables: no control character, nothing that a file system would follow."""
-    if not _NAME_RULE.fullmatch(name) or _SURROGATE.search(name):
+    """Accepts names that are safe in file names and tables: no control characters, no path traversal."""
+    if not _NAME_PATTERN.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
-            f"{name[:80]!r} is not allowed as a name: 1 to 512 characters, no backslash, no control or hidden "
+            f"{name[:80]!r} is not a valid name: expected 1 to 512 characters, no backslash, no control or hidden "
             "character, no drive letter, no leading '/', no '.' or '..' between slashes"
         )
     return name
 
 
 def _safe_text(text: str) -> str:
-    if not _TEXT_RULE.fullmatch(text) or _SURROGATE.search(text):
-        raise ValueError(f"{text[:80]!r} is not allowed as a text: at most 4096 characters, no control character")
+    if not _TEXT_PATTERN.fullmatch(text) or _SURROGATE.search(text):
+        raise ValueError(f"{text[:80]!r} is not a valid text: expected at most 4096 characters, no control character")
     return text
 
 
@@ -72,30 +72,43 @@ FloatType = Literal["float64", "float32", "float16", "bfloat16"]
 Fisher = Literal["exact", "mc"]
 Probe = Literal["gaussian", "rademacher", "orthogonal"]
 Sharing = Literal["expand", "reduce"]
+EstimateStructure = Literal["kronecker", "diagonal"]
 NonNegative = Annotated[StrictFloat, Field(ge=0)]
 
 
 def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
-    """The place of the first thing that pydantic found wrong, and what it is, in words."""
+    """Returns the location (a path of keys and indices) and the message of the first validation error."""
     first = error.errors(include_url=False, include_input=False)[0]
     return first["loc"], first["msg"].removeprefix("Value error, ")
 
 
 class Entry(BaseModel):
+    """Base class of all manifest entries: immutable, strict about arguments, finite numbers only."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
 
 
 class Parameter(Entry):
-    """One covered parameter of the base model, as it was when the curvature was computed."""
+    """A covered parameter of the base model, as it was when the curvature was computed."""
 
     name: Name
+    """Name in the state dict."""
     dtype: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
+    """safetensors dtype."""
     shape: Annotated[tuple[Dimension, ...], FailFast(), Field(max_length=8)]
     sha256: Digest
+    """SHA-256 of the bytes, row-major and little-endian."""
 
 
 def base_digest(parameters: tuple[Parameter, ...]) -> str:
-    """The identity of a base model: four lines a parameter (name, dtype, shape, SHA-256 of its bytes), by name."""
+    """Computes the digest that identifies a base model.
+
+    Args:
+        parameters: The covered parameters.
+
+    Returns:
+        The SHA-256 of a text with four lines (name, dtype, shape, SHA-256) for each parameter, sorted by name.
+    """
     lines = (
         f"{p.name}\n{p.dtype}\n{'x'.join(map(str, p.shape))}\n{p.sha256}\n"
         for p in sorted(parameters, key=lambda p: p.name.encode())
@@ -104,35 +117,53 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
 
 
 class Base(Entry):
-    """The base model. Bundles belong together when the digests of the parameters they share agree, not for its name."""
+    """The base model. Two bundles are compatible if the parameters they share have equal digests; names do not matter.
+
+    Example:
+        >>> base = kp.identify(model, ["fc.weight", "fc.bias"], family="test", name="small")
+        >>> base.sha256
+    """
 
     family: Name
+    """Model family, such as open_clip."""
     name: Name
+    """Name of the model within its family."""
     revision: Name | None = None
+    """Pre-training tag or commit."""
     sha256: Digest
+    """Digest of the covered parameters, see `base_digest`."""
     parameters: Annotated[tuple[Parameter, ...], FailFast(), Field(min_length=1)]
+    """The covered parameters in state-dict order."""
 
     @model_validator(mode="after")
-    def _digest_holds(self) -> Base:
-        if twice := refuse_duplicate_keys(parameter.name for parameter in self.parameters):
-            raise ValueError(f"the parameter {twice!r} is listed twice")
-        if (found := base_digest(self.parameters)) != self.sha256:
-            raise ValueError(f"sha256 is {self.sha256}, the listed parameters give {found}")
+    def _check_digest(self) -> Base:
+        if duplicate := first_duplicate(parameter.name for parameter in self.parameters):
+            raise ValueError(f"the parameter {duplicate!r} is listed twice")
+        if (digest := base_digest(self.parameters)) != self.sha256:
+            raise ValueError(f"sha256 is {self.sha256}, but the listed parameters have {digest}")
         return self
 
 
 class Function(Entry):
-    """What f is: the output whose drift the curvature measures, linearised at θ0 = the base model's parameters."""
+    """The output f whose drift the curvature measures, linearised at the base model's parameters θ0.
+
+    Example:
+        >>> kp.Function(output="embedding", normalized=True, width=512)
+    """
 
     output: Literal["embedding", "hidden-state", "logits", "other"]
     normalized: StrictBool
+    """Whether f has unit Euclidean norm."""
     width: Side
+    """Number of components C of f."""
     at: Literal["base"] = "base"
+    """The point of linearisation."""
     detail: Text | None = None
+    """Further description."""
 
 
 class OutputScale(Entry):
-    """How large f is on the examples. Of a merged curvature, the weighted means over its tasks."""
+    """The magnitude of f on the examples. For a merged curvature, the weighted means over its tasks."""
 
     mean_square: NonNegative
     """E‖f‖²."""
@@ -148,15 +179,15 @@ FORMULAS = {
 
 
 class Scaling(Entry):
-    """How the factors are normalised: one of two formulas, written out so that no reader has to guess."""
+    """The normalisation of the factors: one of two formulas, stored in full so that it is unambiguous."""
 
     sharing: Sharing
     formula: Text
 
     @model_validator(mode="after")
-    def _formula_is_known(self) -> Scaling:
+    def _check_formula(self) -> Scaling:
         if self.formula != FORMULAS[self.sharing]:
-            raise ValueError(f"for {self.sharing!r} the formula must read {FORMULAS[self.sharing]!r}")
+            raise ValueError(f"for {self.sharing!r} the formula must be {FORMULAS[self.sharing]!r}")
         return self
 
 
@@ -165,38 +196,54 @@ REDUCE = Scaling(sharing="reduce", formula=FORMULAS["reduce"])
 
 
 class Estimate(Entry):
-    """How the expectation over f's outputs was taken."""
+    """How the expectation over the outputs of f was computed.
+
+    Example:
+        >>> kp.Estimate(fisher="mc", probe="orthogonal", probes=1, seed=0)
+    """
 
     fisher: Fisher
+    """`exact`, or `mc` for random probes."""
     probe: Probe | None = None
+    """Distribution of the probes; only with `mc`."""
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
+    """Number of probes per example; only with `mc`."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     model_dtype: FloatType | None = None
+    """Compute dtype of the model."""
     accumulation_dtype: FloatType | None = None
+    """Dtype in which the factors were summed."""
 
     @model_validator(mode="after")
-    def _probes_go_with_mc(self) -> Estimate:
-        given = [value is not None for value in (self.probe, self.probes)]
-        if not all(given) if self.fisher == "mc" else any(given):
-            raise ValueError("fisher 'mc' needs probe and probes, fisher 'exact' has neither")
+    def _check_probes(self) -> Estimate:
+        is_set = [value is not None for value in (self.probe, self.probes)]
+        if not all(is_set) if self.fisher == "mc" else any(is_set):
+            raise ValueError("fisher 'mc' requires probe and probes, fisher 'exact' allows neither")
         return self
 
 
 class Source(Entry):
-    """Whose curvature it is: the task and the data behind it."""
+    """The task and the data that a curvature or task vector was computed from.
+
+    Example:
+        >>> kp.Source(task="digits", split="train", examples=256, dataset_size=1437)
+    """
 
     task: Name
     dataset: Name | None = None
     revision: Name | None = None
+    """Revision of the data set."""
     split: Name | None = None
     preprocessing: Text | None = None
     examples: Count | None = None
+    """Number of examples used."""
     dataset_size: Count | None = None
+    """Number of examples in the full split."""
     license: Text | None = None
 
 
 class Parent(Entry):
-    """One of the bundles that a merge took, by the digest of its whole content."""
+    """A bundle that was merged, identified by its digest."""
 
     sha256: Digest
     weight: StrictFloat
@@ -205,16 +252,16 @@ class Parent(Entry):
 
 
 class Merge(Entry):
-    """Which bundles were merged, with which weights, by which rule. Parents of parents are listed, not nested."""
+    """The merged bundles, their weights and the merge rule. Parents of parents are listed directly, not nested."""
 
     rule: Name
     rank: Annotated[StrictInt, Field(ge=1)] | None = None
     parents: Annotated[tuple[Parent, ...], FailFast()]
 
     @model_validator(mode="after")
-    def _no_parent_twice(self) -> Merge:
-        if twice := refuse_duplicate_keys(parent.sha256 for parent in self.parents):
-            raise ValueError(f"the parent {twice} is there twice")
+    def _check_parents(self) -> Merge:
+        if duplicate := first_duplicate(parent.sha256 for parent in self.parents):
+            raise ValueError(f"the parent {duplicate} is listed twice")
         return self
 
 
@@ -222,9 +269,10 @@ RelativeError = Annotated[StrictFloat, Field(ge=0)]
 
 
 class Loss(Entry):
-    """What one lossy step did to one block, or to all: the codec or rule, and the relative errors measured then.
+    """The relative errors of one lossy step (a codec or merge rule), for one block or for all blocks together.
 
-    `quadratic` is that on random task vectors, `vector` that on a real one.
+    `frobenius` is the error in the Frobenius norm, `quadratic` that of the quadratic form on random task vectors, and
+    `vector` that of the quadratic form on a real task vector.
     """
 
     step: Name
@@ -234,30 +282,50 @@ class Loss(Entry):
 
     @classmethod
     def measured(cls, step: str, **errors: float | None) -> Loss:
-        """Errors to six digits: more would be noise, and differ from one processor to the next."""
+        """Creates an entry from measured errors.
+
+        Args:
+            step: Codec or merge rule.
+            **errors: The measured errors by field name; None for those that were not measured.
+
+        Returns:
+            The entry, with errors rounded to six significant digits because further digits depend on the processor.
+        """
         return cls(
             step=step, **{key: None if error is None else float(f"{error:.6g}") for key, error in errors.items()}
         )
 
 
 class About(Entry):
-    """Everything that is said of a curvature and is not the curvature itself."""
+    """The metadata of a curvature: base model, function, scaling, provenance and losses.
+
+    Example:
+        >>> curvature = kp.load("digits.kfac")
+        >>> curvature.about.source.task
+        'digits'
+    """
 
     base: Base
     function: Function
     output_scale: OutputScale | None = None
-    """Scale of f on the examples, which a penalty compares the drift of f with. New in 1.1."""
+    """Scale of f on the examples, to which a penalty relates the drift of f. New in 1.1."""
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
     source: Source | None = None
     merge: Merge | None = None
     losses: Annotated[tuple[Loss, ...], FailFast()] = ()
+    """Lossy steps that were applied to all blocks together."""
 
 
 class Piece(Entry):
-    """A parameter's place in the matrix of its block.
+    """The position of a parameter in the matrix of its block.
 
-    `rows` takes a slice of the parameter's first dimension; `view` makes it a matrix; its first element goes to `at`.
+    `rows` selects a slice (start, stop) of the parameter's first dimension; without it, the whole parameter is used.
+    `view` turns the slice into a matrix: first dimension × the others, its transpose, or one column. `at` is the row
+    and column of its first element in the matrix of the block.
+
+    Example:
+        >>> kp.Piece(parameter="fc.bias", at=(0, 64))
     """
 
     parameter: Name
@@ -266,7 +334,14 @@ class Piece(Entry):
     at: tuple[Count, Count] = (0, 0)
 
     def matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Rows and columns of this piece, once its parameter, of that shape, is sliced and seen as a matrix."""
+        """Returns the shape of this piece as a matrix.
+
+        Args:
+            shape: Shape of the whole parameter.
+
+        Returns:
+            Rows and columns after slicing and applying the view.
+        """
         if self.rows is not None:
             shape = (self.rows[1] - self.rows[0], *shape[1:])
         if self.view == "column":
@@ -276,7 +351,12 @@ class Piece(Entry):
 
 
 class Join(Entry):
-    """How parameters make up one matrix of `rows` × `columns`: the pieces tile it."""
+    """How parameters form the matrix of a block, `rows` × `columns`. The pieces tile it.
+
+    Example:
+        >>> weight, bias = kp.Piece(parameter="fc.weight"), kp.Piece(parameter="fc.bias", at=(0, 64))
+        >>> kp.Join(rows=10, columns=65, pieces=(weight, bias))
+    """
 
     rows: Dimension
     columns: Dimension
@@ -284,7 +364,7 @@ class Join(Entry):
 
 
 class Term(Entry):
-    """One `weight · B ⊗ A`."""
+    """One term `weight · B ⊗ A`. `B` and `A` are names of matrices."""
 
     B: Name
     A: Name
@@ -292,37 +372,45 @@ class Term(Entry):
 
 
 class BlockEntry(Entry):
+    """The fields that blocks of all structures have in common."""
+
     name: Name
     operation: Name
+    """The operation that uses the parameters, such as linear."""
     join: Join
     losses: Annotated[tuple[Loss, ...], FailFast()] = ()
+    """Lossy steps that were applied to this block."""
 
 
 class KroneckerEntry(BlockEntry):
-    """G = Σ weight · B ⊗ A, acting on the joined matrix as B ΔW A."""
+    """A block G = Σ weight · B ⊗ A, which maps the joined matrix ΔW to Σ weight · B ΔW A."""
 
     structure: Literal["kronecker"]
     terms: Annotated[tuple[Term, ...], FailFast(), Field(min_length=1)]
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """The matrices this block refers to, each with the side it must have."""
+        """Yields the names of the matrices of this block with the side that each must have."""
         for term in self.terms:
             yield term.B, self.join.rows
             yield term.A, self.join.columns
 
 
 class DenseEntry(BlockEntry):
-    """G itself, acting on the joined matrix flattened row by row. Held as 'diagonal', it is G's diagonal."""
+    """A block stored as G itself, which multiplies the joined matrix flattened row by row.
+
+    With structure `diagonal`, only the diagonal of G is stored.
+    """
 
     structure: Literal["dense", "diagonal"]
     matrix: Name
 
     def references(self) -> Iterator[tuple[str, int]]:
+        """Yields the name of the matrix of this block with the side that it must have."""
         yield self.matrix, self.join.rows * self.join.columns
 
 
 class TensorEntry(Entry):
-    """One tensor of a matrix: which component it is, its name in the file and the SHA-256 of its bytes."""
+    """A tensor of a matrix: its component, its name in the file and the SHA-256 of its bytes."""
 
     component: Name
     name: Name
@@ -330,11 +418,16 @@ class TensorEntry(Entry):
 
 
 class MatrixEntry(Entry):
-    """A symmetric matrix and how it is held. `examples` and `positions` are what its mean ran over."""
+    """A symmetric matrix and the form in which it is stored.
+
+    `psd` declares it positive semi-definite. Its mean was taken over `examples` examples and `positions` positions.
+    """
 
     name: Name
     form: Name
+    """How the matrix is stored, see `kfacpack.format.schema.LAYOUTS`."""
     version: Annotated[StrictInt, Field(ge=1)] = 1
+    """Version of the form."""
     side: Side
     psd: StrictBool = True
     examples: Count | None = None
@@ -343,15 +436,20 @@ class MatrixEntry(Entry):
 
     @property
     def components(self) -> dict[str, str]:
-        """Component -> tensor name."""
+        """Tensor names by component."""
         return {tensor.component: tensor.name for tensor in self.tensors}
 
 
 class Manifest(About):
+    """The manifest of a bundle: its metadata, matrices and blocks."""
+
     version: Annotated[StrictStr, Field(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$")]
+    """Format version, MAJOR.MINOR."""
     scaling: Scaling
     requires: Annotated[tuple[Name, ...], FailFast()] = ()
+    """Features that a reader must support."""
     producer: Text | None = None
+    """Software that wrote the file."""
     matrices: Annotated[tuple[MatrixEntry, ...], FailFast(), Field(min_length=1)]
     blocks: Annotated[
         tuple[Annotated[KroneckerEntry | DenseEntry, Field(discriminator="structure")], ...],
@@ -360,11 +458,15 @@ class Manifest(About):
     ]
 
     def about(self) -> About:
-        """What it says beside the matrices and blocks. It has been checked, and is not checked again."""
+        """Returns the metadata without matrices and blocks. It is not validated a second time."""
         return About.model_construct(**{key: getattr(self, key) for key in About.model_fields})
 
     def with_digests(self, digests: Mapping[str, str]) -> Manifest:
-        """The same manifest, the SHA-256 of each tensor filled in."""
+        """Returns a copy with the SHA-256 of each tensor filled in.
+
+        Args:
+            digests: SHA-256 by tensor name.
+        """
         matrices = tuple(
             matrix.model_copy(
                 update={"tensors": tuple(t.model_copy(update={"sha256": digests[t.name]}) for t in matrix.tensors)}

@@ -1,8 +1,7 @@
-"""Opening a sealed file, such as a bundle: the header alone decides whether it is one.
+"""Opening sealed files, such as bundles, and checking them without computing with their tensors.
 
-Tensor bytes are read, and checked, when touched.
-
-What can be checked of an open bundle without computing with it: its bytes, its numbers, its base model.
+Opening a file reads and validates its header only. Tensor bytes are read and checked on first access. The checks at the
+end of this module cover the tensors' digests, their values and the base model.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from kfacpack.format.container import (
     download_again,
     parse_json,
     seal,
+    short_repr,
 )
 from kfacpack.format.identity import difference
 from kfacpack.format.manifest import VERSION, Manifest, first_problem
@@ -38,14 +38,13 @@ if TYPE_CHECKING:
     from kfacpack.format.reference import FileLocation
 
     CheckProgress = Callable[[str, int, int], None]
-
-    """Called with a check's name, how many things it has looked at and how many there are."""
+    """Called with the name of a check, the number of items checked so far and their total."""
 
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
 
 FEATURES: frozenset[str] = frozenset()
-"""The required features this version knows. 1.0 has none."""
+"""The required features that this version supports. Format 1.x defines none so far."""
 
 _MAJOR = VERSION.split(".")[0]
 _UPGRADE = "Upgrade kfacpack to read it"
@@ -53,9 +52,19 @@ _CHUNK = 2**20
 
 
 class SealedFile:
-    """An open safetensors file with a manifest, and a seal over it: what bundles and task vectors have in common.
+    """An open safetensors file with a manifest and a seal: the common part of bundles and task vectors.
 
-    `digest` identifies the whole content: it seals the header, which holds the SHA-256 of every tensor.
+    Attributes:
+        path: Location of the file.
+        nbytes: Size of the file in bytes.
+        digest: The seal. It identifies the whole content, because it covers the header with every tensor's SHA-256.
+
+    Args:
+        path: A path, an `hf://` reference or an open container.
+        keys: The expected kind of file.
+
+    Raises:
+        BundleError: If the file is not a sealed file of this kind, or its seal does not match.
     """
 
     def __init__(self, path: str | os.PathLike[str] | Container, keys: SealKeys):
@@ -69,23 +78,48 @@ class SealedFile:
 
     @property
     def said(self) -> dict[str, Any]:
-        """The manifest as it stands in the file, with what this version does not know.
+        """The manifest as plain JSON values, including keys that this version does not know.
 
-        Many open files should be small, so it is read from its text each time.
+        It is parsed on each access, to save memory when many files are open.
         """
         return _read_manifest(self._container, self._keys)
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
+        """All tensors of the file by name."""
         return self._container.tensors
 
     def bytes_of(self, name: str) -> memoryview:
-        """One tensor's bytes, mapped from the file. The first touch checks its SHA-256 and that it is finite."""
+        """Maps a tensor's bytes into memory. The first access checks the tensor's SHA-256 and values.
+
+        Args:
+            name: Name of the tensor.
+
+        Returns:
+            The bytes as a copy-on-write mapping of the file.
+
+        Raises:
+            CorruptTensor: If the SHA-256 does not match or a value is not finite.
+            BundleError: If the file was modified or cannot be read.
+        """
         self._require_intact(name)
         return self._container.bytes_of(name)
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Bytes `start` to `stop` of one tensor, copied. The first touch checks all of it."""
+        """Copies bytes `start` to `stop` of a tensor. The first access checks the whole tensor.
+
+        Args:
+            name: Name of the tensor.
+            start: First byte, counted from the start of the tensor.
+            stop: Byte behind the last one.
+
+        Returns:
+            A copy of the bytes.
+
+        Raises:
+            CorruptTensor: If the SHA-256 does not match or a value is not finite.
+            BundleError: If the file was modified or cannot be read.
+        """
         self._require_intact(name)
         return self._container.read(name, start, stop)
 
@@ -94,32 +128,52 @@ class SealedFile:
             raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
-        """How one tensor's bytes differ from the sealed ones, in words, or None."""
+        """Describes how a tensor's SHA-256 differs from the one in the manifest, or returns None."""
         return self._problems_of(name)[0]
 
     def finite_problem(self, name: str) -> str | None:
-        """Which of one tensor's numbers is none, in words, or None."""
+        """Describes the first NaN or Inf in a tensor, or returns None."""
         return self._problems_of(name)[1]
 
     def _problems_of(self, name: str) -> tuple[str | None, str | None]:
-        """Both are looked for once, in one pass, a chunk at a time so that memory stays flat."""
+        """Runs both checks once, in a single pass over chunks, so that memory use stays constant."""
         if name not in self._problems:
             content, first, spec = sha256(), None, self.tensors[name]
             for start in range(0, spec.nbytes, _CHUNK):
                 chunk = self._container.read(name, start, min(start + _CHUNK, spec.nbytes))
                 content.update(chunk)
-                if first is None and (place := _first_non_finite(chunk, spec.dtype)) is not None:
-                    first = start // ITEM_BYTES[spec.dtype] + place
-            found, expected = content.hexdigest(), self._digests[name]
+                if first is None and (index := _first_non_finite(chunk, spec.dtype)) is not None:
+                    first = start // ITEM_BYTES[spec.dtype] + index
+            digest, expected = content.hexdigest(), self._digests[name]
             self._problems[name] = (
-                None if found == expected else f"its bytes have SHA-256 {found}, sealed was {expected}",
+                None if digest == expected else f"its bytes have SHA-256 {digest}, expected {expected}",
                 None if first is None else f"element {first} is not a finite number",
             )
         return self._problems[name]
 
 
 class Bundle(SealedFile):
-    """An open `.kfac` file: its manifest now, its tensors when asked for."""
+    """An open `.kfac` file. The manifest is read on opening, tensors on access.
+
+    Attributes:
+        path: Location of the file.
+        nbytes: Size of the file in bytes.
+        digest: SHA-256 that identifies the whole content.
+        manifest: The validated manifest.
+        matrices: The manifest's matrices by name.
+
+    Args:
+        path: A path, an `hf://` reference or an open container.
+
+    Raises:
+        BundleError: If the file is not a valid bundle.
+
+    Example:
+        >>> bundle = kp.Bundle("digits.kfac")
+        >>> bundle.manifest.source.task
+        'digits'
+        >>> data = bundle.bytes_of("fc.weight/B")
+    """
 
     def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, BUNDLE)
@@ -130,7 +184,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """What the same matrices would take as full float32, the diagonal ones as they are."""
+        """Size of the same matrices as dense float32; diagonal matrices count as their diagonals."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
@@ -138,115 +192,168 @@ class Bundle(SealedFile):
 
 
 def _check_seal(container: Container, keys: SealKeys) -> str:
+    """Returns the seal after checking that it occurs once and matches the header."""
     if keys.manifest not in container.metadata or keys.seal not in container.metadata:
-        if other := next((each for each in KINDS if each.manifest in container.metadata), None):
+        if other := next((kind for kind in KINDS if kind.manifest in container.metadata), None):
             raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.use)
         missing = f"its metadata has no {keys.manifest!r} and {keys.seal!r}"
-        problem = f"is a safetensors file, but no {keys.kind}: {missing}"
-        raise BundleError(container.path, problem, None, "Are these a model's weights?")
+        problem = f"is a safetensors file, but not a {keys.kind}: {missing}"
+        raise BundleError(container.path, problem, None, "It may contain the weights of a model")
     claimed = container.metadata[keys.seal]
-    once = len(claimed) == 64 and container.header.count(claimed.encode("utf-8", "replace")) == 1
+    # The header is JSON, so the seal may contain any character, even an unpaired surrogate that cannot be encoded.
+    once = len(claimed) == 64 and claimed.isascii() and container.header.count(claimed.encode()) == 1
     if not once or seal(container.header, claimed) != claimed:
-        problem = f"its bytes do not give the SHA-256 written in it ({claimed[:64]!r})"
+        problem = f"its SHA-256 does not match the seal ({claimed[:64]!r})"
         raise BundleError(container.path, problem, "header", download_again(container.path))
     return claimed
 
 
 def _read_manifest(container: Container, keys: SealKeys) -> dict[str, Any]:
-    """The manifest as JSON, once its version and required features are known ones."""
+    """Parses the manifest and checks its version and required features."""
     text = container.metadata[keys.manifest].encode("utf-8", "replace")
-    said = parse_json(container.path, text, "manifest", "It is sealed like this, so its writer broke the format")
-    version, requires = said.get("version"), said.get("requires", [])
+    remedy = "The seal matches, so the file was written like this: report it to its publisher"
+    manifest = parse_json(container.path, text, "manifest", remedy)
+    version, requires = manifest.get("version"), manifest.get("requires", [])
     if not isinstance(version, str) or version.split(".")[0] != _MAJOR:
-        problem = f"is format version {version!r}, this reader knows {_MAJOR}.x"
+        problem = f"unsupported format version {short_repr(version)}, expected {_MAJOR}.x"
         raise BundleError(container.path, problem, "manifest: version", _UPGRADE)
-    unknown = [each for each in requires if each not in FEATURES] if isinstance(requires, list) else [requires]
+    features = requires if isinstance(requires, list) else [requires]
+    # Values that are not strings may be unhashable, so they must not reach the set.
+    unknown = [feature for feature in features if not isinstance(feature, str) or feature not in FEATURES]
     if unknown:
-        problem = f"needs the feature {unknown[0]!r}, which this reader does not know"
+        problem = f"requires the unknown feature {short_repr(unknown[0])}"
         raise BundleError(container.path, problem, "manifest: requires", _UPGRADE)
-    return said
+    return manifest
 
 
-def validated(path: FileLocation, said: dict[str, Any], kind: type[ManifestT]) -> ManifestT:
-    """A manifest of that kind; what this version does not know of it is ignored."""
+def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT]) -> ManifestT:
+    """Validates a manifest. Unknown keys are ignored.
+
+    Args:
+        path: The file that contains the manifest, for error messages.
+        manifest: The manifest as plain JSON values.
+        kind: The pydantic model to validate against.
+
+    Returns:
+        An instance of `kind`.
+
+    Raises:
+        BundleError: If the manifest is invalid; `where` is the path of the first invalid key.
+    """
     try:
-        return kind.model_validate(said, extra="ignore")
+        return kind.model_validate(manifest, extra="ignore")
     except ValidationError as error:
         keys, problem = first_problem(error)
-        raise BundleError(path, problem, f"manifest: {_place(said, keys)}") from error
+        raise BundleError(path, problem, f"manifest: {_key_path(manifest, keys)}") from error
 
 
-def _place(manifest: Any, keys: tuple[int | str, ...]) -> str:
-    """A path into the manifest, with the names of the list items it passes: matrices.3 'fc/B'.side"""
+def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
+    """Formats a path into the manifest, with the names of list items: matrices.3 'fc/B'.side."""
     words = []
     for key in keys:
-        if isinstance(manifest, dict):
-            manifest = manifest.get(key)
-        elif isinstance(manifest, list):
-            manifest = manifest[key] if type(key) is int and key < len(manifest) else None
-        name = manifest.get("name") if type(key) is int and isinstance(manifest, dict) else None
+        if isinstance(value, dict):
+            value = value.get(key)
+        elif isinstance(value, list):
+            value = value[key] if type(key) is int and key < len(value) else None
+        name = value.get("name") if type(key) is int and isinstance(value, dict) else None
         words.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])
     return ".".join(words)
 
 
 def _first_non_finite(data: bytearray, dtype: str) -> int | None:
-    """Where the first NaN or infinity is."""
+    """Returns the index of the first NaN or Inf, or None."""
     if dtype.startswith("I"):
         return None
     numbers = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
-    # numpy has no bfloat16: its exponent is the eight bits under the sign, all ones for NaN and infinity.
+    # numpy has no bfloat16. Its exponent is the eight bits after the sign; NaN and Inf have all of them set.
     finite = (numbers & 0x7F80) != 0x7F80 if dtype == "BF16" else np.isfinite(numbers)
     return None if finite.all() else int(finite.argmin())
 
 
 @dataclass(frozen=True)
 class CheckFailure:
+    """One item that failed a check."""
+
     subject: str
-    """What is at fault: tensor 'fc/B', parameter 'fc.weight'."""
+    """The item, such as "tensor 'fc/B'" or "parameter 'fc.weight'"."""
     problem: str
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
+    """The result of one check over all items of a file."""
+
     name: str
+    """Name of the check."""
     checked: int
+    """Number of items that were checked."""
     failures: tuple[CheckFailure, ...]
     exempt: int = 0
-    """How many were not looked at because they do not promise to hold."""
+    """Number of items that were skipped because the check does not apply to them."""
 
 
 def run_check(
     name: str, subjects: Iterable[str], failure: Callable[[str], CheckFailure | None], progress: CheckProgress
 ) -> CheckResult:
-    """Look at every subject; one failure does not spare the others."""
-    todo = list(subjects)
+    """Checks every subject and collects all failures.
+
+    Args:
+        name: Name of the check.
+        subjects: Names of the items to check.
+        failure: Returns the failure of one item, or None.
+        progress: Called before each item and at the end.
+
+    Returns:
+        The number of items and the failures.
+    """
+    names = list(subjects)
     failures = []
-    for done, subject in enumerate(todo):
-        progress(name, done, len(todo))
-        if found := failure(subject):
-            failures.append(found)
-    progress(name, len(todo), len(todo))
-    return CheckResult(name, len(todo), tuple(failures))
+    for done, subject in enumerate(names):
+        progress(name, done, len(names))
+        if problem := failure(subject):
+            failures.append(problem)
+    progress(name, len(names), len(names))
+    return CheckResult(name, len(names), tuple(failures))
 
 
 def check_tensors(
     name: str, bundle: SealedFile, problem: Callable[[str], str | None], progress: CheckProgress
 ) -> CheckResult:
-    """Every tensor of a sealed file, by what `problem` says of it."""
+    """Runs a check on every tensor of a sealed file.
+
+    Args:
+        name: Name of the check.
+        bundle: The open file.
+        problem: Describes the problem of the tensor of a given name, or returns None.
+        progress: Called with the progress of the check.
+
+    Returns:
+        The number of tensors and the failures.
+    """
 
     def failure(tensor: str) -> CheckFailure | None:
-        found = problem(tensor)
-        return CheckFailure(f"tensor {tensor!r}", found) if found else None
+        description = problem(tensor)
+        return CheckFailure(f"tensor {tensor!r}", description) if description else None
 
     return run_check(name, bundle.tensors, failure, progress)
 
 
 def check_model(bundle: Bundle, weights: WeightReader, progress: CheckProgress) -> CheckResult:
-    """Do these weights hold the very parameters the curvature was computed at?"""
-    listed = {parameter.name: parameter for parameter in bundle.manifest.base.parameters}
+    """Checks that a model has exactly the parameters that the curvature was computed at.
+
+    Args:
+        bundle: The open bundle.
+        weights: Reads the model's parameters.
+        progress: Called with the progress of the check.
+
+    Returns:
+        The number of parameters and the failures.
+    """
+    parameters = {parameter.name: parameter for parameter in bundle.manifest.base.parameters}
 
     def failure(name: str) -> CheckFailure | None:
-        found = difference(listed[name], weights)
-        return CheckFailure(f"parameter {name!r}", found) if found else None
+        description = difference(parameters[name], weights)
+        return CheckFailure(f"parameter {name!r}", description) if description else None
 
-    return run_check("model", listed, failure, progress)
+    return run_check("model", parameters, failure, progress)

@@ -1,6 +1,6 @@
-"""Paths as users write them.
+"""Locations of files: local paths, and references to files on the Hub.
 
-What names a file on the Hub: hf://owner/repo[@revision]/file, as huggingface_hub's own file system has it.
+A reference has the form `hf://[datasets/]owner/repo[@revision]/file`, as in huggingface_hub's file system.
 """
 
 from __future__ import annotations
@@ -16,11 +16,21 @@ from kfacpack.errors import HubError, KfacpackError, printable
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """With the folder that ~ or ~user stands for."""
+    """Expands `~` and `~user` at the beginning of a path.
+
+    Args:
+        path: A path as written by the user.
+
+    Returns:
+        The expanded path.
+
+    Raises:
+        KfacpackError: If the user does not exist.
+    """
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
-        problem = "no such directory: nobody here is called that"
+        problem = "the home directory of this user cannot be determined"
         raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Write the path in full") from error
 
 
@@ -30,11 +40,11 @@ EXPECTED = "expected hf://owner/repo/FILE or hf://owner/repo@revision/FILE"
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 REPOSITORY = re.compile(rf"{_NAME}/{_NAME}")
 COMMIT = re.compile(r"[0-9a-f]{40}")
-_WHOLE = re.compile(
-    # Spaces and the like hold no bundles, and are no owners either.
+_ADDRESS = re.compile(
+    # Spaces, kernels and buckets contain no bundles, and these words are not valid owners.
     rf"hf://(?:(?P<kind>models|datasets)/)?(?!(?:models|datasets|spaces|kernels|buckets)/)"
     rf"(?P<repository>{REPOSITORY.pattern})"
-    # Of revisions with a slash, these two kinds are known by their looks; any other has it written as %2F.
+    # Two kinds of revisions may contain slashes; in all others a slash is written as %2F.
     r"(?:@(?P<revision>refs/pr/[0-9]+|refs/convert/[\w.-]+|[^/]+))?(?:/(?P<path>.+))?"
 )
 
@@ -42,55 +52,81 @@ RepositoryKind = Literal["model", "dataset"]
 
 
 class Address(NamedTuple):
-    """What hf://[datasets/]owner/repo[@revision][/path] says; the path is that of a file or a folder."""
+    """The parts of `hf://[datasets/]owner/repo[@revision][/path]`."""
 
     kind: RepositoryKind
     repository: str
     revision: str | None
     path: str | None
+    """A file or folder in the repository."""
 
 
 def read_address(text: str) -> Address | None:
-    """None for what is no address. Behind `hf:` one slash will do: a Path has lost the other."""
-    found = _WHOLE.fullmatch(SCHEME + text.removeprefix("hf:").lstrip("/"))
-    if found is None or not text.startswith("hf:/"):
+    """Parses an address on the Hub.
+
+    Args:
+        text: The address. `hf:/` with a single slash is accepted because `Path` collapses the two slashes.
+
+    Returns:
+        The parts of the address, or None if the text is not an address.
+    """
+    match = _ADDRESS.fullmatch(SCHEME + text.removeprefix("hf:").lstrip("/"))
+    if match is None or not text.startswith("hf:/"):
         return None
-    revision = unquote(found["revision"]) if found["revision"] else None
-    return Address("dataset" if found["kind"] == "datasets" else "model", found["repository"], revision, found["path"])
+    revision = unquote(match["revision"]) if match["revision"] else None
+    return Address("dataset" if match["kind"] == "datasets" else "model", match["repository"], revision, match["path"])
 
 
 @dataclass(frozen=True)
 class Reference(os.PathLike[str]):
-    """A file in a repository. Where paths are taken it is one, and reads as the user wrote it."""
+    """A file in a repository on the Hub. It can be used as a path, and its text is the `hf://` form.
+
+    Raises:
+        HubError: If `file` is not a valid path in a repository.
+    """
 
     repository: str
+    """OWNER/NAME."""
     file: str
+    """Path of the file in the repository."""
     revision: str | None = None
     """A branch, a tag or a commit; None for the repository's main branch."""
     kind: RepositoryKind = "model"
     header_only: bool = False
-    """Whether whoever opens it will look at the header alone, so that nothing else has to be fetched."""
+    """Whether only the header will be read, so that nothing else has to be downloaded."""
 
     def __post_init__(self) -> None:
         if any(part in ("", ".", "..") for part in self.file.split("/")) or "\\" in self.file:
-            raise HubError(str(self), f"{self.file!r} is not the path of a file in a repository", EXPECTED)
+            raise HubError(str(self), f"{self.file!r} is not a valid path of a file in a repository", EXPECTED)
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        found = read_address(text)
-        if not found:
-            raise HubError(text, "is not the name of a file on the Hub", EXPECTED)
-        if not found.path:
-            raise HubError(text, "names a repository, and no file in it", EXPECTED)
-        return cls(found.repository, found.path, found.revision, found.kind)
+        """Parses the `hf://` form of a reference.
+
+        Args:
+            text: The reference.
+
+        Returns:
+            The parsed reference.
+
+        Raises:
+            HubError: If the text does not name a file on the Hub.
+        """
+        address = read_address(text)
+        if not address:
+            raise HubError(text, "is not a valid reference to a file on the Hub", EXPECTED)
+        if not address.path:
+            raise HubError(text, "names a repository, but no file in it", EXPECTED)
+        return cls(address.repository, address.path, address.revision, address.kind)
 
     @property
     def name(self) -> str:
-        """The file's own name."""
+        """The file name without its folders."""
         return PurePosixPath(self.file).name
 
     @property
     def header(self) -> Reference:
+        """The same file with `header_only` set."""
         return replace(self, header_only=True)
 
     def __str__(self) -> str:
@@ -103,17 +139,28 @@ class Reference(os.PathLike[str]):
 
 
 FileLocation = Path | Reference
-"""Where a file is."""
+"""A local file or a file on the Hub."""
 
 
 def is_reference(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is an `hf://` reference."""
     text = os.fspath(path)
-    # A Path has lost one of the two slashes.
+    # Path collapses the two slashes into one.
     return text.startswith(SCHEME) or (isinstance(path, PurePath) and text.startswith("hf:/"))
 
 
 def locate(path: str | os.PathLike[str]) -> FileLocation:
-    """A file's name, understood."""
+    """Converts a path or `hf://` text to a `Path` or `Reference`.
+
+    Args:
+        path: A path, a reference or the text of either.
+
+    Returns:
+        The location.
+
+    Raises:
+        HubError: If the text begins with `hf://` but is not a valid reference.
+    """
     if isinstance(path, Reference):
         return path
     if is_reference(path):
@@ -122,6 +169,10 @@ def locate(path: str | os.PathLike[str]) -> FileLocation:
 
 
 def header_of(path: str | os.PathLike[str]) -> FileLocation:
-    """The same file, of which only the header will be looked at."""
-    place = locate(path)
-    return place.header if isinstance(place, Reference) else place
+    """Returns the location of a file of which only the header will be read.
+
+    Args:
+        path: A path, a reference or the text of either.
+    """
+    location = locate(path)
+    return location.header if isinstance(location, Reference) else location

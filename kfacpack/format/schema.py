@@ -1,9 +1,8 @@
-"""Which tensors each way to hold a matrix consists of, and the shape each must have.
+"""Consistency checks of a manifest and the tensors of its file, from shapes alone, before any tensor is read.
 
-The table is the file's side of a form, without torch; `kfacpack.curvature.matrices` is the side that computes.
-A form's numbers are in its tensor `data`. When that is I8, a tensor `scale` gives one factor for each stored row.
-
-Does a manifest fit itself and the tensors beside it? Decided from shapes alone, before any tensor is read.
+`LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
+of `kfacpack.curvature.matrices`. The numbers of a form are in its tensor `data`. If `data` is I8, a tensor `scale`
+holds one factor for each stored row.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kfacpack.errors import BundleError
-from kfacpack.format.container import refuse_duplicate_keys
+from kfacpack.format.container import first_duplicate
 
 if TYPE_CHECKING:
     from kfacpack.format.container import TensorSpec
@@ -28,11 +27,12 @@ DTYPES = (*FLOATS, "I32", "I8")
 
 
 def triangle_length(side: int) -> int:
-    """How many numbers a packed triangle holds, its diagonal included."""
+    """Returns the number of elements of a packed triangle, including the diagonal."""
     return side * (side + 1) // 2
 
 
 def widest_block(side: int, count: int) -> int:
+    """Returns the side of the blocks if a matrix is divided into `count` diagonal blocks: ⌈side / count⌉."""
     return -(-side // count)
 
 
@@ -69,18 +69,21 @@ def _diagonal(n: int, data: Shape) -> Shapes:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """`shapes(side, data)` gives every tensor's shape, the right one of `data` among them.
-
-    The shape that `data` has is given because it alone says how many blocks, columns or entries there are.
-    """
+    """The tensors of one form of matrix."""
 
     shapes: Callable[[int, Shape], Shapes]
+    """Returns the expected shape of every tensor, including `data`, from the side and the actual shape of `data`.
+
+    The actual shape is an argument because it alone determines the number of blocks, columns or entries.
+    """
     version: int = 1
+    """Highest supported version of the form."""
     may_be_psd: bool = True
+    """Whether a matrix of this form may be declared positive semi-definite."""
     count: int | None = None
-    """The dimension of `data` that a short name of the form gives, as in block:8; None if there is none."""
+    """The dimension of `data` that appears in the short name of the form, as in block:8; None if there is none."""
     full: Callable[[int], int] = lambda n: n * n
-    """How many numbers a side would take without any saving."""
+    """Returns the number of elements of an uncompressed matrix of a given side."""
 
 
 LAYOUTS: Mapping[str, MatrixLayout] = {
@@ -94,44 +97,53 @@ LAYOUTS: Mapping[str, MatrixLayout] = {
 
 
 def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
-    """Refuse a matrix whose tensors are not exactly what its form asks for. Reads no tensor."""
-    components = entry.components
-    if twice := refuse_duplicate_keys(tensor.component for tensor in entry.tensors):
-        raise BundleError(path, f"has two tensors for {twice!r}", where=f"matrix {entry.name!r}")
+    """Checks that a matrix has exactly the tensors that its form requires. Reads no tensor.
 
-    def refuse(problem: str, tensor: str | None = None) -> BundleError:
+    Args:
+        path: The file, for error messages.
+        entry: The matrix in the manifest.
+        tensors: All tensors of the file by name.
+
+    Raises:
+        BundleError: If a tensor is missing, superfluous, or has the wrong shape or dtype.
+    """
+    components = entry.components
+    if duplicate := first_duplicate(tensor.component for tensor in entry.tensors):
+        raise BundleError(path, f"has two tensors for {duplicate!r}", where=f"matrix {entry.name!r}")
+
+    def invalid(problem: str, tensor: str | None = None) -> BundleError:
         return BundleError(path, problem, where=f"tensor {tensor!r}" if tensor else f"matrix {entry.name!r}")
 
     layout = LAYOUTS.get(entry.form)
     if layout is None or entry.version > layout.version:
-        known = ", ".join(f"{form} {each.version}" for form, each in LAYOUTS.items())
-        problem = f"is held as {entry.form!r} version {entry.version}; known here: {known}"
+        supported = ", ".join(f"{form} {supported.version}" for form, supported in LAYOUTS.items())
+        problem = f"has the form {entry.form!r} version {entry.version}; supported are: {supported}"
         raise BundleError(path, problem, where=f"matrix {entry.name!r}", remedy="Upgrade kfacpack to read it")
     if entry.psd and not layout.may_be_psd:
-        raise refuse(f"promises to be positive semi-definite, which a {entry.form!r} matrix may not")
+        raise invalid(f"is declared positive semi-definite, which is not allowed for a {entry.form!r} matrix")
     for component, tensor in components.items():
         if tensor not in tensors:
-            raise refuse(f"is {component!r} of matrix {entry.name!r}, but not in the file", tensor)
+            raise invalid(f"is listed as {component!r} of matrix {entry.name!r}, but is not in the file", tensor)
     if "data" not in components:
-        raise refuse("has no 'data'")
+        raise invalid("has no 'data'")
     data = tensors[components["data"]]
     if not data.shape:
-        raise refuse("'data' is a scalar", components["data"])
+        raise invalid("'data' is a scalar", components["data"])
 
     expected = layout.shapes(entry.side, data.shape)
     if data.dtype != "I8":
         expected.pop("scale", None)
     if expected.keys() != components.keys():
         problem = f"a {entry.form!r} matrix of {data.dtype} consists of {sorted(expected)}"
-        raise refuse(f"{problem}, found {sorted(components)}")
+        raise invalid(f"{problem}, got {sorted(components)}")
     for component, shape in expected.items():
         tensor = components[component]
         spec, allowed = tensors[tensor], _allowed_dtypes(component, scaled="scale" in expected)
         if spec.shape != shape:
             problem = f"{component!r} of a {entry.form!r} matrix of side {entry.side}"
-            raise refuse(f"{problem} has shape {list(shape)}, found {list(spec.shape)}", tensor)
+            raise invalid(f"{problem} must have shape {list(shape)}, got {list(spec.shape)}", tensor)
         if spec.dtype not in allowed:
-            raise refuse(f"{component!r} is {spec.dtype}, expected one of {', '.join(allowed)}", tensor)
+            raise invalid(f"{component!r} is {spec.dtype}, expected one of {', '.join(allowed)}", tensor)
 
 
 def _allowed_dtypes(component: str, scaled: bool) -> tuple[str, ...]:
@@ -141,23 +153,35 @@ def _allowed_dtypes(component: str, scaled: bool) -> tuple[str, ...]:
 
 
 Problem = tuple[str, str]
-"""Where, and what is wrong there."""
+"""The location of an inconsistency and its description."""
 
 
-class Joined(Protocol):
-    """A block, in a manifest or in memory, as far as its parameters go."""
-
-    @property
-    def name(self) -> str: ...
+class JoinedBlock(Protocol):
+    """A block, in a manifest or in memory, as far as its parameters are concerned."""
 
     @property
-    def join(self) -> Join: ...
+    def name(self) -> str:
+        """Name of the block."""
+
+    @property
+    def join(self) -> Join:
+        """How parameters form the matrix of the block."""
 
 
 def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
-    _check_tensors(path, manifest, tensors)
-    if twice := refuse_duplicate_keys(matrix.name for matrix in manifest.matrices):
-        raise BundleError(path, "there are two matrices of this name", f"matrix {twice!r}")
+    """Checks that a manifest is consistent with itself and with the tensors of its file.
+
+    Args:
+        path: The file, for error messages.
+        manifest: The validated manifest.
+        tensors: All tensors of the file by name.
+
+    Raises:
+        BundleError: If tensors, matrices, blocks and parameters do not fit together.
+    """
+    _check_listed_once(path, manifest, tensors)
+    if duplicate := first_duplicate(matrix.name for matrix in manifest.matrices):
+        raise BundleError(path, "there are two matrices of this name", f"matrix {duplicate!r}")
     for matrix in manifest.matrices:
         check_layout(path, matrix, tensors)
     matrices = {matrix.name: matrix for matrix in manifest.matrices}
@@ -169,14 +193,22 @@ def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[s
         raise BundleError(path, "no block refers to it", f"matrix {min(unused)!r}")
     shapes = {parameter.name: parameter.shape for parameter in manifest.base.parameters}
     if problem := coverage_problem(manifest.blocks, shapes):
-        where, what = problem
-        raise BundleError(path, what, where)
+        where, description = problem
+        raise BundleError(path, description, where)
 
 
-def coverage_problem(blocks: Sequence[Joined], shapes: Mapping[str, Shape]) -> Problem | None:
-    """Pieces must tile their block's matrix, and each parameter must be covered once, whole."""
-    if twice := refuse_duplicate_keys(block.name for block in blocks):
-        return f"block {twice!r}", "there are two blocks of this name"
+def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape]) -> Problem | None:
+    """Checks that pieces tile the matrix of their block and that every parameter is covered exactly once.
+
+    Args:
+        blocks: All blocks.
+        shapes: Shapes of the base model's parameters by name.
+
+    Returns:
+        The location and description of the first problem, or None.
+    """
+    if duplicate := first_duplicate(block.name for block in blocks):
+        return f"block {duplicate!r}", "there are two blocks of this name"
     covered: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for block in blocks:
         for piece in block.join.pieces:
@@ -189,23 +221,24 @@ def coverage_problem(blocks: Sequence[Joined], shapes: Mapping[str, Shape]) -> P
             return f"block {block.name!r}", problem
     for name, shape in shapes.items():
         spans = sorted(covered[name])
-        # Spans cover a parameter once and whole when each begins where the one before it ends.
+        # Spans cover a parameter exactly once if each begins where the previous one ends.
         if [0, *(stop for _, stop in spans)] != [*(start for start, _ in spans), _length(shape)]:
-            found = [list(span) for span in spans[:8]]
-            return f"parameter {name!r}", f"must be covered once and whole, covered are rows {found} of {list(shape)}"
+            rows = [list(span) for span in spans[:8]]
+            problem = f"must be covered exactly once, but the blocks cover rows {rows} of shape {list(shape)}"
+            return f"parameter {name!r}", problem
     return None
 
 
 def _length(shape: Shape) -> int:
-    """How many rows a parameter has; a scalar has one."""
+    """Returns the size of the first dimension; 1 for a scalar."""
     return shape[0] if shape else 1
 
 
 def _piece_problem(piece: Piece, shape: Shape) -> str | None:
     if not shape and (piece.rows is not None or piece.view != "column"):
-        return f"{piece.parameter!r} is a scalar, which needs the view 'column' and no rows"
+        return f"{piece.parameter!r} is a scalar, which requires the view 'column' and no rows"
     if piece.rows is not None and not piece.rows[0] < piece.rows[1] <= shape[0]:
-        return f"cannot take rows {list(piece.rows)} of {piece.parameter!r}, of shape {list(shape)}"
+        return f"invalid rows {list(piece.rows)} for {piece.parameter!r} of shape {list(shape)}"
     return None
 
 
@@ -216,22 +249,24 @@ def _tiling_problem(join: Join, shapes: Mapping[str, Shape]) -> str | None:
         (top, left), bottom, right = piece.at, piece.at[0] + height, piece.at[1] + width
         if bottom > join.rows or right > join.columns:
             size = f"{join.rows}×{join.columns}"
-            return f"{piece.parameter!r} ({height}×{width}) at {list(piece.at)} leaves the {size} matrix"
+            return f"{piece.parameter!r} ({height}×{width}) at {list(piece.at)} exceeds the {size} matrix"
         for other, (o_top, o_left, o_bottom, o_right) in tiles:
             if top < o_bottom and o_top < bottom and left < o_right and o_left < right:
                 return f"{piece.parameter!r} and {other!r} overlap"
         tiles.append((piece.parameter, (top, left, bottom, right)))
     area = sum((bottom - top) * (right - left) for _, (top, left, bottom, right) in tiles)
     if area != join.rows * join.columns:
-        return f"its pieces fill {area} of the {join.rows * join.columns} places of its matrix"
+        return f"its pieces fill {area} of the {join.rows * join.columns} elements of its matrix"
     return None
 
 
-def _check_tensors(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
+def _check_listed_once(path: FileLocation, manifest: Manifest, tensors: Mapping[str, TensorSpec]) -> None:
+    """Checks that every tensor of the file has an allowed dtype and belongs to exactly one matrix."""
     uses = Counter(tensor.name for matrix in manifest.matrices for tensor in matrix.tensors)
     for name, spec in tensors.items():
         if spec.dtype not in DTYPES:
-            raise BundleError(path, f"has dtype {spec.dtype}, a bundle holds {', '.join(DTYPES)}", f"tensor {name!r}")
+            problem = f"has dtype {spec.dtype}, expected one of {', '.join(DTYPES)}"
+            raise BundleError(path, problem, f"tensor {name!r}")
         if uses[name] != 1:
             raise BundleError(path, f"the manifest lists it {uses[name]} times, expected once", f"tensor {name!r}")
 
@@ -239,13 +274,14 @@ def _check_tensors(path: FileLocation, manifest: Manifest, tensors: Mapping[str,
 def _check_reference(
     path: FileLocation, matrices: Mapping[str, MatrixEntry], block: KroneckerEntry | DenseEntry, name: str, side: int
 ) -> None:
+    """Checks that a matrix to which a block refers exists and has the right side and form."""
     where = f"block {block.name!r}"
     if name not in matrices:
-        raise BundleError(path, f"refers to the matrix {name!r}, which is not there", where)
+        raise BundleError(path, f"refers to the missing matrix {name!r}", where)
     if matrices[name].side != side:
         size = f"{block.join.rows}×{block.join.columns}"
-        problem = f"joins its parameters to {size}, so {name!r} needs side {side}, found {matrices[name].side}"
+        problem = f"its matrix is {size}, so {name!r} must have side {side}, got {matrices[name].side}"
         raise BundleError(path, problem, where)
     if block.structure == "diagonal" and matrices[name].form != "diagonal":
-        problem = f"is diagonal, but {name!r} is held as {matrices[name].form!r}, expected 'diagonal'"
+        problem = f"is diagonal, but {name!r} has the form {matrices[name].form!r}, expected 'diagonal'"
         raise BundleError(path, problem, where)

@@ -1,9 +1,4 @@
-"""Sizes as people write them: 70MB, 1.5 GB, 10%.
-
-Numbers in words, the same wherever they are shown.
-
-What a vector is multiplied by, as people write it: 1.0, 0.3,0.5 or 0:2:0.1.
-"""
+"""Numbers as users write and read them: sizes (70MB, 10%), durations, percentages and values of α (0:2:0.1)."""
 
 from __future__ import annotations
 
@@ -19,20 +14,32 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of items done and their total."""
 
 
-def parse_size(said: str | int, whole: int) -> int:
-    """A number of bytes; a percentage is one of `whole`."""
-    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[kmg]?b|)\s*", str(said), re.IGNORECASE)
-    if match is None or isinstance(said, bool) or not float(match[1]):
-        raise KfacpackError(f"budget {said!r}: expected a size such as 70MB, 1.5GB or 10% of dense float32")
+def parse_size(size: str | int, whole: int) -> int:
+    """Parses a size such as 70MB, 1.5 GB or 10%.
+
+    Args:
+        size: The size as written by the user.
+        whole: The number of bytes that percentages refer to.
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        KfacpackError: If the text is not a positive size.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,9})?)\s*(%|[kmg]?b|)\s*", str(size), re.IGNORECASE)
+    if match is None or isinstance(size, bool) or not float(match[1]):
+        raise KfacpackError(f"budget {size!r}: expected a size such as 70MB, 1.5GB or 10% of dense float32")
     number, unit = float(match[1]), match[2].lower()
     return int(number / 100 * whole) if unit == "%" else int(number * _UNITS[unit])
 
 
 MISSING = "–"
+"""Shown in tables in place of a missing value."""
 
 
 def human_bytes(count: float) -> str:
-    """1536 -> '1.5 kB', in powers of a thousand as disks and hubs count."""
+    """Formats a number of bytes in powers of 1000: 1536 -> '1.5 kB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"
@@ -41,7 +48,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """75.2 -> '1 min 15 s'."""
+    """Formats a duration: 75.2 -> '75 s', 125.2 -> '2 min 5 s'."""
     if seconds < 99.5:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -49,21 +56,22 @@ def human_seconds(seconds: float) -> str:
 
 
 def format_percent(share: float, std: float | None = None) -> str:
-    """0.9312 -> '93.1 %'; with a deviation, '93.1 ± 0.4 %'."""
+    """Formats a fraction as a percentage: 0.9312 -> '93.1 %'; with a standard deviation, '93.1 ± 0.4 %'."""
     return f"{100 * share:.1f} %" if std is None else f"{100 * share:.1f} ± {100 * std:.1f} %"
 
 
 def format_number(value: float, std: float | None = None) -> str:
-    """Three digits that count."""
+    """Formats a number with three significant digits, and its standard deviation with two."""
     return f"{value:.3g}" if std is None else f"{value:.3g} ± {std:.2g}"
 
 
 def format_score(value: float, std: float | None = None) -> str:
-    """Three decimals, for what lies between 0 and 1 and is no share."""
+    """Formats a score between 0 and 1 with three decimals."""
     return f"{value:.3f}" if std is None else f"{value:.3f} ± {std:.3f}"
 
 
 def format_count(number: float) -> str:
+    """Formats an integer with thousands separators."""
     return f"{number:,.0f}"
 
 
@@ -72,42 +80,52 @@ ALPHA_FORMS = "expected a number (1.0), several (0.3,0.5), or a range from:to:st
 
 
 def parse_alphas(text: str) -> list[float]:
-    """The numbers, in the order they are written; a range has its end, too, where its steps arrive there.
+    """Parses values of α: a number, a comma-separated list, or a range `from:to:step`.
 
-    They are counted in decimals, so that the fourth of 0:2:0.1 is the very number that 0.3 is.
+    Ranges are computed in decimal arithmetic, so the fourth value of 0:2:0.1 is exactly the float 0.3.
+
+    Args:
+        text: The values as written by the user.
+
+    Returns:
+        The values in the given order. A range includes its end if a step reaches it.
+
+    Raises:
+        KfacpackError: If the text is invalid, or has duplicate or too many values.
     """
-    found = [each for part in text.split(",") for each in _alpha_range(part, text)]
-    if len(found) > MAX_ALPHAS:
-        raise _invalid_alphas(text, f"these are more than {MAX_ALPHAS:,} values")
-    if twice := [each for k, each in enumerate(found) if each in found[:k]]:
-        raise _invalid_alphas(text, f"{twice[0]} is there twice")
-    return [float(each) for each in found]
+    alphas = [alpha for part in text.split(",") for alpha in _alpha_range(part, text)]
+    if len(alphas) > MAX_ALPHAS:
+        raise _invalid_alphas(text, f"more than {MAX_ALPHAS:,} values")
+    if duplicates := [alpha for k, alpha in enumerate(alphas) if alpha in alphas[:k]]:
+        raise _invalid_alphas(text, f"{duplicates[0]} occurs twice")
+    return [float(alpha) for alpha in alphas]
 
 
 def _alpha_range(part: str, text: str) -> list[Decimal]:
     if ":" not in part:
         return [_alpha_number(part, text)]
-    numbers = [_alpha_number(each, text) for each in part.split(":")]
+    numbers = [_alpha_number(number, text) for number in part.split(":")]
     if len(numbers) != 3:
-        raise _invalid_alphas(text, f"a range has three numbers, found {len(numbers)}")
+        raise _invalid_alphas(text, f"a range has three numbers, got {len(numbers)}")
     start, stop, step = numbers
     if step <= 0:
-        raise _invalid_alphas(text, f"the step of a range is greater than zero, found {step}")
+        raise _invalid_alphas(text, f"the step of a range must be greater than zero, got {step}")
     if stop < start:
-        raise _invalid_alphas(text, f"a range goes upwards, found {start} to {stop}")
+        raise _invalid_alphas(text, f"a range must be increasing, got {start} to {stop}")
     steps = (stop - start) / step
     if steps >= MAX_ALPHAS:
-        raise _invalid_alphas(text, f"these are more than {MAX_ALPHAS:,} values")
+        raise _invalid_alphas(text, f"more than {MAX_ALPHAS:,} values")
     return [start + k * step for k in range(int(steps) + 1)]
 
 
-def _alpha_number(said: str, text: str) -> Decimal:
+def _alpha_number(word: str, text: str) -> Decimal:
     try:
-        number = Decimal(said.strip())
+        number = Decimal(word.strip())
     except InvalidOperation:
-        raise _invalid_alphas(text, f"{said.strip()!r} is no number") from None
+        raise _invalid_alphas(text, f"{word.strip()!r} is not a number") from None
     if not number.is_finite() or abs(number) > MAX_ALPHA or (number and abs(number) < Decimal("1e-9")):
-        raise _invalid_alphas(text, f"{said.strip()} is no number that a vector is multiplied by")
+        problem = f"{word.strip()} is out of range, expected 0 or a magnitude from 1e-9 to {MAX_ALPHA}"
+        raise _invalid_alphas(text, problem)
     return number
 
 

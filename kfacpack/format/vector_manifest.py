@@ -1,7 +1,8 @@
-"""What the file of a task vector says of itself, in the words of a bundle's manifest. Nothing here imports torch.
+"""The manifest of a task vector, built from the entries of a bundle's manifest. This module does not import torch.
 
-The file is a safetensors file. A parameter's change stands under the parameter's own name; the head of task k (in the
-manifest's order, from 0) under `HEAD.k.weight`, (K, C), and `HEAD.k.bias`, (K,). All numbers are float32.
+A task vector is a safetensors file. The change of a parameter is stored under the parameter's own name; the head of
+task k (in the manifest's order, from 0) under `HEAD.k.weight`, of shape (K, C), and `HEAD.k.bias`, of shape (K,). All
+tensors are float32.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from typing import Annotated, Literal
 
 from pydantic import FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
-from kfacpack.format.container import Spec, refuse_duplicate_keys
+from kfacpack.format.container import Spec, first_duplicate
 from kfacpack.format.manifest import Base, Digest, Entry, Function, Name, Source, Text
 
 VERSION = "1.0"
 HEAD = "kfacpack.head"
-"""What the names of a head's tensors begin with, and no parameter's does."""
+"""Prefix of the names of a head's tensors, which no parameter may have."""
 
 RegimeName = Literal["linear", "full", "attention"]
 HeadOrigin = Literal["text", "prototypes", "words"]
@@ -24,23 +25,25 @@ Setting = StrictBool | StrictInt | StrictFloat | Text
 
 
 class Training(Entry):
-    """How a vector was trained: enough to do it again."""
+    """How a vector was trained: enough to repeat the training."""
 
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     settings: dict[Name, Setting] = Field(default_factory=dict)
     bundles: Annotated[tuple[Digest, ...], FailFast()] = ()
-    """The digests of the bundles that the penalty was made of."""
+    """Digests of the bundles that the penalty was computed from."""
 
 
 class HeadEntry(Entry):
-    """What a head's classes are called and what it was made from. Its numbers are tensors of the file."""
+    """The classes of a head and its origin. Its weights are tensors of the file."""
 
     origin: HeadOrigin
+    """What the head was computed from."""
     classes: Annotated[tuple[Text, ...], FailFast(), Field(min_length=1)]
+    """Class names in the order of the logits."""
 
 
 class TaskEntry(Entry):
-    """One task that is in the vector."""
+    """A task that the vector contains."""
 
     source: Source
     training: Training | None = None
@@ -48,11 +51,12 @@ class TaskEntry(Entry):
 
     @property
     def name(self) -> str:
+        """Name of the task."""
         return self.source.task
 
 
 class Addend(Entry):
-    """A vector that this one is a sum of, by its digest. Addends of addends are listed, not nested."""
+    """A vector that is part of a sum, identified by its digest. Addends of addends are listed directly, not nested."""
 
     sha256: Digest
     coefficient: StrictFloat
@@ -60,36 +64,36 @@ class Addend(Entry):
 
 
 class MethodEntry(Entry):
-    """By what the addends became one vector, if not by adding them up. Their coefficients are the α of each."""
+    """The method that merged the addends, if it is not a plain sum. The addends' coefficients are their α."""
 
     name: Name
     settings: dict[Name, Setting] = Field(default_factory=dict)
 
 
 class AboutVector(Entry):
-    """Everything that is said of a task vector and is not the vector itself."""
+    """The metadata of a task vector: base model, function, regime, tasks and provenance."""
 
     base: Base
     function: Function
     regime: RegimeName
     tasks: Annotated[tuple[TaskEntry, ...], FailFast()]
     addends: Annotated[tuple[Addend, ...], FailFast()] = ()
-    """None for a vector as it was trained."""
+    """Empty for a trained or extracted vector."""
     method: MethodEntry | None = None
     """None for a sum."""
 
     @model_validator(mode="after")
-    def _names_are_free(self) -> AboutVector:
-        if twice := refuse_duplicate_keys(task.name for task in self.tasks):
-            raise ValueError(f"the task {twice!r} is there twice")
-        if taken := [p.name for p in self.base.parameters if p.name.startswith(HEAD)]:
-            raise ValueError(f"no parameter may be called {taken[0]!r}: names from {HEAD!r} on are for heads")
+    def _check_names(self) -> AboutVector:
+        if duplicate := first_duplicate(task.name for task in self.tasks):
+            raise ValueError(f"the task {duplicate!r} is listed twice")
+        if reserved := [p.name for p in self.base.parameters if p.name.startswith(HEAD)]:
+            raise ValueError(f"invalid parameter name {reserved[0]!r}: the prefix {HEAD!r} is reserved for heads")
         if self.method and not self.addends:
-            raise ValueError(f"it was made by {self.method.name!r}, but no vectors are listed that it was made of")
+            raise ValueError(f"the method is {self.method.name!r}, but no addends are listed")
         return self
 
     def specs(self) -> dict[str, Spec]:
-        """Every tensor of the file, with its dtype and shape."""
+        """Returns the dtype and shape of every tensor of the file by name."""
         specs: dict[str, Spec] = {parameter.name: ("F32", parameter.shape) for parameter in self.base.parameters}
         for number, task in enumerate(self.tasks):
             if task.head:
@@ -99,24 +103,40 @@ class AboutVector(Entry):
 
 
 class StoredTensor(Entry):
+    """A tensor of the file and the SHA-256 of its bytes."""
+
     name: Name
     sha256: Digest
 
 
 class VectorManifest(AboutVector):
+    """The manifest of a task vector: its metadata and tensors."""
+
     version: Annotated[StrictStr, Field(pattern=r"^(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})$")]
+    """Format version, MAJOR.MINOR."""
     producer: Text | None = None
+    """Software that wrote the file."""
     tensors: Annotated[tuple[StoredTensor, ...], FailFast()]
 
     def with_digests(self, digests: Mapping[str, str]) -> VectorManifest:
-        """The same manifest, the SHA-256 of each tensor filled in."""
-        filled = tuple(each.model_copy(update={"sha256": digests[each.name]}) for each in self.tensors)
-        return self.model_copy(update={"tensors": filled})
+        """Returns a copy with the SHA-256 of each tensor filled in.
+
+        Args:
+            digests: SHA-256 by tensor name.
+        """
+        tensors = tuple(tensor.model_copy(update={"sha256": digests[tensor.name]}) for tensor in self.tensors)
+        return self.model_copy(update={"tensors": tensors})
 
     def about(self) -> AboutVector:
-        """What it says beside the tensors. It has been checked, and is not checked again."""
+        """Returns the metadata without the tensors. It is not validated a second time."""
         return AboutVector.model_construct(**{key: getattr(self, key) for key in AboutVector.model_fields})
 
 
 def head_name(number: int, what: Literal["weight", "bias"]) -> str:
+    """Returns the name of a head's tensor.
+
+    Args:
+        number: Index of the task in the manifest.
+        what: Which tensor.
+    """
     return f"{HEAD}.{number}.{what}"

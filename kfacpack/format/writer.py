@@ -1,10 +1,8 @@
-"""Writing a bundle, or another sealed file: streaming, atomic, deterministic.
+"""Streaming, atomic and deterministic writing of bundles, other sealed files and small files.
 
-Every tensor's place follows from shapes alone and every SHA-256 is 64 digits long, so the header's length is known
-before the first number is. Tensors are written to their places in whatever order they come, a part at a time; the
-header is written last; then the file is synced and renamed. Who is killed half-way leaves the old file.
-
-Small files that appear whole or not at all.
+The positions of all tensors follow from their shapes, and every SHA-256 has 64 digits, so the length of the header is
+known before the tensors are. Tensors are written to their positions in any order, in parts of any size. The header is
+written last; then the file is synced and renamed. If the process dies, the old file is left intact.
 """
 
 from __future__ import annotations
@@ -43,47 +41,74 @@ if TYPE_CHECKING:
 
 
 ABANDONED_AFTER = 3600
-"""Seconds without a write, after which an unfinished file is nobody's."""
+"""Seconds without a write after which an unfinished file counts as abandoned."""
 
 
 class SealedManifest(Protocol):
-    """A manifest, as far as writing it goes."""
+    """The methods of a manifest that the writer uses."""
 
-    def with_digests(self, digests: Mapping[str, str]) -> SealedManifest: ...
+    def with_digests(self, digests: Mapping[str, str]) -> SealedManifest:
+        """Returns a copy with the SHA-256 of each tensor filled in."""
 
-    def model_dump(self, *, mode: str, exclude_none: bool) -> dict[str, Any]: ...
+    def model_dump(self, *, mode: str, exclude_none: bool) -> dict[str, Any]:
+        """Returns the manifest as plain JSON values."""
 
 
 class TensorWriter(Protocol):
-    """Takes the next bytes of a tensor to their place in the file."""
+    """Appends bytes to a tensor of the file that is being written."""
 
-    def __call__(self, name: str, data: memoryview) -> None: ...
+    def __call__(self, name: str, data: memoryview) -> None:
+        """Appends `data` to the tensor `name`."""
 
 
 @contextlib.contextmanager
 def write_bundle(
     path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec]
 ) -> Iterator[TensorWriter]:
-    """A context in which the bytes of every tensor in `tensors` (name -> dtype, shape) are put; it makes the file.
+    """Writes a bundle atomically.
 
-    The manifest's digests are filled in from the bytes that were put.
+    Args:
+        path: The file to write.
+        manifest: The manifest. Its digests are replaced by those of the written bytes.
+        tensors: Dtype and shape of every tensor by name.
+
+    Yields:
+        A function that appends bytes to a tensor. All bytes of all tensors must be written inside the context.
+
+    Raises:
+        BundleError: If the manifest does not fit the tensors, or the file cannot be written.
+        ValueError: If a tensor was not written completely.
     """
     check_consistency(Path(path), manifest, tensor_offsets(tensors))
-    with write_sealed(path, manifest, tensors, BUNDLE) as put:
-        yield put
+    with write_sealed(path, manifest, tensors, BUNDLE) as write:
+        yield write
 
 
 @contextlib.contextmanager
 def write_sealed(
     path: str | os.PathLike[str], manifest: SealedManifest, tensors: Mapping[str, Spec], keys: SealKeys
 ) -> Iterator[TensorWriter]:
-    """`write_bundle` for a file of any kind; whether the manifest fits the tensors is the caller's concern."""
-    header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED), keys)
-    places = tensor_offsets(tensors, start=len(header))
+    """Writes a sealed file of any kind atomically. The caller checks that the manifest fits the tensors.
 
-    # One part is hashed and written while the caller prepares the next; never more than that one is waiting.
+    Args:
+        path: The file to write.
+        manifest: The manifest. Its digests are replaced by those of the written bytes.
+        tensors: Dtype and shape of every tensor by name.
+        keys: The kind of file.
+
+    Yields:
+        A function that appends bytes to a tensor.
+
+    Raises:
+        BundleError: If the file cannot be written.
+        ValueError: If a tensor was not written completely.
+    """
+    header = _header(path, manifest, tensors, dict.fromkeys(tensors, UNSEALED), keys)
+    specs = tensor_offsets(tensors, start=len(header))
+
+    # One part is hashed and written while the caller prepares the next. At most one part is pending.
     with replace_atomically(path) as descriptor, ThreadPoolExecutor(max_workers=1) as background:
-        under_way: Future[None] | None = None
+        pending: Future[None] | None = None
         written = dict.fromkeys(tensors, 0)
         hashes = {name: sha256() for name in tensors}
 
@@ -91,18 +116,18 @@ def write_sealed(
             hashes[name].update(data)
             _write_at(descriptor, data, position)
 
-        def put(name: str, data: memoryview) -> None:
-            nonlocal under_way
-            if under_way is not None:
-                under_way.result()
-            under_way = background.submit(store, name, data, places[name].start + written[name])
+        def write(name: str, data: memoryview) -> None:
+            nonlocal pending
+            if pending is not None:
+                pending.result()
+            pending = background.submit(store, name, data, specs[name].start + written[name])
             written[name] += data.nbytes
 
-        yield put
-        if under_way is not None:
-            under_way.result()
-        _require_all(places, written)
-        digests = {name: each.hexdigest() for name, each in hashes.items()}
+        yield write
+        if pending is not None:
+            pending.result()
+        _require_complete(specs, written)
+        digests = {name: content.hexdigest() for name, content in hashes.items()}
         final = _header(path, manifest, tensors, digests, keys)
         _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
 
@@ -111,55 +136,93 @@ def write_sealed(
 def write_plain(
     path: str | os.PathLike[str], tensors: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> Iterator[TensorWriter]:
-    """A context in which the bytes of every tensor are put; it makes a safetensors file without a seal."""
+    """Writes a safetensors file without manifest and seal atomically.
+
+    Args:
+        path: The file to write.
+        tensors: Dtype and shape of every tensor by name.
+        metadata: The header's `__metadata__`.
+
+    Yields:
+        A function that appends bytes to a tensor.
+
+    Raises:
+        BundleError: If the file cannot be written.
+        ValueError: If a tensor was not written completely.
+    """
     header = _frame_header(path, tensors, metadata, [], "file")
-    places = tensor_offsets(tensors, start=len(header))
+    specs = tensor_offsets(tensors, start=len(header))
     with replace_atomically(path) as descriptor:
         written = dict.fromkeys(tensors, 0)
 
-        def put(name: str, data: memoryview) -> None:
-            _write_at(descriptor, data, places[name].start + written[name])
+        def write(name: str, data: memoryview) -> None:
+            _write_at(descriptor, data, specs[name].start + written[name])
             written[name] += data.nbytes
 
         _write_at(descriptor, memoryview(header), 0)
-        yield put
-        _require_all(places, written)
+        yield write
+        _require_complete(specs, written)
 
 
-def _require_all(places: Mapping[str, TensorSpec], written: Mapping[str, int]) -> None:
-    for name, place in places.items():
-        if written[name] != place.nbytes:
-            raise ValueError(f"tensor {name!r} was announced with {place.nbytes} bytes, put were {written[name]}")
+def _require_complete(specs: Mapping[str, TensorSpec], written: Mapping[str, int]) -> None:
+    for name, spec in specs.items():
+        if written[name] != spec.nbytes:
+            raise ValueError(f"tensor {name!r}: expected {spec.nbytes} bytes, got {written[name]}")
 
 
 def bundle_digest(
     manifest: SealedManifest, tensors: Mapping[str, Spec], digests: Mapping[str, str], keys: SealKeys = BUNDLE
 ) -> str:
-    """The digest that the file of these will have, from each tensor's SHA-256."""
+    """Computes the digest that a sealed file would have, without writing it.
+
+    Args:
+        manifest: The manifest.
+        tensors: Dtype and shape of every tensor by name.
+        digests: SHA-256 of every tensor by name.
+        keys: The kind of file.
+
+    Returns:
+        The digest of the file.
+    """
     return seal(_header(keys.kind, manifest, tensors, digests, keys))
 
 
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:
-    """How many bytes their file will have. Digests are all of one length, so that it does not take the numbers."""
+    """Computes the size that a bundle would have, in bytes. It does not depend on the tensors' values.
+
+    Args:
+        manifest: The manifest.
+        tensors: Dtype and shape of every tensor by name.
+    """
     header = _header("bundle", manifest, tensors, dict.fromkeys(tensors, UNSEALED), BUNDLE)
-    return max((place.stop for place in tensor_offsets(tensors, start=len(header)).values()), default=len(header))
+    return max((spec.stop for spec in tensor_offsets(tensors, start=len(header)).values()), default=len(header))
 
 
 @contextlib.contextmanager
 def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
-    """A descriptor to write to, which becomes `path` whole, or, when anything goes wrong, not at all."""
+    """Writes a file atomically: it appears under its name when the context ends without an exception.
+
+    Args:
+        path: The file to write. An existing file is replaced and its permissions are kept.
+
+    Yields:
+        A descriptor to write to.
+
+    Raises:
+        BundleError: If the file cannot be written. An existing file is left unchanged.
+    """
     target = _target(path)
-    partial = f".{sha256(os.fsencode(target.name)).hexdigest()[:16]}"
-    temporary = target.parent / f"{partial}.{secrets.token_hex(8)}.partial"
+    prefix = f".{sha256(os.fsencode(target.name)).hexdigest()[:16]}"
+    temporary = target.parent / f"{prefix}.{secrets.token_hex(8)}.partial"
     try:
-        descriptor, named = _open_temporary(temporary)
+        descriptor, is_named = _open_temporary(temporary)
         try:
             if target.exists():
                 os.fchmod(descriptor, stat.S_IMODE(target.stat().st_mode))
             yield descriptor
             os.fsync(descriptor)
-            if not named:
-                _link_or_rename(descriptor, temporary)
+            if not is_named:
+                _link(descriptor, temporary)
             temporary.replace(target)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -170,55 +233,57 @@ def replace_atomically(path: str | os.PathLike[str]) -> Iterator[int]:
         problem = f"could not be written: {error.strerror or error}"
         raise BundleError(path, problem, None, "Nothing was changed") from error
     _sync_folder(target.parent)
-    _remove_abandoned(target.parent.glob(f"{partial}.*.partial"))
+    _remove_abandoned(target.parent.glob(f"{prefix}.*.partial"))
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
-    """Where a path leads, through links, if a file may be put there."""
+    """Resolves links and checks that a regular file can be written there."""
     if is_reference(path):
-        raise BundleError(path, "could not be written: it is on the Hub", None, "Write a file, then: kfacpack push")
+        problem, remedy = "could not be written: it is on the Hub", "Write a local file, then run: kfacpack push"
+        raise BundleError(path, problem, None, remedy)
     try:
         target = Path(path).resolve()
-        special = target.exists() and not target.is_file()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a folder that is gone
+        is_special = target.exists() and not target.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a deleted working directory
         raise BundleError(path, f"could not be written: {error}") from error
-    if special or not target.name:
-        raise BundleError(path, "could not be written: it is a directory, or something else that is no file")
+    if is_special or not target.name:
+        raise BundleError(path, "could not be written: it is a directory or another special file")
     return target
 
 
 def _open_temporary(path: Path) -> tuple[int, bool]:
-    """An open file for writing, and whether it has the name `path` already.
+    """Opens a temporary file for writing. Returns its descriptor and whether it already has the name `path`.
 
-    Where the system can, the file has no name until it is complete, so that a killed writer leaves nothing behind,
-    unless it is killed in the instant between naming and renaming.
+    Where the system supports it, the file has no name until it is complete. A killed process then leaves nothing
+    behind, unless it is killed between naming and renaming.
     """
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
         with contextlib.suppress(OSError):
-            # A failure is either for want of support by the file system or met again, and reported, just below.
+            # Either the file system lacks support, or the error occurs again, and is reported, below.
             return os.open(path.parent, os.O_TMPFILE | os.O_RDWR, 0o666), False
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666), True
 
 
-def _link_or_rename(descriptor: int, path: Path) -> None:
+def _link(descriptor: int, path: Path) -> None:
+    """Gives a nameless file a name."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        # Only with a folder's descriptor does Python call linkat, which can follow /proc's link to the nameless file.
+        # Only with a folder's descriptor does Python call linkat, which follows /proc's link to the nameless file.
         os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
 
 
-def _remove_abandoned(partial: Iterable[Path]) -> None:
-    """What writers to the same target left when they were killed: files that nobody has written to for long."""
-    for path in partial:
-        with contextlib.suppress(OSError):  # another writer may have removed it meanwhile
+def _remove_abandoned(paths: Iterable[Path]) -> None:
+    """Removes temporary files that killed writers of the same target left behind."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # another writer may have removed it in the meantime
             if time.time() - path.stat().st_ctime > ABANDONED_AFTER:
                 path.unlink()
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make the rename itself durable, on file systems that can sync a folder; it has happened either way."""
+    """Makes a rename durable on file systems that can sync a folder. Failures are ignored: the rename is done."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -234,13 +299,22 @@ def _write_at(descriptor: int, data: memoryview, position: int) -> None:
 
 
 def tensor_offsets(tensors: Mapping[str, Spec], start: int = 0) -> dict[str, TensorSpec]:
-    """Where each tensor goes: wider items first, so that each is aligned to its own size without padding."""
-    places = {}
+    """Computes the positions of tensors in a file.
+
+    Args:
+        tensors: Dtype and shape of every tensor by name.
+        start: Position of the first tensor.
+
+    Returns:
+        The tensors by name, those with wider elements first, so that each is aligned to its element size without
+        padding.
+    """
+    specs = {}
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
         stop = start + prod(shape) * ITEM_BYTES[dtype]
-        places[name] = TensorSpec(dtype, shape, start, stop)
+        specs[name] = TensorSpec(dtype, shape, start, stop)
         start = stop
-    return places
+    return specs
 
 
 def _header(
@@ -250,9 +324,9 @@ def _header(
     digests: Mapping[str, str],
     keys: SealKeys,
 ) -> bytes:
-    """Length prefix and header, not sealed yet; padded so that the tensors start at a multiple of eight."""
-    said = _compact(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
-    return _frame_header(path, tensors, {keys.seal: UNSEALED, keys.manifest: said}, [said], keys.kind)
+    """Returns the length prefix and the header, not sealed yet, padded so that tensors start at a multiple of eight."""
+    text = _compact_json(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
+    return _frame_header(path, tensors, {keys.seal: UNSEALED, keys.manifest: text}, [text], keys.kind)
 
 
 def _frame_header(
@@ -262,26 +336,34 @@ def _frame_header(
     texts: Iterable[str],
     kind: str,
 ) -> bytes:
-    """Length prefix and header; `texts` are those of the metadata that are JSON, and bounded themselves."""
+    """Returns the length prefix and the header. `texts` are metadata values that are JSON and have the same limits."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    for name, place in tensor_offsets(tensors).items():
-        offsets = [place.start, place.stop]
-        entries[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
-    body = _compact(entries).encode("ascii")
+    for name, spec in tensor_offsets(tensors).items():
+        offsets = [spec.start, spec.stop]
+        entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
+    body = _compact_json(entries).encode("ascii")
     body += b" " * (-len(body) % 8)
-    values = max(json_values(each) for each in (body, *(text.encode() for text in texts)))
+    values = max(map(json_values, (body, *(text.encode() for text in texts))))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
-        found = f"{len(body)} bytes and {values} values"
-        problem = f"its header would have {found}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
+        size = f"{len(body)} bytes and {values} values"
+        problem = f"its header would have {size}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
         raise BundleError(path, problem, None, f"Save less in one {kind}")
     return len(body).to_bytes(8, "little") + body
 
 
-def _compact(value: object) -> str:
+def _compact_json(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
 def write_atomically(path: str | os.PathLike[str], data: bytes) -> None:
-    """Who is killed half-way leaves the old file."""
+    """Writes a small file atomically. If the process dies, the old file is left intact.
+
+    Args:
+        path: The file to write.
+        data: Its content.
+
+    Raises:
+        BundleError: If the file cannot be written.
+    """
     with replace_atomically(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as stream:
         stream.write(data)

@@ -1,1 +1,1 @@
-"""Bundles and vectors on the Hub, through huggingface_hub and its own log-in: read, published, found."""
+"""Hugging Face Hub: push, pull, model cards, search, and importers of published factors."""

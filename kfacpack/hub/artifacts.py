@@ -1,4 +1,4 @@
-"""A bundle or a task vector, as far as it is to be shared: what it is, whether it holds, and how others use it."""
+"""Bundles and task vectors as files to be shared: their kind, their verification, and how to use them."""
 
 from __future__ import annotations
 
@@ -19,72 +19,107 @@ from kfacpack.hub.model_ids import data_option, model_option
 from kfacpack.vectors.storage import VectorFile
 
 SUFFIXES = (".kfac", ".safetensors")
-"""What files that may be ours are called."""
+"""File name suffixes of bundles and task vectors."""
 
 FileProgress = Callable[[str, int, int], None]
-"""Called with what is checked, how much of it is done and how much there is."""
+"""Called with the name of a check, the number of checked items and the number of all items."""
 
 
 @dataclass(frozen=True)
 class Artifact(ABC):
+    """A bundle or a task vector in a repository."""
+
     kind: ClassVar[Literal["bundle", "vector"]]
     what: ClassVar[str]
-    """What a card calls it."""
+    """Name of the kind in model cards."""
 
     name: str
-    """In its repository."""
+    """File name in the repository."""
     file: Bundle | VectorFile
 
     @staticmethod
     def of(path: str | os.PathLike[str], name: str) -> Artifact:
-        """What a file is, by its header alone; one that is neither bundle nor vector is a `BundleError`."""
-        place = header_of(path)
-        container = Container(place)  # opened once: each time may be a request
+        """Opens a file and determines its kind from its header alone.
+
+        Args:
+            path: The file, or a reference to a file on the Hub.
+            name: File name in the repository.
+
+        Raises:
+            BundleError: If the file is neither a bundle nor a task vector.
+        """
+        location = header_of(path)
+        container = Container(location)  # opened once: on the Hub, every access may be a request
         if BUNDLE.manifest in container.metadata:
             return BundleArtifact(name, Bundle(container))
         if VECTOR.manifest in container.metadata:
             return VectorArtifact(name, VectorFile(container))
         problem = "is a safetensors file, but neither a bundle nor a task vector"
-        raise BundleError(place, problem, None, "Are these a model's weights?")
+        raise BundleError(location, problem, None, "Are these a model's weights?")
 
     @property
     def base(self) -> Base:
+        """The base model."""
         return self.file.manifest.base
 
     @property
     @abstractmethod
     def sources(self) -> tuple[Source, ...]:
-        """The tasks' data that the file itself speaks of; a merged bundle knows its parents' names alone."""
+        """The data sets that the file records; a merged bundle records only the names of its parents' tasks."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        """Task names."""
         return tuple(source.task for source in self.sources)
 
     @property
     @abstractmethod
     def facts(self) -> list[tuple[str, str]]:
-        """(what, its value in words)."""
+        """Summary of the file: (label, value)."""
 
     @abstractmethod
     def commands(self, place: str) -> list[str]:
-        """What a person types to use it, where it is published at `place`."""
+        """Returns shell commands that use the file.
+
+        Args:
+            place: Path or `hf://` reference of the file.
+        """
 
     @abstractmethod
     def python(self, place: str) -> list[str]:
-        """The same in Python."""
+        """Returns lines of Python code that use the file.
+
+        Args:
+            place: Path or `hf://` reference of the file.
+        """
 
     @abstractmethod
     def verified(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
-        """All that can be checked of the file, which is at `path`."""
+        """Runs all checks on the file.
+
+        Args:
+            path: Local path of the file.
+            progress: Called as checks advance.
+        """
 
     def require_sound(self, path: str | os.PathLike[str], progress: FileProgress) -> None:
-        found = self.verified(path, progress)
-        for check in found.checks:
+        """Runs all checks on the file.
+
+        Args:
+            path: Local path of the file.
+            progress: Called as checks advance.
+
+        Raises:
+            VerificationError: If a check fails.
+        """
+        verification = self.verified(path, progress)
+        for check in verification.checks:
             for failure in check.failures[:1]:
                 more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
-                raise VerificationError(f"{found.path}: {failure.subject}: {failure.problem}{more}")
+                raise VerificationError(f"{verification.path}: {failure.subject}: {failure.problem}{more}")
 
     def as_json(self) -> dict[str, Any]:
+        """Returns name, kind, size, digest, base model and tasks as a JSON object."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -96,13 +131,15 @@ class Artifact(ABC):
 
     @property
     def _model(self) -> str:
-        """What a command says of the model, behind a space; nothing of the one that it would take anyway."""
+        """The `--model` option for commands, with a leading space; empty for the default model."""
         model = model_option(self.base)
         return "" if model in (None, "tiny") else f" --model {model}"
 
 
 @dataclass(frozen=True)
 class BundleArtifact(Artifact):
+    """A bundle in a repository."""
+
     kind = "bundle"
     what = "curvature"
 
@@ -110,33 +147,41 @@ class BundleArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
+        """The data set of the estimate; empty for a merged bundle."""
         source = self.file.manifest.source
         return (source,) if source else ()
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        """Task names; of a merged bundle, those of its parents."""
         if merge := self.file.manifest.merge:
             return tuple(dict.fromkeys(parent.task for parent in merge.parents if parent.task))
         return super().tasks
 
     @property
     def facts(self) -> list[tuple[str, str]]:
+        """Summary of the bundle."""
         return list(bundle_summary(self.file))
 
     def commands(self, place: str) -> list[str]:
-        use = f"kfacpack train{self._model} --task TASK --reg {place} -o TASK.safetensors"
-        return ["pip install kfacpack", f"kfacpack inspect {place}", use]
+        """Returns shell commands that inspect the bundle and train with it."""
+        train = f"kfacpack train{self._model} --task TASK --reg {place} -o TASK.safetensors"
+        return ["pip install kfacpack", f"kfacpack inspect {place}", train]
 
     def python(self, place: str) -> list[str]:
-        used = "drift = curvature.quadratic(tau)  # how far a task vector tau moves f on this task, predicted"
-        return ["import kfacpack as kp", f'curvature = kp.load("{place}")', used]
+        """Returns lines of Python code that load the bundle and use it."""
+        use = "drift = curvature.quadratic(tau)  # predicted drift of f on this task for a task vector tau"
+        return ["import kfacpack as kp", f'curvature = kp.load("{place}")', use]
 
     def verified(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+        """Runs all checks on the bundle."""
         return verify(path, progress=progress)
 
 
 @dataclass(frozen=True)
 class VectorArtifact(Artifact):
+    """A task vector in a repository."""
+
     kind = "vector"
     what = "task vector"
 
@@ -144,23 +189,27 @@ class VectorArtifact(Artifact):
 
     @property
     def sources(self) -> tuple[Source, ...]:
+        """The data sets of all tasks."""
         return tuple(task.source for task in self.file.manifest.tasks)
 
     @property
     def facts(self) -> list[tuple[str, str]]:
+        """Summary of the task vector."""
         return list(vector_summary(self.file))
 
     def commands(self, place: str) -> list[str]:
+        """Returns shell commands that download the task vector and evaluate it."""
         task = f" --task {self.tasks[0]}{data_option(self.sources[0])}" if self.tasks else ""
-        use = f"kfacpack eval{self._model}{task} --vector {place}"
-        return ["pip install kfacpack", f"kfacpack pull {place} -o {self.name.rpartition('/')[2]}", use]
+        evaluate = f"kfacpack eval{self._model}{task} --vector {place}"
+        return ["pip install kfacpack", f"kfacpack pull {place} -o {self.name.rpartition('/')[2]}", evaluate]
 
     def python(self, place: str) -> list[str]:
-        applied = "edited = vector.apply(model)  # the base model with the vector added"
-        return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', applied]
+        """Returns lines of Python code that load the task vector and apply it."""
+        use = "edited = vector.apply(model)  # the base model with the vector added"
+        return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', use]
 
     def verified(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
-        """Its bytes and its numbers."""
+        """Checks the bytes and values of all tensors."""
         file = VectorFile(path)
         checks = (
             check_tensors("sha256", file, file.hash_problem, progress),

@@ -1,9 +1,7 @@
-"""What a bundle or a vector says of itself, in words: for `inspect`, for cards, for whoever pulls it.
+"""Model cards and summaries of bundles and task vectors, made from their manifests.
 
-The model card of a repository: what its bundles and vectors are, made of their manifests.
-
-Our part lies between two comments and is made anew each time; what stands outside is the user's, and stays. So does
-metadata that we do not know of.
+The generated part of a card is between two marker comments and is replaced by every push. Text outside of them and
+unknown metadata are kept.
 """
 
 from __future__ import annotations
@@ -18,8 +16,6 @@ from kfacpack.format.units import human_bytes
 from kfacpack.hub.model_ids import dataset_id, hub_id
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from huggingface_hub import ModelCard
 
     from kfacpack.format.manifest import Base, Function, Source
@@ -29,6 +25,11 @@ if TYPE_CHECKING:
 
 
 def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
+    """Summarizes a bundle for `inspect` and model cards.
+
+    Yields:
+        Label and value.
+    """
     manifest = bundle.manifest
     base, function, source, estimate, merge = (
         manifest.base, manifest.function, manifest.source, manifest.estimate, manifest.merge,
@@ -51,9 +52,9 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
         sums = f"sums in {estimate.accumulation_dtype}" if estimate.accumulation_dtype else None
         yield "estimate", ", ".join(filter(None, [estimate.fisher, probes, seed, model, sums]))
     yield "scaling", f"{manifest.scaling.sharing}, as the true GGN (1/N Σ JᵀJ)"
-    promised = sum(matrix.psd for matrix in manifest.matrices)
-    if promised < len(manifest.matrices):
-        yield "psd", f"{promised} of {len(manifest.matrices)} matrices promise to be positive semi-definite"
+    psd = sum(matrix.psd for matrix in manifest.matrices)
+    if psd < len(manifest.matrices):
+        yield "psd", f"{psd} of {len(manifest.matrices)} matrices are guaranteed to be positive semi-definite"
     if manifest.losses:
         steps = (f"{loss.step} (error of G {relative_error(loss.frobenius)})" for loss in manifest.losses)
         yield "lossy steps", abbreviate(steps)
@@ -65,23 +66,31 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
 
 
 def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
+    """Summarizes a task vector for `pull` and model cards.
+
+    Yields:
+        Label and value.
+    """
     manifest = file.manifest
     if len(manifest.tasks) == 1:
         yield from _source_facts(manifest.tasks[0].source)
     else:
-        yield "tasks", abbreviate((task.name for task in manifest.tasks), most=64)
+        yield "tasks", abbreviate((task.name for task in manifest.tasks), limit=64)
     if manifest.addends:
         method = manifest.method.name if manifest.method else "sum"
-        parts = (f"{'+'.join(each.tasks) or each.sha256[:12]} × {each.coefficient:.4g}" for each in manifest.addends)
+        parts = (
+            f"{'+'.join(addend.tasks) or addend.sha256[:12]} × {addend.coefficient:.4g}" for addend in manifest.addends
+        )
         yield "merged", f"{method}: {abbreviate(parts)}"
     yield from _model_facts(manifest.base, manifest.function)
-    yield "regime", REGIME_DESCRIPTIONS[manifest.regime]
+    yield "regime", REGIME_DESCRIPTIONS.get(manifest.regime, manifest.regime)
     for task in manifest.tasks if len(manifest.tasks) == 1 else ():
         if task.training:
             settings = [f"{key} {value}" for key, value in task.training.settings.items()]
-            held = f"under {len(task.training.bundles)} bundles" if task.training.bundles else "without a penalty"
+            bundles = len(task.training.bundles)
+            penalty = f"penalty of {bundles} bundle{'s' if bundles > 1 else ''}" if bundles else "without a penalty"
             seed = [] if task.training.seed is None else [f"seed {task.training.seed}"]
-            yield "training", abbreviate([held, *seed, *settings])
+            yield "training", abbreviate([penalty, *seed, *settings])
     if heads := [task.name for task in manifest.tasks if task.head]:
         yield "heads", abbreviate(heads)
     yield "size", f"{human_bytes(file.nbytes)}, {len(manifest.base.parameters)} parameters"
@@ -94,6 +103,7 @@ REGIME_DESCRIPTIONS = {
     "full": "full: all parameters of the model itself",
     "attention": "attention: the attention layers of the model itself",
 }
+"""Training regime -> description."""
 
 
 def _source_facts(source: Source) -> Iterator[tuple[str, str]]:
@@ -119,26 +129,27 @@ def _model_facts(base: Base, function: Function) -> Iterator[tuple[str, str]]:
     yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
 
 
-def abbreviate(words: Iterable[str], most: int = 16) -> str:
-    """The first of them, and how many more there are: a table is for reading."""
-    found = list(words)
-    more = [f"and {len(found) - most} more"] if len(found) > most else []
-    return ", ".join([*found[:most], *more])
+def abbreviate(words: Iterable[str], limit: int = 16) -> str:
+    """Joins words by commas; of more than `limit`, returns the first ones and the number of the others."""
+    listed = list(words)
+    more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
+    return ", ".join([*listed[:limit], *more])
 
 
 def relative_error(relative: float | None) -> str:
+    """Formats a relative error, which may not have been measured."""
     return "not measured" if relative is None else f"{relative:.2g}"
 
 
-BEGIN = "<!-- kfacpack begins: written by `kfacpack push`; what stands outside is yours and stays -->"
+BEGIN = "<!-- kfacpack begins: generated by `kfacpack push`; text outside of these comments is kept -->"
 END = "<!-- kfacpack ends -->"
 _GENERATED_SECTION = re.compile(r"<!-- kfacpack begins.*?-->.*?<!-- kfacpack ends -->", re.DOTALL)
 
 TAGS = ("kfac", "task-arithmetic")
 BASE_TAG, TASK_TAG = "kfac-base:", "kfac-task:"
-"""What tags begin with that say which model and which tasks; the Hub's own base_model wants a repository."""
-_CARDS_LONGEST = 64
-"""How many files get a section of their own."""
+"""Prefixes of the tags for base model and tasks; the Hub's own `base_model` must be a repository."""
+_MAX_SECTIONS = 64
+"""Maximum number of files that get their own section."""
 
 
 def card_for(
@@ -150,52 +161,66 @@ def card_for(
     license: str | None = None,
     base_model: str | None = None,
 ) -> str:
-    """The card of a repository with these files: the one that is there, with our part and metadata brought up to date.
+    """Creates or updates the model card of a repository.
 
-    `license` and `base_model` are for the metadata; what the card says already stays, unless they are given.
+    Args:
+        repository: Repository, `owner/repo`.
+        items: The bundles and task vectors of the repository.
+        existing: The current card, if there is one.
+        revision: Branch, for the references in the examples.
+        license: License identifier for the metadata; by default an existing one is kept.
+        base_model: Hub id of the base model for the metadata; by default existing ones are kept.
+
+    Returns:
+        The text of the card.
+
+    Raises:
+        HubError: If the metadata of the existing card cannot be parsed.
     """
-    ours = f"{BEGIN}\n\n{_body(repository, items, revision)}\n{END}"
-    card = _parsed(repository, existing if existing is not None else f"---\n{{}}\n---\n\n# {repository}\n\n{ours}\n")
-    text = card.text
-    # Through a function, so that no backslash in our part is taken for a group.
-    card.text = (
-        _GENERATED_SECTION.sub(lambda _: ours, text, count=1)
-        if _GENERATED_SECTION.search(text)
-        else f"{text.rstrip()}\n\n{ours}\n"
+    generated = f"{BEGIN}\n\n{_body(repository, items, revision)}\n{END}"
+    card = _parse(
+        repository, existing if existing is not None else f"---\n{{}}\n---\n\n# {repository}\n\n{generated}\n"
     )
-    _describe(card, items, license, base_model)
+    text = card.text
+    # Replaced through a function, so that backslashes are not interpreted as group references.
+    card.text = (
+        _GENERATED_SECTION.sub(lambda _: generated, text, count=1)
+        if _GENERATED_SECTION.search(text)
+        else f"{text.rstrip()}\n\n{generated}\n"
+    )
+    _set_metadata(card, items, license, base_model)
     return str(card)
 
 
-def _parsed(repository: str, content: str) -> ModelCard:
+def _parse(repository: str, content: str) -> ModelCard:
     from huggingface_hub import ModelCard
     from yaml import YAMLError
 
     try:
         return ModelCard(content if content.lstrip().startswith("---") else f"---\n{{}}\n---\n{content}")
     except (ValueError, YAMLError) as error:
-        problem = f"the metadata at the top of its README.md cannot be read: {first_line(error)}"
-        raise HubError(repository, problem, "Correct it on the Hub; its text stays as it is") from error
+        problem = f"the metadata at the top of its README.md cannot be parsed: {first_line(error)}"
+        raise HubError(repository, problem, "Correct it on the Hub; the text of the card is kept") from error
 
 
-def _describe(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:
-    data: Any = card.data  # a ModelCardData, which its type does not say
+def _set_metadata(card: ModelCard, items: Sequence[Artifact], license: str | None, base_model: str | None) -> None:
+    data: Any = card.data  # its declared type lacks the fields of ModelCardData
     kept = [tag for tag in _listed(data.tags) if not tag.startswith((BASE_TAG, TASK_TAG))]
     bases = [f"{BASE_TAG}{item.base.name}" for item in items]
     tasks = [f"{TASK_TAG}{task}" for item in items for task in item.tasks]
     data.tags = _unique([*kept, *TAGS, *bases, *tasks])
     data.library_name = data.library_name or "kfacpack"
-    known = [base_model] if base_model else [found for item in items if (found := hub_id(item.base))]
-    models = _unique([*([] if base_model else _listed(data.base_model)), *known])
+    ids = [base_model] if base_model else [model for item in items if (model := hub_id(item.base))]
+    models = _unique([*([] if base_model else _listed(data.base_model)), *ids])
     data.base_model = models[0] if len(models) == 1 else models or None
-    sets = [found for item in items for source in item.sources if (found := dataset_id(source))]
-    data.datasets = _unique([*_listed(data.datasets), *sets]) or None
+    datasets = [dataset for item in items for source in item.sources if (dataset := dataset_id(source))]
+    data.datasets = _unique([*_listed(data.datasets), *datasets]) or None
     data.license = license or data.license
 
 
 def _listed(value: Any) -> list[str]:
-    """What metadata says once or several times."""
-    return [] if value is None else [value] if isinstance(value, str) else [str(each) for each in value]
+    """Returns a metadata value, which may be missing, one string or several, as a list."""
+    return [] if value is None else [value] if isinstance(value, str) else [str(item) for item in value]
 
 
 def _unique(values: Iterable[str]) -> list[str]:
@@ -204,17 +229,17 @@ def _unique(values: Iterable[str]) -> list[str]:
 
 def _body(repository: str, items: Sequence[Artifact], revision: str | None) -> str:
     lines = [
-        "Curvature (Kronecker factors) and task vectors for task arithmetic, in the format of kfacpack: one sealed "
-        "safetensors file each, whose manifest says what it is, of which model, and from what.",
+        "Curvature (Kronecker factors) and task vectors for task arithmetic in the format of kfacpack: safetensors "
+        "files with a manifest that records their contents, base model and data.",
         "",
-        "| file | what | of | tasks | size |",
+        "| file | kind | base model | tasks | size |",
         "|---|---|---|---|---|",
     ]
     for item in items:
         tasks = _cell(", ".join(item.tasks[:16]) + (", …" if len(item.tasks) > 16 else ""))
         size = human_bytes(item.file.nbytes)
         lines.append(f"| {_code(item.name)} | {item.what} | {_cell(item.base.name)} | {tasks} | {size} |")
-    for item in items[:_CARDS_LONGEST]:
+    for item in items[:_MAX_SECTIONS]:
         lines += ["", *_section(repository, item, revision)]
     return "\n".join(lines) + "\n"
 
@@ -233,9 +258,9 @@ _LABELS = {"license": "licence of the data", "merged": "merge history"}
 
 
 def _cell(text: str) -> str:
-    """Words from a manifest in a table: nothing that would be read as markup, or as one of our comments."""
-    for char, instead in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "'"), ("[", "\\[")):
-        text = text.replace(char, instead)
+    """Escapes text from a manifest for a table cell, so that it is read neither as markup nor as a marker comment."""
+    for char, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("`", "'"), ("[", "\\[")):
+        text = text.replace(char, escaped)
     return text
 
 

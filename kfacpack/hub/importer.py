@@ -1,8 +1,7 @@
-"""What every import is asked, and what it says afterwards.
+"""What importers of published factors share: their interface, access to the files, and isolated unpickling.
 
-Where published files are: in a folder, or on the Hub, from which only those that are needed are fetched.
-
-The one place where pickles are read: by a process of its own, that may do little and is not trusted afterwards.
+Files are read from a folder, or from the Hub, from which only the required files are downloaded. Pickles are read in a
+separate process with limited resources (`unpickle_worker.py`), whose output is validated like any untrusted file.
 """
 
 from __future__ import annotations
@@ -33,28 +32,35 @@ if TYPE_CHECKING:
 
 
 ImportProgress = Callable[[int, int], None]
+"""Called with the number of written tensors and the number of all tensors."""
 
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What was made of which files, and what was not."""
+    """The result of an import."""
 
     path: Path
+    """The bundle."""
     task: str
     files: tuple[str, ...]
-    """Those that were read."""
+    """Names of the files that were read."""
     blocks: int
+    """Number of blocks."""
     parameters: int
+    """Number of covered parameters."""
     examples: int
+    """Number of examples of the estimate."""
     positions: int
-    """R, of the layers that see every token."""
+    """Number of positions R of the layers that process every token."""
     weights_compared: bool
-    """Whether the factors themselves showed that they were computed at the model's weights."""
+    """Whether it could be verified from the factors that they were computed at the model's weights."""
     left_out: tuple[tuple[str, str], ...]
-    """(what was not imported, why)."""
+    """(file or parameter that was not imported, reason)."""
 
 
 class Importer(Protocol):
+    """A function that converts published factors into a bundle; see `import_mammoth` for the arguments."""
+
     def __call__(
         self,
         source: str | Path,
@@ -68,91 +74,124 @@ class Importer(Protocol):
         params: Sequence[str] | None = None,
         dataset_size: int | None = None,
         progress: ImportProgress = lambda done, total: None,
-    ) -> ImportResult: ...
+    ) -> ImportResult:
+        """Imports factors."""
 
 
-DOWNLOAD_HINT = "download it by other means, and give the folder"
+DOWNLOAD_HINT = "download it by other means and pass the folder"
 
 
 class HubFolder(NamedTuple):
-    """owner/repo, a folder in it ("" for all of it), and a revision."""
+    """A folder of a repository on the Hub."""
 
     repository: str
     folder: str
+    """Path in the repository; empty for the whole repository."""
     revision: str | None
-    kept: Path | None = None
-    """Where the Hub cannot be reached, all that its cache has of the repository."""
+    cached: Path | None = None
+    """Local snapshot of the repository, which may be incomplete; set if the Hub cannot be reached."""
 
     def __str__(self) -> str:
         at = f"@{self.revision}" if self.revision else ""
-        said = f"{SCHEME}{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
-        return f"{said}, as far as the cache has it (the Hub cannot be reached)" if self.kept else said
+        name = f"{SCHEME}{self.repository}{at}" + (f"/{self.folder}" if self.folder else "")
+        return f"{name} (cached files only, because the Hub cannot be reached)" if self.cached else name
 
 
 def published_folder(source: str | Path) -> Path | HubFolder:
-    """A folder, or hf://owner/repo[@revision][/folder]; mammoth writes the revision last: hf://owner/repo/folder@main."""
+    """Parses the location of published files.
+
+    Args:
+        source: A local folder or `hf://owner/repo[@revision][/folder]`. The notation of mammoth, with the revision at
+            the end, is accepted as well: `hf://owner/repo/folder@main`.
+
+    Raises:
+        KfacpackError: If it is neither.
+    """
     if not is_reference(source):
         folder = expand_user(source)
         if not folder.is_dir():
-            raise KfacpackError(f"{folder}: is no folder; give the one with the .pt files, or hf://owner/repo/folder")
+            problem = "is not a folder; expected the folder with the .pt files, or hf://owner/repo/folder"
+            raise KfacpackError(f"{folder}: {problem}")
         return folder
     text = str(source).rstrip("/")
     address = read_address(text)
     if address is None or address.kind != "model":
-        raise KfacpackError(f"{printable(text)}: expected hf://owner/repo, hf://owner/repo/folder")
+        raise KfacpackError(f"{printable(text)}: expected hf://owner/repo or hf://owner/repo/folder")
     inner, _, last = (address.path or "").partition("@")
     return HubFolder(address.repository, inner, address.revision or last or None)
 
 
-def listing(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
-    """The names of all files there, those in folders below left aside; and the place that has them: without a network,
-    that is the cache."""
+def list_files(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
+    """Lists the files of a folder, without subfolders.
+
+    Returns:
+        The place that the files can be fetched from, which is the cache if the Hub cannot be reached, and their names.
+
+    Raises:
+        HubError: If the repository cannot be read and is not cached.
+    """
     if isinstance(place, Path):
-        return place, sorted(each.name for each in place.iterdir() if each.is_file())
+        return place, sorted(file.name for file in place.iterdir() if file.is_file())
     try:
         with hub_errors(place, place.repository, place.revision, otherwise=DOWNLOAD_HINT):
-            told = hub_api().model_info(place.repository, revision=place.revision)
+            info = hub_api().model_info(place.repository, revision=place.revision)
     except HubError as error:
-        kept = snapshot(place.repository, place.revision) if error.unreachable else None
-        if kept is None or not (kept / place.folder).is_dir():
+        cached = snapshot(place.repository, place.revision) if error.unreachable else None
+        if cached is None or not (cached / place.folder).is_dir():
             raise
-        return place._replace(kept=kept), listing(kept / place.folder)[1]
-    paths = [Path(each.rfilename) for each in told.siblings or ()]
+        return place._replace(cached=cached), list_files(cached / place.folder)[1]
+    paths = [Path(file.rfilename) for file in info.siblings or ()]
     return place, sorted(path.name for path in paths if path.parent == Path(place.folder))
 
 
-def fetch_file(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
-    """A folder that has these files, and, from the Hub, the commit that they are of."""
+def fetch_files(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
+    """Downloads files if necessary.
+
+    Args:
+        place: As returned by `list_files`.
+        names: File names.
+
+    Returns:
+        A local folder with the files and, for files from the Hub, their commit.
+
+    Raises:
+        HubError: If the files cannot be downloaded.
+    """
     if isinstance(place, Path):
         return place, None
-    if place.kept:
-        return place.kept / place.folder, place.kept.name
+    if place.cached:
+        return place.cached / place.folder, place.cached.name
     from huggingface_hub import snapshot_download
 
-    wanted = [f"{place.folder}/{name}" if place.folder else name for name in names]
+    patterns = [f"{place.folder}/{name}" if place.folder else name for name in names]
     with hub_errors(place, place.repository, place.revision, otherwise=DOWNLOAD_HINT):
-        root = Path(snapshot_download(place.repository, revision=place.revision, allow_patterns=wanted))
+        root = Path(snapshot_download(place.repository, revision=place.revision, allow_patterns=patterns))
     return root / place.folder, root.name
 
 
 PROGRAM = Path(__file__).with_name("unpickle_worker.py")
 TIMEOUT_SECONDS = 60
+"""CPU time limit of the worker process, plus the time for reading the files at `MIN_BYTES_PER_SECOND`."""
+MIN_BYTES_PER_SECOND = 20e6
 SINGLE_TENSOR = "tensor"
-"""What a file's only tensor is called, where it is in no dictionary."""
-BYTES_A_SECOND = 20e6
-"""How slowly a file may be read before it is given up, beside SECONDS."""
+"""Name of the tensor of a file that contains a single tensor instead of a dictionary."""
 
 
 class UnpickledTensors:
-    """What was in one file: names and shapes now, numbers when asked for."""
+    """The tensors of one file. Names and shapes are known at once, tensors are read when they are accessed.
+
+    Args:
+        origin: The published file.
+        converted: The same tensors in a safetensors file.
+    """
 
     def __init__(self, origin: Path, converted: Path):
         self.origin = origin
-        """The file as it was published."""
         self._container = Container(converted)
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
+        """Tensor name -> type and shape."""
         return self._container.tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -162,54 +201,67 @@ class UnpickledTensors:
 
 
 @contextmanager
-def read_pickle(files: Mapping[str, Path], beside: Path) -> Iterator[dict[str, UnpickledTensors]]:
-    """The tensors of each file; their copies lie in a folder in `beside` until the context is left."""
+def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, UnpickledTensors]]:
+    """Context manager that reads the tensors of files written by `torch.save`, in a separate process.
+
+    Args:
+        files: Key -> file.
+        scratch: Folder for temporary copies of the tensors, which are deleted when the context is left.
+
+    Yields:
+        Key -> tensors.
+
+    Raises:
+        KfacpackError: If a file cannot be read, or contains anything but tensors.
+    """
     for path in files.values():
         _require_archive(path)
-    with TemporaryDirectory(prefix=".kfacpack-import-", dir=beside) as folder:
+    with TemporaryDirectory(prefix=".kfacpack-import-", dir=scratch) as folder:
         targets = {key: Path(folder) / f"{key}.safetensors" for key in files}
-        _run(files, targets, Path(folder))
+        _run_worker(files, targets, Path(folder))
         yield {key: UnpickledTensors(path, targets[key]) for key, path in files.items()}
 
 
 def _require_archive(path: Path) -> None:
+    """Checks that a file begins like the zip archives that `torch.save` writes."""
     try:
         with path.open("rb") as stream:
             start = stream.read(64)
     except OSError as error:
         raise KfacpackError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not start.startswith(b"PK\x03\x04"):
-        found = next((words for first, words in MAGIC_BYTES.items() if start.startswith(first)), "is none")
-        expected = "expected an archive that torch.save wrote, as it has done since version 1.6"
-        raise KfacpackError(f"{path}: {found if start else 'is empty'}; {expected}. {DOWNLOAD_AGAIN}")
+        kind = next((words for magic, words in MAGIC_BYTES.items() if start.startswith(magic)), "is not an archive")
+        expected = "expected an archive written by torch.save of version 1.6 or later"
+        raise KfacpackError(f"{path}: {kind if start else 'is empty'}; {expected}. {DOWNLOAD_AGAIN}")
 
 
-def _run(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
+def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
+    """Converts files to safetensors in a process without access to our environment variables and packages."""
     paths = list(files.values())
-    seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / BYTES_A_SECOND)
-    asked = {
-        "packages": sorted({str(Path(each.__file__ or "").parents[1]) for each in (torch, numpy)}),
+    seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / MIN_BYTES_PER_SECOND)
+    request = {
+        "packages": sorted({str(Path(package.__file__ or "").parents[1]) for package in (torch, numpy)}),
         "files": [{"path": str(path.resolve()), "target": str(targets[key].resolve())} for key, path in files.items()],
         "seconds": seconds,
         "single": SINGLE_TENSOR,
     }
-    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     try:
-        done = subprocess.run(
+        worker = subprocess.run(
             [sys.executable, "-I", str(PROGRAM)],
-            input=json.dumps(asked).encode(),
+            input=json.dumps(request).encode(),
             capture_output=True,
             timeout=4 * seconds,
             cwd=folder,
-            env={**kept, "OMP_NUM_THREADS": "1", "HOME": str(folder)},
+            env={**environment, "OMP_NUM_THREADS": "1", "HOME": str(folder)},
         )
     except subprocess.TimeoutExpired as error:
-        raise KfacpackError(f"{paths[0].parent}: its files were not read within {4 * seconds} s; given up") from error
-    if done.returncode != 0:
-        last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        how = f"was stopped by signal {-done.returncode}" if done.returncode < 0 else "failed"
-        problem = f"the process that reads its files {how}" + (f": {printable(last[0])}" if last else "")
+        raise KfacpackError(f"{paths[0].parent}: reading its files took longer than {4 * seconds} s") from error
+    if worker.returncode != 0:
+        last = worker.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        outcome = f"was stopped by signal {-worker.returncode}" if worker.returncode < 0 else "failed"
+        problem = f"the process that reads its files {outcome}" + (f": {printable(last[0])}" if last else "")
         raise KfacpackError(f"{paths[0].parent}: {problem}. {DOWNLOAD_AGAIN}")
-    answer = json.loads(done.stdout)
+    answer = json.loads(worker.stdout)
     if answer["refused"] is not None:
         raise KfacpackError(f"{paths[answer['refused']]}: {printable(answer['why'])}")

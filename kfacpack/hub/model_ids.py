@@ -1,7 +1,4 @@
-"""A base model as others know it: its id on the Hub, and what `--model` would say.
-
-A task's data as others know it: its id on the Hub, and what `--data` would say.
-"""
+"""Ids of base models and data sets on the Hub, and the command-line options that select them."""
 
 from __future__ import annotations
 
@@ -19,19 +16,20 @@ if TYPE_CHECKING:
 
 
 _MODEL_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_DATASET_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
 
 
 def hub_id(base: Base) -> str | None:
-    """Where its weights are published, if that is known: random ones and a user's own file are nowhere."""
-    if base.revision is None or base.revision.startswith("random-") or base.family not in _IDS:
+    """Returns the Hub id of a base model, or None for random weights and for weights that are not published."""
+    if base.revision is None or base.revision.startswith("random-") or base.family not in _HUB_IDS:
         return None
-    found = _IDS[base.family](base.name, base.revision)
-    return found if found and _MODEL_ID.fullmatch(found) else None
+    model_id = _HUB_IDS[base.family](base.name, base.revision)
+    return model_id if model_id and _MODEL_ID.fullmatch(model_id) else None
 
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """For open_clip and timm, which bring torchvision along."""
+    """Makes open_clip and timm importable, which import torchvision."""
     from kfacpack._compat import compiler_deferred, make_torchvision_importable
 
     with compiler_deferred():
@@ -39,7 +37,7 @@ def _importable() -> Iterator[None]:
         yield
 
 
-def _of_open_clip(name: str, tag: str) -> str | None:
+def _open_clip_id(name: str, tag: str) -> str | None:
     from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 
     if name in EMBEDDED_MODELS:
@@ -47,53 +45,53 @@ def _of_open_clip(name: str, tag: str) -> str | None:
     with _importable():
         import open_clip
 
-    place = open_clip.get_pretrained_cfg(name, tag).get("hf_hub", "")
-    return "/".join(place.split("/")[:2]).partition("@")[0] or None
+    location = open_clip.get_pretrained_cfg(name, tag).get("hf_hub", "")
+    return "/".join(location.split("/")[:2]).partition("@")[0] or None
 
 
-def _of_timm(name: str, tag: str) -> str | None:
+def _timm_id(name: str, tag: str) -> str | None:
     with _importable():
         from timm.models import get_pretrained_cfg, is_model
 
     architecture = name.partition(".")[0]
-    found = get_pretrained_cfg(f"{architecture}.{tag}") if is_model(architecture) else None
-    return found.hf_hub_id.partition("@")[0] if found and found.hf_hub_id else None
+    config = get_pretrained_cfg(f"{architecture}.{tag}") if is_model(architecture) else None
+    return config.hf_hub_id.partition("@")[0] if config and config.hf_hub_id else None
 
 
-def _of_transformers(name: str, revision: str) -> str | None:
-    # A directory has no commit.
+def _transformers_id(name: str, revision: str) -> str | None:
+    # A local directory has no commit.
     return name if COMMIT.fullmatch(revision) else None
 
 
-_IDS: dict[str, Callable[[str, str], str | None]] = {
-    "open_clip": _of_open_clip,
-    "timm": _of_timm,
-    "t5": _of_transformers,
-    "hf": _of_transformers,
+_HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
+    "open_clip": _open_clip_id,
+    "timm": _timm_id,
+    "t5": _transformers_id,
+    "hf": _transformers_id,
 }
-"""A family's name -> how its name and revision become an id."""
+"""Model family -> function of name and revision that returns the Hub id."""
 
 
 def model_option(base: Base) -> str | None:
-    """What `--model` says for it, if it is of a family we know."""
+    """Returns the value of `--model` for a base model, or None if its family is unknown."""
     from kfacpack.demo.tiny_model import EMBEDDED_MODELS
     from kfacpack.models.families import FAMILIES
 
     prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
     if prefix is None:
         return None
-    tagged = (
-        not prefix and base.name not in EMBEDDED_MODELS and base.revision and not base.revision.startswith("random-")
-    )
-    return f"{prefix}:{base.name}" if prefix else f"{base.name}/{base.revision}" if tagged else base.name
+    if prefix:
+        return f"{prefix}:{base.name}"
+    has_tag = base.name not in EMBEDDED_MODELS and base.revision and not base.revision.startswith("random-")
+    return f"{base.name}/{base.revision}" if has_tag else base.name
 
 
-_TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _of_open_clip), "timm": (".", _of_timm)}
-"""Prefix -> what parts the name from the tag in `--model`, and how both become an id."""
+_TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _open_clip_id), "timm": (".", _timm_id)}
+"""Prefix of `--model` -> separator between name and tag, and the function that returns the Hub id."""
 
 
 def model_from_option(option: str) -> tuple[str, str]:
-    """Of what `--model` says: the name that a manifest has, and the id on the Hub. What may be either is both."""
+    """Returns the name in manifests and the Hub id of a value of `--model`; both are the same if it may be either."""
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name
 
@@ -106,26 +104,25 @@ def model_from_option(option: str) -> tuple[str, str]:
     return name, name
 
 
-_DATASET_ID = re.compile(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}")
-
-
 def dataset_id(source: Source) -> str | None:
-    """Where it is published, if it was taken from there: a folder is nowhere."""
+    """Returns the Hub id of a data set, or None if it was not loaded from the Hub."""
     return source.dataset if source.dataset and _DATASET_ID.fullmatch(source.dataset) else None
 
 
 def data_option(source: Source) -> str:
-    """What a command says, behind a space, so that the data is the one that is meant: the task's name alone may be
-    that of other data."""
+    """Returns the `--data` option that selects a task's data, with a leading space.
+
+    Empty if the task's name alone selects the same data.
+    """
     name = base_task_name(source.task)
     embedded, published = TASKS.get(name), PUBLISHED.get(name)
     if embedded and embedded().source == source.dataset:
         return ""
-    found, revision = dataset_id(source), source.revision
-    if published and not found:
-        found, revision = published().repository, None  # a copy of it in a folder
-    if not found:
+    dataset, revision = dataset_id(source), source.revision
+    if published and not dataset:
+        dataset, revision = published().repository, None  # a local copy of the published data set
+    if not dataset:
         return " --data DIR"
-    if published and not embedded and found == published().repository:
+    if published and not embedded and dataset == published().repository:
         return ""
-    return f" --data hf://datasets/{found}" + (f"@{revision}" if revision else "")
+    return f" --data hf://datasets/{dataset}" + (f"@{revision}" if revision else "")

@@ -1,4 +1,4 @@
-"""`kp.push`: bundles and task vectors to the Hub, verified first, with a card made of what they say of themselves."""
+"""`kp.push`: uploads bundles and task vectors to the Hub, verified and with a model card made from their manifests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha1
 from pathlib import Path
 
 from kfacpack.errors import HubError, KfacpackError, printable
-from kfacpack.format.container import refuse_duplicate_keys
+from kfacpack.format.container import first_duplicate
 from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, local_copy
 from kfacpack.format.reference import is_reference
 from kfacpack.hub.artifacts import SUFFIXES, Artifact, FileProgress
@@ -19,29 +19,32 @@ from kfacpack.hub.card import card_for
 from kfacpack.hub.repository import HubRepository, RepositoryFile, inspect_repository, parse_repository
 
 CARD = "README.md"
-_SAFE = re.compile(r"[A-Za-z0-9][\w.+-]*")
+_SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
 
 
 @dataclass(frozen=True)
 class PushedFile:
+    """One file of a push."""
+
     item: Artifact
-    there: bool
-    """Whether the repository has had these very bytes under this name."""
+    unchanged: bool
+    """Whether the repository already had the same bytes under this name."""
 
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push did, or, dry, would do."""
+    """What a push did or, with `dry_run`, would do."""
 
     repository: str
     revision: str | None
     files: tuple[PushedFile, ...]
     card: str
+    """Text of the model card."""
     card_changed: bool
     creates: bool
-    """Whether the repository was not there before."""
+    """Whether the repository did not exist before."""
     commit: str | None
-    """None where there was nothing to do, or nothing was to be done."""
+    """Id of the commit; None for a dry run, or if nothing had changed."""
 
 
 def push(
@@ -56,57 +59,79 @@ def push(
     dry_run: bool = False,
     progress: FileProgress = lambda check, done, total: None,
 ) -> PushResult:
-    """Verify files, then publish them with their card in one commit; the repository is made if it is not there.
+    """Verifies files and uploads them with a model card in one commit.
 
-    `private`: of a repository that is made. `revision`: a branch, made if it is not there. `license` and `base_model`:
-    for the card's metadata, in the Hub's words. What the repository has already is not sent again, so that a push that
-    was cut off goes on where it was. The card's text outside our two comments stays. `dry_run` looks, and sends
-    nothing.
+    The repository is created if it does not exist. Files that the repository already has are not uploaded again, so
+    that an interrupted push can be repeated. Text of an existing card outside of the two marker comments is kept.
+
+    Args:
+        files: Paths of bundles and task vectors.
+        repository: Repository, `owner/repo`.
+        private: Whether a newly created repository is private.
+        revision: Branch to commit to; created if it does not exist. Defaults to the main branch.
+        message: Commit message. Defaults to the names of the uploaded files.
+        license: License identifier of the Hub for the card's metadata.
+        base_model: Hub id of the base model for the card's metadata.
+        dry_run: Prepares everything but uploads nothing.
+        progress: Called as the verification advances.
+
+    Returns:
+        The files, the card and the commit.
+
+    Raises:
+        KfacpackError: If there are no files, or if their names are not usable.
+        BundleError: If a file is neither a bundle nor a task vector.
+        VerificationError: If a check on a file fails.
+        HubError: If the repository cannot be read or written.
+
+    Example:
+        >>> kp.push(["cars.kfac", "cars.safetensors"], "owner/repo", license="apache-2.0")
     """
     name, at = parse_repository(repository)
     if at:
-        raise HubError(repository, "a push goes to a branch", "Give the repository alone, and the branch as revision")
+        raise HubError(repository, "a push takes no @revision", "Pass the repository alone, and a branch as revision")
     paths = [files] if isinstance(files, str | os.PathLike) else list(files)
-    items = [(path, _item(path)) for path in paths]
+    items = [(path, _open_artifact(path)) for path in paths]
     if not items:
-        raise KfacpackError("there is nothing to push: give at least one file")
-    if twice := refuse_duplicate_keys(item.name for _, item in items):
-        raise KfacpackError(f"two files are called {twice}, and would be one in the repository; rename one of them")
+        raise KfacpackError("nothing to push: expected at least one file")
+    if duplicate := first_duplicate(item.name for _, item in items):
+        raise KfacpackError(f"two files have the name {duplicate}, which must be unique in a repository; rename one")
     for path, item in items:
         item.require_sound(path, progress)
-    found, branch_missing = _inspect_target(name, revision)
-    if private and found and not found.private:
-        raise HubError(name, "is public already, and --private is for one that is made", "Change it in its settings")
-    there = {file.name: file for file in found.files} if found else {}
-    sent = tuple(PushedFile(item, _is_unchanged(Path(path), there.get(item.name))) for path, item in items)
-    existing = _existing_card(found)
+    existing, branch_missing = _inspect_target(name, revision)
+    if private and existing and not existing.private:
+        raise HubError(name, "is a public repository; --private is for new ones", "Change it in its settings")
+    stored = {file.name: file for file in existing.files} if existing else {}
+    pushed = tuple(PushedFile(item, _is_unchanged(Path(path), stored.get(item.name))) for path, item in items)
+    old_card = _existing_card(existing)
     card = card_for(
         name,
-        _all_items(found, [item for _, item in items]),
-        existing,
+        _all_items(existing, [item for _, item in items]),
+        old_card,
         revision=revision,
         license=license,
         base_model=base_model,
     )
-    planned = PushResult(name, revision, sent, card, card != existing, found is None, None)
-    if dry_run or (found and not planned.card_changed and all(each.there for each in sent) and not branch_missing):
+    planned = PushResult(name, revision, pushed, card, card != old_card, existing is None, None)
+    unchanged = not planned.card_changed and all(file.unchanged for file in pushed)
+    if dry_run or (existing and unchanged and not branch_missing):
         return planned
-    commit = _send(planned, [path for path, _ in items], found, private, branch_missing, message)
-    return PushResult(name, revision, sent, card, planned.card_changed, planned.creates, commit)
+    commit = _upload(planned, [path for path, _ in items], existing, private, branch_missing, message)
+    return replace(planned, commit=commit)
 
 
-def _item(path: str | os.PathLike[str]) -> Artifact:
+def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
     if is_reference(path):
-        raise KfacpackError(f"{os.fspath(path)}: is on the Hub already; a push takes files")
-    file = Path(path).name
-    if not _SAFE.fullmatch(file) or not file.endswith(SUFFIXES):
-        problem = "expected letters, digits and -_.+, and .kfac or .safetensors at the end"
-        raise KfacpackError(f"{printable(os.fspath(path))}: its name will be used in addresses; {problem}. Rename it")
-    return Artifact.of(path, file)
+        raise KfacpackError(f"{os.fspath(path)}: is already on the Hub; expected a local file")
+    name = Path(path).name
+    if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
+        problem = "the file name is part of a URL; expected letters, digits and -_.+, ending in .kfac or .safetensors"
+        raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename it")
+    return Artifact.of(path, name)
 
 
 def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | None, bool]:
-    """The repository, if it is there, and whether the branch is not."""
+    """Returns the repository, if it exists, and whether the branch is missing."""
     try:
         return inspect_repository(name, revision, missing_ok=True), False
     except HubError as error:
@@ -114,12 +139,12 @@ def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | No
 
         if revision is None or not isinstance(error.__cause__, RevisionNotFoundError):
             raise
-        # A branch begins as main is.
+        # A new branch starts from main.
         return inspect_repository(name, None, missing_ok=True), True
 
 
 def _is_unchanged(path: Path, stored: RepositoryFile | None) -> bool:
-    """Whether the Hub has these very bytes: it knows large files by their SHA-256, small ones by git's own id."""
+    """Whether the Hub has the same bytes: it records the SHA-256 of large files and git's blob id of small ones."""
     if stored is None or stored.nbytes != path.stat().st_size:
         return False
     if stored.sha256:
@@ -128,65 +153,68 @@ def _is_unchanged(path: Path, stored: RepositoryFile | None) -> bool:
     return sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest() == stored.git
 
 
-def _existing_card(found: HubRepository | None) -> str | None:
-    if found is None or all(file.name != CARD for file in found.files):
+def _existing_card(repository: HubRepository | None) -> str | None:
+    if repository is None or all(file.name != CARD for file in repository.files):
         return None
-    # As bytes, so that the user's line ends stay what they are.
-    return local_copy(found.reference(CARD)).read_bytes().decode("utf-8-sig", "replace")
+    # Read as bytes to preserve the user's line endings.
+    return local_copy(repository.reference(CARD)).read_bytes().decode("utf-8-sig", "replace")
 
 
-def _all_items(found: HubRepository | None, new: Sequence[Artifact]) -> list[Artifact]:
-    """What the repository will hold: the new files, and those of ours that it has, by name."""
+def _all_items(repository: HubRepository | None, new: Sequence[Artifact]) -> list[Artifact]:
+    """Returns the bundles and task vectors that the repository will contain, by name."""
     names = {item.name for item in new}
-    others = [found.item(file.name) for file in found.candidates if file.name not in names] if found else []
-    return sorted([*new, *filter(None, others)], key=lambda item: item.name)
+    kept = (
+        [repository.item(file.name) for file in repository.candidates if file.name not in names] if repository else []
+    )
+    return sorted([*new, *filter(None, kept)], key=lambda item: item.name)
 
 
-def _send(
+def _upload(
     planned: PushResult,
     paths: Sequence[str | os.PathLike[str]],
-    found: HubRepository | None,
+    repository: HubRepository | None,
     private: bool,
     branch_missing: bool,
     message: str | None,
 ) -> str:
+    """Creates the repository and branch if necessary, commits, and returns the commit id."""
     from huggingface_hub import CommitOperationAdd
 
     name, revision = planned.repository, planned.revision
-    new = [(path, each.item) for path, each in zip(paths, planned.files, strict=True) if not each.there]
+    new = [(path, file.item) for path, file in zip(paths, planned.files, strict=True) if not file.unchanged]
     operations = [CommitOperationAdd(item.name, os.fspath(path)) for path, item in new]
     if planned.card_changed:
         operations.append(CommitOperationAdd(CARD, planned.card.encode()))
-    words = message or (f"Add {', '.join(item.name for _, item in new)}" if new else "Bring the card up to date")
+    message = message or (f"Add {', '.join(item.name for _, item in new)}" if new else "Update the model card")
     with hub_errors(name, name, revision):
         if planned.card_changed:
-            _validate(name, planned.card)  # before anything is made
+            _validate(name, planned.card)  # before anything is created
         hub = hub_api()
-        if found is None:
+        if repository is None:
             hub.create_repo(name, private=private)
-        if revision and (branch_missing or (found is None and revision != "main")):
+        if revision and (branch_missing or (repository is None and revision != "main")):
             hub.create_branch(name, branch=revision, exist_ok=True)
-        # On the commit that was looked at, so that nobody else's files and words are lost.
-        parent = found.commit if found and not branch_missing else None
-        made = hub.create_commit(name, operations, commit_message=words, revision=revision, parent_commit=parent)
-    return made.oid
+        # On top of the commit that was inspected, so that concurrent changes are not overwritten.
+        parent = repository.commit if repository and not branch_missing else None
+        commit = hub.create_commit(name, operations, commit_message=message, revision=revision, parent_commit=parent)
+    return commit.oid
 
 
 def _validate(name: str, card: str) -> None:
-    """By the Hub's own rules, which the Hub applies."""
+    """Validates the card with the Hub's own rules."""
     from huggingface_hub import ModelCard
 
     try:
         ModelCard(card).validate()
     except ValueError as error:
         raise HubError(
-            name, f"the Hub refuses the card: {_commit_message(str(error))}", "Nothing was sent. See --license"
+            name, f"the Hub rejects the card: {_rejection(str(error))}", "Nothing was uploaded. See --license"
         ) from error
 
 
-def _commit_message(answer: str) -> str:
-    """The words in what the Hub answers, which is JSON or plain text."""
+def _rejection(answer: str) -> str:
+    """Extracts the messages from the Hub's answer, which is JSON or plain text."""
     try:
-        return "; ".join(each["message"] for each in json.loads(answer)["errors"])
+        return "; ".join(error["message"] for error in json.loads(answer)["errors"])
     except (ValueError, KeyError, TypeError):
         return " ".join(answer.split())

@@ -1,9 +1,4 @@
-"""A repository on the Hub: which files of ours it has, and how to name it.
-
-`kp.pull`: bundles and task vectors from the Hub, verified, put where they are wanted.
-
-Which bundles and vectors there are on the Hub, by the tags and metadata of their cards.
-"""
+"""Repositories on the Hub: listing their bundles and task vectors, `kp.pull`, and search by the tags of model cards."""
 
 from __future__ import annotations
 
@@ -27,41 +22,43 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 
-_PLAIN = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
-"""Names of files that can be shown, typed and put into a folder as they are; anyone may have chosen them."""
-_NAMED = re.compile(rf"(?:hf://(?:models/)?)?({REPOSITORY.pattern})(?:@(.+))?/?")
+_PLAIN_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
+"""File names that are safe to print, to type and to create; they were chosen by the owner of the repository."""
+_REPOSITORY_NAME = re.compile(rf"(?:hf://(?:models/)?)?({REPOSITORY.pattern})(?:@(.+))?/?")
 
 
 @dataclass(frozen=True)
 class RepositoryFile:
-    """One file of a repository."""
+    """A file of a repository."""
 
     name: str
     nbytes: int
     sha256: str | None
-    """None for small files in git itself."""
+    """None for small files, which are stored in git itself."""
     git: str
-    """The id of its git blob."""
+    """Id of the git blob."""
 
 
 @dataclass(frozen=True)
 class HubRepository:
+    """A repository at one commit."""
+
     name: str
     commit: str
     private: bool
     files: tuple[RepositoryFile, ...]
 
     def reference(self, file: str) -> Reference:
-        """A file, at the commit that was looked at."""
+        """Returns a reference to a file at this commit."""
         return Reference(self.name, file, self.commit)
 
     @property
     def candidates(self) -> list[RepositoryFile]:
-        """Files that may be bundles or vectors, by their names."""
-        return [file for file in self.files if file.name.endswith(SUFFIXES) and _PLAIN.fullmatch(file.name)]
+        """Files that may be bundles or task vectors according to their names."""
+        return [file for file in self.files if file.name.endswith(SUFFIXES) and _PLAIN_NAME.fullmatch(file.name)]
 
     def item(self, file: str) -> Artifact | None:
-        """What a file is, by its header, which is all that is fetched; None for one that is not ours."""
+        """Opens a bundle or task vector, downloading only its header; returns None for other files."""
         try:
             return Artifact.of(self.reference(file), file)
         except BundleError:
@@ -69,11 +66,18 @@ class HubRepository:
 
 
 def parse_repository(text: str) -> tuple[str, str | None]:
-    """owner/repo[@revision], with hf:// before it or without."""
-    found = _NAMED.fullmatch(text)
-    if not found:
-        raise HubError(text, "is not the name of a repository on the Hub", "Expected owner/repo or owner/repo@revision")
-    return found[1], found[2].replace("%2F", "/") if found[2] else None
+    """Parses `owner/repo[@revision]`, with or without `hf://`.
+
+    Returns:
+        The repository and the revision.
+
+    Raises:
+        HubError: If the text is not the name of a repository.
+    """
+    match = _REPOSITORY_NAME.fullmatch(text)
+    if not match:
+        raise HubError(text, "is not a repository name", "Expected owner/repo or owner/repo@revision")
+    return match[1], match[2].replace("%2F", "/") if match[2] else None
 
 
 @overload
@@ -81,25 +85,39 @@ def inspect_repository(name: str, revision: str | None, *, missing_ok: Literal[F
 @overload
 def inspect_repository(name: str, revision: str | None, *, missing_ok: Literal[True]) -> HubRepository | None: ...
 def inspect_repository(name: str, revision: str | None, *, missing_ok: bool = False) -> HubRepository | None:
-    """What the Hub says of a repository; with `missing_ok`, None for one that is not there, or not for you to see."""
+    """Lists the files of a repository.
+
+    Args:
+        name: Repository, `owner/repo`.
+        revision: Branch, tag or commit. Defaults to the main branch.
+        missing_ok: Returns None if the repository does not exist or is not visible to the user.
+
+    Returns:
+        The repository at the current commit of the revision.
+
+    Raises:
+        HubError: If the repository cannot be read.
+    """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     with hub_errors(name, name, revision):
         try:
-            found = hub_api().model_info(name, revision=revision, files_metadata=True)
+            info = hub_api().model_info(name, revision=revision, files_metadata=True)
         except RepositoryNotFoundError as error:
             if missing_ok and not isinstance(error, GatedRepoError):
                 return None
             raise
     files = tuple(
-        RepositoryFile(each.rfilename, each.size or 0, each.lfs.sha256 if each.lfs else None, each.blob_id or "")
-        for each in found.siblings or ()
+        RepositoryFile(file.rfilename, file.size or 0, file.lfs.sha256 if file.lfs else None, file.blob_id or "")
+        for file in info.siblings or ()
     )
-    return HubRepository(name, found.sha or "", bool(found.private), files)
+    return HubRepository(name, info.sha or "", bool(info.private), files)
 
 
 @dataclass(frozen=True)
 class PullResult:
+    """A downloaded file."""
+
     reference: Reference
     path: Path
     item: Artifact
@@ -113,69 +131,89 @@ def pull(
     force: bool = False,
     progress: FileProgress = lambda check, done, total: None,
 ) -> list[PullResult]:
-    """Fetch hf://owner/repo[@revision]/FILE, or of owner/repo[@revision] the files named, or all that are ours.
+    """Downloads bundles and task vectors from the Hub and verifies them.
 
-    Each is checked by the Hub's SHA-256 and by its own, and then put into the folder `output` (else the current one),
-    or, if it is one, under that name: whole or not at all. A copy in the cache that is damaged is fetched anew. A file
-    that is there and differs is replaced with `force` only.
+    Each file is checked against the Hub's SHA-256 and its own, and then written atomically. A damaged copy in the cache
+    is downloaded again.
+
+    Args:
+        what: A file, `hf://owner/repo[@revision]/FILE`, or a repository, `owner/repo[@revision]`.
+        files: Names of files in the repository. Defaults to all bundles and task vectors.
+        output: Target directory, or target file if there is one file. Defaults to the current directory.
+        force: Overwrites existing files that differ.
+        progress: Called as the verification advances.
+
+    Returns:
+        The downloaded files.
+
+    Raises:
+        KfacpackError: If a target exists and differs, or is not a directory.
+        VerificationError: If a check on a file fails.
+        HubError: If the repository cannot be read, or contains neither bundles nor task vectors.
+
+    Example:
+        >>> (file,) = kp.pull("hf://owner/repo/cars.kfac")
+        >>> curvature = kp.load(file.path)
     """
-    wanted = _select_files(what, files)
-    places = _targets(wanted, output)
-    found = []
-    for reference, place in zip(wanted, places, strict=True):
+    references = _select_files(what, files)
+    pulled = []
+    for reference, target in zip(references, _targets(references, output), strict=True):
         cached = local_copy(reference, checked=True)
         item = Artifact.of(cached, reference.file)
         item.require_sound(cached, progress)
-        _move_into_place(cached, place, force=force)
-        found.append(PullResult(reference, place, Artifact.of(place, reference.file)))
-    return found
+        _copy_to(cached, target, force=force)
+        pulled.append(PullResult(reference, target, Artifact.of(target, reference.file)))
+    return pulled
 
 
 def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference]:
     if isinstance(what, Reference) or (what.startswith(SCHEME) and what.endswith(SUFFIXES)):
         if files:
-            raise KfacpackError(f"{what}: names a file already; give the repository, and the names of files after it")
+            raise KfacpackError(
+                f"{what}: already names a file; to pull several files, pass the repository and then their names"
+            )
         return [what if isinstance(what, Reference) else Reference.parse(what)]
     name, revision = parse_repository(what)
     if files:
         return [Reference(name, file, revision) for file in files]
     repository = inspect_repository(name, revision)
-    ours = [file.name for file in repository.candidates if repository.item(file.name)]
-    if not ours:
-        raise HubError(what, "has neither bundles nor task vectors", "Is it the repository you meant?")
-    return [Reference(name, file, revision) for file in ours]
+    names = [file.name for file in repository.candidates if repository.item(file.name)]
+    if not names:
+        raise HubError(what, "contains neither bundles nor task vectors", "Check the name of the repository")
+    return [Reference(name, file, revision) for file in names]
 
 
-def _targets(wanted: Sequence[Reference], output: str | os.PathLike[str] | None) -> list[Path]:
+def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | None) -> list[Path]:
+    """Returns the path that each file is written to."""
     target = Path(output) if output is not None else Path()
-    if len(wanted) == 1 and output is not None and not target.is_dir() and target.suffix in SUFFIXES:
-        places = [target]
-    else:
-        if target.exists() and not target.is_dir():
-            raise KfacpackError(f"{target}: is no folder; {len(wanted)} files need one")
-        places = [target / each.name for each in wanted]
-    if len(set(places)) < len(places):
+    if len(references) == 1 and output is not None and not target.is_dir() and target.suffix in SUFFIXES:
+        return [target]
+    if target.exists() and not target.is_dir():
+        raise KfacpackError(f"{target}: is not a directory, which {len(references)} files need")
+    paths = [target / reference.name for reference in references]
+    if len(set(paths)) < len(paths):
         raise KfacpackError("files in different folders of the repository have the same name; pull them one by one")
-    return places
+    return paths
 
 
-def _move_into_place(source: Path, place: Path, *, force: bool) -> None:
-    if place.exists() and not force:
-        if place.is_file() and digest_of_file(place) == digest_of_file(source):
+def _copy_to(source: Path, target: Path, *, force: bool) -> None:
+    """Copies a file atomically."""
+    if target.exists() and not force:
+        if target.is_file() and digest_of_file(target) == digest_of_file(source):
             return
-        raise KfacpackError(f"{place}: is there already, and differs; move it, or replace it with --force")
-    place.parent.mkdir(parents=True, exist_ok=True)
+        raise KfacpackError(f"{target}: already exists and differs; move it, or overwrite it with --force")
+    target.parent.mkdir(parents=True, exist_ok=True)
     with (
         source.open("rb") as stream,
-        replace_atomically(place) as descriptor,
-        os.fdopen(descriptor, "wb", closefd=False) as target,
+        replace_atomically(target) as descriptor,
+        os.fdopen(descriptor, "wb", closefd=False) as output,
     ):
-        shutil.copyfileobj(stream, target, 2**20)
+        shutil.copyfileobj(stream, output, 2**20)
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """A repository with bundles or vectors."""
+    """A repository with bundles or task vectors."""
 
     repository: str
     bases: tuple[str, ...]
@@ -187,29 +225,38 @@ class SearchResult:
 def search(
     *, base_model: str | None = None, task: str | None = None, author: str | None = None, limit: int = 20
 ) -> list[SearchResult]:
-    """Repositories whose cards say that they hold bundles or vectors, at most `limit`.
+    """Searches the Hub for repositories with bundles or task vectors, by the tags of their model cards.
 
-    `base_model`: as `--model` has it (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag) or by its id on the Hub;
-    `author`: a user or an organisation.
+    Args:
+        base_model: Base model as for `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag), or its Hub id.
+        task: Task name.
+        author: User or organization.
+        limit: Maximum number of repositories.
+
+    Returns:
+        The repositories and their files.
+
+    Raises:
+        HubError: If the Hub cannot be reached.
     """
     from huggingface_hub import constants
 
-    common = [TAGS[0], *([f"{TASK_TAG}{task}"] if task else [])]
-    ways = _tag_filters(base_model) if base_model else [[]]
-    found: dict[str, ModelInfo] = {}
+    tags = [TAGS[0], *([f"{TASK_TAG}{task}"] if task else [])]
+    alternatives = _tag_filters(base_model) if base_model else [[]]
+    models: dict[str, ModelInfo] = {}
     if constants.HF_HUB_OFFLINE:
-        raise HubError("search", "asks the Hub, and HF_HUB_OFFLINE is set", "Unset it", unreachable=True)
-    with hub_errors("search", "search", otherwise="let HF_ENDPOINT name a mirror"):
-        for way in ways:
-            for each in hub_api().list_models(filter=[*common, *way], author=author, limit=limit, full=True):
-                found.setdefault(each.id, each)
-    return [_search_result(each) for each in list(found.values())[:limit]]
+        raise HubError("search", "needs the Hub, but HF_HUB_OFFLINE is set", "Unset it", unreachable=True)
+    with hub_errors("search", "search", otherwise="set HF_ENDPOINT to a mirror"):
+        for more in alternatives:
+            for model in hub_api().list_models(filter=[*tags, *more], author=author, limit=limit, full=True):
+                models.setdefault(model.id, model)
+    return [_search_result(model) for model in list(models.values())[:limit]]
 
 
 def _tag_filters(base_model: str) -> list[list[str]]:
-    """The tags that say that it is this one. Whether a name is ours or an id on the Hub, it does not show."""
-    name, known = model_from_option(base_model)
-    return [[f"{BASE_TAG}{name}"], [f"base_model:{known}"]]
+    """Returns alternative tags of a base model: its name in manifests, or its Hub id."""
+    name, model_id = model_from_option(base_model)
+    return [[f"{BASE_TAG}{name}"], [f"base_model:{model_id}"]]
 
 
 def _search_result(info: ModelInfo) -> SearchResult:

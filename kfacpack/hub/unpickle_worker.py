@@ -1,10 +1,10 @@
-"""Tensors out of what torch.save wrote: a program of its own, which a limited process runs; never imported.
+"""Program that converts files written by `torch.save` to safetensors in a process with limited resources.
 
-    python -I unpickle.py < request.json > answer.json
+    python -I unpickle_worker.py < request.json > answer.json
 
-It takes a zip whose members are stored as they are, lets torch's restricted unpickler build nothing but tensors and
-containers, maps their numbers from the file, and writes them as safetensors. Before it looks at a file it gives up the
-right to more memory, time, file size and processes than that takes. `unpickling.py` starts it.
+It accepts zip archives without compression, uses torch's restricted unpickler, which creates nothing but tensors and
+containers, maps the tensors from the file and writes them as safetensors. Before it opens a file, it limits its own
+memory, CPU time, file size and number of processes. It is started by `importer.py` and never imported.
 """
 
 from __future__ import annotations
@@ -23,46 +23,55 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MEMBERS = 100_000
-PICKLE_BYTES = 16 * 2**20
+MAX_MEMBERS = 100_000
+MAX_PICKLE_BYTES = 16 * 2**20
 SPARE_MEMORY = 2**30
+"""Memory limit in addition to three times the size of the largest file."""
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
 
 
 class RefusedError(Exception):
-    """Why a file is not taken, in words."""
+    """A file is rejected; the message is the reason."""
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    sys.path.extend(asked["packages"])
+    """Reads the request from stdin, converts the files and writes the answer to stdout."""
+    request = json.load(sys.stdin)
+    sys.path.extend(request["packages"])
     import torch
 
     torch.set_num_threads(1)
-    sizes = [Path(each["path"]).stat().st_size for each in asked["files"]]
-    limit(max(sizes), sum(sizes), asked["seconds"])
-    for number, each in enumerate(asked["files"]):
+    sizes = [Path(file["path"]).stat().st_size for file in request["files"]]
+    limit(max(sizes), sum(sizes), request["seconds"])
+    for number, file in enumerate(request["files"]):
         try:
-            require_plain_zip(each["path"])
-            write(each["target"], tensors_of(load(each["path"]), asked["single"]))
+            require_plain_zip(file["path"])
+            write(file["target"], tensors_of(load(file["path"]), request["single"]))
         except RefusedError as error:
             answer(refused=number, why=str(error))
         except MemoryError:
-            answer(refused=number, why="needs more memory than a file of its size should")
-        except Exception as error:  # whatever torch makes of a damaged file
+            answer(refused=number, why="needs more memory than expected for a file of its size")
+        except Exception as error:  # torch raises exceptions of many types for damaged files
             answer(refused=number, why=f"cannot be read: {(str(error) or type(error).__name__).splitlines()[0]}")
     answer(refused=None)
 
 
-def answer(**what: Any) -> None:
-    sys.stdout.write(json.dumps(what))
+def answer(**fields: Any) -> None:
+    """Writes the answer and exits."""
+    sys.stdout.write(json.dumps(fields))
     sys.exit(0)
 
 
 def limit(largest: int, total: int, seconds: int) -> None:
-    """No more from here on. What this process has mapped already, torch itself for the most part, goes on top."""
+    """Limits the resources of this process, in addition to the memory that it has already mapped, mostly for torch.
+
+    Args:
+        largest: Size of the largest file in bytes.
+        total: Size of all files in bytes.
+        seconds: CPU time.
+    """
     mapped = 0
-    with contextlib.suppress(OSError):  # there is no such file but on Linux
+    with contextlib.suppress(OSError):  # exists on Linux only
         mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     limits = {
         "RLIMIT_AS": mapped + 3 * largest + SPARE_MEMORY if mapped else None,
@@ -73,69 +82,83 @@ def limit(largest: int, total: int, seconds: int) -> None:
     }
     for name, value in limits.items():
         if value is not None and hasattr(resource, name):
-            with contextlib.suppress(ValueError, OSError):  # a stricter one is in force, or the system has none
+            with contextlib.suppress(ValueError, OSError):  # a stricter limit is set, or it is not supported
                 resource.setrlimit(getattr(resource, name), (value, value))
 
 
 def require_plain_zip(path: str) -> None:
-    """Refuse all that would unfold to more than the file has."""
+    """Rejects archives whose contents would be larger than the file."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, EOFError) as error:
         raise RefusedError(
-            f"is no whole archive of torch.save: {error}. If it was downloaded, fetch it again"
+            f"is not a complete archive of torch.save: {error}. If it was downloaded, download it again"
         ) from error
-    if len(members) > MEMBERS:
-        raise RefusedError(f"has {len(members)} members, at most {MEMBERS} are read")
-    packed = [each.filename for each in members if each.compress_type != zipfile.ZIP_STORED]
-    if packed:
-        raise RefusedError(f"its member {packed[0]!r} is compressed, which torch.save never does")
+    if len(members) > MAX_MEMBERS:
+        raise RefusedError(f"has {len(members)} members, expected at most {MAX_MEMBERS}")
+    compressed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
+    if compressed:
+        raise RefusedError(f"its member {compressed[0]!r} is compressed, which torch.save never does")
     size = Path(path).stat().st_size
-    if (claimed := sum(each.file_size for each in members)) > size:
-        raise RefusedError(f"its members claim {claimed} bytes, the file has {size}")
-    for each in members:
-        if each.filename.endswith(".pkl") and each.file_size > PICKLE_BYTES:
-            raise RefusedError(f"its {each.filename!r} has {each.file_size} bytes, at most {PICKLE_BYTES} are read")
+    if (claimed := sum(member.file_size for member in members)) > size:
+        raise RefusedError(f"its members claim {claimed} bytes, but the file has {size}")
+    for member in members:
+        if member.filename.endswith(".pkl") and member.file_size > MAX_PICKLE_BYTES:
+            problem = f"its member {member.filename!r} has {member.file_size} bytes"
+            raise RefusedError(f"{problem}, expected at most {MAX_PICKLE_BYTES}")
 
 
 def load(path: str) -> Any:
+    """Loads a file with torch's restricted unpickler."""
     import torch
 
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if found:
-            problem = f"asks for {found[1]} to be run or built, which no file of factors needs"
-            raise RefusedError(f"{problem}. Nothing of it was run. Do not load it by other means") from error
+        blocked = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if blocked:
+            problem = f"tries to run or create {blocked[1]}, which is not allowed in a file of factors"
+            raise RefusedError(f"{problem}. Nothing was executed. Do not load it by other means") from error
         raise
 
 
 def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
-    """By name; a tensor that is in no dictionary goes by `single`."""
+    """Checks that a file contains named tensors only.
+
+    Args:
+        loaded: The content of the file.
+        single: Name for a tensor that is not in a dictionary.
+
+    Returns:
+        Tensor name -> tensor.
+    """
     import torch
 
     named = {single: loaded} if isinstance(loaded, torch.Tensor) else loaded
     if not isinstance(named, dict):
-        raise RefusedError(f"holds a {type(named).__name__}, expected a dictionary of tensors")
+        raise RefusedError(f"contains a {type(named).__name__}, expected a dictionary of tensors")
     for name, tensor in named.items():
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == "__metadata__":
-            raise RefusedError(f"has an entry called {str(name)[:80]!r}, expected names of parameters")
+            raise RefusedError(f"has an entry {str(name)[:80]!r}, expected parameter names")
         if not isinstance(tensor, torch.Tensor):
             raise RefusedError(f"its entry {name!r} is a {type(tensor).__name__}, expected a tensor")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise RefusedError(f"its entry {name!r} is no plain tensor")
-        if tensor.dtype not in names_of_types():
-            raise RefusedError(f"its entry {name!r} is of {tensor.dtype}, expected floating-point or whole numbers")
-        # A tensor may claim any shape by strides of zero: what it unfolds to is no larger than what is stored.
+            raise RefusedError(f"its entry {name!r} is not a dense CPU tensor")
+        if tensor.dtype not in dtype_names():
+            raise RefusedError(
+                f"its entry {name!r} has dtype {tensor.dtype}, expected floating-point numbers or integers"
+            )
+        # With strides of zero a tensor can have any shape; it must not be larger than its storage.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise RefusedError(f"its entry {name!r} claims the shape {list(tensor.shape)}, more than is stored")
+            raise RefusedError(
+                f"its entry {name!r} claims the shape {list(tensor.shape)}, which is larger than its storage"
+            )
     return named
 
 
-def names_of_types() -> dict[Any, str]:
-    """safetensors' words."""
+def dtype_names() -> dict[Any, str]:
+    """Returns the names of dtypes in safetensors."""
     import torch
 
     return {
@@ -149,13 +172,13 @@ def names_of_types() -> dict[Any, str]:
 
 
 def write(target: str, tensors: dict[str, Tensor]) -> None:
-    """A safetensors file, a tensor at a time."""
+    """Writes a safetensors file, one tensor at a time."""
     import torch
 
-    end, entries, words = 0, {}, names_of_types()
+    end, entries, dtypes = 0, {}, dtype_names()
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": words[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": dtypes[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     with Path(target).open("wb") as stream:

@@ -1,17 +1,14 @@
-"""The tangents of the tensors of one forward pass: of each, by how much it changes when the parameters move along τ.
+"""Computes tangents alongside a forward pass, operation by operation.
 
-Tangents computed alongside a forward pass, operation by operation.
-
-It listens below autograd: there a model is nothing but operations on plain tensors, whatever modules, casts, fused
-layers or functions of its own it consists of. Each is computed once, its tangent beside it, and autograd records the
-first and knows nothing of the second.
+The dispatch mode runs below autograd, where a model is a sequence of operations on plain tensors, whatever modules,
+casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent:
+its change along τ. Autograd records the operation and does not see the tangent.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
@@ -19,223 +16,215 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import BackwardCFunction
-from torch.overrides import enable_reentrant_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from kfacpack._torch import (
+    DispatchMode,
+    autocast_disabled,
+    base_of,
+    forward_ad_below_autograd,
+    is_mutating,
+    tangent_of_dual,
+    writes_first_argument_only,
+)
 from kfacpack.errors import KfacpackError
 from kfacpack.linearization.jvp_rules import RULES
 
 
 class TangentMap:
-    """One for each tensor that owns memory, let go with the tensor. A view's is the same view of its owner's.
+    """Tangents by tensor, held as long as the tensor is alive.
 
-    So views, parts and whatever is written into them need no bookkeeping.
+    Only tensors that own memory have an entry. The tangent of a view is the same view of its base's tangent, so views
+    and in-place writes need no bookkeeping.
+
+    Args:
+        tangents: Tangents of the parameters, by parameter.
     """
 
-    def __init__(self, of: Mapping[Tensor, Tensor] | None = None) -> None:
-        """`of` the parameters: where the tangents of all others come from."""
-        self._of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._starts = {id(tensor) for tensor in of or ()}
-        for tensor, tangent in (of or {}).items():
+    def __init__(self, tangents: Mapping[Tensor, Tensor] | None = None) -> None:
+        self._tangents: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._parameter_ids = {id(tensor) for tensor in tangents or ()}
+        for tensor, tangent in (tangents or {}).items():
             self.put(tensor, tangent)
 
     def get(self, tensor: Tensor) -> Tensor | None:
-        """None stands for zero. What the model computes without gradient is a constant to its gradient, and to us."""
-        owner = base_of(tensor)
-        found: Tensor | None = self._of.get(owner)
-        if found is None or (torch.is_grad_enabled() and self._cut_off(tensor, owner)):
-            return None
-        if owner is tensor:
-            return found
-        return _view_of_tangent(self._laid_out(owner, found), tensor, owner)
+        """Returns the tangent of a tensor; None if it is zero.
 
-    def _cut_off(self, tensor: Tensor, owner: Tensor) -> bool:
-        """Whether autograd knows of no way from it to the parameters, be it that it was made to start a graph anew."""
-        return not tensor.requires_grad or (owner.grad_fn is None and id(owner) not in self._starts)
+        Tensors that the model computes without gradient are constants to autograd, and have a zero tangent too.
+        """
+        base = base_of(tensor)
+        tangent: Tensor | None = self._tangents.get(base)
+        if tangent is None or (torch.is_grad_enabled() and self._is_constant(tensor, base)):
+            return None
+        if base is tensor:
+            return tangent
+        return _view_of_tangent(self._with_strides_of(base, tangent), tensor, base)
+
+    def _is_constant(self, tensor: Tensor, base: Tensor) -> bool:
+        """Whether autograd has no path from the tensor to the parameters; it may start a graph of its own."""
+        return not tensor.requires_grad or (base.grad_fn is None and id(base) not in self._parameter_ids)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
-        """For a new tensor, or for one that was written to; a view's goes into its owner's."""
-        if not tensor._is_view():
+        """Sets the tangent of a tensor that is new or was written to; for a view, that part of its base's tangent."""
+        base = base_of(tensor)
+        if base is tensor:
             if tangent is not None:
-                self._of[tensor] = tangent
+                self._tangents[tensor] = tangent
             else:
-                self._of.pop(tensor, None)
+                self._tangents.pop(tensor, None)
             return
-        owner = tensor._base
-        assert owner is not None
-        found = self._of.get(owner)
-        if found is None and tangent is None:
+        base_tangent = self._tangents.get(base)
+        if base_tangent is None and tangent is None:
             return
-        # Another tensor's tangent may share this memory (a sum with a constant has the same one), hence a copy.
-        whole = _like(owner).zero_() if found is None else _like(owner).copy_(found)
-        part = _view_of_tangent(whole, tensor, owner)
+        # The tangent of another tensor may share this memory (as with a sum with a constant), hence a copy.
+        whole = _empty_like(base).zero_() if base_tangent is None else _empty_like(base).copy_(base_tangent)
+        part = _view_of_tangent(whole, tensor, base)
         if tangent is None:
             part.zero_()
         else:
             part.copy_(tangent)
-        self._of[owner] = whole
+        self._tangents[base] = whole
 
-    def _laid_out(self, owner: Tensor, tangent: Tensor) -> Tensor:
-        """In memory as its owner is, from now on."""
-        if tangent.stride() != owner.stride():
-            self._of[owner] = tangent = _like(owner).copy_(tangent)
+    def _with_strides_of(self, base: Tensor, tangent: Tensor) -> Tensor:
+        """The tangent with the memory layout of its tensor; the converted tangent is stored."""
+        if tangent.stride() != base.stride():
+            self._tangents[base] = tangent = _empty_like(base).copy_(tangent)
         return tangent
 
 
-def base_of(tensor: Tensor) -> Tensor:
-    """Itself, or what it is a view of."""
-    base = tensor._base if tensor._is_view() else None
-    return tensor if base is None else base
+def _empty_like(base: Tensor) -> Tensor:
+    return torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device=base.device)
 
 
-def _like(owner: Tensor) -> Tensor:
-    return torch.empty_strided(owner.shape, owner.stride(), dtype=owner.dtype, device=owner.device)
-
-
-def _view_of_tangent(tangent: Tensor, view: Tensor, owner: Tensor) -> Tensor:
-    if view.dtype != owner.dtype or view.is_conj() or view.is_neg():
-        raise KfacpackError("cannot linearise a view as another type, or of complex numbers; use real ones throughout")
-    offset = view.storage_offset() - owner.storage_offset() + tangent.storage_offset()
+def _view_of_tangent(tangent: Tensor, view: Tensor, base: Tensor) -> Tensor:
+    if view.dtype != base.dtype or view.is_conj() or view.is_neg():
+        raise KfacpackError("cannot linearize a view with another dtype, or a complex tensor; use real floats")
+    offset = view.storage_offset() - base.storage_offset() + tangent.storage_offset()
     return tangent.as_strided(view.shape, view.stride(), offset)
 
 
-class JvpMode(TorchDispatchMode):
+class JvpMode(DispatchMode):
+    """Dispatch mode that computes the tangent of every operation that runs inside it.
+
+    Args:
+        tangents: Tangents of the parameters; those of all other tensors are added.
+    """
+
     def __init__(self, tangents: TangentMap) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tangents = tangents
         _warm_up_forward_ad()
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """To be told that there is nothing to compile here, torch would import its compiler, for seconds."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # A view has its owner's tangent, and what is detached has none; autograd will mark the result as which it is.
+        # A view has its base's tangent, and a detached tensor none; autograd marks the result as either.
         if func.is_view:
             return func(*args, **kwargs)
-        tangents = self._tangents_among((args, kwargs))
+        tangents = self._nonzero_tangents((args, kwargs))
         if not tangents:
             return func(*args, **kwargs)
-        with torch._C._DisableAutocast():  # which has had its say when it came to this operation
-            if func._schema.is_mutable:
-                return self._write(func, args, kwargs, tangents)
+        with autocast_disabled():  # autocast was applied before the operation was dispatched here
             if func in RULES:
                 out, tangent = RULES[func](func, lambda tensor: tangents.get(id(tensor)), *args, **kwargs)
                 self._tangents.put(out if isinstance(out, Tensor) else out[0], tangent)
                 return out
-            return self._differentiate(func, args, kwargs, tangents)
+            try:
+                if is_mutating(func):
+                    return self._write(func, args, kwargs, tangents)
+                return self._differentiate(func, args, kwargs, tangents)
+            except NotImplementedError as error:
+                problem = f"cannot linearize: torch has no forward-mode derivative of {func}, which the model uses"
+                raise KfacpackError(f"{problem}. Replace it by operations that have one") from error
 
-    def _tangents_among(self, arguments: Any) -> dict[int, Tensor]:
-        """Those that are not zero, by the identity of the tensor."""
-        found: dict[int, Tensor] = {}
+    def _nonzero_tangents(self, arguments: Any) -> dict[int, Tensor]:
+        """The tangents that are not zero, by the id of their tensor."""
+        tangents: dict[int, Tensor] = {}
         for tensor in _tensors(arguments):
             if (tangent := self._tangents.get(tensor)) is not None:
-                found[id(tensor)] = tangent
+                tangents[id(tensor)] = tangent
             else:
                 require_tracked(tensor)
-        return found
+        return tangents
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
-        """By torch's own forward-mode derivative of this one operation, which gives its result as well."""
-        with _forward_mode(func):
+        """Computes the result and its tangent by torch's forward-mode derivative of this one operation."""
+        with forward_ad_below_autograd():
             args, kwargs = _duals((args, kwargs), tangents)
             out = func(*args, **kwargs)
-            made = [(each, _tangent_of(each)) for each in _tensors(out)]
-        for tensor, tangent in made:
+            pairs = [(tensor, tangent_of_dual(tensor)) for tensor in _tensors(out)]
+        for tensor, tangent in pairs:
             if tangent is not None:
                 self._tangents.put(tensor, tangent)
         return out
 
     def _write(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
-        """An operation that writes to its first argument, and to no other."""
+        """Runs an operation that writes to its first argument, and updates the tangent of that argument."""
         target, *others = args
-        written = [each for each in func._schema.arguments if each.alias_info and each.alias_info.is_write]
-        if len(written) != 1 or written[0].name != func._schema.arguments[0].name or not isinstance(target, Tensor):
-            raise KfacpackError(f"cannot linearise {func}, which writes to more than its first argument")
-        # A copy, since it will be written to as well.
+        if not writes_first_argument_only(func) or not isinstance(target, Tensor):
+            raise KfacpackError(f"cannot linearize {func}, which writes to more than its first argument")
+        # A copy, since it is written to as well.
         tangent = tangents[id(target)].clone() if id(target) in tangents else None
         if torch.Tag.inplace_view in func.tags:
             func(*args, **kwargs)
-            if tangent is not None and not target._is_view():
+            if tangent is not None and base_of(target) is target:
                 func(tangent, *others, **kwargs)
                 self._tangents.put(target, tangent)
             return target
-        with _forward_mode(func):
+        with forward_ad_below_autograd():
             dual = target.detach()
             if tangent is not None:
                 dual = forward_ad.make_dual(dual, tangent)
             others, kwargs = _duals((others, kwargs), tangents)
             func(dual, *others, **kwargs)
-            tangent = _tangent_of(dual)
+            tangent = tangent_of_dual(dual)
         self._tangents.put(target, tangent)
         return target
 
 
 @cache
 def _warm_up_forward_ad() -> None:
-    """The first time, torch compiles some derivatives, and warns of its own doing."""
+    """Triggers torch's one-time compilation of some derivatives, which emits a DeprecationWarning of its own."""
     with warnings.catch_warnings(), forward_ad.dual_level():
         warnings.simplefilter("ignore", DeprecationWarning)
         forward_ad.make_dual(torch.zeros(1), torch.zeros(1))
 
 
-@contextmanager
-def _forward_mode(func: Any) -> Iterator[None]:
-    """Where forward-mode works and nothing is recorded, though we are below autograd already."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(enable_reentrant_dispatch())
-        stack.enter_context(torch._C._DisableTorchDispatch())
-        stack.enter_context(torch._C._DisableAutocast())
-        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))  # which functions of the model's own switch off
-        stack.enter_context(forward_ad.dual_level())
-        try:
-            yield
-        except NotImplementedError as error:
-            problem = f"cannot linearise: torch has no forward-mode derivative of {func}, which the model uses"
-            raise KfacpackError(f"{problem}. Replace it by operations that have one") from error
-
-
-def _tangent_of(tensor: Tensor) -> Tensor | None:
-    continuous = tensor.is_floating_point() or tensor.is_complex()
-    tangent = forward_ad.unpack_dual(tensor).tangent if continuous else None
-    return None if tangent is None or tangent._is_zerotensor() else tangent
-
-
 def require_tracked(tensor: Tensor) -> None:
-    """Refuse a tensor without tangent that autograd knows the way back from: its tangent is not zero, but was lost.
+    """Checks that a tensor without a tangent really is a constant.
 
-    A function of the model's own is followed like everything else, unless it leaves torch or detaches its input.
+    Custom autograd functions are followed like everything else, unless they leave torch or detach their input: then
+    autograd has a path to the parameters, but the tangent was lost.
+
+    Raises:
+        KfacpackError: If a custom autograd function computed the tensor and its tangent was lost.
     """
-    made_by = base_of(tensor).grad_fn
+    producer = base_of(tensor).grad_fn
     constant = torch.is_grad_enabled() and not tensor.requires_grad
-    if constant or not isinstance(made_by, BackwardCFunction):
+    if constant or not isinstance(producer, BackwardCFunction):
         return
-    name = made_by.name().removesuffix("Backward")
-    problem = f"cannot linearise: what the custom autograd function {name!r} computes is cut off from its input"
-    raise KfacpackError(f"{problem} (a detach, numpy, a kernel of its own). Use a plain implementation of it")
+    name = producer.name().removesuffix("Backward")
+    problem = f"cannot linearize: the output of the custom autograd function {name!r} is detached from its input"
+    raise KfacpackError(f"{problem} (by a detach, numpy, or a custom kernel). Use a plain torch implementation of it")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for item in value:
+            yield from _tensors(item)
     elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def _duals(value: Any, tangents: Mapping[int, Tensor]) -> Any:
-    """The same arguments, the tensors among them with their tangents."""
+    """The same arguments, with tensors that have a tangent replaced by dual tensors."""
     if isinstance(value, Tensor):
         return forward_ad.make_dual(value.detach(), tangents[id(value)]) if id(value) in tangents else value
     if isinstance(value, (list, tuple)):
-        return type(value)(_duals(each, tangents) for each in value)
+        return type(value)(_duals(item, tangents) for item in value)
     if isinstance(value, dict):
-        return {key: _duals(each, tangents) for key, each in value.items()}
+        return {key: _duals(item, tangents) for key, item in value.items()}
     return value

@@ -1,23 +1,26 @@
-"""`kp.linearize`: the model that is linear in τ, f(x) + J(x) τ.
+"""`kp.linearize`: the model f(x) + J(x) τ, which is linear in τ.
 
-It is linear, so the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin: one ordinary backward pass of the base model,
-seeded with u. And J τ needs no graph at all. So a step is a forward pass with its graph, a tangent computed beside it
-without one, and a backward pass; its memory is that of fine-tuning.
+Because it is linear, the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin: one ordinary backward pass of the base
+model, seeded with u. J τ itself needs no graph. So a training step is a forward pass with its graph, a tangent computed
+beside it without one, and a backward pass. Its memory is that of fine-tuning.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from kfacpack import _torch
+from kfacpack._torch import backward_retains_graph, eager_mode, tensor_version
 from kfacpack.curvature.curvature import check_task_vector
 from kfacpack.errors import KfacpackError
 from kfacpack.linearization.jvp_mode import JvpMode, TangentMap, require_tracked
@@ -29,94 +32,181 @@ if TYPE_CHECKING:
 
 
 _LOCK = threading.RLock()
-"""A module's flags are changed for the time of a call: a second thread would find or leave them as the first needs."""
+"""Held during a call, because flags of the module are changed: calls in other threads would see or restore them."""
+
+
+class SlowLinearizationWarning(UserWarning):
+    """The fast path of `kp.linearize` does not work with this torch version; `torch.func.jvp` is used instead."""
 
 
 def linearize(
     model: nn.Module | Model, params: Iterable[str] | str | None = None, *, forward: Forward | None = None
 ) -> Linearized:
-    """The model's output f as a linear function of a change τ of its parameters: `lin(batch, tau)`, f + J τ.
+    """Linearizes a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
 
-    `model(*batch)`, or `forward(*batch)` if given, is f, of shape (N, C); batches and `params` are as for
-    `kp.estimate`. Of a kfacpack model, f is its own, and by default what its family freezes stays.
+    The model is used in eval mode, and every call restores its flags. If this torch version lacks the private parts
+    that the fast path needs, `torch.func.jvp` is used, with a `SlowLinearizationWarning`.
+
+    Args:
+        model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
+            itself.
+        params: Names or patterns of the parameters that τ may change. Defaults to all; for a model from
+            `kp.load_model`, to those that its family does not freeze.
+        forward: Function that computes f from a batch, if f is not `model(*batch)`.
+
+    Returns:
+        The linearized model.
+
+    Raises:
+        KfacpackError: If `model` has another type, or a pattern in `params` matches no parameter.
+
+    Example:
+        >>> lin = kp.linearize(model)
+        >>> tau = {name: value.requires_grad_() for name, value in lin.zeros().items()}
+        >>> lin(x, tau).square().mean().backward()
     """
     if isinstance(model, Model):
         module, f, frozen = model.module, model.forward, model.frozen
     elif isinstance(model, nn.Module):
         module, f, frozen = model, model, ()
     else:
-        raise KfacpackError(f"expected a module or a model of kp.load_model, found {type(model).__name__}")
+        raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
     return Linearized(module, f if forward is None else forward, select_parameters(module, params, frozen))
 
 
 class Linearized:
-    """f(x) + J(x) τ, of a module that is used in evaluation mode and is after every call as it was before.
+    """The function f(x) + J(x) τ of a module in eval mode.
 
-    τ is {state-dict name: tensor of its shape}; names that it leaves out count as zero. It may have another dtype than
-    the parameters.
+    τ is a dict {state-dict name: tensor of the parameter's shape}; names that it leaves out count as zero. Its dtype
+    may differ from that of the parameters.
+
+    Args:
+        module: The module that owns the parameters.
+        forward: Function from the arguments in a batch to f, of shape (N, C).
+        parameters: Parameters that τ may change, by state-dict name.
     """
 
-    def __init__(self, module: nn.Module, forward: Forward, wanted: Mapping[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, forward: Forward, parameters: Mapping[str, Tensor]) -> None:
         self._module = module
         self._forward = forward
-        self._wanted = dict(wanted)
-        self._shapes = {name: tuple(parameter.shape) for name, parameter in wanted.items()}
+        self._parameters = dict(parameters)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+        missing = _torch.missing_jvp_parts()
+        self._fast = not missing
+        if missing:
+            problem = f"torch {torch.__version__} has no {', '.join(missing)}, which kp.linearize uses to be fast"
+            remedy = "torch.func.jvp is used instead: same results, more time and memory"
+            warnings.warn(f"{problem}; {remedy}", SlowLinearizationWarning, stacklevel=3)
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names that τ may have, in the order of the state dict."""
-        return tuple(self._wanted)
+        """Names that τ may have, in state-dict order."""
+        return tuple(self._parameters)
 
     def zeros(self) -> dict[str, Tensor]:
-        """τ = 0, in float32 at least: where training starts."""
-        return zeros_like_parameters(self._wanted)
+        """Returns τ = 0, in float32 at least, to start training from."""
+        return zeros_like_parameters(self._parameters)
 
     def __call__(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Tensor:
-        """(N, C), differentiable in τ, once."""
+        """Returns f + J τ, of shape (N, C), which can be differentiated once in τ.
+
+        Args:
+            batch: A tensor, a tuple of arguments or a dict of keyword arguments.
+            tau: Change of the parameters, by state-dict name.
+
+        Raises:
+            TaskVectorError: If `tau` does not fit the parameters.
+            KfacpackError: If the model cannot be linearized.
+        """
         check_task_vector(tau, self._shapes, "lin")
         if torch.is_grad_enabled() and any(value.requires_grad for value in tau.values()):
-            found: Tensor = _LinearizedFunction.apply(self, batch, tuple(tau), *tau.values())  # type: ignore[no-untyped-call]
-            return found
+            output: Tensor = _LinearizedFunction.apply(self, batch, tuple(tau), *tau.values())  # type: ignore[no-untyped-call]
+            return output
         f, change = self.outputs(batch, tau)
         return f + change
 
     def outputs(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """f and J τ, both (N, C), without graph and without the memory of one: f + α J τ is then cheap for any α."""
-        with saved_tensors_hooks(_save_nothing, _load_nothing):
-            point = self._follow(batch, tau)
+        """Returns f and J τ, both (N, C), without a graph: f + α J τ is then cheap for any α.
+
+        Args and errors are those of `__call__`.
+        """
+        if self._fast:
+            point = self._compute(batch, tau, self._forward_with_tangent, saved_tensors_hooks(_save_nothing, _no_load))
+        else:
+            point = self._compute(batch, tau, self._torch_jvp, torch.no_grad())
         return point.f, point.change
 
     def at(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Linearization:
-        """f and J τ, and the way back: for loops that need no autograd of their own."""
-        with saved_tensors_hooks(_save_tensor, _load_tensor):
-            return self._follow(batch, tau)
+        """Returns f and J τ together with the graph of f, for training loops that do not use autograd themselves.
 
-    def _follow(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Linearization:
+        Args and errors are those of `__call__`.
+        """
+        if self._fast:
+            hooks = saved_tensors_hooks(_save_tensor, _load_tensor)
+            return self._compute(batch, tau, self._forward_with_tangent, hooks)
+        return self._compute(batch, tau, self._torch_jvp, torch.enable_grad())
+
+    def _compute(
+        self,
+        batch: ModelInput,
+        tau: Mapping[str, Tensor],
+        compute: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | None]],
+        context: AbstractContextManager[Any],
+    ) -> Linearization:
+        """Calls `compute(batch, tau)` inside `context`, with the module in eval mode and tensors on its device."""
         check_task_vector(tau, self._shapes, "lin")
-        chosen = {name: self._wanted[name] for name in tau}
-        with _LOCK, torch.inference_mode(False), eval_mode(self._module, chosen), _no_autocast_cache():
+        chosen = {name: self._parameters[name] for name in tau}
+        with _LOCK, torch.inference_mode(False), eval_mode(self._module, chosen), _no_autocast_cache(), context:
             edges = {name: get_gradient_edge(parameter) for name, parameter in chosen.items()}
-            tangents = TangentMap({parameter: _plain(tau[name]).to(parameter) for name, parameter in chosen.items()})
+            tangents = {name: _detached(tau[name]).to(parameter) for name, parameter in chosen.items()}
             device = next(iter(chosen.values())).device
-            arguments = map_tensors(batch, lambda tensor: _plain(tensor).to(device, non_blocking=True))
-            with _eagerly(), JvpMode(tangents):
-                f = call_model(self._forward, arguments)
-            if (change := tangents.get(f)) is None:
-                require_tracked(f)
+            arguments = map_tensors(batch, lambda tensor: _detached(tensor).to(device, non_blocking=True))
+            with eager_mode():
+                f, change = compute(arguments, tangents)
             return Linearization(f, change, edges, {name: value.dtype for name, value in tau.items()})
+
+    def _forward_with_tangent(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Returns f with its graph, and J τ computed beside it by `JvpMode`."""
+        tangent_map = TangentMap({self._parameters[name]: tangent for name, tangent in tangents.items()})
+        with JvpMode(tangent_map):
+            f = call_model(self._forward, batch)
+        if (change := tangent_map.get(f)) is None:
+            require_tracked(f)
+        return f, change
+
+    def _torch_jvp(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Does the same by `torch.func.jvp`, which needs public API only."""
+        caller = _ForwardModule(self._module, lambda: call_model(self._forward, batch))
+        parameters = {f"module.{name}": self._parameters[name] for name in tangents}
+        directions = {f"module.{name}": tangent for name, tangent in tangents.items()}
+        f: Tensor
+        change: Tensor
+        # Fused attention and the fast path of nn.MultiheadAttention have no forward-mode derivative.
+        with sdpa_kernel(SDPBackend.MATH), _no_attention_fast_path():
+            f, change = torch.func.jvp(
+                lambda values: torch.func.functional_call(caller, values, ()), (parameters,), (directions,)
+            )
+        return f, change.detach()
 
 
 class Linearization:
-    """f at one batch, its change along τ, and the gradients that go back from it."""
+    """f at one batch, its change along τ, and the graph that gradients are computed from.
+
+    Args:
+        f: Output with its graph, (N, C).
+        change: J τ, (N, C); None for zero.
+        edges: Where gradients of the parameters leave the graph, by name.
+        dtypes: Dtype of the gradient of each parameter.
+    """
 
     def __init__(
         self, f: Tensor, change: Tensor | None, edges: Mapping[str, GradientEdge], dtypes: Mapping[str, torch.dtype]
     ) -> None:
-        self._with_graph = f
+        self._f_with_graph = f
         self._edges = edges
         self._dtypes = dtypes
         self.f = f.detach()
-        """(N, C)."""
+        """f, (N, C)."""
         self.change = torch.zeros_like(self.f) if change is None else change
         """J τ, (N, C)."""
 
@@ -126,66 +216,75 @@ class Linearization:
         names: Iterable[str] | None = None,
         *,
         into: dict[str, Tensor] | None = None,
-        again: bool = False,
+        retain_graph: bool = False,
     ) -> dict[str, Tensor]:
-        """Jᵀ u, u (N, C), by parameter; those that f does not depend on are left out.
+        """Computes Jᵀ u by parameter.
 
-        It is added to what `into` already has, in place, and `into` is given back. Memory that it needs is let go
-        on the way, unless it will be asked for `again`.
+        Args:
+            u: Gradient of a cost at f, (N, C).
+            names: Parameters to differentiate. Defaults to all that τ names.
+            into: Gradients to add to, in place.
+            retain_graph: Whether to keep the graph for another call.
+
+        Returns:
+            `into`, or a new dict. Parameters that f does not depend on are left out.
         """
-        found = {} if into is None else into
-        wanted = list(self._edges if names is None else names)
-        if self._with_graph.grad_fn is None or not wanted:
-            return found
-        edges = [self._edges[name] for name in wanted]
-        gradients = torch.autograd.grad(self._with_graph, edges, u, retain_graph=again, allow_unused=True)
+        gradients = {} if into is None else into
+        selected = list(self._edges if names is None else names)
+        if self._f_with_graph.grad_fn is None or not selected:
+            return gradients
+        edges = [self._edges[name] for name in selected]
+        results = torch.autograd.grad(self._f_with_graph, edges, u, retain_graph=retain_graph, allow_unused=True)
         with torch.no_grad():
-            for name, gradient in zip(wanted, gradients, strict=True):
+            for name, gradient in zip(selected, results, strict=True):
                 if gradient is None:
                     continue
-                if name in found:
-                    found[name].add_(gradient)
+                if name in gradients:
+                    gradients[name].add_(gradient)
                 else:
-                    # Of its own, since two parameters may have one gradient, and it will be added to.
-                    found[name] = gradient.to(self._dtypes[name], copy=into is not None)
-        return found
+                    # A copy if it is added to later: autograd may return one tensor for two parameters.
+                    gradients[name] = gradient.to(self._dtypes[name], copy=into is not None)
+        return gradients
 
 
 class _LinearizedFunction(torch.autograd.Function):
+    """f + J τ as a function of τ, whose backward pass is that of f."""
+
     @staticmethod
     def forward(ctx: Any, lin: Linearized, batch: ModelInput, names: tuple[str, ...], *values: Tensor) -> Tensor:
         ctx.names = names
         ctx.point = lin.at(batch, dict(zip(names, values, strict=True)))
-        found: Tensor = ctx.point.f + ctx.point.change
-        return found
+        output: Tensor = ctx.point.f + ctx.point.change
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
-        asked = [name for name, needed in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needed]
-        # Whether the caller said retain_graph, which no public function tells.
-        again = torch._C._autograd._get_current_graph_task_keep_graph()
-        found = ctx.point.gradient(u, asked, again=again)
-        return None, None, None, *(found.get(name) for name in ctx.names)
+        needed = [name for name, needs in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if needs]
+        gradients = ctx.point.gradient(u, needed, retain_graph=backward_retains_graph())
+        return None, None, None, *(gradients.get(name) for name in ctx.names)
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Without a graph of its own; a tensor of inference mode, which can have none, is copied."""
+class _ForwardModule(nn.Module):
+    """Calls a function that uses `module`, so that `functional_call` can replace the parameters of `module`."""
+
+    def __init__(self, module: nn.Module, call: Callable[[], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self._call = call
+
+    def forward(self) -> Tensor:
+        return self._call()
+
+
+def _detached(tensor: Tensor) -> Tensor:
+    """The tensor without its graph; a copy if it was made in inference mode, since it cannot be used outside."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
-
-
-def _eagerly() -> AbstractContextManager[Any]:
-    """What torch.compile has made of a model cannot be followed, the model itself can."""
-    compiler = sys.modules.get("torch._dynamo")
-    if compiler is None or not hasattr(torch.compiler, "set_stance"):
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance
 
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps the casts of parameters for the next call, whose tangents would be another τ's."""
+    """Clears autocast's cache of casted parameters, whose tangents belong to another τ."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -193,20 +292,31 @@ def _no_autocast_cache() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-# Autograd would keep the very tensors that the model works with, and with them their tangents: hence others of the same
-# memory. Tangents then live no longer than the model itself needs them.
+@contextmanager
+def _no_attention_fast_path() -> Iterator[None]:
+    """Disables the fused inference kernels of nn.MultiheadAttention and nn.TransformerEncoderLayer."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+# Autograd would keep the very tensors that the model works with, and TangentMap would keep their tangents with them.
+# Saving other tensors with the same memory lets a tangent go as soon as the model drops its tensor.
 
 
 def _save_tensor(tensor: Tensor) -> tuple[Tensor, int]:
-    same = tensor.detach()
-    return same, same._version
+    alias = tensor.detach()
+    return alias, tensor_version(alias)
 
 
-def _load_tensor(kept: tuple[Tensor, int]) -> Tensor:
-    tensor, version = kept
-    if tensor._version != version:
-        problem = "a tensor that the gradient needs was overwritten after it was used"
-        raise KfacpackError(f"{problem}: the model cannot be trained as it is, or its weights have changed since")
+def _load_tensor(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor_version(tensor) != version:
+        problem = "a tensor that the gradient needs was modified in place after it was used"
+        raise KfacpackError(f"{problem}: either by the model itself, or because its weights have changed since")
     return tensor
 
 
@@ -214,5 +324,5 @@ def _save_nothing(tensor: Tensor) -> None:
     return None
 
 
-def _load_nothing(nothing: None) -> Tensor:
-    raise AssertionError("there is no way back from an evaluation")
+def _no_load(saved: None) -> Tensor:
+    raise AssertionError("f was computed without its graph")

@@ -1,1 +1,1 @@
-"""Many curvatures into one: rules, what they lose, and what may not be merged."""
+"""Merging of curvatures: merge rules, approximation error, compatibility checks and subtraction."""

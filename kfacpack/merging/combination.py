@@ -1,9 +1,8 @@
-"""Inner products <M_s, M_t> of matrices, and what follows from them. T matrices of any size become T points.
+"""Inner products and linear combinations of matrices that may not fit into memory.
 
-Shapes: a Gram matrix is (T, T), and so are coordinates X with X Xᵀ = Gram. Row t of X is matrix t, as a point among T
-points that have the matrices' own lengths and angles. All in float64.
-
-Σ coefficient · matrix, made when it is read.
+A Gram matrix of T matrices has shape (T, T), with entries <M_s, M_t>. Coordinates X, also of shape (T, T), satisfy
+X Xᵀ = Gram: row t represents matrix t as a point with the same length and the same angles to the other rows.
+Everything is computed in float64, one strip of the matrices at a time.
 """
 
 from __future__ import annotations
@@ -24,34 +23,50 @@ if TYPE_CHECKING:
 
 
 def gram(matrices: Sequence[Matrix]) -> Tensor:
-    """(T, T), from one pass over the matrices."""
-    places = {id(matrix): matrix for matrix in matrices}
-    each = list(places.values())
-    layout = layout_of(each)
-    products = np.zeros((len(each), len(each)))
-    for strip, rows in side_by_side(layout, each):
+    """Computes the Gram matrix of symmetric matrices in one pass over them.
+
+    Args:
+        matrices: T matrices of the same side. A matrix that occurs more than once is read once.
+
+    Returns:
+        The inner products <M_s, M_t>, of shape (T, T), in float64.
+    """
+    unique = {id(matrix): matrix for matrix in matrices}
+    distinct = list(unique.values())
+    layout = layout_of(distinct)
+    products = np.zeros((len(distinct), len(distinct)))
+    for strip, rows in side_by_side(layout, distinct):
         on_diagonal = rows[:, layout.diagonal(strip).numpy()]
-        # numpy sees that a matrix meets its own transpose, and does half the work.
+        # numpy recognizes a product of a matrix with its own transpose and does half the work.
         products += 2 * (rows @ rows.T) - on_diagonal @ on_diagonal.T
-    order = list(places)
+    order = list(unique)
     index = torch.tensor([order.index(id(matrix)) for matrix in matrices])
     return torch.from_numpy(products)[index][:, index]
 
 
 def coordinates(products: Tensor) -> Tensor:
-    """X (T, T) with X Xᵀ = the Gram matrix. Each row is scaled by itself, so that small ones are as exact as large."""
+    """Returns X with X Xᵀ = Gram.
+
+    Rows are normalized before the decomposition, so that small matrices are as precise as large ones.
+
+    Args:
+        products: A Gram matrix of shape (T, T).
+
+    Returns:
+        The coordinates, of shape (T, T).
+    """
     lengths = products.diagonal().clamp(min=0).sqrt()
     scale = torch.where(lengths > 0, lengths, 1.0)
-    values, vectors = torch.linalg.eigh(products / scale[:, None] / scale)
-    found: Tensor = lengths[:, None] * vectors * values.clamp(min=0).sqrt()
-    return found
+    eigenvalues, eigenvectors = torch.linalg.eigh(products / scale[:, None] / scale)
+    points: Tensor = lengths[:, None] * eigenvectors * eigenvalues.clamp(min=0).sqrt()
+    return points
 
 
 class CombinedTensors(MatrixTensors):
-    """The numbers of Σ coefficient · matrix, added up in float64.
+    """The entries of Σ coefficient · matrix, added up in float64 when they are read.
 
-    Who asks for a part at a time, as a writer does, gets it from the inputs' files; nothing is kept. Who computes with
-    the tensor has it made once.
+    Reading in parts, as a writer does, streams from the inputs' files and caches nothing. Reading the whole tensor
+    computes it once and caches it.
     """
 
     def __init__(self, layout: StripLayout, matrices: Sequence[Matrix], coefficients: Sequence[float]):
@@ -60,25 +75,29 @@ class CombinedTensors(MatrixTensors):
         self._coefficients = np.array(coefficients)
         self._wide = any(matrix.dtype is torch.float64 for matrix in matrices)
         self.specs = {"data": ("F64" if self._wide else "F32", layout.shape)}
-        self._made: Tensor | None = None
+        self._cached: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._made is None:
-            self._made = torch.cat(list(self.parts(name))).reshape(self.specs[name][1])
-        return self._made
+        if self._cached is None:
+            self._cached = torch.cat(list(self.parts(name))).reshape(self.specs[name][1])
+        return self._cached
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        if self._made is not None:
+        """Yields the flattened tensor in consecutive parts."""
+        if self._cached is not None:
             yield from super().parts(name)
             return
         for _, rows in side_by_side(self._layout, self._matrices):
             yield self._sum(rows)
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
-        """Whole rows of one triangle, as strips are; of anything else, all is made."""
+        """Returns elements `start` to `stop` of the flattened tensor.
+
+        Only whole rows of one triangle are computed on their own; any other span computes the whole tensor.
+        """
         block, first = divmod(start, self._layout.shape[-1])
         strip = Strip(block, first, first + stop - start)
-        if self._made is not None or not self._layout.is_strip(strip):
+        if self._cached is not None or not self._layout.is_strip(strip):
             return super().span(name, start, stop)
         return self._sum(
             write_strip(self._layout, self._matrices, strip, np.empty(len(self._matrices) * (stop - start)))
@@ -90,13 +109,24 @@ class CombinedTensors(MatrixTensors):
 
 
 class MatrixCombiner:
-    """Makes each combination of the same matrices once, so that blocks that shared a matrix still do."""
+    """Builds linear combinations of matrices, each distinct one once.
+
+    Blocks that share a matrix therefore also share the combined matrix.
+    """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, float], ...], tuple[Matrix, list[Matrix]]] = {}
+        # The inputs are stored along with the result because their ids are the key.
+        self._combined: dict[tuple[tuple[int, float], ...], tuple[Matrix, list[Matrix]]] = {}
 
     def __call__(self, matrices: Sequence[Matrix], coefficients: Sequence[float], *, psd: bool | None = None) -> Matrix:
-        """Σ coefficient · matrix. It promises to be positive semi-definite if `psd` says so, or else if it must be."""
+        """Returns Σ coefficient · matrix, evaluated lazily.
+
+        Args:
+            matrices: Matrices of the same side.
+            coefficients: One number for each matrix.
+            psd: Whether the result is marked as positive semi-definite. By default it is if all matrices with a
+                non-zero coefficient are and their coefficients are positive.
+        """
         coefficient_of: dict[int, float] = {}
         for matrix, coefficient in zip(matrices, coefficients, strict=True):
             coefficient_of[id(matrix)] = coefficient_of.get(id(matrix), 0.0) + coefficient
@@ -105,23 +135,23 @@ class MatrixCombiner:
         used = [by_id[which] for which, _ in key]
         if len(used) == 1 and key[0][1] == 1:
             return used[0]
-        if key not in self._made:
+        if key not in self._combined:
             values = [value for _, value in key]
             layout = layout_of(used)
-            must = all(each.psd and value >= 0 for each, value in zip(used, values, strict=True))
-            matrix = layout.hold(
+            nonnegative = all(matrix.psd and value >= 0 for matrix, value in zip(used, values, strict=True))
+            combined = layout.hold(
                 CombinedTensors(layout, used, values),
-                psd=must if psd is None else psd,
-                examples=_scaled_sum([each.examples for each in used], values),
-                positions=_scaled_sum([each.positions for each in used], values),
+                psd=nonnegative if psd is None else psd,
+                examples=_total_count([matrix.examples for matrix in used], values),
+                positions=_total_count([matrix.positions for matrix in used], values),
             )
-            # The addends are looked at when they are read; to look at their sum would be to make and keep it.
-            matrix.take_for_sound()
-            self._made[key] = matrix, used
-        return self._made[key][0]
+            # The inputs are checked when they are read; checking the sum would compute and cache it.
+            combined.take_for_sound()
+            self._combined[key] = combined, used
+        return self._combined[key][0]
 
 
-def _scaled_sum(counts: Sequence[int | None], coefficients: Sequence[float]) -> int | None:
-    """Not known where something is subtracted: what it was subtracted from may have counted it otherwise."""
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) and min(coefficients) >= 0 else None
+def _total_count(counts: Sequence[int | None], coefficients: Sequence[float]) -> int | None:
+    """Returns the sum of the counts, or None if one is missing or something is subtracted."""
+    present = [count for count in counts if count is not None]
+    return sum(present) if len(present) == len(counts) and min(coefficients) >= 0 else None

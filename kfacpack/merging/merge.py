@@ -1,9 +1,7 @@
-"""What a merge lost, per block and in all.
+"""`kp.merge`: merges the curvatures of many tasks into one that stands for Σ w_t G_t, and measures the error.
 
-What is lost of a block is Σ_st C_st B_s ⊗ A_t, with C = diag(w) minus what the rule made of that. In coordinates
-(gram.py) its norm is that of Xᵀ C Y, so no Kronecker product is ever built.
-
-`kp.merge`: curvatures of many tasks into one that stands for Σ w_t G_t.
+The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients that the rule chose. In
+coordinates (see `combination.py`) its norm is that of Xᵀ C Y, so no Kronecker product is ever built.
 """
 
 from __future__ import annotations
@@ -31,44 +29,55 @@ if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.merging.inputs import Mergeable
-    from kfacpack.merging.rule import Combination, Terms
+    from kfacpack.merging.rule import Combination
+
+
+_NOISE = 1e-12
+"""Relative errors below this are rounding errors of the Gram matrices, not approximation errors."""
+WORKERS = 2
+"""Number of threads that compute Gram matrices: one hashes while another multiplies. Each holds its own strips."""
 
 
 @dataclass(frozen=True)
 class BlockMergeReport:
+    """The approximation error of one merged block."""
+
     name: str
     terms: int
-    """Of all inputs together."""
+    """Number of terms of all inputs together."""
     missing: tuple[str, ...] = ()
-    """The inputs that have no such block."""
+    """Inputs that do not have the block."""
     norm: float = 0.0
     """‖Σ w B ⊗ A‖, if it was measured."""
     error: float = 0.0
     """‖Σ w B ⊗ A − merged‖."""
     bound: float = 0.0
-    """The paper's bound on that, T σ_A σ_B."""
+    """The paper's bound on the error, T σ_A σ_B."""
 
     @property
     def frobenius(self) -> float:
-        """The error, relative to the norm."""
+        """The error relative to the norm."""
         return self.error / self.norm if self.error else 0.0
 
     @property
     def relative_bound(self) -> float:
+        """The bound relative to the norm."""
         return self.bound / self.norm if self.bound else 0.0
 
 
 @dataclass(frozen=True)
 class MergeReport:
+    """The approximation errors of a merge."""
+
     blocks: tuple[BlockMergeReport, ...]
     measured: bool
-    """False where nothing was to be lost, so that nothing was measured."""
+    """Whether errors were measured; False if the merge is exact."""
     subtracted: tuple[str, ...] = ()
-    """Tasks that were subtracted from an input: then what it had lost on the remaining ones is not known."""
+    """Tasks that were subtracted from an input, whose earlier error on the remaining tasks is then unknown."""
 
     @property
     def total(self) -> BlockMergeReport:
-        """All blocks as one."""
+        """The report of all blocks as one."""
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
@@ -77,35 +86,16 @@ class MergeReport:
 
     @property
     def partial(self) -> tuple[BlockMergeReport, ...]:
+        """Reports of the blocks that some inputs do not have."""
         return tuple(block for block in self.blocks if block.missing)
 
 
-def measured(name: str, terms: Terms, made: Combination, missing: Sequence[str]) -> BlockMergeReport:
-    count = len(terms.weights)
-    if len(terms.sides) == 1:
-        (X,) = terms.coordinates
-        return BlockMergeReport(name, count, tuple(missing), float((X.T @ terms.weights).norm()))
-    X, Y = terms.coordinates
-    B, A = made.sides
-    target = torch.diag(terms.weights)
-    lost = target - B.T @ (made.weights[:, None] * A)
-    # The paper's proof, word for word, for C_t = w_t A_t: with equal weights that is the paper's bound itself.
-    bound = _deviation(X / terms.tasks[:, None], terms.tasks) * _deviation(terms.weights[:, None] * Y, terms.tasks)
-    return BlockMergeReport(
-        name, count, tuple(missing), float((X.T @ target @ Y).norm()), float((X.T @ lost @ Y).norm()), bound
-    )
+@dataclass(frozen=True)
+class MergeResult:
+    """A merged curvature and its approximation errors."""
 
-
-def _deviation(points: Tensor, tasks: Tensor) -> float:
-    """√T σ of T points. A row of (K, K) that stands for several tasks counts as often."""
-    apart = points - tasks @ points / tasks.sum()
-    return float((tasks[:, None].sqrt() * apart).norm())
-
-
-_NOISE = 1e-12
-"""A relative error below this is the rounding of Gram matrices: nothing was lost."""
-WORKERS = 2
-"""Some matrices are hashed while others are multiplied. Each worker holds its own strips."""
+    curvature: Curvature
+    report: MergeReport
 
 
 def merge(
@@ -117,27 +107,35 @@ def merge(
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
-    """One curvature for all: Σ w_t G_t over the tasks, with weights w_t that average one.
+    """Merges curvatures into one that stands for Σ w_t G_t over all tasks, with weights w_t that average one.
 
-    `curvatures` are such or paths of bundles; merged and compressed ones may be among them. Dense blocks and diagonals
-    are added up exactly. What is lost of the others is measured, and written into the blocks' `losses`.
+    Blocks that are whole matrices or diagonals are summed exactly. For all others the approximation error is measured
+    and recorded in the `losses` of the block. The merged matrices are computed when they are used or saved.
 
-    - rule: "tak" is the paper's (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" the nearest sum of `rank` Kronecker products; "stack"
-      keeps every term; "shards" joins estimates of one task from different examples into the estimate from all.
-    - weights: one number for each input, in the place of its data set's size. Only their ratios matter.
-    - without: tasks to leave out. From an input that "tak" has merged, the task's own bundle, which must be among the
-      inputs, is subtracted.
-    - allow_partial: add up a block that only some inputs have over those that have it.
+    Args:
+        curvatures: Curvatures or paths of bundles; merged and compressed ones are allowed.
+        rule: "tak" is the paper's (Σ B_t) ⊗ (Σ λ_t A_t); "optimal" the nearest sum of `rank` Kronecker products;
+            "stack" keeps every term; "shards" joins estimates of one task from different examples into the estimate
+            from all of them.
+        rank: Number of Kronecker products that "optimal" keeps.
+        weights: One positive number for each input, of which only the ratios matter. Defaults to the data set sizes.
+        without: Names of tasks to leave out. From an input that "tak" merged, the task's own bundle, which must be
+            among the inputs, is subtracted.
+        allow_partial: Sums a block that only some inputs have over those inputs instead of raising an error.
 
-    Its matrices are made when they are used or saved.
+    Returns:
+        The merged curvature.
+
+    Raises:
+        KfacpackError: If the inputs do not belong together, or if the rule, rank or weights are invalid.
+        SubtractionError: If a task to leave out cannot be subtracted exactly.
+
+    Example:
+        >>> merged = kp.merge(["cars.kfac", "dtd.kfac", "svhn.kfac"])
+        >>> merged.save("merged.kfac")
+        >>> others = kp.merge(["merged.kfac", "svhn.kfac"], without="svhn")
     """
     return merge_and_report(curvatures, rule, rank, weights, without=without, allow_partial=allow_partial).curvature
-
-
-@dataclass(frozen=True)
-class MergeResult:
-    curvature: Curvature
-    report: MergeReport
 
 
 def merge_and_report(
@@ -150,81 +148,97 @@ def merge_and_report(
     allow_partial: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MergeResult:
-    """`merge`, and what it lost; `progress` hears how many blocks are measured, and how many there are."""
+    """Merges curvatures like `merge` and reports the approximation errors.
+
+    Args:
+        curvatures: See `merge`.
+        rule: See `merge`.
+        rank: See `merge`.
+        weights: See `merge`.
+        without: See `merge`.
+        allow_partial: See `merge`.
+        progress: Called with the number of measured blocks and the number of all blocks.
+
+    Returns:
+        The merged curvature and the report.
+
+    Raises:
+        KfacpackError: See `merge`.
+        SubtractionError: See `merge`.
+    """
     if rule not in RULES:
-        raise KfacpackError(f"there is no rule {rule!r}; there are {', '.join(RULES)}")
-    by = RULES[rule](rank)
+        raise KfacpackError(f"unknown merge rule {rule!r}, expected one of {', '.join(RULES)}")
+    merge_rule = RULES[rule](rank)
     if isinstance(curvatures, str | os.PathLike | Curvature):
-        raise KfacpackError("merge takes a list of curvatures or of paths, found a single one")
-    inputs = [MergeInput.of(each, place) for place, each in enumerate(curvatures, start=1)]
+        raise KfacpackError("merge expects a list of curvatures or paths, got a single one")
+    inputs = [MergeInput.of(source, position) for position, source in enumerate(curvatures, start=1)]
     if not inputs:
-        raise KfacpackError("there is nothing to merge")
+        raise KfacpackError("nothing to merge: expected at least one curvature")
     subtracted: tuple[str, ...] = ()
     if tasks := [without] if isinstance(without, str) else list(without):
         remaining = merge_without(inputs, tasks)
         if weights is not None and len(weights) == len(inputs):
-            weights = [weights[place] for place, _ in remaining]
-        subtracted = tuple(
-            task for task in tasks if any(_without_missing(inputs[place], task) for place, _ in remaining)
-        )
-        inputs = [each for _, each in remaining]
+            weights = [weights[index] for index, _ in remaining]
+        subtracted = tuple(task for task in tasks if any(_contains_task(inputs[index], task) for index, _ in remaining))
+        inputs = [item for _, item in remaining]
     check_compatible(inputs, allow_partial=allow_partial)
-    by.check(inputs)
-    factors = by.weights(inputs, weights)
-    blocks, report = _merged_blocks(by, inputs, factors, progress)
-    return MergeResult(Curvature(blocks, _about(by, inputs, factors, report)), replace(report, subtracted=subtracted))
+    merge_rule.check(inputs)
+    factors = merge_rule.weights(inputs, weights)
+    blocks, report = _merge_blocks(merge_rule, inputs, factors, progress)
+    about = _about(merge_rule, inputs, factors, report)
+    return MergeResult(Curvature(blocks, about), replace(report, subtracted=subtracted))
 
 
-def _without_missing(each: MergeInput, task: str) -> bool:
-    return any(parent.task == task for parent in each.parents)
+def _contains_task(item: MergeInput, task: str) -> bool:
+    return any(parent.task == task for parent in item.parents)
 
 
-def _merged_blocks(
+def _merge_blocks(
     rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[float], progress: Callable[[int, int], None]
 ) -> tuple[list[CurvatureBlock], MergeReport]:
-    names = in_order([list(each.blocks) for each in inputs])
-    found = [_terms(name, inputs, factors) for name in names]
-    most = max(len(terms.weights) for terms in found)
+    names = in_order([list(item.blocks) for item in inputs])
+    terms_of_blocks = [_terms(name, inputs, factors) for name in names]
+    most = max(len(terms.weights) for terms in terms_of_blocks)
     if rule.rank > most:
-        raise KfacpackError(f"the rank is {rule.rank}, and the inputs have {most} terms together: at most that")
+        raise KfacpackError(f"the rank is {rule.rank}, but the inputs have only {most} terms together")
     combine = MatrixCombiner()
     blocks, reports = [], []
     measure = not rule.exact and most > 1
-    with _LossMeasurement(found if measure else ()) as measuring:
-        for number, (name, terms) in enumerate(zip(names, found, strict=True)):
+    with _GramMatrices(terms_of_blocks if measure else ()) as gram_matrices:
+        for number, (name, block_terms) in enumerate(zip(names, terms_of_blocks, strict=True)):
             progress(number, len(names))
-            terms = measuring.complete(terms)
-            made = rule.kronecker(terms) if len(terms.sides) == 2 else rule.whole(terms)
+            terms = gram_matrices.add_coordinates(block_terms)
+            combination = rule.kronecker(terms) if len(terms.sides) == 2 else rule.whole(terms)
             sides = [
                 [combine(matrices, row.tolist()) for row in rows]
-                for matrices, rows in zip(terms.sides, made.sides, strict=True)
+                for matrices, rows in zip(terms.sides, combination.sides, strict=True)
             ]
-            missing = [each.name for each in inputs if name not in each.blocks]
+            missing = [item.name for item in inputs if name not in item.blocks]
             report = BlockMergeReport(name, len(terms.weights), tuple(missing))
             if measure:
-                report = measured(name, terms, made, missing)
-            first = next(each.blocks[name] for each in inputs if name in each.blocks)
-            structure = first.structure.of_sides(made.weights.tolist(), sides)
-            lost = [each.blocks[name].losses for each in inputs if name in each.blocks]
-            blocks.append(replace(first, structure=structure, losses=_losses(rule, lost, report)))
+                report = _measure(name, terms, combination, missing)
+            own = [item.blocks[name] for item in inputs if name in item.blocks]
+            structure = own[0].structure.of_sides(combination.weights.tolist(), sides)
+            losses = _losses(rule, [block.losses for block in own], report)
+            blocks.append(replace(own[0], structure=structure, losses=losses))
             reports.append(report)
     progress(len(names), len(names))
     return blocks, MergeReport(tuple(reports), measure)
 
 
 def _terms(name: str, inputs: Sequence[MergeInput], factors: Sequence[float]) -> Terms:
-    """A block's terms from all inputs that have it."""
+    """Collects the terms of a block from all inputs that have it."""
     weights: list[float] = []
     tasks: list[float] = []
     sides: list[list[Matrix]] = []
-    for each, factor in zip(inputs, factors, strict=True):
-        if name in each.blocks:
-            structure = each.blocks[name].structure
+    for item, factor in zip(inputs, factors, strict=True):
+        if name in item.blocks:
+            structure = item.blocks[name].structure
             weights += [factor * weight for weight in structure.weights]
-            tasks += [each.tasks / len(structure.weights)] * len(structure.weights)
+            tasks += [item.tasks / len(structure.weights)] * len(structure.weights)
             sides = sides or [[] for _ in structure.sides]
-            for all_of_them, own in zip(sides, structure.sides, strict=True):
-                all_of_them += own
+            for matrices, own in zip(sides, structure.sides, strict=True):
+                matrices += own
     return Terms(
         torch.tensor(weights, dtype=torch.float64),
         torch.tensor(tasks, dtype=torch.float64),
@@ -233,25 +247,26 @@ def _terms(name: str, inputs: Sequence[MergeInput], factors: Sequence[float]) ->
     )
 
 
-class _LossMeasurement:
-    """Gram matrices of all blocks, some at work while others are waited for; of matrices that blocks share, once."""
+class _GramMatrices:
+    """Computes the coordinates of all blocks' matrices in background threads, once for matrices that blocks share."""
 
-    def __init__(self, found: Sequence[Terms]):
+    def __init__(self, terms_of_blocks: Sequence[Terms]):
         self._pool = ThreadPoolExecutor(max_workers=WORKERS)
         self._sides: dict[tuple[int, ...], Future[Tensor]] = {}
-        for terms in found:
+        for terms in terms_of_blocks:
             for side in terms.sides:
                 key = tuple(map(id, side))
                 if key not in self._sides:
                     self._sides[key] = self._pool.submit(_coordinates_of, side)
 
-    def __enter__(self) -> _LossMeasurement:
+    def __enter__(self) -> _GramMatrices:
         return self
 
     def __exit__(self, *failure: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def complete(self, terms: Terms) -> Terms:
+    def add_coordinates(self, terms: Terms) -> Terms:
+        """Waits for the coordinates of a block and returns its terms with them."""
         keys = [tuple(map(id, side)) for side in terms.sides]
         return replace(terms, coordinates=tuple(self._sides[key].result() for key in keys if key in self._sides))
 
@@ -260,10 +275,33 @@ def _coordinates_of(side: Sequence[Matrix]) -> Tensor:
     return coordinates(gram(side))
 
 
-def _losses(rule: MergeRule, lost: Iterable[Sequence[Loss]], report: BlockMergeReport) -> tuple[Loss, ...]:
-    """What the inputs have lost already, each step once with its largest errors, and what is lost now."""
+def _measure(name: str, terms: Terms, combination: Combination, missing: Sequence[str]) -> BlockMergeReport:
+    """Computes the approximation error of a block and the paper's bound on it."""
+    count = len(terms.weights)
+    if len(terms.sides) == 1:
+        (X,) = terms.coordinates
+        return BlockMergeReport(name, count, tuple(missing), float((X.T @ terms.weights).norm()))
+    X, Y = terms.coordinates
+    B, A = combination.sides
+    target = torch.diag(terms.weights)
+    lost = target - B.T @ (combination.weights[:, None] * A)
+    # The paper's proof applied to C_t = w_t A_t; with equal weights this is the paper's bound itself.
+    bound = _deviation(X / terms.tasks[:, None], terms.tasks) * _deviation(terms.weights[:, None] * Y, terms.tasks)
+    return BlockMergeReport(
+        name, count, tuple(missing), float((X.T @ target @ Y).norm()), float((X.T @ lost @ Y).norm()), bound
+    )
+
+
+def _deviation(points: Tensor, tasks: Tensor) -> float:
+    """Returns √T σ of T points. A row of `points` that stands for several tasks counts as often."""
+    centered = points - tasks @ points / tasks.sum()
+    return float((tasks[:, None].sqrt() * centered).norm())
+
+
+def _losses(rule: MergeRule, earlier: Iterable[Sequence[Loss]], report: BlockMergeReport) -> tuple[Loss, ...]:
+    """Combines the inputs' earlier losses, each step once with its largest errors, and appends those of this merge."""
     before: dict[tuple[str, int], Loss] = {}
-    for losses in lost:
+    for losses in earlier:
         seen: dict[str, int] = {}
         for loss in losses:
             seen[loss.step] = seen.get(loss.step, 0) + 1
@@ -288,10 +326,10 @@ def _larger(one: Loss, other: Loss) -> Loss:
 
 
 def _about(rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[float], report: MergeReport) -> About:
+    """Builds the provenance of the merged curvature."""
     first = inputs[0].curvature.about
-    described = {p.name: p for each in inputs for p in each.curvature.about.base.parameters}
-    names = in_order([each.curvature.parameters for each in inputs])
-    parameters = tuple(described[name] for name in names)
+    by_name = {parameter.name: parameter for item in inputs for parameter in item.curvature.about.base.parameters}
+    parameters = tuple(by_name[name] for name in in_order([item.curvature.parameters for item in inputs]))
     base = Base(
         family=first.base.family,
         name=first.base.name,
@@ -308,5 +346,5 @@ def _about(rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[floa
         estimate=rule.estimate(inputs),
         source=rule.source(inputs),
         merge=merged,
-        losses=_losses(rule, [each.curvature.about.losses for each in inputs], report.total),
+        losses=_losses(rule, [item.curvature.about.losses for item in inputs], report.total),
     )

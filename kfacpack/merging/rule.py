@@ -1,7 +1,7 @@
-"""What a rule is given, and what it says.
+"""The base class of merge rules, and the data that a rule receives and returns.
 
-Shapes: a block has K terms, those of all inputs in a row; `sides` of the product are B and A, or the one matrix of a
-dense block. A combination of r terms has, for each side, coefficients (r, K).
+Shapes: a block has K terms, those of all inputs in sequence. The `sides` of a Kronecker term are B and A; a block that
+is one whole matrix has a single side. A combination into r terms has coefficients of shape (r, K) for each side.
 """
 
 from __future__ import annotations
@@ -25,94 +25,119 @@ if TYPE_CHECKING:
 
 
 PARTIAL = "partial"
-"""The step in a block's losses when some inputs did not have the block."""
+"""The step in a block's losses that records that some inputs did not have the block."""
 
 
 @dataclass(frozen=True)
 class Terms:
-    """One block of all inputs: the target is Σ weight · (the Kronecker product of the sides)."""
+    """The terms of one block from all inputs; the target is Σ weight · (Kronecker product of the sides)."""
 
     weights: Tensor
-    """(K,)"""
+    """Weights, of shape (K,)."""
     tasks: Tensor
-    """(K,), how many tasks each term stands for: a sum of three tasks' B stands for three."""
+    """Number of tasks that each term stands for, of shape (K,); a sum of three tasks' B stands for three."""
     sides: tuple[tuple[Matrix, ...], ...]
+    """K matrices for each side."""
     sharing: Sharing
+    """How positions that share a weight are treated."""
     coordinates: tuple[Tensor, ...] = ()
-    """(K, K) of each side, see gram.py; none for rules that are exact."""
+    """Coordinates of each side's matrices, of shape (K, K), see `combination.py`; empty for exact rules."""
 
 
 @dataclass(frozen=True)
 class Combination:
-    """Σ weight · (Σ coefficient · B) ⊗ (Σ coefficient · A)."""
+    """The terms of a merged block: Σ weight · (Σ coefficient · B) ⊗ (Σ coefficient · A)."""
 
     weights: Tensor
-    """(r,)"""
+    """Weights, of shape (r,)."""
     sides: tuple[Tensor, ...]
-    """(r, K) of each side."""
+    """Coefficients of each side, of shape (r, K)."""
 
 
 class MergeRule(ABC):
+    """A way to combine the terms of all inputs into fewer terms.
+
+    Args:
+        rank: Number of terms to keep, for rules that have a rank.
+
+    Raises:
+        KfacpackError: If the rank is not an integer, or not 1 for a rule that has no rank.
+    """
+
     name: ClassVar[str]
     exact: ClassVar[bool] = False
-    """Whether nothing is lost, so that nothing has to be measured."""
+    """Whether the result equals the target, so that no error has to be measured."""
     keeps_sums: ClassVar[bool] = False
-    """Whether what is merged can be taken apart again: its factors are sums of its parents', with known weights."""
+    """Whether the merged factors are sums of the parents' factors with known weights, so that one can be subtracted."""
     ranked: ClassVar[bool] = False
+    """Whether the rule has a rank."""
 
     def __init__(self, rank: int = 1):
         self.rank = rank
         if type(rank) is not int:
-            raise KfacpackError(f"rank {rank!r}: expected a whole number")
+            raise KfacpackError(f"rank {rank!r}: expected an integer")
         if rank != 1 and not self.ranked:
-            raise KfacpackError(f"the rule {self.name!r} has no rank; 'optimal' has")
+            raise KfacpackError(f"the rule {self.name!r} has no rank; use 'optimal'")
 
     @property
     def step(self) -> str:
-        """What a block's losses call it."""
+        """Name of the rule in a block's losses."""
         return f"{self.name}:{self.rank}" if self.ranked else self.name
 
     def error_in(self, losses: Sequence[Loss]) -> float | None:
-        """The relative error of what it made of bundles of single tasks, by the losses that were written down with it.
+        """Returns the relative error of a merge of single-task bundles, as recorded in its losses.
 
-        Nothing is written where nothing is lost; None where something was, and it is not known how much.
+        Args:
+            losses: The losses of the merged curvature or of one of its blocks.
+
+        Returns:
+            The relative error; 0 if no loss of this rule is recorded, None if its size was not measured.
         """
         own = [loss.frobenius for loss in losses if loss.step == self.step]
         return own[-1] if own else 0.0
 
     def check(self, inputs: Sequence[MergeInput]) -> None:
-        """Refuse inputs that this rule cannot do right by, though they belong together."""
+        """Checks that the rule can merge the inputs, which are known to be compatible.
+
+        Raises:
+            KfacpackError: If it cannot.
+        """
         check_tasks(inputs)
 
     @abstractmethod
     def kronecker(self, terms: Terms) -> Combination:
-        """How a block's Kronecker terms become fewer."""
+        """Combines the Kronecker terms of a block."""
 
     def whole(self, terms: Terms) -> Combination:
-        """How a block's G is added up, where it is one matrix."""
+        """Sums the matrices of a block that is one whole matrix."""
         return Combination(torch.ones(1, dtype=torch.float64), (terms.weights[None],))
 
-    def weights(self, inputs: Sequence[MergeInput], given: Sequence[float] | None) -> list[float]:
-        """By what each input is multiplied in the target."""
-        return relative_weights(inputs, given)
+    def weights(self, inputs: Sequence[MergeInput], weights: Sequence[float] | None) -> list[float]:
+        """Returns the factor of each input in the target.
+
+        Args:
+            inputs: The inputs.
+            weights: The weights that the user passed, or None.
+        """
+        return relative_weights(inputs, weights)
 
     def parents(self, inputs: Sequence[MergeInput], factors: Sequence[float]) -> tuple[Parent, ...]:
-        """The bundles behind the inputs, their weights multiplied through."""
+        """Returns the parents of all inputs, with their weights multiplied by the inputs' factors."""
         return tuple(
             parent.model_copy(update={"weight": factor * parent.weight})
-            for each, factor in zip(inputs, factors, strict=True)
-            for parent in each.parents
+            for item, factor in zip(inputs, factors, strict=True)
+            for parent in item.parents
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Where the merged curvature comes from, if that is one place."""
+        """Returns the data of the merged curvature if it is one data set, else None."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:
-        """How all inputs were estimated, if in the same way."""
-        found = {each.estimate_without_seed for each in inputs}
-        seeds = {each.estimate.seed for each in inputs if each.estimate}
-        (only, *others) = found
+        """Returns the settings of the estimates if they are the same for all inputs, else None."""
+        settings = {item.estimate_without_seed for item in inputs}
+        seeds = {item.estimate.seed for item in inputs if item.estimate}
+        (only, *others) = settings
         if others or only is None:
             return None
         return only.model_copy(update={"seed": seeds.pop()}) if len(seeds) == 1 else only

@@ -1,8 +1,8 @@
-"""Matrices side by side, a strip of numbers at a time, whatever form each is held in.
+"""Access to several matrices in parallel, one strip of entries at a time, whatever form each is stored in.
 
-Matrices of one side are laid out alike: as the triangles of K diagonal blocks, K = 1 for the whole matrix, or as their
-diagonals. A strip is some rows of one of those triangles, or some numbers of the diagonals: a vector that means the
-same in all of them. So sums and inner products never need more of a matrix than one strip.
+Matrices of the same side share a layout: the lower triangles of K diagonal blocks (K = 1 for a full matrix), or their
+diagonals. A strip is a range of rows of one triangle, or a range of diagonal entries, and so a vector that has the same
+meaning in every matrix. Sums and inner products therefore never hold more of a matrix than one strip.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
 
 STRIP_NUMBERS = 2**20
-"""How many numbers of all matrices are held at a time, or one row of each if that is more: memory does not grow with
-the number of matrices, up to some hundred of them."""
+"""Number of entries of all matrices together that are in memory at a time, or one row of each if that is more.
+
+Memory use does not grow with the number of matrices, up to about a hundred of them."""
 
 
 @dataclass(frozen=True)
 class Strip:
-    """Numbers `start` to `stop` of triangle or diagonal `block`."""
+    """Elements `start` to `stop` of the triangle or diagonal number `block`."""
 
     block: int
     start: int
@@ -45,61 +46,68 @@ class Strip:
 
 
 class StripLayout(ABC):
-    """What matrices of one side have in common: where their numbers are, and which count twice."""
+    """The common layout of matrices of one side: where their entries are and which of them occur twice."""
 
     side: int
     shape: Shape
-    """Of the component `data` of a matrix that is held like this."""
+    """Shape of the component `data` of a matrix in this layout."""
 
     @abstractmethod
     def strips(self, limit: int) -> Iterator[Strip]:
-        """All of the matrix, in the order of its `data`; at most `limit` numbers at a time, or one row."""
+        """Yields strips that cover the matrix in the order of its `data`: at most `limit` elements each, or one row."""
 
     @abstractmethod
     def is_strip(self, strip: Strip) -> bool:
-        """Whether these numbers are ones that can be read in one go."""
+        """Whether the elements are a range that `read` supports."""
 
     @abstractmethod
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """The strip of one matrix, in some type of floats. It may be the matrix's own memory."""
+        """Returns a strip of one matrix in some floating-point type; it may share memory with the matrix."""
 
     @abstractmethod
     def diagonal(self, strip: Strip) -> Tensor:
-        """Which numbers of a strip stand on the diagonal. All others stand in the matrix twice."""
+        """Returns the indices of a strip's diagonal elements; all other elements occur twice in the matrix."""
 
     @abstractmethod
     def hold(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """A matrix of this layout."""
+        """Returns a matrix in this layout with the given components."""
 
 
 class DiagonalStrips(StripLayout):
+    """The diagonals of diagonal matrices. A strip is any range of elements."""
+
     def __init__(self, side: int):
         self.side = side
         self.shape = (side,)
 
     def strips(self, limit: int) -> Iterator[Strip]:
+        """Yields strips that cover the matrix."""
         for start in range(0, self.side, limit):
             yield Strip(0, start, min(start + limit, self.side))
 
     def is_strip(self, strip: Strip) -> bool:
+        """Whether the elements are a valid strip."""
         return strip.stop <= self.side
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
+        """Returns a strip of one matrix."""
         return matrix.components.span("data", strip.start, strip.stop)
 
     def diagonal(self, strip: Strip) -> Tensor:
+        """Returns the indices of a strip's diagonal elements."""
         return torch.arange(strip.stop - strip.start)
 
     def hold(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
+        """Returns a matrix in this layout with the given components."""
         return Diagonal(self.side, components, psd=psd, examples=examples, positions=positions)
 
 
 class TriangleStrips(StripLayout):
-    """The triangles of `count` diagonal blocks. Strips are whole rows of them."""
+    """The lower triangles of `count` diagonal blocks. A strip is a range of whole rows of one triangle."""
 
     def __init__(self, side: int, count: int = 1):
         self.side, self.count = side, count
@@ -107,6 +115,7 @@ class TriangleStrips(StripLayout):
         self.shape = (count, triangle_length(self._width)) if count > 1 else (triangle_length(side),)
 
     def strips(self, limit: int) -> Iterator[Strip]:
+        """Yields strips that cover the matrix."""
         for block in range(self.count):
             first = 0
             while first < self._width:
@@ -117,28 +126,32 @@ class TriangleStrips(StripLayout):
                 first = last
 
     def is_strip(self, strip: Strip) -> bool:
-        first, last = _rows(strip)
+        """Whether the elements are a valid strip."""
+        first, last = _row_range(strip)
         return (triangle_length(first), triangle_length(last)) == (strip.start, strip.stop) and last <= self._width
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        first, last = _rows(strip)
+        """Returns a strip of one matrix."""
+        first, last = _row_range(strip)
         if self.count > 1:
-            return _stored(matrix, strip.block, first, last)
-        return READERS.get(matrix.form, _of_dense)(matrix, first, last)
+            return _read_triangle(matrix, strip.block, first, last)
+        return READERS.get(matrix.form, _read_dense)(matrix, first, last)
 
     def diagonal(self, strip: Strip) -> Tensor:
-        rows = torch.arange(*_rows(strip))
+        """Returns the indices of a strip's diagonal elements."""
+        rows = torch.arange(*_row_range(strip))
         return rows * (rows + 3) // 2 - strip.start
 
     def hold(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
+        """Returns a matrix in this layout with the given components."""
         form: type[Packed | BlockDiagonal] = BlockDiagonal if self.count > 1 else Packed
         return form(self.side, components, psd=psd, examples=examples, positions=positions)
 
 
 def layout_of(matrices: Sequence[Matrix]) -> StripLayout:
-    """The smallest layout that loses nothing of any of them."""
+    """Returns the smallest layout that represents all of the matrices exactly."""
     side, forms = matrices[0].side, {matrix.form for matrix in matrices}
     if forms == {Diagonal.form}:
         return DiagonalStrips(side)
@@ -149,20 +162,37 @@ def layout_of(matrices: Sequence[Matrix]) -> StripLayout:
 
 
 def side_by_side(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[tuple[Strip, Numbers]]:
-    """Every strip of the T matrices as (T, numbers). The next strip is put where the last one was."""
-    longest = max(STRIP_NUMBERS // len(matrices), layout.side)
-    room = np.empty(len(matrices) * longest)
-    for strip in layout.strips(longest):
-        yield strip, write_strip(layout, matrices, strip, room)
+    """Iterates over the strips of T matrices.
 
+    Args:
+        layout: Their common layout.
+        matrices: T matrices.
 
-def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, room: Numbers) -> Numbers:
-    """One strip of the T matrices as (T, numbers), in a room that is large enough.
-
-    In numpy, which copies and adds in one thread. Those of torch wait for each other, and for such small steps that
-    takes longer than the work; on a busy machine, many times as long.
+    Yields:
+        The strip and its entries, of shape (T, length). The array is reused for the next strip.
     """
-    rows = room[: len(matrices) * (strip.stop - strip.start)].reshape(len(matrices), -1)
+    longest = max(STRIP_NUMBERS // len(matrices), layout.side)
+    buffer = np.empty(len(matrices) * longest)
+    for strip in layout.strips(longest):
+        yield strip, write_strip(layout, matrices, strip, buffer)
+
+
+def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, buffer: Numbers) -> Numbers:
+    """Copies one strip of T matrices into a buffer.
+
+    Uses numpy, which copies and adds in a single thread: for arrays this small, torch's threads spend more time
+    waiting for each other than working, many times more on a busy machine.
+
+    Args:
+        layout: The common layout of the matrices.
+        matrices: T matrices.
+        strip: The elements to copy.
+        buffer: A float64 array of at least T · length elements.
+
+    Returns:
+        A view of the buffer, of shape (T, length).
+    """
+    rows = buffer[: len(matrices) * (strip.stop - strip.start)].reshape(len(matrices), -1)
     for row, matrix in zip(rows, matrices, strict=True):
         matrix.require_sound()
         numbers = layout.read(matrix, strip)
@@ -170,45 +200,45 @@ def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, r
     return rows
 
 
-def _rows(strip: Strip) -> tuple[int, int]:
-    """Which rows of a triangle a strip consists of: row i begins at number i (i + 1) / 2."""
-    first, last = ((isqrt(8 * place + 1) - 1) // 2 for place in (strip.start, strip.stop))
+def _row_range(strip: Strip) -> tuple[int, int]:
+    """Returns the first and last (exclusive) row of a strip: row i of a triangle begins at element i (i + 1) / 2."""
+    first, last = ((isqrt(8 * element + 1) - 1) // 2 for element in (strip.start, strip.stop))
     return first, last
 
 
-def _row_of_each(first: int, last: int) -> Tensor:
-    """For every number of some rows of a triangle, its row, counted from `first`."""
+def _row_indices(first: int, last: int) -> Tensor:
+    """Returns the row of each element in rows `first` to `last` of a triangle, counted from `first`."""
     rows = torch.arange(first, last)
     return (rows - first).repeat_interleave(rows + 1)
 
 
-def _stored(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
-    """Rows of one of the triangles that a matrix consists of."""
+def _read_triangle(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
+    """Returns rows of one of the triangles that a matrix is stored in."""
     start = block * matrix.components.specs["data"][1][-1]
     numbers = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
     if "scale" not in matrix.components.specs:
         return numbers
     start = block * matrix.components.specs["scale"][1][-1]
     scale = matrix.components.span("scale", start + first, start + last)
-    return numbers.double() * scale.double()[_row_of_each(first, last)]
+    return numbers.double() * scale.double()[_row_indices(first, last)]
 
 
-def _of_packed(matrix: Matrix, first: int, last: int) -> Tensor:
-    return _stored(matrix, 0, first, last)
+def _read_packed(matrix: Matrix, first: int, last: int) -> Tensor:
+    return _read_triangle(matrix, 0, first, last)
 
 
-def _of_blocks(matrix: Matrix, first: int, last: int) -> Tensor:
+def _read_blocks(matrix: Matrix, first: int, last: int) -> Tensor:
     rows = torch.zeros((last - first, last), dtype=torch.float64)
     for block, (left, right) in enumerate(spans(matrix.side, matrix.components.specs["data"][1][0])):
         top, bottom = max(first, left), min(last, right)
         if top < bottom:
-            numbers = _stored(matrix, block, top - left, bottom - left)
-            own = torch.ones((bottom - top, bottom - left), dtype=torch.bool).tril(top - left)
-            rows[top - first : bottom - first, left:bottom][own] = numbers.double()
+            numbers = _read_triangle(matrix, block, top - left, bottom - left)
+            lower = torch.ones((bottom - top, bottom - left), dtype=torch.bool).tril(top - left)
+            rows[top - first : bottom - first, left:bottom][lower] = numbers.double()
     return _packed_rows(rows, first)
 
 
-def _of_low_rank(matrix: Matrix, first: int, last: int) -> Tensor:
+def _read_low_rank(matrix: Matrix, first: int, last: int) -> Tensor:
     def rows(start: int) -> Tensor:
         numbers = matrix.components["data"][start:last].double()
         return numbers * matrix.components["scale"][start:last, None].double() if scaled else numbers
@@ -217,8 +247,8 @@ def _of_low_rank(matrix: Matrix, first: int, last: int) -> Tensor:
     return _packed_rows((rows(first) * matrix.components["weights"].double()) @ rows(0).T, first)
 
 
-def _of_sparse(matrix: Matrix, first: int, last: int) -> Tensor:
-    # Entries are ordered by row: a search touches a few numbers of a mapped tensor, not all.
+def _read_sparse(matrix: Matrix, first: int, last: int) -> Tensor:
+    # Entries are sorted by row, so a binary search touches only a few pages of a mapped tensor.
     start, stop = torch.searchsorted(matrix.components["rows"], torch.tensor([first, last], dtype=torch.int32)).tolist()
     rows, columns, data = (matrix.components[name][start:stop] for name in ("rows", "columns", "data"))
     numbers, rows = data.double(), rows.long()
@@ -229,28 +259,28 @@ def _of_sparse(matrix: Matrix, first: int, last: int) -> Tensor:
     return packed
 
 
-def _of_diagonal(matrix: Matrix, first: int, last: int) -> Tensor:
+def _read_diagonal(matrix: Matrix, first: int, last: int) -> Tensor:
     packed = torch.zeros(triangle_length(last) - triangle_length(first), dtype=torch.float64)
     rows = torch.arange(first, last)
     packed[rows * (rows + 3) // 2 - triangle_length(first)] = matrix.components.span("data", first, last).double()
     return packed
 
 
-def _of_dense(matrix: Matrix, first: int, last: int) -> Tensor:
+def _read_dense(matrix: Matrix, first: int, last: int) -> Tensor:
     dtype = matrix.dtype if matrix.dtype.is_floating_point else torch.float32
     return _packed_rows(matrix.dense(dtype)[first:last], first)
 
 
 def _packed_rows(rows: Tensor, first: int) -> Tensor:
-    """Rows of a full matrix, from row `first` on, as far as the diagonal."""
+    """Returns rows of a full matrix, starting at row `first`, up to and including the diagonal."""
     return rows[torch.ones_like(rows, dtype=torch.bool).tril(first)]
 
 
 READERS: dict[str, Callable[[Matrix, int, int], Tensor]] = {
-    "packed": _of_packed,
-    "block": _of_blocks,
-    "lowrank": _of_low_rank,
-    "sparse": _of_sparse,
-    "diagonal": _of_diagonal,
+    "packed": _read_packed,
+    "block": _read_blocks,
+    "lowrank": _read_low_rank,
+    "sparse": _read_sparse,
+    "diagonal": _read_diagonal,
 }
-"""Rows `first` to `last` of the lower triangle, one function a form; one that is not here is made dense for it."""
+"""Matrix form -> function that returns rows `first` to `last` of the lower triangle. Other forms are made dense."""

@@ -1,8 +1,8 @@
-"""A task taken out of a merged curvature again.
+"""Subtraction of tasks from a merged curvature.
 
-`tak` keeps sums: of T tasks B = Σ B_t and T A = Σ w_t A_t. Of these, T_D are to go, whose weights were multiplied by f
-on the way in. The other weights are scaled to average one again, and what remains is, to rounding, what merging the
-others alone gives:
+`tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Suppose that T_D tasks D are removed, whose weights were
+multiplied by f when they were merged. The weights of the others are rescaled to average one again, and the result is,
+up to rounding, the merge of the other tasks alone:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
 """
@@ -25,125 +25,158 @@ from kfacpack.merging.rule import PARTIAL
 from kfacpack.merging.rules import RULES, OptimalRule, TakRule
 
 if TYPE_CHECKING:
+    from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.format.manifest import OutputScale
 
 
 _SMALL = 1e-2
-"""What remains of a matrix, relative to it, below which its rounding errors may show as negative eigenvalues."""
+"""If less than this share of a matrix's norm remains, rounding errors may cause negative eigenvalues."""
 _PRECISION_LOSS = 1e-4
-"""And below which they are a thousandth of what remains."""
+"""If less than this share remains, rounding errors are at least a thousandth of the result."""
+_REMEDY = "Merge the bundles of the other tasks again"
 
 
 def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
-    """The inputs without those of some tasks, which are also subtracted from merged ones; each with its old place."""
-    own = [each for each in inputs if all(parent.task in tasks for parent in each.parents)]
-    rest = [(place, each) for place, each in enumerate(inputs) if each not in own]
-    there = {parent.task for each in inputs for parent in each.parents}
+    """Removes tasks from the inputs of a merge.
+
+    Inputs that consist of these tasks only are dropped, and subtracted from merged inputs that contain them.
+
+    Args:
+        inputs: The inputs.
+        tasks: Names of the tasks to remove.
+
+    Returns:
+        The remaining inputs, each with its index in `inputs`.
+
+    Raises:
+        KfacpackError: If a task is in none of the inputs, or if no input remains.
+        SubtractionError: If a task cannot be subtracted exactly.
+    """
+    removed = [item for item in inputs if all(parent.task in tasks for parent in item.parents)]
+    kept = [(index, item) for index, item in enumerate(inputs) if item not in removed]
+    available = {parent.task for item in inputs for parent in item.parents}
     for task in tasks:
-        if task not in there:
-            known = ", ".join(sorted(filter(None, there))) or "none that is named"
-            raise KfacpackError(f"no input is of the task {task!r}; there are {known}")
-    if not rest:
-        raise KfacpackError(f"nothing remains without {', '.join(tasks)}")
-    found = []
-    for place, merged in rest:
-        for each in own:
-            if {parent.sha256 for parent in each.parents} <= {parent.sha256 for parent in merged.parents}:
-                merged = subtract_parents(merged, each)
+        if task not in available:
+            names = ", ".join(sorted(filter(None, available))) or "unnamed tasks only"
+            raise KfacpackError(f"no input contains the task {task!r}; the inputs contain {names}")
+    if not kept:
+        raise KfacpackError(f"no input remains without {', '.join(tasks)}")
+    remaining = []
+    for index, item in kept:
+        merged = item
+        for part in removed:
+            if {parent.sha256 for parent in part.parents} <= {parent.sha256 for parent in merged.parents}:
+                merged = subtract_parents(merged, part)
         if left := [parent.task for parent in merged.parents if parent.task in tasks]:
-            problem = f"contains {left[0]!r}, and no input is that very bundle, which could be subtracted"
-            raise SubtractionError(f"{merged.name}: {problem}. Give it, too, or merge the other tasks' bundles anew")
-        found.append((place, merged))
-    return found
+            problem = f"contains {left[0]!r}, and the bundle that was merged is not among the inputs"
+            raise SubtractionError(f"{merged.name}: {problem}. Add it to the inputs, or merge the other tasks again")
+        remaining.append((index, merged))
+    return remaining
 
 
-def subtract_parents(merged: MergeInput, own: MergeInput) -> MergeInput:
-    """What was merged, without one of its parents, or without what several of them were merged to."""
+def subtract_parents(merged: MergeInput, part: MergeInput) -> MergeInput:
+    """Subtracts one or several parents from a merged curvature.
+
+    Args:
+        merged: A curvature that was merged by `tak`.
+        part: One of its parents, or a curvature merged from several of its parents.
+
+    Returns:
+        The curvature of the remaining parents.
+
+    Raises:
+        SubtractionError: If the merged factors are not exact sums, if blocks differ, or if too little precision
+            would remain.
+    """
     _require_sums(merged, [TakRule.name])
-    if own.curvature.about.merge:
-        _require_sums(own, [name for name, rule in RULES.items() if rule.keeps_sums])
-    factor = _factor(merged, own)
-    others, remaining = merged.tasks - own.tasks, merged.tasks - factor * own.tasks
+    if part.curvature.about.merge:
+        _require_sums(part, [name for name, rule in RULES.items() if rule.keeps_sums])
+    factor = _factor(merged, part)
+    others, remaining = merged.tasks - part.tasks, merged.tasks - factor * part.tasks
     combine = MatrixCombiner()
-    blocks = []
-    for block in merged.curvature.blocks:
-        mine = own.blocks.get(block.name, block)
-        whole, part = block.structure, mine.structure
-        if mine is block or mine.join != block.join or len(part.sides) != len(whole.sides) or len(whole.weights) > 1:
-            raise SubtractionError(f"{own.name}: has no such block {block.name!r} as {merged.name} has")
-        sides = [(*ours, *theirs) for ours, theirs in zip(whole.sides, part.sides, strict=True)]
-        G = [others / remaining, -factor * others / remaining]
-        B = [1.0, *(-1.0 for _ in part.weights)]
-        A = [merged.tasks * whole.weights[0], *(-factor * own.tasks / len(part.weights) * w for w in part.weights)]
-        coefficients = [G] if len(sides) == 1 else [B, [each / remaining for each in A]]
-        made = []
-        for side, each in zip(sides, coefficients, strict=True):
-            left = _remaining(side, each)
-            if left < _PRECISION_LOSS:
-                problem = f"what remains of its block {block.name!r} is lost in the rounding of what is subtracted"
-                raise SubtractionError(f"{merged.name}: {problem}. Merge the other tasks' bundles anew")
-            psd = left > _SMALL and all(matrix.psd for matrix in side)
-            made.append([combine(side, each, psd=psd)])
-        blocks.append(replace(block, structure=whole.of_sides([1.0], made), losses=_not_known(block.losses)))
-    gone = {parent.sha256 for parent in own.parents}
+    blocks = [_subtract_block(block, merged, part, factor, combine) for block in merged.curvature.blocks]
+    removed = {parent.sha256 for parent in part.parents}
     parents = tuple(
         parent.model_copy(update={"weight": parent.weight * others / remaining})
         for parent in merged.parents
-        if parent.sha256 not in gone
+        if parent.sha256 not in removed
     )
-    about, merge = merged.curvature.about, Merge(rule=TakRule.name, parents=parents)
+    about = merged.curvature.about
     changes = {
-        "merge": merge,
-        "losses": _not_known(about.losses),
-        "output_scale": _remaining_output_scale(merged, own, factor),
+        "merge": Merge(rule=TakRule.name, parents=parents),
+        "losses": _unmeasured(about.losses),
+        "output_scale": _remaining_output_scale(merged, part, factor),
     }
-    about = about.model_copy(update=changes)
-    return MergeInput(Curvature(blocks, about), f"{merged.name} without {own.name}")
+    return MergeInput(Curvature(blocks, about.model_copy(update=changes)), f"{merged.name} without {part.name}")
 
 
-def _remaining_output_scale(merged: MergeInput, own: MergeInput, factor: float) -> OutputScale | None:
-    """Scale of f over the tasks that remain: the weighted mean without the subtracted tasks' share."""
-    whole, part = (each.curvature.about.output_scale for each in (merged, own))
-    if whole is None or part is None:
+def _subtract_block(
+    block: CurvatureBlock, merged: MergeInput, part: MergeInput, factor: float, combine: MatrixCombiner
+) -> CurvatureBlock:
+    others, remaining = merged.tasks - part.tasks, merged.tasks - factor * part.tasks
+    own = part.blocks.get(block.name)
+    whole = block.structure
+    if own is None or own.join != block.join or len(own.structure.sides) != len(whole.sides) or len(whole.weights) > 1:
+        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches the one of {merged.name}")
+    weights = own.structure.weights
+    sides = [(*ours, *theirs) for ours, theirs in zip(whole.sides, own.structure.sides, strict=True)]
+    G = [others / remaining, -factor * others / remaining]
+    B = [1.0, *(-1.0 for _ in weights)]
+    A = [merged.tasks * whole.weights[0], *(-factor * part.tasks / len(weights) * weight for weight in weights)]
+    coefficients = [G] if len(sides) == 1 else [B, [value / remaining for value in A]]
+    combined = []
+    for matrices, values in zip(sides, coefficients, strict=True):
+        left = _remaining_share(matrices, values)
+        if left < _PRECISION_LOSS:
+            problem = f"subtraction would leave only rounding errors in its block {block.name!r}"
+            raise SubtractionError(f"{merged.name}: {problem}. {_REMEDY}")
+        psd = left > _SMALL and all(matrix.psd for matrix in matrices)
+        combined.append([combine(matrices, values, psd=psd)])
+    return replace(block, structure=whole.of_sides([1.0], combined), losses=_unmeasured(block.losses))
+
+
+def _remaining_output_scale(merged: MergeInput, part: MergeInput, factor: float) -> OutputScale | None:
+    """Returns the scale of f over the remaining tasks: the weighted mean without the subtracted tasks."""
+    whole, removed = (item.curvature.about.output_scale for item in (merged, part))
+    if whole is None or removed is None:
         return None
-    return weighted_scale([whole, part], [merged.tasks, -factor * own.tasks])
+    return weighted_scale([whole, removed], [merged.tasks, -factor * part.tasks])
 
 
-def _not_known(losses: Sequence[Loss]) -> tuple[Loss, ...]:
-    """The error of the remaining tasks' sum depends on each of them, and they are not there."""
+def _unmeasured(losses: Sequence[Loss]) -> tuple[Loss, ...]:
+    """Clears the error of `tak`: for the remaining tasks it depends on their single bundles, which are not here."""
     return tuple(Loss(step=TakRule.name) if loss.step == TakRule.name else loss for loss in losses)
 
 
-def _require_sums(each: MergeInput, rules: Sequence[str]) -> None:
-    """Refuse what does not consist of its parents' sums alone."""
-    merge = each.curvature.about.merge
-    remedy = "Merge the other tasks' bundles anew"
+def _require_sums(item: MergeInput, rules: Sequence[str]) -> None:
+    """Checks that the factors of a merged curvature are exact sums of its parents' factors."""
+    merge = item.curvature.about.merge
     if merge is None or merge.rule not in rules:
-        how = f"was merged by {merge.rule!r}" if merge else "was not merged"
-        raise SubtractionError(f"{each.name}: {how}; to subtract exactly takes {' or '.join(rules)}. {remedy}")
-    # A codec that parents went through before they were merged is no hindrance: it is they that were added up.
-    steps = [loss.step for loss in each.curvature.about.losses]
-    since = steps[steps.index(TakRule.name) + 1 :] if TakRule.name in steps else steps
-    other = [step for step in steps if step == PARTIAL or step.startswith(f"{OptimalRule.name}:")]
-    if found := [*other, *since]:
-        problem = f"it went through {found[0]!r}, so it may be no sum of its parents any more"
-        raise SubtractionError(f"{each.name}: {problem}. {remedy}")
+        problem = f"was merged by {merge.rule!r}" if merge else "was not merged"
+        raise SubtractionError(f"{item.name}: {problem}; exact subtraction requires {' or '.join(rules)}. {_REMEDY}")
+    # Compression of the parents before they were merged is fine: the compressed matrices were summed.
+    steps = [loss.step for loss in item.curvature.about.losses]
+    since_merge = steps[steps.index(TakRule.name) + 1 :] if TakRule.name in steps else steps
+    inexact = [step for step in steps if step == PARTIAL or step.startswith(f"{OptimalRule.name}:")]
+    if lossy := [*inexact, *since_merge]:
+        problem = f"it went through {lossy[0]!r}, so it may no longer be the sum of its parents"
+        raise SubtractionError(f"{item.name}: {problem}. {_REMEDY}")
 
 
-def _factor(merged: MergeInput, own: MergeInput) -> float:
-    """By what `own` was multiplied when it was merged."""
+def _factor(merged: MergeInput, part: MergeInput) -> float:
+    """Returns the factor by which `part` was multiplied when it was merged."""
     weights = {parent.sha256: parent.weight for parent in merged.parents}
-    factors = [weights[parent.sha256] / parent.weight for parent in own.parents]
+    factors = [weights[parent.sha256] / parent.weight for parent in part.parents]
     if not all(isclose(factor, factors[0], rel_tol=1e-9) for factor in factors):
         raise SubtractionError(
-            f"{own.name}: {merged.name} has its parents with other weights, so it cannot be subtracted"
+            f"{part.name}: cannot be subtracted, because {merged.name} contains its parents with other relative weights"
         )
     return factors[0]
 
 
-def _remaining(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
-    """What remains of the first matrix, as a share of its norm."""
+def _remaining_share(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
+    """Returns the norm of the combination relative to that of its first term."""
     values = torch.tensor(coefficients, dtype=torch.float64)
     products = gram(matrices)
     whole = float(products[0, 0]) * coefficients[0] ** 2

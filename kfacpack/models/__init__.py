@@ -1,1 +1,1 @@
-"""A module as a function f of its parameters: which of them, what it is called with, how it is lent for a call."""
+"""Models: families of pretrained networks, their weights, data loading, prompts and classification heads."""

@@ -1,13 +1,7 @@
-"""Examples become batches here: decoded and transformed in this process, or ahead of it in others.
+"""Turns examples into batches, in this process or in worker processes, and runs models on them.
 
-How many others there are never changes what comes, nor its order; it is no part of any result. torch's DataLoader does
-the work; a process of its computes with one thread.
-
-Pictures become a batch through a model's own transform.
-
-What a model makes of a split's examples, batch by batch.
-
-Whether data is still what it was: a digest that costs as little as one batch.
+Batches are read with torch's `DataLoader`. The number of worker processes changes neither the batches nor their order,
+so it is not part of any result.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,51 +24,59 @@ from kfacpack.models.functional import at_least_float32, call_model, tensors_of
 from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Example, Split, batched
 
-if TYPE_CHECKING:
-    from kfacpack.models.model import Model
-    from kfacpack.tasks.task import Example, Split
-
-    SplitSource = tuple[Split, str]
-
-    """A split, and its task's name."""
-
-    BatchIndices = tuple[int, Sequence[int]]
-
-    """Which source, and the numbers of its examples that are to be one batch."""
-
+SplitSource: TypeAlias = tuple[Split, str]
+"""A split and its task's name."""
+BatchIndices: TypeAlias = tuple[int, Sequence[int]]
+"""Index of a source, and the indices of its examples that form a batch."""
 
 MAX_WORKERS = 4
-"""Processes, where nobody said how many."""
+"""Maximum number of worker processes when the number is chosen automatically."""
 _requested_workers: int | None = 0
 
 
 def use_workers(count: int | None) -> None:
-    """From now on, so many processes prepare batches beside this one. None: some where pictures have to be decoded."""
-    global _asked
+    """Sets the number of worker processes that prepare batches.
+
+    Args:
+        count: Number of processes; 0 prepares batches in this process. None chooses automatically: at most
+            `MAX_WORKERS` if images have to be decoded from files, otherwise 0.
+
+    Raises:
+        KfacpackError: `count` is negative.
+    """
+    global _requested_workers
     if count is not None and count < 0:
-        raise KfacpackError(f"workers {count}: expected a number that is not negative")
+        raise KfacpackError(f"workers {count}: expected a non-negative number")
     _requested_workers = count
 
 
 def batches(
-    model: Model, sources: Sequence[SplitSource], wanted: Iterable[BatchIndices]
+    model: Model, sources: Sequence[SplitSource], indices: Iterable[BatchIndices]
 ) -> Generator[Batch, None, None]:
-    """One batch for each that is wanted, in that order. `wanted` is looked at a little ahead, and may be endless.
+    """Yields one prepared batch for each entry of `indices`, in order.
 
-    Who leaves before the end closes it, so that its processes end.
+    Close the generator when leaving it early, so that its worker processes end.
+
+    Args:
+        model: Model that prepares the examples.
+        sources: Splits to read from, with their tasks' names.
+        indices: Source and example indices of each batch. Read slightly ahead; may be infinite.
+
+    Raises:
+        KfacpackError: An example cannot be read, or a worker process died.
     """
     workers = _num_workers(sources)
     loader = DataLoader(
-        _Examples(model.prepare, sources),
+        _BatchDataset(model.prepare, sources),
         batch_size=None,
-        sampler=wanted,
+        sampler=indices,
         num_workers=workers,
         collate_fn=_identity,
-        worker_init_fn=_begin_worker,
-        # What prepares is made of closures, which cannot be sent to a process, but can be there when it forks.
+        worker_init_fn=_init_worker,
+        # `prepare` is a closure, which cannot be pickled but is inherited by a forked process.
         multiprocessing_context="fork" if workers else None,
         pin_memory=next(model.module.parameters()).device.type == "cuda",
-        generator=torch.Generator(),  # it draws a seed for its processes: not from the one that users have seeded
+        generator=torch.Generator(),  # the loader draws a base seed; do not advance the user's global generator
     )
     try:
         for batch in loader:
@@ -84,11 +86,13 @@ def batches(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or isinstance(error, KfacpackError):
             raise
-        problem = f"a process that prepared examples ended: {first_line(error)}"
-        raise KfacpackError(f"{problem}. With --workers 0 there are none, and less memory is needed") from error
+        problem = f"a worker process that prepared examples died: {first_line(error)}"
+        raise KfacpackError(f"{problem}. Use --workers 0, which needs less memory") from error
 
 
-class _Examples(Dataset[Any]):
+class _BatchDataset(Dataset[Any]):
+    """Maps `BatchIndices` to prepared batches."""
+
     def __init__(self, prepare: Callable[[Sequence[Example], str], Batch], sources: Sequence[SplitSource]):
         self._prepare, self._sources = prepare, sources
 
@@ -98,7 +102,7 @@ class _Examples(Dataset[Any]):
         try:
             return self._prepare([split[number] for number in numbers], task)
         except KfacpackError as error:
-            # Raised here, a process's traceback would become part of what the user is told.
+            # If it were raised here, DataLoader would add the worker's traceback to the message.
             return error
 
 
@@ -106,8 +110,8 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-def _begin_worker(number: int) -> None:
-    """Ctrl-C reaches every process of a terminal: what it means, the one that asked for the batches decides."""
+def _init_worker(number: int) -> None:
+    """Leaves Ctrl-C, which reaches every process of a terminal, to the main process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -116,30 +120,37 @@ def _num_workers(sources: Sequence[SplitSource]) -> int:
     if _requested_workers is not None:
         return _requested_workers
     if not sys.platform.startswith("linux"):
-        return 0  # elsewhere, processes that fork may not go on to use the system's libraries
-    ours = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(MAX_WORKERS, max(0, ours - 1)) if any(_needs_decoding(split) for split, _ in sources) else 0
+        return 0  # on other systems, a forked process may not use the system's libraries
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(MAX_WORKERS, max(0, cores - 1)) if any(_needs_decoding(split) for split, _ in sources) else 0
 
 
 def _needs_decoding(split: Split) -> bool:
-    """Whether a split's pictures come from files. Those of embedded tasks are pixels already, and texts are short."""
+    """Whether a split has images from files. Images of embedded tasks are arrays already, and texts are short."""
     if not len(split):
         return False
     try:
         return getattr(split[0].get("image"), "format", None) is not None
     except KfacpackError:
-        return False  # what is wrong with it is told when it is asked for
+        return False  # the error is raised again when the example is read
 
 
 def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[Sequence[Example], str], Tensor]:
-    """`prepare` of an image model: N examples -> (N, 3, height, width). `transform`: PIL.Image -> one of them."""
+    """Returns the `prepare` function of an image model: N examples to (N, 3, height, width).
+
+    Args:
+        transform: Turns a `PIL.Image` into a tensor of shape (3, height, width).
+        model: Name of the model, for errors.
+    """
 
     def prepare(examples: Sequence[Example], task: str) -> Tensor:
         for example in examples:
             if "image" not in example:
-                found = ", ".join(map(repr, example))
-                raise KfacpackError(f"{model} takes pictures, an example of {task!r} has {found}: choose a text model")
-        # RGB before any resizing, as both libraries read their own training data: resizing a palette would garble it.
+                columns = ", ".join(map(repr, example))
+                raise KfacpackError(
+                    f"{model} expects images, but examples of {task!r} have {columns}; use a text model"
+                )
+        # Convert before resizing, as both libraries do with their training data: resizing palette indices is wrong.
         return torch.stack([transform(example["image"].convert("RGB")) for example in examples])
 
     return prepare
@@ -153,57 +164,77 @@ def outputs(
     batch_size: int,
     forward: Callable[[Batch], Tensor] | None = None,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
-    """For each batch, the numbers of its examples and their f: (N, C), in float32 at least, without gradient.
+    """Yields the indices of each batch's examples and their f, (N, C), in at least float32, without gradient.
 
-    `forward` takes the place of the model's own, for a model that is edited.
+    Args:
+        model: Model to run.
+        split: Split to read.
+        task: Name of the task.
+        numbers: Indices of the examples.
+        batch_size: Examples per batch.
+        forward: Function from a batch to f; defaults to the model's own. Used for edited models.
+
+    Raises:
+        KfacpackError: f contains NaN or Inf, or an example cannot be read.
     """
-    for chosen, batch in prepare_batch(model, split, task, numbers, batch_size):
+    for chosen, batch in prepared_batches(model, split, task, numbers, batch_size):
         with torch.no_grad(), name_task_in_errors(split, task, chosen):
             f = forward(batch) if forward else call_model(model.forward, batch)
         yield chosen, at_least_float32(f)
 
 
-def prepare_batch(
+def prepared_batches(
     model: Model, split: Split, task: str, numbers: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
-    """The numbers of each batch's examples, and what the model takes them as."""
-    every = list(batched(numbers, batch_size))
-    yield from zip(every, batches(model, [(split, task)], [(0, chosen) for chosen in every]), strict=True)
+    """Yields the indices of each batch's examples and the prepared batch. Arguments as for `outputs`."""
+    groups = list(batched(numbers, batch_size))
+    yield from zip(groups, batches(model, [(split, task)], [(0, group) for group in groups]), strict=True)
 
 
 @contextmanager
 def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Iterator[None]:
-    """An f that is not finite is told with the examples it is of."""
+    """Adds the task, the split and the examples to the error for an f that contains NaN or Inf."""
     try:
         yield
     except NotFiniteError as error:
         place = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
-        problem = "f is not finite; check the weights, or use another dtype for the model"
+        problem = "f contains NaN or Inf; check the weights, or use another dtype for the model"
         raise KfacpackError(f"{place}: {problem}") from error
 
 
-_LOOKED_AT = 32
-"""How many examples are prepared for it. A change in none of them, nor in a label, is not seen."""
+_FINGERPRINT_EXAMPLES = 32
+"""Maximum number of examples that a fingerprint prepares. Changes in other examples are not detected."""
 
 
 def fingerprint(
     model: Model, split: Split, task: str, numbers: Sequence[int] | None = None, *, labels: bool = False
 ) -> str:
-    """Of examples, by default all of a split: some of them, spread evenly, as the model sees them, first and last too.
+    """Returns a digest that detects changed data at the cost of preparing one batch.
 
-    With `labels`, also of the class of every one.
+    Covers the number of examples and up to 32 of them, evenly spaced and including the first and the last, as the
+    model sees them.
+
+    Args:
+        model: Model that prepares the examples.
+        split: Split to read.
+        task: Name of the task.
+        numbers: Indices of the examples; defaults to the whole split.
+        labels: Whether to include the labels of all examples.
+
+    Returns:
+        A SHA-256 hex digest.
     """
     chosen = range(len(split)) if numbers is None else numbers
     digest = sha256(f"{len(chosen)} of {len(split)}".encode())
     if labels:
         digest.update(repr([split.label(number) for number in chosen]).encode())
-    batch = model.prepare([split[chosen[place]] for place in _spread(len(chosen))], task)
+    batch = model.prepare([split[chosen[position]] for position in _evenly_spread(len(chosen))], task)
     for tensor in tensors_of(batch):
         digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 
-def _spread(size: int) -> list[int]:
-    count = min(size, _LOOKED_AT)
-    return [place * (size - 1) // max(1, count - 1) for place in range(count)]
+def _evenly_spread(size: int) -> list[int]:
+    count = min(size, _FINGERPRINT_EXAMPLES)
+    return [position * (size - 1) // max(1, count - 1) for position in range(count)]

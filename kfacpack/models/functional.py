@@ -1,10 +1,7 @@
-"""What a batch is to us: a tensor, a tuple or a dict; the arguments of one forward pass.
+"""A module as a function f of a batch and of its parameters.
 
-A model lent for a call: changed for the time of it, and given back as it was.
-
-Which parameters of a module are meant.
-
-In which precision numbers are gone on with that a model gave.
+Calls a model on a batch (a tensor, tuple or dict), selects parameters by name or pattern, and temporarily switches a
+module to eval mode. f has shape (N, C): N examples, width C.
 """
 
 from __future__ import annotations
@@ -21,81 +18,107 @@ from torch.nn.parameter import is_lazy
 from kfacpack.errors import KfacpackError, NotFiniteError
 
 ModelInput: TypeAlias = "Tensor | Sequence[Any] | Mapping[str, Any]"
+"""Arguments of one forward pass: one tensor, positional arguments or keyword arguments."""
 Forward: TypeAlias = Callable[..., Any]
+"""A function from the arguments in a batch to f."""
 
 
 def call_model(forward: Forward, batch: ModelInput) -> Tensor:
-    """f, (N, C)."""
+    """Calls a model on a batch and checks its output.
+
+    Args:
+        forward: Function from a batch to f.
+        batch: A tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+
+    Returns:
+        f, of shape (N, C).
+
+    Raises:
+        KfacpackError: The batch has another type or no examples, or f is not a float tensor of shape (N, C).
+        NotFiniteError: f contains NaN or Inf.
+    """
     if not isinstance(batch, (Tensor, Mapping, list, tuple)):
-        raise KfacpackError(f"a batch must be a tensor, a tuple or a dict of tensors, found {type(batch).__name__}")
+        raise KfacpackError(f"expected a batch that is a tensor, a tuple or a dict, got {type(batch).__name__}")
     if (sizes := [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]) and not any(sizes):
-        raise KfacpackError("the batch has no examples, expected at least one")
+        raise KfacpackError("the batch is empty; expected at least one example")
     try:
         if isinstance(batch, Tensor):
             f = forward(batch)
         else:
             f = forward(**batch) if isinstance(batch, Mapping) else forward(*batch)
     except TypeError as error:
-        hint = "A batch holds the arguments of f, and no labels: ((x,) for x, y in loader) leaves them out"
+        hint = "A batch holds the arguments of f without labels: use ((x,) for x, y in loader) to drop them"
         raise KfacpackError(f"the model cannot be called with this batch: {error}. {hint}") from error
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
-        found = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
-        problem = f"expected the model to give f as floats of shape (examples, width), found {found}"
-        raise KfacpackError(f"{problem}. With 'forward', choose what f is: forward=lambda x: model(x).pooler_output")
+        output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
+        problem = f"expected the model to return f as floats of shape (examples, width), got {output}"
+        raise KfacpackError(f"{problem}. Select f with 'forward', such as forward=lambda x: model(x).pooler_output")
     if not bool(f.detach().isfinite().all()):
-        raise NotFiniteError("f has numbers that are not finite; check the inputs, or use another dtype for the model")
+        raise NotFiniteError("f contains NaN or Inf; check the inputs, or use another dtype for the model")
     return f
 
 
-def map_tensors(batch: ModelInput, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same batch, each of its tensors changed."""
+def map_tensors(batch: ModelInput, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the batch with `function` applied to each of its tensors, including nested ones."""
     if isinstance(batch, Tensor):
-        return change(batch)
+        return function(batch)
     if isinstance(batch, Mapping):
-        return {key: map_tensors(value, change) for key, value in batch.items()}
+        return {key: map_tensors(value, function) for key, value in batch.items()}
     if isinstance(batch, (list, tuple)):
-        return tuple(map_tensors(value, change) for value in batch)
+        return tuple(map_tensors(value, function) for value in batch)
     return batch
 
 
 def tensors_of(batch: ModelInput) -> list[Tensor]:
-    found: list[Tensor] = []
+    """Returns all tensors of a batch, including nested ones."""
+    tensors: list[Tensor] = []
 
-    def keep(tensor: Tensor) -> Tensor:
-        found.append(tensor)
+    def collect(tensor: Tensor) -> Tensor:
+        tensors.append(tensor)
         return tensor
 
-    map_tensors(batch, keep)
-    return found
+    map_tensors(batch, collect)
+    return tensors
 
 
 def batch_size_of(batch: ModelInput) -> int | None:
-    """How many examples there are, if all tensors of a batch agree on it in their first dimension."""
+    """Returns the number of examples, or None if the tensors of the batch differ in their first dimension."""
     sizes = {len(tensor) if tensor.dim() else 0 for tensor in tensors_of(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def to_device(batch: ModelInput, device: torch.device) -> Any:
+    """Returns the batch with its tensors on a device."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:
-    """(N, R), false where there is only padding: what tokenizers call `attention_mask`, if a batch has one."""
+    """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if it has none."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
 
 
 @contextmanager
-def eval_mode(model: nn.Module, wanted: Mapping[str, Tensor]) -> Iterator[None]:
-    """In evaluation mode, with gradients for the wanted parameters alone; afterwards all flags are as before."""
+def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
+    """Temporarily switches a module to eval mode, with gradients for the given parameters only.
+
+    Restores all `training` and `requires_grad` flags afterwards.
+
+    Args:
+        model: Module to switch.
+        parameters: Name to parameter that needs gradients.
+
+    Raises:
+        KfacpackError: A parameter is lazy, on the meta device or an inference tensor.
+    """
     training = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    chosen = {id(parameter) for parameter in wanted.values()}
-    for name, parameter in wanted.items():
+    chosen = {id(parameter) for parameter in parameters.values()}
+    for name, parameter in parameters.items():
         if is_lazy(parameter) or parameter.is_meta:
-            raise KfacpackError(f"parameter {name!r} has no numbers yet; load or initialise the model first")
+            raise KfacpackError(f"parameter {name!r} has no values; load or initialise the model first")
         if parameter.is_inference():
-            problem = "was made in torch.inference_mode and cannot be differentiated"
+            problem = "was created in torch.inference_mode and cannot be differentiated"
             raise KfacpackError(f"parameter {name!r} {problem}; load the model outside of it")
     try:
         model.eval()
@@ -110,20 +133,33 @@ def eval_mode(model: nn.Module, wanted: Mapping[str, Tensor]) -> Iterator[None]:
             parameter.requires_grad_(flag)
 
 
-def zeros_like_parameters(wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """τ = 0 for these parameters, in float32 at least: where training starts."""
+def zeros_like_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns τ = 0 for the given parameters, in at least float32, the starting point of training."""
     return {
-        name: torch.zeros_like(each, dtype=torch.promote_types(each.dtype, torch.float32), requires_grad=False)
-        for name, each in wanted.items()
+        name: torch.zeros_like(
+            parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False
+        )
+        for name, parameter in parameters.items()
     }
 
 
 def select_parameters(
     model: nn.Module, params: Iterable[str] | str | None, frozen: Iterable[str] = ()
 ) -> dict[str, Tensor]:
-    """The parameters that are wanted, in state-dict order: all that are not frozen, or those that patterns name.
+    """Selects parameters of a module by name.
 
-    One that has several names (tied weights) goes by the first of them, whichever was asked for.
+    A parameter with several names (tied weights) is returned under its first name, whichever name was selected.
+
+    Args:
+        model: Module to select from.
+        params: Names or fnmatch patterns; None selects all parameters that are not frozen.
+        frozen: fnmatch patterns of the parameters to leave out if `params` is None.
+
+    Returns:
+        Name to parameter, in state-dict order.
+
+    Raises:
+        KfacpackError: No parameter is selected, or a pattern matches none.
     """
     named: dict[str, Tensor] = {
         name: p
@@ -136,22 +172,22 @@ def select_parameters(
     for name, parameter in named.items():
         first.setdefault(id(parameter), name)
     if params is None:
-        left_out = tuple(frozen)
-        wanted = {name: p for name, p in named.items() if not any(fnmatchcase(name, each) for each in left_out)}
-        if not wanted:
-            raise KfacpackError("every parameter of the model is frozen; name those you want")
-        return {name: p for name, p in wanted.items() if first[id(p)] == name}
+        excluded = tuple(frozen)
+        free = {name: p for name, p in named.items() if not any(fnmatchcase(name, pattern) for pattern in excluded)}
+        if not free:
+            raise KfacpackError("every parameter of the model is frozen; select parameters by name")
+        return {name: p for name, p in free.items() if first[id(p)] == name}
     patterns = [params] if isinstance(params, str) else list(params)
     if not patterns or not all(isinstance(pattern, str) for pattern in patterns):
-        raise KfacpackError(f"params {patterns}: expected names or patterns of parameters, at least one")
+        raise KfacpackError(f"params {patterns}: expected at least one parameter name or pattern")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
             some = ", ".join(list(named)[:3])
-            raise KfacpackError(f"no parameter is called {pattern!r}; the model has {len(named)}: {some}, …")
+            raise KfacpackError(f"no parameter matches {pattern!r}; the model has {len(named)} parameters: {some}, …")
     chosen = {first[id(p)] for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return {name: p for name, p in named.items() if name in chosen}
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """In float32 at least: in bfloat16, a small change would vanish beside f."""
+    """Converts half-precision tensors to float32: in bfloat16, a small change of f would be rounded away."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

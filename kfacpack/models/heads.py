@@ -1,15 +1,13 @@
-"""A head, as it is used and as a vector's file keeps it; `kfacpack/heads.py` makes it. K classes, C the width of f.
-
-Heads: frozen affine maps from f to logits. K classes, C the width of f, N examples.
+"""Classification heads: frozen affine maps from f to logits. K classes, C the width of f, N examples.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
     from words        w_k = the row of the output layer for the class's name as the next word,  b = 0
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
-where m_k is the mean of f over the class's training examples, and c the mean of all m_k. `scale` is the model's own for
-texts; for prototypes, which are further apart than texts are, it is the one, up to that, at which the cross-entropy of
-those examples is least: a head that is too sure of itself makes the first steps of training too large. All are made at
-the weights a model comes with, and stay as they are when its weights move.
+where m_k is the mean of f over the class's training examples, and c the mean of all m_k. For texts, `scale` is the
+model's own. Prototypes are further apart than texts, and too large a scale makes the first training steps too large;
+their scale minimises the cross-entropy of those examples, up to the model's own. Heads are computed at the pretrained
+weights and do not change during training.
 """
 
 from __future__ import annotations
@@ -34,37 +32,55 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Head:
+    """A frozen classifier on top of f.
+
+    Example:
+        >>> head = kp.head_for(model, task)
+        >>> predictions = head.logits(model.forward(batch)).argmax(1)
+    """
+
     weight: Tensor
     """(K, C), at least float32, on the model's device."""
     bias: Tensor
     """(K,)"""
     classes: tuple[str, ...]
+    """Names of the K classes."""
     origin: HeadOrigin
+    """How the head was made: text, words or prototypes."""
 
     def logits(self, f: Tensor) -> Tensor:
-        """(N, C) -> (N, K)."""
+        """Returns the logits.
+
+        Args:
+            f: Model outputs, (N, C), of any float dtype.
+
+        Returns:
+            (N, K), in the dtype of the head.
+        """
         return f.to(self.weight.dtype) @ self.weight.T + self.bias
 
     def to(self, device: torch.device) -> Head:
+        """Returns the head on another device."""
         return Head(self.weight.to(device), self.bias.to(device), self.classes, self.origin)
 
     def difference(self, other: Head) -> str | None:
-        """How another head differs, in words, or None."""
+        """Describes the first difference between two heads; None if they are equal."""
         if self.classes != other.classes:
             first = next((pair for pair in zip(self.classes, other.classes, strict=False) if pair[0] != pair[1]), None)
-            counts = f"{len(self.classes)} and {len(other.classes)} classes"
-            return f"one calls a class {first[0]!r}, the other {first[1]!r}" if first else f"they have {counts}"
+            if first is None:
+                return f"they have {len(self.classes)} and {len(other.classes)} classes"
+            return f"class {first[0]!r} of one is {first[1]!r} in the other"
         if self.origin != other.origin:
             return f"one is from {self.origin}, the other from {other.origin}"
-        for what, ours, theirs in (("weight", self.weight, other.weight), ("bias", self.bias, other.bias)):
+        for attribute, ours, theirs in (("weight", self.weight, other.weight), ("bias", self.bias, other.bias)):
             if ours.shape != theirs.shape or not torch.equal(ours.cpu().float(), theirs.cpu().float()):
-                return f"their {what}s are not the same numbers"
+                return f"their {attribute} tensors differ"
         return None
 
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
-PER_CLASS = 256
-"""How many training examples of a class its prototype is the mean of, at most."""
+MAX_PER_CLASS = 256
+"""Maximum number of training examples per class that prototypes are computed from."""
 
 
 def head_for(
@@ -75,54 +91,79 @@ def head_for(
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Head:
-    """`auto` takes texts where the model has a text tower and the task has templates; words where f predicts them and
-    the classes begin with different ones; prototypes elsewhere.
+    """Builds the classification head of a task for a model.
 
-    For prototypes, `on_progress` hears how many training examples are done, and how many there are.
+    Args:
+        model: Pretrained model.
+        task: Task with class names.
+        kind: `"text"`, `"words"`, `"prototypes"` or `"auto"`. `"auto"` uses texts if the model has a text tower and
+            the task has templates; otherwise words if f predicts words and the class names start with different
+            ones; otherwise prototypes.
+        batch_size: Examples per batch, for prototypes.
+        on_progress: Called with the number of training examples done and their total, for prototypes.
+
+    Returns:
+        A frozen head.
+
+    Raises:
+        KfacpackError: The model or the task does not support this kind of head.
+
+    Example:
+        >>> head = kp.head_for(kp.load_model("tiny"), kp.load_task("digits"))
+        >>> head.origin
+        'text'
     """
-    found = _chosen(model, task, kind)
-    if found == "text":
+    resolved = _resolve_kind(model, task, kind)
+    if resolved == "text":
         return text_head(model, task)
-    if found == "words":
+    if resolved == "words":
         return word_head(model, task)
     return prototype_head(model, task, batch_size=batch_size, on_progress=on_progress)
 
 
 def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
-    """Refuse what `head_for` would refuse, without asking the model for anything that takes long."""
-    found = _chosen(model, task, kind)
-    if found == "text":
-        _text_tower(model, task)
-    elif found == "words":
+    """Checks that `head_for` would succeed, without running the model.
+
+    Raises:
+        KfacpackError: The model or the task does not support this kind of head.
+    """
+    resolved = _resolve_kind(model, task, kind)
+    if resolved == "text":
+        _require_text_tower(model, task)
+    elif resolved == "words":
         _word_rows(model, task)
     else:
-        _members(task.split("train"), task, known_classes(task))
+        _examples_by_class(task.split("train"), task, require_classes(task))
 
 
-def _chosen(model: Model, task: Task, kind: HeadKind) -> HeadKind:
-    """What `auto` stands for."""
+def _resolve_kind(model: Model, task: Task, kind: HeadKind) -> HeadKind:
+    """Replaces `auto` by the kind it stands for."""
     if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
         return "text"
-    if kind == "words" or (kind == "auto" and _is_single_token(model, task)):
+    if kind == "words" or (kind == "auto" and _has_distinct_words(model, task)):
         return "words"
     if kind in ("auto", "prototypes"):
         return "prototypes"
-    raise KfacpackError(f"head {kind!r}: expected auto, text, words or prototypes")
+    raise KfacpackError(f"unknown head {kind!r}; expected auto, text, words or prototypes")
 
 
-def _text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], Tensor]:
-    known_classes(task)
+def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], Tensor]:
+    require_classes(task)
     if model.encode_text is None:
-        problem = f"{model.name} has no text tower, or the weights file has none of its weights"
-        raise KfacpackError(f"{problem}; classes can have prototypes instead: --head prototypes")
+        problem = f"{model.name} has no text tower, or the weights file does not contain it"
+        raise KfacpackError(f"{problem}; use --head prototypes")
     if not task.templates:
-        raise KfacpackError(f"{printable(task.name)} has no templates to make texts from; choose --head prototypes")
+        raise KfacpackError(f"{printable(task.name)} has no prompt templates; use --head prototypes")
     return model.encode_text
 
 
 def text_head(model: Model, task: Task) -> Head:
-    """CLIP's zero-shot classifier. An underscore in a class's name, as folders have them, is read as a space."""
-    encode, classes = _text_tower(model, task), known_classes(task)
+    """Builds CLIP's zero-shot classifier. Underscores in class names are read as spaces.
+
+    Raises:
+        KfacpackError: The model has no text tower, or the task has no classes or templates.
+    """
+    encode, classes = _require_text_tower(model, task), require_classes(task)
     texts = [template.replace("{}", name.replace("_", " ")) for name in classes for template in task.templates]
     embeddings = at_least_float32(encode(texts)).unflatten(0, (len(classes), -1))
     weight = model.logit_scale * normalize(embeddings.mean(1), dim=-1)
@@ -130,42 +171,46 @@ def text_head(model: Model, task: Task) -> Head:
 
 
 def word_head(model: Model, task: Task) -> Head:
-    """The classes' names, as the model would say them."""
-    weight, classes = _word_rows(model, task), known_classes(task)
+    """Builds a head from the output layer's rows for the class names as next words.
+
+    Raises:
+        KfacpackError: The model predicts no words, or two classes start with the same word.
+    """
+    weight, classes = _word_rows(model, task), require_classes(task)
     return Head(weight, weight.new_zeros(len(classes)), classes, "words")
 
 
 def _word_rows(model: Model, task: Task) -> Tensor:
-    classes = known_classes(task)
+    classes = require_classes(task)
     if model.word_weights is None:
-        raise KfacpackError(f"{model.name} predicts no words; classes can have prototypes instead: --head prototypes")
+        raise KfacpackError(f"{model.name} predicts no words; use --head prototypes")
     weight = model.word_weights(_label_words(model, task))
-    if (alike := _first_identical_rows(weight)) is not None:
-        names = " and ".join(repr(printable(classes[k])) for k in alike)
-        raise KfacpackError(f"{printable(task.name)}: the classes {names} begin with the same word for {model.name}")
+    if (identical := _first_identical_rows(weight)) is not None:
+        names = " and ".join(repr(printable(classes[k])) for k in identical)
+        raise KfacpackError(f"{printable(task.name)}: classes {names} start with the same token in {model.name}")
     return weight
 
 
-def _is_single_token(model: Model, task: Task) -> bool:
-    """Whether the model tells the classes' names apart by the first word."""
+def _has_distinct_words(model: Model, task: Task) -> bool:
+    """Whether the class names start with different tokens of the model."""
     if model.word_weights is None:
         return False
     return _first_identical_rows(model.word_weights(_label_words(model, task))) is None
 
 
 def _label_words(model: Model, task: Task) -> Sequence[str]:
-    classes = known_classes(task)
+    classes = require_classes(task)
     if model.label_words is None:
         return [name.replace("_", " ") for name in classes]
     return model.label_words(classes, task.name)
 
 
 def _first_identical_rows(weight: Tensor) -> tuple[int, int] | None:
-    """The first two rows of (K, C) that are the same."""
+    """Returns the first two rows of (K, C) that are equal."""
     for second in range(len(weight)):
-        same = (weight[:second] == weight[second]).all(1).nonzero()
-        if len(same):
-            return int(same[0]), second
+        equal = (weight[:second] == weight[second]).all(1).nonzero()
+        if len(equal):
+            return int(equal[0]), second
     return None
 
 
@@ -176,76 +221,99 @@ def prototype_head(
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Head:
-    """From the training split: of each class all examples, or `PER_CLASS` evenly spaced ones, in the split's order.
+    """Builds a head from the class means of f over the training split.
 
-    A part of a task (NAME@k/n) has the prototypes of the whole: all classes, from the whole's training split.
+    Uses all examples of a class, or `MAX_PER_CLASS` evenly spaced ones. A class split (`NAME@k/n`) has the prototypes
+    of the whole task: all classes, from the whole training split.
+
+    Args:
+        model: Pretrained model.
+        task: Task with class names.
+        batch_size: Examples per batch.
+        on_progress: Called with the number of training examples done and their total.
+
+    Raises:
+        KfacpackError: The class names are unknown, or a class has no training example.
     """
     task = parent_task(task)
-    classes = known_classes(task)
+    classes = require_classes(task)
     split = task.split("train")
-    members = _members(split, task, classes)
+    members = _examples_by_class(split, task, classes)
     class_of = {number: k for k, numbers in enumerate(members) for number in numbers}
-    # In float64 on the CPU, so that the order of the examples leaves no trace.
-    labels, features, f = [], [], torch.zeros(0)
+    # In float64 on the CPU, so that the result does not depend on the order of the examples.
+    label_list, parts, f = [], [], torch.zeros(0)
     on_progress(0, len(class_of))
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
-        labels += [class_of[number] for number in chosen]
-        features.append(f.cpu().double())
-        on_progress(len(labels), len(class_of))
-    known, found = torch.tensor(labels), torch.cat(features)
-    sums = torch.zeros(len(classes), model.function.width, dtype=torch.float64).index_add_(0, known, found)
+        label_list += [class_of[number] for number in chosen]
+        parts.append(f.cpu().double())
+        on_progress(len(label_list), len(class_of))
+    labels, features = torch.tensor(label_list), torch.cat(parts)
+    sums = torch.zeros(len(classes), model.function.width, dtype=torch.float64).index_add_(0, labels, features)
     means = sums / torch.tensor([[len(numbers)] for numbers in members])
     centre = means.mean(0)
     directions = normalize(means - centre, dim=-1)
     # For an f that is not normalised, the same scales are tried relative to its standard deviation.
-    spread = 1.0 if model.function.normalized else float((found - centre).square().sum(1).mean().sqrt()) or 1.0
-    weight = _best_scale((found - centre) @ directions.T / spread, known, model.logit_scale) / spread * directions
+    spread = 1.0 if model.function.normalized else float((features - centre).square().sum(1).mean().sqrt()) or 1.0
+    weight = _best_scale((features - centre) @ directions.T / spread, labels, model.logit_scale) / spread * directions
     return Head(weight.to(f), -(weight @ centre).to(f), classes, "prototypes")
 
 
-def _best_scale(cosines: Tensor, labels: Tensor, most: float) -> float:
-    """By what (N, K) is to be multiplied for the least cross-entropy, to a tenth; at most by `most`.
+def _best_scale(cosines: Tensor, labels: Tensor, limit: float) -> float:
+    """Returns the factor up to `limit` that minimises the cross-entropy of (N, K) cosines, on a grid of 12% steps.
 
-    There is no least one where every example is right already.
+    Without a limit there is no minimum if every example is classified correctly.
     """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
-    scales = scales[scales <= most]
+    scales = scales[scales <= limit]
     losses = torch.stack([cross_entropy(scale * cosines, labels) for scale in scales])
     return float(scales[losses.argmin()])
 
 
-def known_classes(task: Task) -> tuple[str, ...]:
+def require_classes(task: Task) -> tuple[str, ...]:
+    """Returns the class names of a task.
+
+    Raises:
+        KfacpackError: The names are unknown.
+    """
     if not task.classes:
-        remedy = "Expected a column of type ClassLabel, or pictures in a folder for each class"
-        raise KfacpackError(f"{printable(task.name)}: the names of its classes are not known. {remedy}")
+        remedy = "Expected a column of type ClassLabel, or images in one folder per class"
+        raise KfacpackError(f"{printable(task.name)}: unknown class names. {remedy}")
     return task.classes
 
 
-def require_several(task: Task, classes: Sequence[str]) -> None:
-    """Refuse a task whose head could only ever say one thing."""
+def require_several_classes(task: Task, classes: Sequence[str]) -> None:
+    """Checks that there are at least two classes.
+
+    Raises:
+        KfacpackError: There is only one class.
+    """
     if len(classes) < 2:
         only = printable(classes[0])
-        raise KfacpackError(f"{printable(task.name)} has one class, {only!r}: there is nothing to learn")
+        raise KfacpackError(f"{printable(task.name)} has only one class, {only!r}; expected at least two")
 
 
-def require_fitting(head: Head, task: Task) -> None:
-    """Refuse a head whose classes are other ones, or in another order, than the labels mean."""
+def require_matching_classes(head: Head, task: Task) -> None:
+    """Checks that a head has the classes of a task, in the same order.
+
+    Raises:
+        KfacpackError: The classes or their order differ.
+    """
     if head.classes != task.classes:
-        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}: make it for this task")
+        raise KfacpackError(f"the head's classes are not those of {printable(task.name)}; build a head for this task")
 
 
-def _members(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
-    """Of each class, the examples that its prototype is the mean of."""
+def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
+    """Returns for each class the examples that its prototype is computed from."""
     members: list[list[int]] = [[] for _ in classes]
     for number in range(len(split)):
         members[split.label(number)].append(number)
     if missing := [name for name, numbers in zip(classes, members, strict=True) if not numbers]:
         problem = f"class {printable(missing[0])!r} has no example in split {split.source.split!r}"
         raise KfacpackError(f"{printable(task.name)}: {problem}; a prototype needs at least one")
-    return [_evenly_spaced(numbers, PER_CLASS) for numbers in members]
+    return [_evenly_spaced(numbers, MAX_PER_CLASS) for numbers in members]
 
 
-def _evenly_spaced(numbers: Sequence[int], most: int) -> Sequence[int]:
-    if len(numbers) <= most:
+def _evenly_spaced(numbers: Sequence[int], limit: int) -> Sequence[int]:
+    if len(numbers) <= limit:
         return numbers
-    return [numbers[k * len(numbers) // most] for k in range(most)]
+    return [numbers[k * len(numbers) // limit] for k in range(limit)]

@@ -1,8 +1,7 @@
-"""A name that nobody knows, answered with those it may have meant.
+"""The model interface: a library's module, the function f computed with it, and how examples become its input.
 
-What of the Hub's models lies in this machine's cache already: looking makes no request.
-
-What a model is to us: a stock module, the function f whose drift is measured, and how examples become its input.
+A family (`kfacpack.models.families`) builds `Model` objects from a `ModelRequest`. This module also lists the model
+repositories in the local Hub cache.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -24,52 +22,60 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.manifest import Base, Function
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import Checkpoint
-from kfacpack.tasks.task import Example
+from kfacpack.tasks.task import Example, did_you_mean
 
 
 class UnknownModel(KfacpackError):  # noqa: N818 - named for what it is, as in "raise UnknownModel"
-    """A name that is none of a library's."""
+    """A model name that its library does not have."""
 
 
-def unknown_model(library: str, name: str, known: Iterable[str]) -> UnknownModel:
-    by_lower = {each.lower(): each for each in known}
+def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel:
+    """Returns the error for an unknown name, with the closest names of the library.
+
+    Args:
+        library: Name of the library, such as `"timm"`.
+        name: The unknown name.
+        names: All model names of the library.
+    """
     # OpenAI writes ViT-B/32, open_clip ViT-B-32.
-    close = get_close_matches(name.lower().replace("/", "-"), by_lower, n=5, cutoff=0.5)
-    meant = f"; close to it are {', '.join(by_lower[each] for each in close)}" if close else ""
-    return UnknownModel(f"{printable(name)!r} is no model that {library} knows{meant}")
+    suggestion = did_you_mean(name.replace("/", "-"), names, count=5, cutoff=0.5)
+    return UnknownModel(f"unknown {library} model {printable(name)!r}{suggestion}")
 
 
 @dataclass(frozen=True)
 class CachedRepository:
-    """A model repository's newest snapshot in the cache."""
+    """The newest snapshot of a model repository in the Hub cache."""
 
     name: str
-    """owner/repository."""
+    """Repository id, `owner/repository`."""
     revision: str
+    """Commit of the snapshot."""
     files: Mapping[str, Path]
-    """A file's name in the repository -> where it is."""
+    """File name in the repository to its path on this machine."""
 
     @property
     def nbytes(self) -> int:
+        """Total size of the files in bytes."""
         return sum(file.stat().st_size for file in self.files.values())
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """What its config.json says; nothing if there is none that can be read."""
+        """Content of config.json; empty if the file is missing or invalid."""
         try:
-            said = json.loads(self.files["config.json"].read_bytes())
+            config = json.loads(self.files["config.json"].read_bytes())
         except (KeyError, OSError, ValueError):
             return {}
-        return said if isinstance(said, dict) else {}
+        return config if isinstance(config, dict) else {}
 
     @property
     def is_for_transformers(self) -> bool:
-        """Whether weights and a tokenizer are there, as `t5:` and `hf:` need them."""
+        """Whether the repository has safetensors weights and a tokenizer, as `t5:` and `hf:` need them."""
         weights = any(name.startswith("model") and name.endswith(".safetensors") for name in self.files)
         return weights and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def cached_repositories() -> Iterator[CachedRepository]:
+    """Yields the model repositories in the local Hub cache, sorted by name. Makes no request."""
     from huggingface_hub import constants, scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -77,103 +83,128 @@ def cached_repositories() -> Iterator[CachedRepository]:
         cache = scan_cache_dir(constants.HF_HUB_CACHE)
     except CacheNotFound:
         return
-    for each in sorted(cache.repos, key=lambda each: each.repo_id):
-        if each.repo_type == "model" and each.revisions:
-            newest = max(each.revisions, key=lambda revision: revision.last_modified)
+    for repository in sorted(cache.repos, key=lambda repository: repository.repo_id):
+        if repository.repo_type == "model" and repository.revisions:
+            newest = max(repository.revisions, key=lambda revision: revision.last_modified)
             files = {
                 file.file_path.relative_to(newest.snapshot_path).as_posix(): file.file_path for file in newest.files
             }
-            yield CachedRepository(each.repo_id, newest.commit_hash, files)
+            yield CachedRepository(repository.repo_id, newest.commit_hash, files)
 
 
 Batch = Tensor | dict[str, Tensor]
-"""On the CPU. A tensor is the only argument of `forward`, a dictionary holds its keyword arguments."""
+"""Model input on the CPU: a tensor is the only argument of `forward`, a dictionary holds its keyword arguments."""
 
 WeightsSource = Path | Literal["random"] | None
-"""A safetensors file, a random initialisation that was asked for, or None: what the name stands for."""
+"""A safetensors file, `"random"` for a random initialisation, or None for the weights that the name stands for."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its library builds it, in eval mode, on a device: no wrapper, no surgery, no renamed parameter."""
+    """A model as its library builds it, in eval mode, on a device, with the library's own parameter names."""
 
     family: str
+    """Name of the family, as manifests record it."""
     name: str
-    """As the user gave it, without the family's prefix; of a directory, its own name."""
+    """Name without the family's prefix; for a folder, the folder's own name."""
     revision: str | None
-    """The pretrained tag or commit, "random-SEED", or None when only the weights themselves tell."""
+    """Pretrained tag or commit, `"random-SEED"`, or None for weights from a file."""
     module: nn.Module
+    """The library's module."""
     forward: Callable[..., Tensor]
-    """forward(batch) or forward(**batch) -> f, (N, C). Moves its input to the module's device and dtype."""
+    """`forward(batch)` or `forward(**batch)` returns f, (N, C). Moves its input to the module's device and dtype."""
     function: Function
+    """Description of f for manifests."""
     frozen: tuple[str, ...]
-    """fnmatch patterns of the state-dict names that are neither estimated nor trained unless they are asked for."""
+    """fnmatch patterns of the parameters that are neither estimated nor trained by default."""
     prepare: Callable[[Sequence[Example], str], Batch]
-    """N examples and their task's name -> a batch."""
+    """Turns N examples and their task's name into a batch."""
     preprocessing: str
     """What `prepare` does, in one line, for the manifest."""
     checkpoint: Checkpoint
-    """How the module's weights, as they are when asked, are written so that its own library loads them."""
+    """Writes the module's current weights in a form that its own library loads."""
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
-    """N texts -> their normalised embeddings beside f, (N, C), without gradient; None without a trained text tower."""
+    """N texts to their normalised embeddings, (N, C), without gradient; None without a trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None
-    """K words -> (K, C): by which f becomes the logit of each as the next word; None where f predicts no words."""
+    """K words to (K, C), which maps f to the logit of each as the next word; None if f predicts no words."""
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
-    """K class names and their task's name -> K words for `word_weights`; None where `word_weights` is None."""
+    """K class names and their task's name to K words for `word_weights`; None where `word_weights` is None."""
     logit_scale: float = 100.0
-    """What cosines are multiplied by to become logits: the model's own, or else what CLIP's training arrives at."""
+    """Factor from cosine similarities to logits: the model's own, or by default the value CLIP's training reaches."""
 
     def base(self, parameters: Collection[str]) -> Base:
-        """Which model it is, by its name and by the weights of these parameters, as they are now."""
+        """Returns the identity of the model: its name and the digests of its current weights.
+
+        Args:
+            parameters: State-dict names to include.
+        """
         return identify(self.module, parameters, family=self.family, name=self.name, revision=self.revision)
 
 
 class ModelRequest(NamedTuple):
-    """What a family is asked for."""
+    """Arguments of `ModelFamily.load`."""
 
     name: str
+    """Model name without the family's prefix."""
     weights: WeightsSource
+    """Where the weights come from."""
     image_size: int | None
+    """Side of the input images in pixels; None for the model's own."""
     dtype: torch.dtype
+    """Dtype of the module."""
     device: torch.device
+    """Device of the module."""
     seed: int
+    """Seed of a random initialisation."""
     prompts: PromptStyle | None = None
-    """Prompt style, for families that have several; None: the model's own."""
+    """Prompt style, for families that have several; None for the model's own."""
 
     def revision(self, published: str | None) -> str | None:
-        """Which weights they are: those that were published under this tag or commit, unless others were asked for."""
+        """Returns the revision to record.
+
+        Args:
+            published: Tag or commit of the published weights, used if they are the ones requested.
+        """
         if self.weights == "random":
             return f"random-{self.seed}"
         return published if self.weights is None else None
 
 
 class ModelFamily(Protocol):
-    """One kind of model, one file."""
+    """A kind of model. Each family is one module and one entry in `FAMILIES`."""
 
     prefix: str
-    """What stands before the colon in `--model`; empty for the family whose names need none."""
+    """The part of `--model` before the colon; empty for open_clip, whose names have no prefix."""
     name: str
-    """What a `Model` and a manifest call it."""
+    """Name of the family in `Model.family` and in manifests."""
     form: str
-    """What `--model` may say."""
+    """Accepted forms of `--model`, for messages."""
     takes_folder: bool
-    """Whether what follows the colon may be a folder."""
+    """Whether the part after the colon may be a folder."""
     f: str
-    """What f is, in words."""
+    """Description of f."""
     head: str
-    """What heads its models have, unless another is asked for: of texts, of words or of prototypes."""
+    """Default kind of head: text, words or prototypes."""
     prompt_styles: tuple[PromptStyle, ...]
-    """Prompt styles that can be asked for; empty where a family has only one way to read an example."""
+    """Available prompt styles; empty if the family formats examples in only one way."""
 
-    def load(self, asked: ModelRequest) -> Model: ...
+    def load(self, request: ModelRequest) -> Model:
+        """Loads a model.
+
+        Raises:
+            UnknownModel: The library has no model of this name.
+            KfacpackError: The weights are missing, invalid or do not fit the model.
+        """
+        ...
 
     def downloaded(self, repository: CachedRepository) -> Iterator[str]:
-        """Which of its models have their weights in a repository of the Hub's cache, as `--model` names them."""
+        """Yields the `--model` names of the family whose weights are in a cached repository."""
+        ...
 
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """The libraries initialise from torch's global generator: seeded here, and given back as it was."""
+    """Seeds torch's global generator, which libraries initialise from, and restores it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""Prompts for text-to-text models: how a classification example is put into words, and which words name a class.
+"""Prompts for text-to-text models: how classification examples are formatted, and which words name a class.
 
 T5 v1.0 was trained on `TASK column: text column: text` with the class names as answers. Flan-T5 was trained on
 questions with listed options. A task without a flan template uses T5's form and its class names.
@@ -14,7 +14,7 @@ from kfacpack.format.identity import base_task_name
 PromptStyle = Literal["t5", "flan"]
 PROMPT_STYLES: tuple[PromptStyle, ...] = get_args(PromptStyle)
 CONFIG_KEY = "kfacpack_prompts"
-"""Where a saved config.json records the style, so that an edited model is asked as its base model was."""
+"""Where a saved config.json records the style, so that an edited model is prompted like its base model."""
 
 T5_COLUMNS = {
     "mnli": ("hypothesis", "premise"),
@@ -59,11 +59,11 @@ def prompt_style(name: str, config: Any) -> PromptStyle:
 
 
 def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle) -> list[str]:
-    """Puts examples into words.
+    """Formats examples as prompts.
 
     Args:
         columns: Column name to the strings of N examples.
-        task: Task name; a class split (`NAME@k/n`) is asked like the whole task.
+        task: Task name; a class split (`NAME@k/n`) uses the prompts of the whole task.
         style: Prompt style of the model.
 
     Returns:

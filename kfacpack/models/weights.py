@@ -1,6 +1,6 @@
-"""Where weights come from: safetensors files, the user's or the Hub's. No pickle is loaded, or even fetched.
+"""Weights in safetensors files, from the user or the Hub, and checkpoints that a model's own library loads.
 
-A model's weights as a checkpoint that its own library loads: a safetensors file, or a folder of transformers'.
+Pickles are neither loaded nor downloaded.
 """
 
 from __future__ import annotations
@@ -23,119 +23,170 @@ from kfacpack.format.container import Container
 from kfacpack.format.hub_client import hub_errors
 from kfacpack.format.writer import replace_atomically, tensor_offsets
 
-LOCAL_WEIGHTS = "Give the weights as a safetensors file, --weights FILE, or ask for --weights random"
+LOCAL_WEIGHTS = "Give a safetensors file with --weights FILE, or use --weights random"
+"""Remedy for weights that cannot be downloaded."""
 
-_SAFE_NAMES = {
+_SAFETENSORS_NAMES = {
     "pytorch_model.bin": "model.safetensors",
     "open_clip_pytorch_model.bin": "open_clip_model.safetensors",
 }
-"""What the safetensors file is called in a Hub repository whose registry entry names a pickle."""
+"""Pickle that a registry lists to the safetensors file in the same Hub repository."""
 
 
 def check_safetensors(path: Path) -> Path:
-    """A safetensors file whose header is sound and covers the whole file."""
+    """Checks that a weights file is a complete safetensors file.
+
+    Returns:
+        The path.
+
+    Raises:
+        KfacpackError: The file is missing or invalid, or its name does not end in .safetensors.
+    """
     Container(path).tensors  # noqa: B018 - reading the header is the check
     if path.suffix != ".safetensors":
-        # open_clip and timm take any other ending for a pickle.
-        raise KfacpackError(f"{path}: a weights file's name must end in .safetensors; rename it")
+        # open_clip and timm load files with any other suffix as pickles.
+        raise KfacpackError(f"{path}: the name of a weights file must end in .safetensors; rename it")
     return path
 
 
-def safe_name(filename: str) -> str:
-    """What the safetensors file is called where a registry lists this one."""
-    return _SAFE_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
+def safetensors_name(filename: str) -> str:
+    """Returns the name of the safetensors file that corresponds to a file listed in a registry."""
+    return _SAFETENSORS_NAMES.get(filename, str(Path(filename).with_suffix(".safetensors")))
 
 
 def download_weights(repository: str, filename: str, model: str) -> Path:
-    """The safetensors file in a Hub repository, from the local cache if it is there.
+    """Downloads the safetensors file of a model, or finds it in the Hub cache.
 
-    `filename` is the one a registry lists; `repository` may end in @revision.
+    Args:
+        repository: Hub repository, optionally with `@revision`.
+        filename: File that the library's registry lists, possibly a pickle.
+        model: Name of the model, for errors.
+
+    Raises:
+        HubError: The file cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
 
-    safe = safe_name(filename)
+    file = safetensors_name(filename)
     repository, _, revision = repository.partition("@")
     otherwise = LOCAL_WEIGHTS[0].lower() + LOCAL_WEIGHTS[1:]
-    with hub_errors(f"{model}: {safe} of {repository}", repository, revision or None, otherwise=otherwise):
-        file = Path(hf_hub_download(repository, safe, revision=revision or None))
-    return check_safetensors(file)
+    with hub_errors(f"{model}: {file} of {repository}", repository, revision or None, otherwise=otherwise):
+        path = Path(hf_hub_download(repository, file, revision=revision or None))
+    return check_safetensors(path)
 
 
 def mismatched_tensors(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:
-    """The first tensor of a state dict that a file lacks or has in another shape, in words that name it, or None.
+    """Describes the first tensor of a state dict that a file lacks or has in another shape; None if all match.
 
-    `resized`: patterns of names whose shape the loader adapts.
+    Args:
+        path: Safetensors file.
+        expected: State dict of the model.
+        resized: fnmatch patterns of the tensors whose shape the loader adapts.
     """
-    found = Container(path).tensors
+    specs = Container(path).tensors
     for name, tensor in expected.items():
-        if name not in found:
+        if name not in specs:
             return f"{name!r} is missing"
-        if found[name].shape != tuple(tensor.shape) and not any(fnmatchcase(name, pattern) for pattern in resized):
-            return f"{name!r} has shape {list(found[name].shape)}, the model's has {list(tensor.shape)}"
+        if specs[name].shape != tuple(tensor.shape) and not any(fnmatchcase(name, pattern) for pattern in resized):
+            return f"{name!r} has shape {list(specs[name].shape)}, expected {list(tensor.shape)}"
     return None
 
 
-def refuse_weights(
+def weights_error(
     path: Path,
     model: str,
     error: Exception,
     expected: Callable[[], Mapping[str, Tensor]],
     resized: tuple[str, ...] = (),
 ) -> KfacpackError:
-    """The error to raise when a library could not load a file. `expected`: the state dict of such a model."""
+    """Returns the error to raise when a library could not load a weights file.
+
+    Args:
+        path: Safetensors file.
+        model: Name of the model.
+        error: What the library raised.
+        expected: Builds the state dict of such a model, to name the first tensor that does not match.
+        resized: fnmatch patterns of the tensors whose shape the loader adapts.
+    """
     if problem := mismatched_tensors(path, expected(), resized):
-        return KfacpackError(f"{path}: these are not the weights of {model}: {problem}")
+        return KfacpackError(f"{path}: does not contain the weights of {model}: {problem}")
     return KfacpackError(f"{path}: could not be loaded into {model}: {first_line(error)}")
 
 
 class Checkpoint(ABC):
+    """Saves the current weights of a module in a form that its own library loads."""
+
     def __init__(self, how_to_load: Callable[[Path], str]):
         self.how_to_load = how_to_load
-        """A path -> the line of Python that loads what was saved there."""
+        """Returns, for a path, the line of Python that loads a checkpoint saved there."""
 
     @abstractmethod
     def check(self, path: Path) -> None:
-        """Refuse a path that cannot be saved to: better told before long work than after it."""
+        """Checks a path before long work.
+
+        Raises:
+            KfacpackError: A checkpoint cannot be saved there.
+        """
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """The module's weights as they are now, whole or not at all."""
+        """Writes the module's current weights atomically.
+
+        Raises:
+            KfacpackError: The checkpoint cannot be written there.
+        """
 
 
 class CheckpointFile(Checkpoint):
-    """The state dict, under its own names, as open_clip and timm have it."""
+    """A safetensors file with the module's state dict, as open_clip and timm load it."""
 
     def __init__(self, module: nn.Module, how_to_load: Callable[[Path], str], only: str = ""):
-        """`only`: what the names that are saved begin with."""
+        """Creates the checkpoint of a module.
+
+        Args:
+            module: Module whose state dict is saved.
+            how_to_load: Returns, for a path, the line of Python that loads the file.
+            only: Prefix of the names to save.
+        """
         super().__init__(how_to_load)
         self._module, self._only = module, only
 
     def check(self, path: Path) -> None:
+        """Checks that the path is a file name that ends in .safetensors."""
         if path.suffix != ".safetensors":
-            # open_clip and timm take any other ending for a pickle.
-            raise KfacpackError(f"{path}: the name of a checkpoint of this model must end in .safetensors")
+            # open_clip and timm load files with any other suffix as pickles.
+            raise KfacpackError(f"{path}: the name of this model's checkpoint must end in .safetensors")
         if path.is_dir():
-            raise KfacpackError(f"{path}: is a folder, expected the name of a file to write")
+            raise KfacpackError(f"{path}: is a folder; expected a file name")
 
     def save(self, path: Path) -> None:
+        """Writes the state dict atomically."""
         self.check(path)
         state = self._module.state_dict()
         write_weights(path, {name: value for name, value in state.items() if name.startswith(self._only)})
 
 
 class CheckpointFolder(Checkpoint):
-    """Config, tokenizer and weights, as transformers has them."""
+    """A folder with config, tokenizer and weights, as transformers loads it."""
 
     def __init__(self, fill: Callable[[Path], None], how_to_load: Callable[[Path], str]):
+        """Creates the checkpoint of a model.
+
+        Args:
+            fill: Writes the files into an empty folder.
+            how_to_load: Returns, for a path, the line of Python that loads the folder.
+        """
         super().__init__(how_to_load)
         self._fill = fill
 
     def check(self, path: Path) -> None:
+        """Checks that the path does not exist or is an empty folder."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            problem = "a checkpoint of this model is a folder, and this is a file or a folder with something in it"
-            raise KfacpackError(f"{path}: {problem}. Name one that does not exist")
+            problem = "this model's checkpoint is a folder, and the path is a file or a folder that is not empty"
+            raise KfacpackError(f"{path}: {problem}. Choose a path that does not exist")
 
     def save(self, path: Path) -> None:
+        """Writes the folder atomically."""
         self.check(path)
         path = path.absolute()
         try:
@@ -151,7 +202,12 @@ class CheckpointFolder(Checkpoint):
 
 
 def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
-    """A safetensors file, whole or not at all, a tensor at a time."""
+    """Writes a safetensors file atomically, one tensor at a time.
+
+    Args:
+        path: File to write.
+        state: Name to tensor.
+    """
     places = tensor_offsets({name: spec_of(tensor) for name, tensor in state.items()})
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for name, place in places.items():
@@ -166,9 +222,9 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def as_call(function: str, *values: object, **named: object) -> str:
-    """A line of Python; what is None is left out."""
-    said = [*map(repr, values), *(f"{name}={value!r}" for name, value in named.items() if value is not None)]
-    return f"{function}({', '.join(said)})"
+    """Formats a function call as a line of Python. Keyword arguments that are None are left out."""
+    arguments = [*map(repr, values), *(f"{name}={value!r}" for name, value in named.items() if value is not None)]
+    return f"{function}({', '.join(arguments)})"
 
 
 def _umask() -> int:

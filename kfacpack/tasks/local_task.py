@@ -1,8 +1,6 @@
-"""Pictures whose pixels have more than eight bits.
+"""Tasks in files: parquet in the Hub's layout, or images in one folder per class, in a folder or on the Hub.
 
-A split of a task in files: its examples, read when they are asked for.
-
-A task in files: parquet as the Hub lays it out, or pictures in a folder per class; in a folder, or on the Hub.
+Splits read their examples on access.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import numpy as np
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks import data_files
 from kfacpack.tasks.columns import IMAGE, Columns, RequestedColumns, find_columns, is_image
-from kfacpack.tasks.data_files import Splits, declared_features, image_files, missing_shards, shards
+from kfacpack.tasks.data_files import Splits, declared_features, image_files, missing_shards, parquet_files
 from kfacpack.tasks.data_sources import DataSource, LocalFolder
 from kfacpack.tasks.published import VALIDATION, PublishedTask
 from kfacpack.tasks.task import DataOrigin, Example, validation_indices
@@ -30,13 +28,16 @@ if TYPE_CHECKING:
 
 WHITE = 2**16 - 1
 SIXTEEN_BITS = ("PNG", "PPM")
-"""Formats whose numbers have at most as many, though Pillow holds them in more."""
+"""Formats with at most 16 bits per pixel, although Pillow decodes them to 32-bit integers."""
 
 
 def eight_bit(picture: Image) -> Image:
-    """The same picture, with grey of 16 bits scaled to 8; a ValueError for numbers of which nobody says what is white.
+    """Scales 16-bit greyscale images to 8 bits and returns other images unchanged.
 
-    Pillow's own conversion to RGB cuts such pixels off at 255, which turns the whole picture white.
+    Pillow's own conversion to RGB clips such pixels at 255, which turns the image white.
+
+    Raises:
+        ValueError: The pixels are floating-point or 32-bit numbers, whose white level is unknown.
     """
     if picture.mode not in ("I", "F") and not picture.mode.startswith("I;16"):
         return picture
@@ -44,13 +45,15 @@ def eight_bit(picture: Image) -> Image:
 
     if picture.mode == "F" or (picture.mode == "I" and picture.format not in SIXTEEN_BITS):
         kind = "floating-point" if picture.mode == "F" else "32-bit"
-        raise ValueError(f"its pixels are {kind} numbers, expected 8 or 16 bits; store it as PNG or JPEG")
-    made = Image.fromarray((np.asarray(picture) // (WHITE // 255)).astype(np.uint8))
-    made.format = picture.format
-    return made
+        raise ValueError(f"the pixels are {kind} numbers, expected 8 or 16 bits; store the image as PNG or JPEG")
+    scaled = Image.fromarray((np.asarray(picture) // (WHITE // 255)).astype(np.uint8))
+    scaled.format = picture.format
+    return scaled
 
 
 class LocalSplit:
+    """A split of a `LocalTask`. Implements `Split`."""
+
     def __init__(
         self,
         data: Any,
@@ -60,44 +63,57 @@ class LocalSplit:
         stored: str,
         files: Sequence[Path] | None,
     ):
-        """`rows`: which of the data are its examples. `stored`: the split the files are of, and `files`: the picture
-        of each row, where each has one."""
+        """Creates a split.
+
+        Args:
+            data: `datasets.Dataset` with the rows of the files.
+            columns: Input and label columns.
+            source: Origin to record.
+            rows: Rows of the data that belong to the split.
+            stored: Name of the split in the files, for errors.
+            files: Image file of each row, if each has its own.
+        """
         self.source = source
         self._rows, self._stored, self._files = rows, stored, files
         self._columns = columns
         self._data = data
-        self._examples = data.select_columns(list(columns.inputs.values()))
+        self._inputs = data.select_columns(list(columns.inputs.values()))
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Example:
         try:
-            row = self._examples[self._rows[index]]
-            example = {column: row[stored] for column, stored in self._columns.inputs.items()}
+            row = self._inputs[self._rows[index]]
+            example = {key: row[column] for key, column in self._columns.inputs.items()}
             if example.get(IMAGE) is not None:
                 example[IMAGE] = eight_bit(example[IMAGE])
-        except Exception as error:  # what Pillow raises has no common base: sizes, damaged EXIF, broken files
-            raise KfacpackError(f"{self._place(index)}: its picture cannot be read: {first_line(error)}") from error
-        if empty := [column for column, value in example.items() if value is None]:
-            raise KfacpackError(f"{self._place(index)}: {empty[0]!r} is null; leave such rows out")
+        except Exception as error:  # Pillow's errors for sizes, EXIF data and damaged files have no common base class
+            raise KfacpackError(f"{self._place(index)}: the image cannot be read: {first_line(error)}") from error
+        if empty := [key for key, value in example.items() if value is None]:
+            raise KfacpackError(f"{self._place(index)}: {empty[0]!r} is null; remove such rows")
         return example
 
     def label(self, index: int) -> int:
+        """Returns the class of an example, an index into the task's `classes`.
+
+        Raises:
+            KfacpackError: There is no label column, or the label is not a class.
+        """
         if self._columns.label is None:
-            remedy = "--columns says which of texts or whole numbers to take: label=COLUMN"
+            remedy = "Choose a column of strings or integers with --columns label=COLUMN"
             raise KfacpackError(f"{self.source.dataset}: there is no column of class labels. {remedy}")
         label = self._labels[self._rows[index]]
-        if label not in self._classes:
-            said = printable(str(label))
-            raise KfacpackError(f"{self._place(index)}: its label is {said}, which is no class; leave such rows out")
-        return self._classes[label]
+        if label not in self._class_of:
+            text = printable(str(label))
+            raise KfacpackError(f"{self._place(index)}: label {text} is not a class; remove such rows")
+        return self._class_of[label]
 
     @cached_property
-    def _classes(self) -> dict[Any, int]:
-        """What the label's column holds -> the class."""
-        classes = self._columns.values or range(len(self._columns.classes or ()))
-        return {value: number for number, value in enumerate(classes)}
+    def _class_of(self) -> dict[Any, int]:
+        """Value in the label column to class."""
+        values = self._columns.values or range(len(self._columns.classes or ()))
+        return {value: number for number, value in enumerate(values)}
 
     @cached_property
     def _labels(self) -> list[Any]:
@@ -110,17 +126,18 @@ class LocalSplit:
 
 CARD = "README.md"
 TEMPLATES = ("a photo of a {}.",)
+"""Prompt templates of images without a definition."""
 
 
 class LocalTask:
-    """Splits are found by looking at names; files are opened, or fetched, when a split is asked for.
+    """A task in files. Implements `Task`.
 
-    There is always a split `validation` where there is `train`, unless that has fewer than ten examples: the data's
-    own (it may be called valid, val or dev), or else a tenth of `train`, at most 5000, always the same ones; `train`
-    is then the rest.
+    Splits are found by file names; files are opened or downloaded when a split is read. `validation` is the data's own
+    split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples; `train` is
+    then the rest. There is no `validation` if `train` has fewer than ten examples.
 
-    Of a published task, its definition says which split serves as which, what the columns are, how classes are called
-    in a prompt, and whether rows without a label are left out.
+    The definition of a published task determines which stored split serves as which, the columns, the class names in
+    prompts, and whether rows without a label are left out.
     """
 
     def __init__(
@@ -131,191 +148,218 @@ class LocalTask:
         columns: RequestedColumns | None = None,
         config: str | None = None,
     ):
-        """`columns`: instead of the definition's, or of those found by type. `config`: likewise."""
+        """Finds the files of a task.
+
+        Args:
+            name: Name of the task.
+            data: A folder or another data source.
+            definition: Definition of a published task.
+            columns: Columns to use instead of the definition's or those found by type.
+            config: Config to use instead of the definition's.
+
+        Raises:
+            KfacpackError: There are no data files.
+        """
         self.name = name
         self.place: DataSource = LocalFolder(Path(data)) if isinstance(data, str | os.PathLike) else data
         self.definition = definition
         self._listings: dict[str, list[tuple[str, str]]] = {}
-        self._wanted = columns or (definition.wanted if definition else None)
-        asked = config is not None
+        self._requested = columns or (definition.requested_columns if definition else None)
+        exact = config is not None
         self._config = config = config or (definition.config if definition else None)
         paths = self.place.paths()
-        self._shards = self._arranged(shards(paths, config, self.place.name, asked=asked))
-        by_class = not self._shards and self.place.at_hand  # thousands of pictures are not fetched one by one
-        self._pictures = self._arranged(image_files(paths, self.place.name)) if by_class else {}
-        if not self._found:
-            found = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
-            raise KfacpackError(f"{self.place.name}: found {printable(found)}; {self.place.expected}")
+        self._shards = self._arrange(parquet_files(paths, config, self.place.name, exact=exact))
+        by_class = not self._shards and self.place.is_local  # do not download thousands of images one by one
+        self._pictures = self._arrange(image_files(paths, self.place.name)) if by_class else {}
+        if not self._files:
+            content = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
+            raise KfacpackError(f"{self.place.name}: found {printable(content)}; {self.place.expected}")
 
     @property
-    def _found(self) -> Splits:
-        """Split -> its files, of those splits that have files of their own."""
+    def _files(self) -> Splits:
+        """Files of each split that has files of its own."""
         return self._shards or self._pictures
 
-    def _arranged(self, stored: Splits) -> Splits:
-        """Train first; the first of the names that a split may have is that split.
+    def _arrange(self, stored: Splits) -> Splits:
+        """Maps stored splits to the task's, `train` first.
 
-        A definition says which these are, and leaves all other splits alone; else only `validation` has several.
+        The first existing name of a split is used. With a definition, other stored splits are ignored; without one,
+        only `validation` has several names.
         """
         serving = self.definition.serving if self.definition else {"validation": VALIDATION}
-        taken = {ours: next((name for name in names if name in stored), None) for ours, names in serving.items()}
-        splits = {ours: stored[name] for ours, name in taken.items() if name is not None}
+        chosen = {split: next((name for name in names if name in stored), None) for split, names in serving.items()}
+        splits = {split: stored[name] for split, name in chosen.items() if name is not None}
         if self.definition is None:
-            splits |= {name: files for name, files in stored.items() if name not in taken.values()}
+            splits |= {name: files for name, files in stored.items() if name not in chosen.values()}
         return dict(sorted(splits.items(), key=lambda item: item[0] != "train"))
 
     @property
     def splits(self) -> tuple[str, ...]:
-        own = tuple(self._found)
+        """Names of the splits."""
+        own = tuple(self._files)
         return (own[0], "validation", *own[1:]) if self._held_out else own
 
     @cached_property
     def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes; None without a label column."""
         stored = self._stored_classes
         return self.definition.words(stored) if self.definition and stored is not None else stored
 
     @cached_property
     def _stored_classes(self) -> tuple[str, ...] | None:
-        """By the names that they have in the files."""
+        """Names of the classes in the files."""
         if self._pictures:
             return tuple(sorted({path.split("/")[-2] for files in self._pictures.values() for path in files}))
         return tuple(map(str, self._values)) if self._columns.by_value else self._columns.classes
 
     @cached_property
     def _values(self) -> tuple[Any, ...]:
-        """The classes of a label that has no type of its own: all that it is in `train`."""
-        found = {value for value in self._read_labels(self._first) if not _unlabelled(value)}
-        if not found:
-            raise KfacpackError(f"{self.place.name}: column {printable(str(self._columns.label))!r} holds no label")
-        return tuple(sorted(found))
+        """Classes of a label without class names: its values in `train`."""
+        values = {value for value in self._read_labels(self._first_split) if not _is_unlabelled(value)}
+        if not values:
+            raise KfacpackError(f"{self.place.name}: column {printable(str(self._columns.label))!r} has no labels")
+        return tuple(sorted(values))
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        return {split: len(self._taken(split)) for split in self.splits}
+        """Number of examples of each split."""
+        return {split: len(self._split_rows(split)) for split in self.splits}
 
     @property
     def templates(self) -> tuple[str, ...]:
+        """Prompt templates; empty for texts."""
         if not self._pictures and IMAGE not in self._columns.inputs:
             return ()
         return self.definition.templates if self.definition else TEMPLATES
 
     @property
     def source(self) -> str:
+        """Name of the folder or repository."""
         return self.place.source
 
     @property
     def license(self) -> str | None:
+        """License of a published task, if known."""
         return self.definition.license if self.definition else None
 
     def notices(self, model: str) -> tuple[str, ...]:
-        return () if self._pictures else tuple(f"{printable(self.name)}: {said}" for said in self._said())
+        """Returns notes about columns found by type, classes without names, and missing files or labels."""
+        return () if self._pictures else tuple(f"{printable(self.name)}: {notice}" for notice in self._notices())
 
-    def _said(self) -> Iterator[str]:
+    def _notices(self) -> Iterator[str]:
         columns = self._columns
         if columns.by_type:
-            taken = printable(", ".join(columns.inputs.values()))
-            yield f"its columns have other names than those that are known; taken by their types: {taken}"
-        # Of a task that is known, texts are its classes' names; numbers are none, but where it is about numbers.
-        if columns.by_value and (self.definition is None or not any(isinstance(each, str) for each in self._values)):
+            names = printable(", ".join(columns.inputs.values()))
+            yield f"unknown column names; the input columns were found by type: {names}"
+        # In a published task, texts are the names of the classes; integers are not.
+        if columns.by_value and (self.definition is None or not any(isinstance(value, str) for value in self._values)):
             values = printable(", ".join(self._stored_classes or ()))
-            yield f"{len(self._values)} classes, the values of column {columns.label!r} in {self._first}: {values}"
+            origin = f"the values of column {columns.label!r} in {self._first_split}"
+            yield f"{len(self._values)} classes, {origin}: {values}"
         for split, files in self._shards.items():
             if missing := missing_shards(files):
-                yield f"of {split}, {len(files) + missing} files, {missing} {'is' if missing == 1 else 'are'} not here"
-        if self._drops:
-            left = {split: self._rows(split) - len(self._kept(split)) for split in self._shards}
-            if any(left.values()):
-                counts = ", ".join(f"{count:,} of {split}" for split, count in left.items())
+                yield f"{missing} of {len(files) + missing} files of {split} {'is' if missing == 1 else 'are'} missing"
+        if self._drops_unlabelled:
+            dropped = {split: self._num_rows(split) - len(self._labelled_rows(split)) for split in self._shards}
+            if any(dropped.values()):
+                counts = ", ".join(f"{count:,} of {split}" for split, count in dropped.items())
                 yield f"rows without a label are left out: {counts}"
 
     @property
-    def _first(self) -> str:
-        """The split that says what the columns and classes are: `train`, if there is one."""
-        return next(iter(self._found))
+    def _first_split(self) -> str:
+        """Split that determines the columns and classes: `train`, if there is one."""
+        return next(iter(self._files))
 
     @property
-    def _drops(self) -> bool:
+    def _drops_unlabelled(self) -> bool:
         return self.definition is not None and self.definition.drops_unlabelled
 
     @cached_property
     def _columns(self) -> Columns:
-        file = self.place.file(self._shards[self._first][0])
-        return find_columns(self._declared or data_files.read_schema(file)[0], str(file), self._wanted)
+        file = self.place.file(self._shards[self._first_split][0])
+        return find_columns(self._declared or data_files.read_schema(file)[0], str(file), self._requested)
 
     @cached_property
     def _declared(self) -> Any | None:
-        """The columns' types as the data's card has them, if the files have none of the Hub's and the same columns."""
-        file = self.place.file(self._shards[self._first][0])
+        """Column types from the dataset card, if the files have no such metadata and the columns are the same."""
+        file = self.place.file(self._shards[self._first_split][0])
         if CARD not in self.place.paths() or data_files.has_hf_metadata(file):
             return None
         text = self.place.file(CARD).read_text(encoding="utf-8", errors="replace")
-        found = declared_features(text, self._config)
-        return found if found and set(found) == set(data_files.read_schema(file)[0]) else None
+        features = declared_features(text, self._config)
+        return features if features and set(features) == set(data_files.read_schema(file)[0]) else None
 
-    def _rows(self, split: str) -> int:
-        """How many examples are in its files."""
+    def _num_rows(self, split: str) -> int:
+        """Number of examples in the files of a split."""
         if self._pictures:
             return len(self._pictures[split])
         return sum(data_files.read_schema(self.place.file(path))[1] for path in self._shards[split])
 
-    def _kept(self, split: str) -> Sequence[int]:
-        """Which examples of a split's files are examples of the task."""
-        if not self._drops or self._pictures:
-            return range(self._rows(split))
-        return [row for row, value in enumerate(self._read_labels(split)) if not _unlabelled(value)]
+    def _labelled_rows(self, split: str) -> Sequence[int]:
+        """Rows in the files of a split, without unlabelled ones if the definition drops them."""
+        if not self._drops_unlabelled or self._pictures:
+            return range(self._num_rows(split))
+        return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]
 
     def _read_labels(self, split: str) -> list[Any]:
         column = self._columns.label
         files = [self.place.file(path) for path in self._shards[split]] if column else []
-        return [value for file in files for value in data_files.column(file, str(column))]
+        return [value for file in files for value in data_files.read_column(file, str(column))]
 
     @cached_property
     def _held_out(self) -> Sequence[int]:
-        """Which examples of `train` are those of `validation`, by their place among those that are kept."""
-        if "train" not in self._found or "validation" in self._found:
+        """Positions among the labelled rows of `train` that are held out for `validation`."""
+        if "train" not in self._files or "validation" in self._files:
             return ()
-        return validation_indices(len(self._kept("train")))
+        return validation_indices(len(self._labelled_rows("train")))
 
-    def _taken(self, name: str) -> Sequence[int]:
-        """Which examples of its files are in a split."""
+    def _split_rows(self, name: str) -> Sequence[int]:
+        """Rows in the files that belong to a split."""
         if name not in ("train", "validation") or not self._held_out:
-            return self._kept(name)
-        kept, held = self._kept("train"), set(self._held_out)
-        return [row for place, row in enumerate(kept) if (place in held) == (name == "validation")]
+            return self._labelled_rows(name)
+        rows, held_out = self._labelled_rows("train"), set(self._held_out)
+        return [row for position, row in enumerate(rows) if (position in held_out) == (name == "validation")]
+
+    def _stored_split(self, name: str) -> str:
+        """Split whose files hold a split's examples."""
+        return name if name in self._files else "train"
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """Paths are from the folder on."""
-        stored = split if split in self._found else "train"
+        """Returns the path and a content digest of each file of a split."""
+        stored = self._stored_split(split)
         if stored not in self._listings:
-            self._listings[stored] = [(path, self.place.digest(path)) for path in self._found[stored]]
+            self._listings[stored] = [(path, self.place.digest(path)) for path in self._files[stored]]
         return self._listings[stored]
 
     def split(self, name: str) -> LocalSplit:
-        # What has files of its own is there without a look at any other split's, which would have to be fetched.
-        if name not in self._found and name not in self.splits:
-            there = ", ".join(self.splits)
-            raise KfacpackError(f"{self.place.name}: no split {printable(name)!r}; there are {there}. {self._expected}")
-        stored = name if name in self._found else "train"
+        """Opens a split.
+
+        Raises:
+            KfacpackError: There is no such split, its files cannot be read, or its classes are not those of `train`.
+        """
+        # A split with files of its own is known without listing `splits`, which may download those of `train`.
+        if name not in self._files and name not in self.splits:
+            problem = f"unknown split {printable(name)!r}; expected one of {', '.join(self.splits)}"
+            expected = self.place.expected[0].upper() + self.place.expected[1:]
+            raise KfacpackError(f"{self.place.name}: {problem}. {expected}")
+        stored = self._stored_split(name)
         data = self._read_pictures(stored) if self._pictures else self._read_shards(stored)
-        columns = find_columns(data.features, self.place.name, None if self._pictures else self._wanted)
+        columns = find_columns(data.features, self.place.name, None if self._pictures else self._requested)
         if columns.by_value:
             columns = replace(columns, values=self._values)
         elif columns.classes != self._stored_classes:
-            raise KfacpackError(f"{self.place.name}: the classes of {name!r} are not those of {self._first!r}")
+            problem = f"the classes of {name!r} are not those of {self._first_split!r}"
+            raise KfacpackError(f"{self.place.name}: {problem}")
         if IMAGE in columns.inputs and not is_image(data.features[columns.inputs[IMAGE]]):
             import datasets
 
             data = data.cast_column(columns.inputs[IMAGE], datasets.Image())
         origin = DataOrigin(self.source, name, self.license, self.place.revision)
         files = [self.place.file(path) for path in self._pictures.get(stored, ())]
-        return LocalSplit(data, columns, origin, self._taken(name), stored, files or None)
-
-    @property
-    def _expected(self) -> str:
-        return self.place.expected[0].upper() + self.place.expected[1:]
+        return LocalSplit(data, columns, origin, self._split_rows(name), stored, files or None)
 
     def _read_shards(self, name: str) -> Any:
-        if not self._rows(name):
+        if not self._num_rows(name):
             raise KfacpackError(f"{self.place.name}: split {name!r} has no examples")
         files = [self.place.file(path) for path in self._shards[name]]
         return data_files.read_rows(files, name, self._declared, self.place.name)
@@ -324,13 +368,13 @@ class LocalTask:
         import datasets
 
         classes, paths = list(self._stored_classes or ()), self._pictures[name]
-        number = {each: k for k, each in enumerate(classes)}
-        labels = [number[path.split("/")[-2]] for path in paths]
+        class_of = {stored: number for number, stored in enumerate(classes)}
+        labels = [class_of[path.split("/")[-2]] for path in paths]
         features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
         files = [str(self.place.file(path)) for path in paths]
         return datasets.Dataset.from_dict({"image": files, "label": labels}, features)
 
 
-def _unlabelled(value: Any) -> bool:
-    """Data sets write a label that is not known as -1, as a dash, or not at all."""
+def _is_unlabelled(value: Any) -> bool:
+    """Whether a value stands for a missing label: data sets use null, -1, a dash or an empty string."""
     return value is None or value in ("", "-", -1)

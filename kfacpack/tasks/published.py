@@ -1,7 +1,4 @@
-"""From names of classes as data sets store them to words that can stand in a sentence.
-
-What is known of a data set before any of it is there.
-"""
+"""Definitions of published data sets: repository, columns, splits, class names and prompts."""
 
 from __future__ import annotations
 
@@ -13,10 +10,11 @@ from kfacpack.tasks.columns import RequestedColumns
 from kfacpack.tasks.task import validation_indices
 
 ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]
+"""Maps class names as data sets store them to words for prompts."""
 
 
 def plain_names(stored: Sequence[str]) -> tuple[str, ...]:
-    """As they are, but for what folders have in the place of a space: baseball_diamond, /c/church/outdoor."""
+    """Replaces the characters that stand for spaces in folder names: baseball_diamond, /c/church/outdoor."""
     return tuple(map(_plain_name, stored))
 
 
@@ -25,63 +23,82 @@ def _plain_name(name: str) -> str:
     return (folder[1].replace("/", " ") if folder else name).replace("_", " ")
 
 
-def names_from_table(known: Mapping[str, str]) -> ClassNamesFn:
-    """By a table; capitals, spaces and signs do not matter. What is not in it is left as it is."""
-    table = {_only_letters(name): words for name, words in known.items()}
-    return lambda stored: tuple(table.get(_only_letters(name)) or _plain_name(name) for name in stored)
+def names_from_table(names: Mapping[str, str]) -> ClassNamesFn:
+    """Returns a function that looks class names up in a table.
+
+    Args:
+        names: Stored name to words. Case, spaces and punctuation are ignored. Names that are not in the table are
+            treated as by `plain_names`.
+    """
+    table = {_alphanumeric(name): words for name, words in names.items()}
+    return lambda stored: tuple(table.get(_alphanumeric(name)) or _plain_name(name) for name in stored)
 
 
-def _only_letters(name: str) -> str:
+def _alphanumeric(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 VALIDATION = ("validation", "valid", "val", "dev")
+"""Names of a validation split."""
 OWN_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
 HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
-"""Where the labels of `test` are kept secret, `validation` serves as test, and one is held out of `train`."""
+"""If the labels of `test` are not public, `validation` serves as test, and `train` is split for validation."""
 
 
 @dataclass(frozen=True)
 class PublishedTask:
+    """Definition of a published data set. Creating one neither reads nor downloads any data."""
+
     name: str
+    """Name of the task."""
     repository: str
+    """Repository on the Hub, `owner/repository`."""
     license: str | None
-    """As the data set's owners state it; none where they do not."""
+    """License as the owners of the data state it; None if they do not."""
     classes: int
+    """Number of classes."""
     stored: Mapping[str, int]
-    """Our splits that have files of their own in the repository -> how many examples."""
+    """Split with files of its own in the repository to its number of examples."""
     inputs: Mapping[str, tuple[str, ...]]
-    """An example's key -> what its column may be called, the repository's own name first."""
+    """Key in the example to possible column names, the repository's own first."""
     label: tuple[str, ...] = ("label", "labels")
+    """Possible names of the label column."""
     config: str | None = None
+    """Config of the repository."""
     revision: str | None = None
+    """Revision of the repository; None for the main branch."""
     splits: Mapping[str, tuple[str, ...]] | None = None
-    """Our splits -> what a split that serves as such may be called; the first that is there is taken. Others, such as
-    corrupted copies of `test`, are left alone."""
+    """Split to the possible names of the stored split that serves as such; the first that exists is used. Other stored
+    splits, such as corrupted copies of `test`, are ignored."""
     templates: tuple[str, ...] = ()
-    words: Callable[[Sequence[str]], tuple[str, ...]] = plain_names
-    """From the classes' names as they are stored to words that can stand in a sentence."""
+    """Prompt templates, with {} in place of the class name."""
+    words: ClassNamesFn = plain_names
+    """Maps class names as they are stored to words for prompts."""
     drops_unlabelled: bool = False
-    """Whether rows without a label are left out; else they are an error."""
+    """Whether rows without a label are left out; otherwise they are an error."""
     gated: bool = False
+    """Whether users have to accept terms on the Hub."""
 
     @property
     def serving(self) -> Mapping[str, tuple[str, ...]]:
+        """Split to the possible names of the stored split that serves as such."""
         return self.splits or OWN_SPLITS
 
     @property
-    def wanted(self) -> RequestedColumns:
+    def requested_columns(self) -> RequestedColumns:
+        """Columns to look for in a copy of the data."""
         return RequestedColumns(self.inputs, self.label, required=False)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Of the whole, as the repository has it."""
+        """Number of examples of each split in the repository's data."""
         if "validation" in self.stored:
             return dict(self.stored)
-        held = len(validation_indices(self.stored["train"]))
-        rest = {split: size for split, size in self.stored.items() if split != "train"}
-        return {"train": self.stored["train"] - held, "validation": held, **rest}
+        held_out = len(validation_indices(self.stored["train"]))
+        others = {split: size for split, size in self.stored.items() if split != "train"}
+        return {"train": self.stored["train"] - held_out, "validation": held_out, **others}
 
     @property
     def url(self) -> str:
+        """Page of the data set on the Hub."""
         return f"https://huggingface.co/datasets/{self.repository}"

@@ -1,12 +1,7 @@
-"""EuroSAT's classes in the words that CLIP's authors use; the archive's folders are called otherwise.
+"""Definitions of the published tasks: vision tasks of the task arithmetic papers, ImageNet and six NLI tasks.
 
-The 43 German traffic signs: the words that CLIP's authors use, and the German names that some copies have.
-
-The eight vision tasks of the task arithmetic papers, and the prompts that CLIP's authors use for each.
-
-ImageNet, the control task: classes and prompts are those that open_clip carries, read where they lie.
-
-Six tasks of natural language inference. The classes' names are what T5 says for them, and are left as they are.
+Class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the control task, uses those that
+open_clip carries. The class names of the natural language inference tasks are T5's label words and are left unchanged.
 """
 
 from __future__ import annotations
@@ -34,6 +29,7 @@ EUROSAT_CLASSES = {
     "SeaLake": "lake or sea",
     "Sea or Lake": "lake or sea",
 }
+"""Folder in the EuroSAT archive to CLIP's class name."""
 
 
 GTSRB_SIGNS = (
@@ -81,14 +77,16 @@ GTSRB_SIGNS = (
     ("ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for cars has ended"),
     ("lkw_ueberholverbot_aufgehoben", "white circle with gray strike bar indicating no passing for trucks has ended"),
 )
-"""In the order of the benchmark's class numbers. Two words are misspelt in CLIP's list, and so they are here: scores
-that others report are with these prompts."""
+"""German name and CLIP's class name of the 43 GTSRB signs, in the order of the benchmark's class numbers.
+
+The two spelling mistakes are CLIP's and are kept, because published scores use these prompts.
+"""
 
 _GTSRB_BY_NAME = names_from_table({**dict(GTSRB_SIGNS), **{words: words for _, words in GTSRB_SIGNS}})
 
 
 def gtsrb_classes(stored: Sequence[str]) -> tuple[str, ...]:
-    """Copies have CLIP's words, German names, or the benchmark's numbers, as its folders do: 00014."""
+    """Returns CLIP's class names for the stored ones: CLIP's own, German names or class numbers such as 00014."""
     if all(re.fullmatch(r"\d{1,5}", name) and int(name) < len(GTSRB_SIGNS) for name in stored):
         return tuple(GTSRB_SIGNS[int(name)][1] for name in stored)
     return _GTSRB_BY_NAME(stored)
@@ -99,11 +97,12 @@ NUMBER_TEMPLATES = ('a photo of the number: "{}".',)
 
 
 def _fill_template(*parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Every choice of one of each: ("a photo of",), ("a", "the") -> "a photo of a {}.", "a photo of the {}."."""
+    """Combines one word of each part: ("a photo of",), ("a", "the"), ("{}",) give "a photo of a {}." and so on."""
     return tuple(" ".join(word for word in words if word) + "." for words in product(*parts))
 
 
 def stanford_cars() -> PublishedTask:
+    """Returns the definition of Stanford Cars."""
     return PublishedTask(
         name="stanford_cars",
         repository="tanganke/stanford_cars",
@@ -120,6 +119,7 @@ def stanford_cars() -> PublishedTask:
 
 
 def dtd() -> PublishedTask:
+    """Returns the definition of the Describable Textures Dataset."""
     return PublishedTask(
         name="dtd",
         repository="tanganke/dtd",
@@ -132,6 +132,7 @@ def dtd() -> PublishedTask:
 
 
 def eurosat() -> PublishedTask:
+    """Returns the definition of EuroSAT."""
     return PublishedTask(
         name="eurosat",
         repository="tanganke/eurosat",
@@ -145,6 +146,7 @@ def eurosat() -> PublishedTask:
 
 
 def gtsrb() -> PublishedTask:
+    """Returns the definition of the German Traffic Sign Recognition Benchmark."""
     return PublishedTask(
         name="gtsrb",
         repository="tanganke/gtsrb",
@@ -158,6 +160,7 @@ def gtsrb() -> PublishedTask:
 
 
 def mnist() -> PublishedTask:
+    """Returns the definition of MNIST."""
     return PublishedTask(
         name="mnist",
         repository="ylecun/mnist",
@@ -170,6 +173,7 @@ def mnist() -> PublishedTask:
 
 
 def resisc45() -> PublishedTask:
+    """Returns the definition of RESISC45."""
     return PublishedTask(
         name="resisc45",
         repository="tanganke/resisc45",
@@ -178,8 +182,8 @@ def resisc45() -> PublishedTask:
         stored={"train": 18900, "test": 6300},
         inputs=IMAGE_COLUMNS,
         templates=tuple(
-            f"{seen} {kind} of {article}{{}}."
-            for article, kind, seen in product(
+            f"{view} {kind} of {article}{{}}."
+            for article, kind, view in product(
                 ("", "a ", "the "), ("imagery", "photo", "view"), ("satellite", "aerial")
             )
         ),
@@ -187,6 +191,7 @@ def resisc45() -> PublishedTask:
 
 
 def sun397() -> PublishedTask:
+    """Returns the definition of SUN397."""
     return PublishedTask(
         name="sun397",
         repository="tanganke/sun397",
@@ -199,6 +204,7 @@ def sun397() -> PublishedTask:
 
 
 def svhn() -> PublishedTask:
+    """Returns the definition of SVHN, the cropped digits."""
     return PublishedTask(
         name="svhn",
         repository="ufldl-stanford/svhn",
@@ -217,34 +223,39 @@ WORDNET = re.compile(r"n\d{8}")
 
 
 def imagenet() -> PublishedTask:
+    """Returns the definition of ImageNet-1k. Its validation split serves as test."""
     return PublishedTask(
         name="imagenet",
         repository="ILSVRC/imagenet-1k",
         license="for non-commercial research",
         classes=1000,
         stored={"train": 1281167, "test": 50000},
-        inputs={"image": ("image", "img")},
+        inputs=IMAGE_COLUMNS,
         splits={**HIDDEN_TEST_SPLITS, "test": ("validation", "val", "test")},
-        templates=tuple(template("{}") for template in _open_clip_names()["OPENAI_IMAGENET_TEMPLATES"]),
+        templates=tuple(template("{}") for template in _open_clip_metadata()["OPENAI_IMAGENET_TEMPLATES"]),
         words=imagenet_classes,
         gated=True,
     )
 
 
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
-    """Folders are known by their WordNet number, all thousand by their place; of others, the first of their names."""
-    names = _open_clip_names()["IMAGENET_CLASSNAMES"]
+    """Returns open_clip's class names for the stored ones.
+
+    WordNet ids are looked up, and all thousand classes in their usual order are replaced by position; of other names
+    with synonyms, the first is used.
+    """
+    names = _open_clip_metadata()["IMAGENET_CLASSNAMES"]
     if all(map(WORDNET.fullmatch, stored)):
-        place = {synset: number for number, synset in enumerate(_synsets())}
-        return tuple(names[place[each]] if each in place else each for each in stored)
-    if len(stored) == len(names) and stored[0].split(",")[0] == names[0]:  # in order of their numbers, not by name
+        position = {synset: number for number, synset in enumerate(_synsets())}
+        return tuple(names[position[synset]] if synset in position else synset for synset in stored)
+    if len(stored) == len(names) and stored[0].split(",")[0] == names[0]:  # ordered by class number, not by name
         return tuple(names)
-    return tuple(each.split(",")[0].replace("_", " ") for each in stored)
+    return tuple(name.split(",")[0].replace("_", " ") for name in stored)
 
 
 @cache
-def _open_clip_names() -> dict[str, Any]:
-    """What the file defines; importing open_clip itself would take seconds."""
+def _open_clip_metadata() -> dict[str, Any]:
+    """Runs the file with open_clip's class names and templates; importing open_clip would take seconds."""
     return runpy.run_path(str(OPEN_CLIP.file("zero_shot_metadata.py")))
 
 
@@ -259,6 +270,7 @@ NLI_LABEL = ("label", "gold_label")
 
 
 def snli() -> PublishedTask:
+    """Returns the definition of SNLI. Rows without a label are left out."""
     return PublishedTask(
         name="snli",
         repository="stanfordnlp/snli",
@@ -269,11 +281,12 @@ def snli() -> PublishedTask:
         inputs=NLI_COLUMNS,
         label=NLI_LABEL,
         words=tuple,
-        drops_unlabelled=True,  # those on which the annotators did not agree: 785, 158 and 176
+        drops_unlabelled=True,  # rows without a majority label: 785, 158 and 176
     )
 
 
 def mnli() -> PublishedTask:
+    """Returns the definition of MultiNLI. Its matched validation split serves as test."""
     return PublishedTask(
         name="mnli",
         repository="nyu-mll/glue",
@@ -289,10 +302,11 @@ def mnli() -> PublishedTask:
 
 
 def sick() -> PublishedTask:
+    """Returns the definition of SICK."""
     return PublishedTask(
         name="sick",
         repository="RobZamp/sick",
-        revision="refs/convert/parquet",  # the repository itself has a program to download it
+        revision="refs/convert/parquet",  # the main branch holds a loading script
         config="default",
         license="CC BY-NC-SA 3.0",
         classes=3,
@@ -304,6 +318,7 @@ def sick() -> PublishedTask:
 
 
 def scitail() -> PublishedTask:
+    """Returns the definition of SciTail."""
     return PublishedTask(
         name="scitail",
         repository="allenai/scitail",
@@ -318,6 +333,7 @@ def scitail() -> PublishedTask:
 
 
 def rte() -> PublishedTask:
+    """Returns the definition of RTE. Its validation split serves as test."""
     return PublishedTask(
         name="rte",
         repository="nyu-mll/glue",
@@ -333,6 +349,7 @@ def rte() -> PublishedTask:
 
 
 def qnli() -> PublishedTask:
+    """Returns the definition of QNLI. Its validation split serves as test."""
     return PublishedTask(
         name="qnli",
         repository="nyu-mll/glue",

@@ -1,7 +1,4 @@
-"""Tasks that are published on the Hub: what is known of each, a line here and a function in one of the files.
-
-Tasks by name: a task is one line here, one of those on the Hub, or data of the user's.
-"""
+"""The registry of tasks: those of the package, those published on the Hub, and data of the user's own."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from collections.abc import Callable
 from kfacpack.demo import drawn_tasks, photo_tasks
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.tasks import published_tasks
-from kfacpack.tasks.columns import read_columns
+from kfacpack.tasks.columns import parse_columns
 from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
 from kfacpack.tasks.local_task import LocalTask
 from kfacpack.tasks.published import PublishedTask
-from kfacpack.tasks.published_tasks import imagenet
-from kfacpack.tasks.task import ClassSplitTask, Task, parse_class_split
+from kfacpack.tasks.task import ClassSplitTask, Task, did_you_mean, parse_class_split
 
 PUBLISHED: dict[str, Callable[[], PublishedTask]] = {
     "stanford_cars": published_tasks.stanford_cars,
@@ -33,9 +29,9 @@ PUBLISHED: dict[str, Callable[[], PublishedTask]] = {
     "scitail": published_tasks.scitail,
     "rte": published_tasks.rte,
     "qnli": published_tasks.qnli,
-    "imagenet": imagenet,
+    "imagenet": published_tasks.imagenet,
 }
-"""Calling one neither reads nor fetches any data."""
+"""Name to definition of the tasks on the Hub. Calling one neither reads nor downloads any data."""
 
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -48,31 +44,43 @@ TASKS: dict[str, Callable[[], Task]] = {
     "emblems": drawn_tasks.load_emblems,
     "weaves": drawn_tasks.load_weaves,
 }
-"""The tasks that the package brings. Loading one makes or reads no data yet."""
+"""Name to loader of the tasks in the package. Their data is created or read when a split is used."""
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None, columns: str | None = None) -> Task:
-    """The task of that name; its data is what is registered for it, or what `data` names: a folder, or
-    hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
+    """Loads a task by name. Reads nothing of the data but the names of its files.
 
-    `columns`, such as "image=IMG,label=Y", says what the data's columns are. Of a task that is published, all that is
-    known of it holds for a copy in a folder as well. NAME@k/n is the k-th of n parts of a task, by classes. Nothing is
-    read of the data yet but the names of its files.
+    Args:
+        name: A registered task, `NAME@k/n` for the k-th of n parts by classes, or any name together with `data`.
+        data: Data to use instead of the registered one: a folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
+            The definition of a published task (columns, class names, prompts) applies to a copy of its data, too.
+        columns: Columns of the data, such as `"image=IMG,label=Y"`; by default they are found by name or type.
+
+    Returns:
+        The task.
+
+    Raises:
+        KfacpackError: The task is unknown, or the data or the columns are invalid.
+
+    Example:
+        >>> task = kp.load_task("digits")
+        >>> task.sizes["train"]
+        1000
     """
     if part := parse_class_split(name):
         return ClassSplitTask(load_task(part.whole, data, columns), part.k, part.n)
     definition = PUBLISHED[name]() if name in PUBLISHED else None
-    wanted = read_columns(columns) if columns is not None else None
+    requested = parse_columns(columns) if columns is not None else None
     if data is not None:
         place, config = data_source_of(data)
-        return LocalTask(name, place, definition, wanted, config)
-    if wanted is not None:
-        raise KfacpackError("--columns is about data of your own: say where it is, --data DIR")
+        return LocalTask(name, place, definition, requested, config)
+    if requested is not None:
+        raise KfacpackError("--columns needs data of your own: add --data DIR")
     if name in TASKS:
         return TASKS[name]()
     if definition is not None:
         place = DatasetRepository(definition.repository, definition.revision, definition.config)
         return LocalTask(name, place, definition)
-    there = f"those are {', '.join(TASKS)}, and on the Hub {', '.join(PUBLISHED)}"
-    remedy = "With --data DIR any name will do: DIR holds train-*.parquet and test-*.parquet, or pictures by class"
-    raise KfacpackError(f"{printable(name)!r} is no registered task ({there}). {remedy}")
+    suggestion = did_you_mean(name, [*TASKS, *PUBLISHED])
+    remedy = "For data of your own, add --data DIR with train-*.parquet and test-*.parquet, or images in class folders"
+    raise KfacpackError(f"unknown task {printable(name)!r}{suggestion} Run `kfacpack tasks` for a list. {remedy}")

@@ -1,21 +1,17 @@
-"""What a task is to us: named splits of examples, and the classes its labels stand for.
+"""The task interface: named splits of labelled examples. Also class splits and the choice of examples.
 
-`NAME@k/n`: a task's classes in n groups, and of its examples those of the k-th. Class-incremental learning.
-
-The groups are consecutive and as even as can be. `classes` stays that of the whole task, and so labels and heads do:
-vectors of the parts have the same head, and their sum is tested on the union of the classes. In training, an example is
-told apart from the group's own classes alone; in evaluation, from all.
-
-Which examples are taken: as many as asked for, drawn by the seed, none twice.
-
-Which examples of `train` are held out for `validation`, where there is none: as in the task arithmetic papers.
+A class split `NAME@k/n` divides a task's classes into n groups, as in class-incremental learning, and keeps the
+examples of the k-th. The groups are consecutive and as even as possible. `classes` stays that of the whole task, and so
+do labels and heads: vectors of the parts have the same head, and their sum is evaluated on the union of the classes.
+Training distinguishes only the group's own classes, evaluation all of them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -26,170 +22,250 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.identity import CLASS_SPLIT, base_task_name
 
 Example = Mapping[str, Any]
-"""A column's name -> its value, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
+"""Column name to value, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
+
+
+def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
+    """Returns the end of an error about an unknown name: "; did you mean 'a', 'b' or 'c'?", or "." if none is close.
+
+    Args:
+        name: The unknown name.
+        names: The valid names. Case is ignored.
+        count: Maximum number of suggestions.
+        cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.
+    """
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close = get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
+    if not close:
+        return "."
+    *first, last = [repr(by_lower[key]) for key in close]
+    return f"; did you mean {', '.join(first)} or {last}?" if first else f"; did you mean {last}?"
 
 
 @dataclass(frozen=True)
 class DataOrigin:
-    """Where a split's examples come from, in the words of a manifest's source."""
+    """Where a split's examples come from, as manifests record it."""
 
     dataset: str
+    """Name of the data set."""
     split: str
+    """Name of the split."""
     license: str | None = None
+    """License of the data, if known."""
     revision: str | None = None
-    """The commit of the data's repository."""
+    """Commit of the data's repository."""
 
 
 class Split(Protocol):
     """Examples in a fixed order."""
 
     source: DataOrigin
+    """Where the examples come from."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Example: ...
 
     def label(self, index: int) -> int:
-        """The class of an example, an index into the task's `classes`."""
+        """Returns the class of an example, an index into the task's `classes`."""
+        ...
 
 
 class Task(Protocol):
+    """A data set with named splits of labelled examples."""
+
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the task."""
+        ...
 
     @property
     def classes(self) -> tuple[str, ...] | None:
-        """The classes' names, if they are known."""
+        """Names of the classes; None if they are unknown."""
+        ...
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The names of the splits there are."""
+        """Names of the splits."""
+        ...
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """How many examples each split has."""
+        """Number of examples of each split."""
+        ...
 
     @property
     def templates(self) -> tuple[str, ...]:
-        """Prompts with {} where a class's name goes, as CLIP's text tower takes them; none for a task of texts."""
+        """Prompts for CLIP's text tower, with {} in place of the class name; empty for a task of texts."""
+        ...
 
     @property
     def source(self) -> str:
-        """Where the data comes from, in words."""
+        """Where the data comes from."""
+        ...
 
     @property
     def license(self) -> str | None:
-        """Under which terms the data may be used, if they are known."""
+        """License of the data; None if it is unknown."""
+        ...
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """What a person who uses it with a model of this name should be told, lest they mistake it for other data."""
+        """Returns notes for the user, such as that the data differs from a public data set of the same name.
+
+        Args:
+            model: Name of the model that the task is used with.
+        """
+        ...
 
     def listing(self, split: str) -> list[tuple[str, str]]:
-        """The files that a split's examples are in, and what tells their bytes from others.
+        """Returns the path and a content digest of each file of a split.
 
-        None for a task of the package, whose examples change with the version.
+        Empty for the package's own tasks, whose examples change only with the version.
         """
+        ...
 
-    def split(self, name: str) -> Split: ...
+    def split(self, name: str) -> Split:
+        """Returns a split.
+
+        Raises:
+            KfacpackError: There is no such split, or it cannot be read.
+        """
+        ...
 
 
 class ClassSplitName(NamedTuple):
+    """The parts of a name `NAME@k/n`."""
+
     whole: str
+    """Name of the whole task."""
     k: int
+    """Number of the part, from 1."""
     n: int
+    """Number of parts."""
 
 
 def parse_class_split(name: str) -> ClassSplitName | None:
-    """What NAME@k/n says; None for a name without @."""
-    whole, at, which = name.rpartition("@")
+    """Parses `NAME@k/n`; returns None for a name without @.
+
+    Raises:
+        KfacpackError: The part after the @ is not k/n with 1 <= k <= n, or NAME is a class split itself.
+    """
+    whole, at, part = name.rpartition("@")
     if not at:
         return None
-    match = CLASS_SPLIT.fullmatch(which)
+    match = CLASS_SPLIT.fullmatch(part)
     if match is None or not whole or int(match[1]) > int(match[2]):
-        problem = "expected which part of how many behind the @, the first of them 1"
+        problem = "expected NAME@k/n with 1 <= k <= n"
         raise KfacpackError(f"{printable(name)!r}: {problem}, such as {printable(whole) or 'dtd'}@1/5")
     if base_task_name(whole) != whole:
-        remedy = "Divide the whole into more parts instead"
-        raise KfacpackError(f"{printable(name)!r}: {printable(whole)} is a part already. {remedy}")
+        remedy = "Divide the whole task into more parts instead"
+        raise KfacpackError(f"{printable(name)!r}: {printable(whole)} is already a class split. {remedy}")
     return ClassSplitName(whole, int(match[1]), int(match[2]))
 
 
 @dataclass(frozen=True)
 class ClassSplitTask:
-    """A `Task`."""
+    """The k-th of n parts of a task, by classes. Implements `Task`.
+
+    Raises:
+        KfacpackError: The classes are unknown, or too few for n parts of at least two.
+    """
 
     whole: Task
+    """The whole task."""
     k: int
+    """Number of the part, from 1."""
     n: int
+    """Number of parts."""
 
     def __post_init__(self) -> None:
-        where, classes = printable(self.name), self.whole.classes
+        name, classes = printable(self.name), self.whole.classes
         if not classes:
-            raise KfacpackError(f"{where}: the names of its classes are not known, so that they cannot be divided")
+            raise KfacpackError(f"{name}: unknown class names, so the task cannot be divided by classes")
         if len(classes) < 2 * self.n:
-            problem = f"{len(classes)} classes in {self.n} parts leave one with fewer than two to tell apart"
-            most = len(classes) // 2
-            remedy = f"It has {most} part{'s' * (most != 1)} at most" if most else "It cannot be divided"
-            raise KfacpackError(f"{where}: {problem}. {remedy}")
+            problem = f"{len(classes)} classes in {self.n} parts leave fewer than two classes in a part"
+            limit = len(classes) // 2
+            remedy = f"Use at most {limit} part{'s' * (limit != 1)}" if limit else "The task cannot be divided"
+            raise KfacpackError(f"{name}: {problem}. {remedy}")
 
     @property
     def name(self) -> str:
+        """Name of the part, `NAME@k/n`."""
         return f"{self.whole.name}@{self.k}/{self.n}"
 
     @property
     def own_classes(self) -> range:
-        """The group, as indices into `classes`."""
+        """Classes of the part, as indices into `classes`."""
         count = len(self.whole.classes or ())
         return range((self.k - 1) * count // self.n, self.k * count // self.n)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
+        """Names of all classes of the whole task."""
         return self.whole.classes
 
     @property
     def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
         return self.whole.splits
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        return {name: len(self._examples(name)) for name in self.splits}
+        """Number of examples of the part in each split."""
+        return {name: len(self._view(name)) for name in self.splits}
 
     @property
     def templates(self) -> tuple[str, ...]:
+        """Prompt templates of the whole task."""
         return self.whole.templates
 
     @property
     def source(self) -> str:
+        """Where the data comes from."""
         return self.whole.source
 
     @property
     def license(self) -> str | None:
+        """License of the data."""
         return self.whole.license
 
     def notices(self, model: str) -> tuple[str, ...]:
+        """Returns the notes of the whole task."""
         return self.whole.notices(model)
 
     def listing(self, split: str) -> list[tuple[str, str]]:
+        """Returns the files of the whole task's split."""
         return self.whole.listing(split)
 
     def split(self, name: str) -> ClassSplitView:
-        found = self._examples(name)
-        if not len(found):
-            # Where few examples were held out for validation, a part may have none of them.
-            own = [(self.whole.classes or ())[k] for k in self.own_classes]
-            called = printable(", ".join([*own[:3], "…"] if len(own) > 3 else own))
-            problem = f"split {printable(name)!r} has no example of its classes ({called})"
-            raise KfacpackError(f"{printable(self.name)}: {problem}. More examples, or fewer parts, would have")
-        return found
+        """Returns the part's examples of a split.
 
-    def _examples(self, name: str) -> ClassSplitView:
+        Raises:
+            KfacpackError: The split has no example of the part's classes.
+        """
+        view = self._view(name)
+        if not len(view):
+            # If few examples were held out for validation, a part may have none of them.
+            own = [(self.whole.classes or ())[k] for k in self.own_classes]
+            names = printable(", ".join([*own[:3], "…"] if len(own) > 3 else own))
+            problem = f"split {printable(name)!r} has no example of its classes ({names})"
+            raise KfacpackError(f"{printable(self.name)}: {problem}. Use more examples or fewer parts")
+        return view
+
+    def _view(self, name: str) -> ClassSplitView:
         return ClassSplitView(self.whole.split(name), self.own_classes)
 
 
 class ClassSplitView:
-    """The examples of some classes, in the order of the whole; labels are the whole's."""
+    """The examples of some classes of a split, in the split's order, with its labels."""
 
     def __init__(self, whole: Split, classes: range):
+        """Selects the examples.
+
+        Args:
+            whole: Split of the whole task.
+            classes: Classes to keep.
+        """
         self.source = whole.source
         self._whole = whole
         self._numbers = [number for number in range(len(whole)) if whole.label(number) in classes]
@@ -201,54 +277,76 @@ class ClassSplitView:
         return self._whole[self._numbers[index]]
 
     def label(self, index: int) -> int:
+        """Returns the class of an example, an index into the whole task's `classes`."""
         return self._whole.label(self._numbers[index])
 
 
 def parent_task(task: Task) -> Task:
+    """Returns the whole task of a class split; any other task itself."""
     return task.whole if isinstance(task, ClassSplitTask) else task
 
 
 def own_classes(task: Task) -> range | None:
-    """The classes that an example of a part is told apart from in training; None for a task that is no part: all."""
+    """Returns the classes that training distinguishes: those of a class split; None, for all, otherwise."""
     return task.own_classes if isinstance(task, ClassSplitTask) else None
 
 
-def parse_count(asked: str, size: int) -> int:
-    """'256', '30%' or 'all' of `size` examples; more than there are is all of them."""
+def parse_count(text: str, size: int) -> int:
+    """Parses a number of examples.
+
+    Args:
+        text: A number (`"256"`), a share (`"30%"`) or `"all"`.
+        size: Number of examples there are, the maximum of the result.
+
+    Returns:
+        A number from 1 to `size`.
+
+    Raises:
+        KfacpackError: The text is invalid, or there are no examples.
+    """
     if size < 1:
         raise KfacpackError("the data has no examples")
-    if asked == "all":
+    if text == "all":
         return size
-    share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", asked)
+    share = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)%", text)
     if share and 0 < float(share[1]) <= 100:
         return max(1, round(size * float(share[1]) / 100))
-    if re.fullmatch(r"[1-9][0-9]{0,12}", asked):
-        return min(int(asked), size)
-    raise KfacpackError(f"examples {asked!r}: expected a number such as 256, a share such as 30%, or 'all'")
+    if re.fullmatch(r"[1-9][0-9]{0,12}", text):
+        return min(int(text), size)
+    raise KfacpackError(f"examples {text!r}: expected a number such as 256, a share such as 30%, or 'all'")
 
 
 def sample_indices(size: int, count: int, seed: int) -> list[int]:
-    """`count` different numbers below `size`, in rising order."""
-    # Not the numbers that the probes of an example are made of: those begin at another place.
+    """Draws `count` different indices below `size`, in increasing order."""
+    # The counter separates this stream from the one that draws the probes of each example.
     generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 1, 0]))
     return sorted(generator.choice(size, count, replace=False, shuffle=False).tolist())
 
 
 def batched(numbers: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
+    """Yields consecutive groups of at most `batch_size` numbers.
+
+    Raises:
+        KfacpackError: `batch_size` is not positive.
+    """
     if batch_size < 1:
-        raise KfacpackError(f"batch size {batch_size}: expected at least one example")
+        raise KfacpackError(f"batch size {batch_size}: expected at least 1")
     for start in range(0, len(numbers), batch_size):
         yield numbers[start : start + batch_size]
 
 
 VALIDATION_SHARE, MAX_VALIDATION = 10, 5000
-"""A tenth, and at most so many."""
+"""One in ten training examples is held out for validation, at most 5000."""
 
 
 def validation_indices(size: int) -> list[int]:
-    """A tenth of `size` numbers below it, rising: one drawn from each of as many equal stretches.
+    """Chooses the training examples to hold out for validation, as in the task arithmetic papers.
 
-    So every class of examples that lie in order of their classes has its share, and those that come in turns have, too.
+    Divides the `size` examples into equal stretches and draws one from each, so that every class is represented whether
+    the examples are sorted by class or the classes alternate.
+
+    Returns:
+        Indices below `size` in increasing order: a tenth of them, at most 5000.
     """
     count = min(size // VALIDATION_SHARE, MAX_VALIDATION)
     edges = [k * size // count for k in range(count + 1)] if count else []

@@ -1,1 +1,1 @@
-"""Training a task vector: the penalty that a bundle stands for."""
+"""Training of task vectors: trainer, regimes, and the curvature and data penalties."""

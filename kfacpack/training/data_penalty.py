@@ -1,10 +1,9 @@
-"""The penalty that needs data (τJp): how far τ moves f on other tasks' examples, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
+"""The data penalty (τJp): the change of f by τ on examples of other tasks, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
 
-s is 1 for a normalised f; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
-not depend on the scale of f.
-
-In the linearised model that is λ Σ_t w_t τᵀ G_t τ with the true G, of which a bundle keeps an approximation. A step
-looks at one batch of one task, drawn by the sizes of the data sets, so that its mean over the steps is the sum.
+s is 1 if f is normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
+not depend on the scale of f. In the linearised model the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
+bundle approximates. Each step uses one batch of one task, sampled in proportion to the sizes of the data sets, so that
+the mean over steps is the sum above.
 """
 
 from __future__ import annotations
@@ -30,13 +29,25 @@ if TYPE_CHECKING:
 
 
 _SCALE_EXAMPLES = 64
-"""Examples of each task that the variance of f is measured on."""
+"""Examples per task on which the variance of f is measured."""
 
 
 class DataPenalty:
+    """Penalises the change of f on training examples of other tasks.
+
+    Args:
+        tasks: The tasks whose outputs are to be preserved, at least one.
+        strength: λ; None: `STRENGTH_ON_DATA`.
+        batch_size: Examples per step, summed over all processes.
+        seed: Seed of the choice of tasks and examples.
+
+    Raises:
+        KfacpackError: If there are no tasks, or `strength` is out of range.
+    """
+
     def __init__(self, tasks: Sequence[Task], strength: float | None, batch_size: int, seed: int):
         if not tasks:
-            raise KfacpackError("a penalty on data needs at least one other task")
+            raise KfacpackError("a data penalty needs at least one other task")
         self.tasks = tuple(task.name for task in tasks)
         self.strength = resolve_strength(strength, on_data=True)
         self._splits = [task.split("train") for task in tasks]
@@ -45,8 +56,8 @@ class DataPenalty:
         self._orders = [BatchOrder(len(split), batch_size, seed) for split in self._splits]
         self._seed, self._batch_size = seed, batch_size
         self.output_scale = 1.0
-        """Variance of f over the held tasks, by which the drift is divided; 1 for a normalised f."""
-        self._coming: Generator[Batch, None, None] | None = None
+        """Variance of f over the tasks, which divides the penalty; 1 if f is normalised."""
+        self._upcoming: Generator[Batch, None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
 
     def measure_output_scale(self, model: Model) -> None:
@@ -62,11 +73,12 @@ class DataPenalty:
 
     @property
     def splits(self) -> dict[str, Split]:
-        """A task's name -> its examples."""
+        """Training splits by task name."""
         return dict(zip(self.tasks, self._splits, strict=True))
 
     @property
     def settings(self) -> dict[str, float | str]:
+        """Settings to record in the vector's file."""
         sizes = (len(split) for split in self._splits)
         scale = {"output_scale": self.output_scale} if self.output_scale != 1 else {}
         return {
@@ -78,35 +90,45 @@ class DataPenalty:
     def add_grad(
         self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], at_once: int | None = None
     ) -> Tensor:
-        """This process's share of the value at this step's batch, and of its gradient, added in place."""
+        """Computes this process's share of the penalty at a step, and adds its gradient in place.
+
+        Args:
+            step: Index of the step, from 0.
+            regime: The regime that is trained in.
+            tau: Parameter name -> τ.
+            gradients: Parameter name -> gradient to add to.
+            at_once: Examples per forward pass; None: all.
+
+        Returns:
+            The value, a 0-d float64 tensor on the CPU.
+        """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         value = torch.zeros((), dtype=torch.float64)
-        coming = self._from(step, regime.model, at_once)
-        for _ in self._wanted(step, at_once):
-            change, moved = regime.drift(next(coming), tau)
+        upcoming = self._batches_from(step, regime.model, at_once)
+        for _ in self._parts(step, at_once):
+            change, result = regime.drift(next(upcoming), tau)
             value += weight * float(change.square().sum())
-            moved.add_gradient(2 * weight * change, gradients)
+            result.add_gradient(2 * weight * change, gradients)
         self._next = step + 1, at_once
         return value
 
     def close(self) -> None:
-        """Nothing more is asked for: who prepares the next steps' examples may go."""
-        if self._coming is not None:
-            self._coming.close()
-            self._coming = None
+        """Stops the workers that prepare the batches of the next steps."""
+        if self._upcoming is not None:
+            self._upcoming.close()
+            self._upcoming = None
 
-    def _wanted(self, step: int, at_once: int | None) -> list[tuple[int, Sequence[int]]]:
-        """Which task this step looks at, and its examples that are this process's; as many as are computed at once."""
+    def _parts(self, step: int, at_once: int | None) -> list[tuple[int, Sequence[int]]]:
+        """Returns (task index, example indices) of each forward pass of this process at a step."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
-        chosen = int(generator.choice(len(self._splits), p=self._shares))
-        return [(chosen, part) for part in self._orders[chosen].own(step, at_once)]
+        task = int(generator.choice(len(self._splits), p=self._shares))
+        return [(task, part) for part in self._orders[task].own(step, at_once)]
 
-    def _from(self, step: int, model: Model, at_once: int | None) -> Iterator[Batch]:
-        """The batches from a step on. Steps follow each other, so that the next ones can be prepared meanwhile."""
-        if self._coming is None or self._next != (step, at_once):
+    def _batches_from(self, step: int, model: Model, at_once: int | None) -> Iterator[Batch]:
+        """Returns the batches from a step on. Consecutive steps share an iterator, which prepares batches ahead."""
+        if self._upcoming is None or self._next != (step, at_once):
             self.close()
             sources = list(zip(self._splits, self.tasks, strict=True))
-            self._coming = batches(
-                model, sources, (each for later in count(step) for each in self._wanted(later, at_once))
-            )
-        return self._coming
+            parts = (part for later in count(step) for part in self._parts(later, at_once))
+            self._upcoming = batches(model, sources, parts)
+        return self._upcoming

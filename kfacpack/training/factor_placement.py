@@ -1,4 +1,4 @@
-"""Factors that lie ready to multiply with: all of them on the device, or one block's at a time."""
+"""Placement of a penalty's factors: all of them on the compute device, or streamed to it block by block."""
 
 from __future__ import annotations
 
@@ -15,63 +15,69 @@ if TYPE_CHECKING:
     Multiply = Callable[[Matrix, Tensor], Tensor]
 
     Operators = dict[int, Operator]
+    """Operators by the `id` of their matrix."""
 
 
 class FactorPlacement:
-    """Each matrix is read and unpacked once, when a block that has it is first used. Blocks that share one still do.
+    """Unpacks matrices on first use and keeps them ready for multiplication.
 
-    With `offload` they stay on the CPU, in pinned memory where there is a GPU, and while one block is at work the next
-    one's are on their way.
+    A matrix that several blocks share is unpacked once. With `offload`, matrices stay on the CPU, in pinned memory if
+    the compute device is a GPU, and those of the next block are copied while the current block is computed.
+
+    Args:
+        dtype: Dtype of the unpacked matrices.
+        device: Compute device.
+        offload: Whether to keep matrices on the CPU between uses.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device, *, offload: bool):
         self.dtype = dtype
         self.device = device
-        self._home = torch.device("cpu") if offload else device
-        self._ready: Operators = {}
+        self._storage_device = torch.device("cpu") if offload else device
+        self._operators: Operators = {}
 
-    def along(self, blocks: Sequence[CurvatureBlock]) -> Iterator[tuple[CurvatureBlock, Multiply]]:
-        """Each block, and how its matrices multiply."""
-        travel = self._home != self.device
-        stream = torch.cuda.Stream(self.device) if travel and self.device.type == "cuda" else None
-        upcoming = self._brought(blocks[0], stream) if blocks else None
+    def place_blocks(self, blocks: Sequence[CurvatureBlock]) -> Iterator[tuple[CurvatureBlock, Multiply]]:
+        """Yields each block with a function that multiplies its matrices, `multiply(matrix, x)`."""
+        streams = self._storage_device != self.device and self.device.type == "cuda"
+        stream = torch.cuda.Stream(self.device) if streams else None
+        upcoming = self._on_device(blocks[0], stream) if blocks else None
         for number, block in enumerate(blocks):
             assert upcoming is not None
-            operators, arrived = upcoming
-            # Asked for before this block is at work, so that both go on at the same time.
-            upcoming = self._brought(blocks[number + 1], stream) if number + 1 < len(blocks) else None
-            if arrived is not None:
-                _to_device_async(operators, arrived, self.device)
+            operators, copied = upcoming
+            # Start the next copy before this block is computed, so that they overlap.
+            upcoming = self._on_device(blocks[number + 1], stream) if number + 1 < len(blocks) else None
+            if copied is not None:
+                _wait_for_copy(operators, copied, self.device)
             yield block, _multiply(operators)
 
-    def _brought(
+    def _on_device(
         self, block: CurvatureBlock, stream: torch.cuda.Stream | None
     ) -> tuple[Operators, torch.cuda.Event | None]:
-        """A block's operators on the device, and what tells that they have arrived."""
-        operators = self._at_home(block)
-        if self._home == self.device:
+        """Returns a block's operators on the device and, for a copy on a stream, the event that completes it."""
+        operators = self._in_storage(block)
+        if self._storage_device == self.device:
             return operators, None
         with torch.cuda.stream(stream):
-            moved = {key: operator.to(self.device) for key, operator in operators.items()}
-        return moved, None if stream is None else stream.record_event()
+            copies = {key: operator.to(self.device) for key, operator in operators.items()}
+        return copies, None if stream is None else stream.record_event()
 
-    def _at_home(self, block: CurvatureBlock) -> Operators:
+    def _in_storage(self, block: CurvatureBlock) -> Operators:
         for _, matrix in block.structure.matrices():
-            if id(matrix) not in self._ready:
-                operator = matrix.operator(self.dtype, self._home)
-                pin = self._home != self.device and self.device.type == "cuda"
-                self._ready[id(matrix)] = operator.pinned() if pin else operator
-        return {id(matrix): self._ready[id(matrix)] for _, matrix in block.structure.matrices()}
+            if id(matrix) not in self._operators:
+                operator = matrix.operator(self.dtype, self._storage_device)
+                pin = self._storage_device != self.device and self.device.type == "cuda"
+                self._operators[id(matrix)] = operator.pinned() if pin else operator
+        return {id(matrix): self._operators[id(matrix)] for _, matrix in block.structure.matrices()}
 
 
 def _multiply(operators: Operators) -> Multiply:
     return lambda matrix, x: operators[id(matrix)](x)
 
 
-def _to_device_async(operators: Operators, arrived: torch.cuda.Event, device: torch.device) -> None:
-    """From the stream that copies to the one that computes: it waits, and says that it uses the memory."""
+def _wait_for_copy(operators: Operators, copied: torch.cuda.Event, device: torch.device) -> None:
+    """Makes the compute stream wait for the copy and marks the memory as used by it."""
     current = torch.cuda.current_stream(device)
-    current.wait_event(arrived)
+    current.wait_event(copied)
     for operator in operators.values():
         for tensor in operator.tensors:
             tensor.record_stream(current)

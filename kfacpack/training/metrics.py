@@ -1,4 +1,4 @@
-"""What each step showed, as lines of JSON beside the vector."""
+"""Training metrics of each step: the JSON Lines file beside the vector, and the check for too strong a penalty."""
 
 from __future__ import annotations
 
@@ -13,38 +13,48 @@ from typing import TextIO
 
 from kfacpack.errors import KfacpackError
 
-_FEWEST_STEPS = 10
-"""Shorter trainings are not checked: their losses are noise."""
+_MIN_STEPS = 10
+"""Shorter runs are not checked, because their losses are too noisy."""
 _NOT_LEARNED = 0.95
-"""A loss above this share of the first one has not fallen."""
+"""A final loss above this fraction of the first loss has not decreased."""
 
 
 @dataclass(frozen=True)
 class Metrics:
+    """Metrics of one training step."""
+
     step: int
-    """From 1: how many steps are done."""
+    """Number of completed steps, from 1."""
     loss: float
     """Mean cross-entropy of the step's batch."""
     accuracy: float
-    """Of the step's batch, before the step."""
+    """Accuracy on the step's batch, before the step."""
     penalty: float | None
-    """λ included; None where there is none at this step."""
+    """Value of the penalty, including λ; None if the step has none."""
     lr: float
+    """Learning rate of the step."""
 
 
 class MetricsLog:
+    """Appends metrics to an open JSON Lines file."""
+
     def __init__(self, file: TextIO):
         self._file = file
 
     def add(self, metrics: Metrics) -> None:
+        """Writes the metrics of one step and flushes the file.
+
+        Raises:
+            KfacpackError: If the file cannot be written.
+        """
         try:
             print(json.dumps(asdict(metrics)), file=self._file, flush=True)
         except OSError as error:
-            raise KfacpackError(f"{self._file.name}: cannot be written: {error.strerror}") from error
+            raise _write_error(self._file.name, error) from error
 
 
 class PenaltyWarning(UserWarning):
-    """The penalty kept the task from being learned, or outweighed the loss from the first steps."""
+    """The penalty prevented the task from being learned, or outweighed the loss from the first steps."""
 
 
 def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
@@ -55,52 +65,60 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
         strength: λ of the run.
 
     Returns:
-        What was observed and the λ at which penalty and loss would have balanced in the first steps, or None.
+        A description of the problem, with the λ at which penalty and loss would have been equal in the first steps, or
+        None.
     """
-    if len(steps) < _FEWEST_STEPS:
+    if len(steps) < _MIN_STEPS:
         return None
     window = max(4, len(steps) // 8)
     # At the first step τ is zero, and so is the penalty.
-    early = [each for each in steps[1 : 1 + window] if each.penalty is not None]
-    penalty = fmean(each.penalty or 0.0 for each in early) if early else 0.0
+    early = [metrics for metrics in steps[1 : 1 + window] if metrics.penalty is not None]
+    penalty = fmean(metrics.penalty or 0.0 for metrics in early) if early else 0.0
     if penalty <= 0:
         return None
-    loss = fmean(each.loss for each in early)
+    loss = fmean(metrics.loss for metrics in early)
     balance = strength * loss / penalty
-    first, last = steps[0].loss, fmean(each.loss for each in steps[-window:])
+    first, last = steps[0].loss, fmean(metrics.loss for metrics in steps[-window:])
     if penalty > loss:
         remedy = f"They would balance at λ = {balance:.2g}"
         return f"the penalty outweighed the loss in the first steps: {penalty:.3g} against {loss:.3g}. {remedy}"
     if last > _NOT_LEARNED * first:
-        cause = f"The penalty was the smaller one and would balance the loss at λ = {balance:.2g}, so that"
-        remedy = f"{cause} another learning rate or more steps may help more than a smaller λ"
-        return f"the loss ended where it began: {first:.3g} at the first step, {last:.3g} at the end. {remedy}"
+        cause = f"The penalty was smaller than the loss and would balance it at λ = {balance:.2g}"
+        remedy = f"{cause}, so another learning rate or more steps may help more than a smaller λ"
+        return f"the loss did not decrease: {first:.3g} at the first step, {last:.3g} at the end. {remedy}"
     return None
 
 
 class MetricsWarning(UserWarning):
-    """Steps of a run that is taken up again are no longer in its file of metrics."""
+    """The metrics file of a resumed run does not contain all completed steps."""
 
 
 def metrics_path(output: Path) -> Path:
-    """FILE.metrics.jsonl for FILE.safetensors, and NAME-metrics.jsonl for any other name: no two vectors share one."""
+    """Returns the metrics file of a vector file; it is different for every vector file.
+
+    FILE.safetensors has FILE.metrics.jsonl; any other NAME has NAME-metrics.jsonl.
+    """
     if output.suffix == ".safetensors":
         return output.with_name(f"{output.stem}.metrics.jsonl")
     return output.with_name(f"{output.name}-metrics.jsonl")
 
 
 def require_metrics_path(output: Path) -> None:
-    """Better told before the work."""
+    """Checks that a vector and its metrics can be written to `output`, before any work is done.
+
+    Raises:
+        KfacpackError: If `output` or its metrics file is a folder.
+    """
     if output.is_dir():
         raise KfacpackError(f"{output}: is a folder; give the path of a file to write the vector to")
     path = metrics_path(output)
     if path.is_dir():
-        problem = "is a folder, and the metrics of each step are to be written there"
+        problem = "is a folder, but the metrics of each step are written to a file of this name"
         raise KfacpackError(f"{path}: {problem}. Move it, or write the vector to another file")
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Returns the steps recorded in a metrics file; a missing or damaged file gives those before the damage."""
+    """Returns the steps recorded in a metrics file, up to the first damaged line; none if the file is missing."""
     steps: list[Metrics] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():
@@ -112,7 +130,18 @@ def read_metrics(path: Path) -> list[Metrics]:
 
 @contextmanager
 def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
-    """To go on writing after `done` steps. What an interrupted run wrote of later ones is dropped."""
+    """Opens a metrics file to continue after `done` steps; later steps of an interrupted run are removed.
+
+    Args:
+        path: The metrics file. It is created if it does not exist.
+        done: Number of steps that are complete.
+
+    Yields:
+        The log to add further steps to.
+
+    Raises:
+        KfacpackError: If the file cannot be written.
+    """
     kept = []
     if done and path.exists():
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -120,14 +149,18 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
                 if json.loads(line)["step"] <= done:
                     kept.append(line)
             except (ValueError, KeyError, TypeError):
-                break  # it was cut off in the middle of a line
+                break  # the process died while it wrote this line
     if len(kept) != done:
-        found = f"{len(kept)} of {done} steps that are done are in it" if kept else "is not there any more, or empty"
-        warnings.warn(f"{path}: {found}; it goes on from step {done + 1}", MetricsWarning, stacklevel=4)
+        problem = f"contains {len(kept)} of {done} completed steps" if kept else "is missing or empty"
+        warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
     try:
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         file = path.open("a", encoding="utf-8")
     except OSError as error:
-        raise KfacpackError(f"{path}: cannot be written: {error.strerror}") from error
+        raise _write_error(path, error) from error
     with file:
         yield MetricsLog(file)
+
+
+def _write_error(path: str | Path, error: OSError) -> KfacpackError:
+    return KfacpackError(f"{path}: cannot be written: {error.strerror}")

@@ -1,16 +1,13 @@
-"""Which examples a step takes: a function of the seed and the step, so that there is no state to keep or to lose.
+"""The optimizer of τ: the order of the examples, the default learning rate, and AdamW with a state that can be stored.
 
-Epochs follow each other, each in an order of its own; a batch that begins in one may end in the next. So every batch is
-full, and every example is taken once an epoch, whatever the batch size.
+The order of the examples is a function of the seed and the step, so it needs no state. Epochs follow each other, each
+in its own order; a batch may begin in one epoch and end in the next. So every batch is full, and every example occurs
+once per epoch for any batch size.
 
-A learning rate that fits the model.
-
-The first step of Adam moves every parameter by the learning rate, in the direction of its gradient's sign. How far that
-moves f differs from model to model by orders of magnitude, but can be computed: the model is linear there. So the rate
-is the one with which such a step moves f by a given share of its own size: the length of a normalised f, the deviation
-from its mean of any other.
-
-AdamW on τ, with its state where it can be stored and put back.
+The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
+in the direction of the sign of its gradient. How far this moves f differs between models by orders of magnitude, but
+can be computed from the linearised model. The learning rate is the one with which such a step changes f by a fixed
+fraction of its size: its norm if f is normalised, otherwise its deviation from the mean.
 """
 
 from __future__ import annotations
@@ -31,6 +28,7 @@ from kfacpack.models.functional import zeros_like_parameters
 from kfacpack.tasks.task import batched
 
 if TYPE_CHECKING:
+    from kfacpack.linearization.linearize import Linearization
     from kfacpack.models.heads import Head
     from kfacpack.models.model import Batch
     from kfacpack.training.regimes import Regime
@@ -38,6 +36,14 @@ if TYPE_CHECKING:
 
 
 class BatchOrder:
+    """Assigns examples to steps.
+
+    Args:
+        size: Number of examples in the split.
+        batch_size: Examples per step, summed over all processes.
+        seed: Seed of the order.
+    """
+
     def __init__(self, size: int, batch_size: int, seed: int):
         self._size = size
         self._batch_size = batch_size
@@ -45,49 +51,60 @@ class BatchOrder:
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def batch(self, step: int) -> list[int]:
-        """The examples of step number `step`, from 0, by their place in the split."""
+        """Returns the indices of the examples of step `step`, from 0."""
         start = step * self._batch_size
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
 
     def own(self, step: int, at_once: int | None) -> list[Sequence[int]]:
-        """Of a step's examples those of this process, as many together as are computed at once; None: all."""
+        """Returns this process's share of a step's examples, in parts of `at_once` examples; None: one part."""
         own = self.batch(step)[distributed.rank() :: distributed.world_size()]
         return list(batched(own, at_once or max(1, len(own))))
 
     def _shuffled(self, epoch: int) -> list[int]:
-        # Other numbers than those that examples and probes are drawn by: those begin at other places.
+        # The third counter word separates this stream from those that sample examples and probes.
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, epoch, 2, 0]))
-        found: list[int] = generator.permutation(self._size).tolist()
-        return found
+        order: list[int] = generator.permutation(self._size).tolist()
+        return order
 
 
 _DIGITS = 2
-"""Of the rate: enough to train by, and the same whatever the order of additions."""
+"""Significant digits of the derived learning rate, so that it does not depend on the order of additions."""
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
-    linearized = Linearized(regime.model.module, regime.model.forward, regime.wanted)
-    point = linearized.at(batch, linearized.zeros())
+    """Returns the learning rate with which the first step changes f by the regime's `relative_step`.
+
+    Args:
+        regime: The regime to train in.
+        head: The head of the loss.
+        batch: N examples, on the model's device.
+        labels: (N,), indices into the head's classes.
+
+    Raises:
+        KfacpackError: If f does not depend on the parameters, or the gradient is zero.
+    """
+    linearized, point = _linearization_at_zero(regime, batch)
     f = point.f.detach().float().requires_grad_()
     (u,) = torch.autograd.grad(cross_entropy(head.logits(f), labels), f)
     gradient = point.gradient(u.to(point.f))
     if not gradient:
         raise no_influence_error(regime)
-    step = {name: each.sign() for name, each in gradient.items()}
-    _, change = linearized.outputs(batch, step)
-    moved = float(change.float().norm() / _size(point.f.float(), normalized=regime.model.function.normalized))
-    if not 0 < moved < float("inf"):
+    signs = {name: tensor.sign() for name, tensor in gradient.items()}
+    _, change = linearized.outputs(batch, signs)
+    size = _reference_norm(point.f.float(), normalized=regime.model.function.normalized)
+    relative_change = float(change.float().norm() / size)
+    if not 0 < relative_change < float("inf"):
         raise KfacpackError(
-            "no learning rate can be found from the first batch: its gradient is zero; give one with --lr"
+            "no learning rate can be derived from the first batch, because its gradient is zero; give one with --lr"
         )
-    return float(f"{regime.reach / moved:.{_DIGITS}g}")
+    return float(f"{regime.relative_step / relative_change:.{_DIGITS}g}")
 
 
-def _size(f: Tensor, *, normalized: bool) -> Tensor:
-    """Norm that a change of f (N, C) is compared with.
+def _reference_norm(f: Tensor, *, normalized: bool) -> Tensor:
+    """Returns the norm that a change of f, (N, C), is compared with.
 
-    An f that is not normalised may have a mean that is large compared with its variation over examples, and only the
-    variation tells examples apart. So such an f is centred, unless that leaves nothing.
+    If f is not normalised, its mean may be large compared with its variation over examples, and only the variation
+    distinguishes examples. So f is centred, unless that leaves zero.
     """
     centred = f - f.mean(0)
     size: Tensor = f.norm() if normalized or not bool(centred.any()) else centred.norm()
@@ -95,64 +112,82 @@ def _size(f: Tensor, *, normalized: bool) -> Tensor:
 
 
 def require_influence(regime: Regime, batch: Batch) -> None:
-    """Refuse parameters that f does not depend on: nothing can be learnt by moving them."""
-    linearized = Linearized(regime.model.module, regime.model.forward, regime.wanted)
-    point = linearized.at(batch, linearized.zeros())
+    """Checks that f depends on at least one of the trained parameters.
+
+    Raises:
+        KfacpackError: If it does not.
+    """
+    _, point = _linearization_at_zero(regime, batch)
     if not point.gradient(torch.ones_like(point.f)):
         raise no_influence_error(regime)
 
 
+def _linearization_at_zero(regime: Regime, batch: Batch) -> tuple[Linearized, Linearization]:
+    linearized = Linearized(regime.model.module, regime.model.forward, regime.parameters)
+    return linearized, linearized.at(batch, linearized.zeros())
+
+
 def no_influence_error(regime: Regime) -> KfacpackError:
-    names = list(regime.wanted)
+    """Returns the error for parameters that f does not depend on."""
+    names = list(regime.parameters)
     some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(
-        f"f does not depend on the parameters that were chosen ({some}); there is nothing to learn by moving them. "
+        f"f does not depend on the chosen parameters ({some}), so training them has no effect. "
         "Choose others with --params"
     )
 
 
 class AdamWState:
-    """τ, its gradient, and the optimiser's moments: all that a step changes."""
+    """All that a training step changes: τ, its gradient, and the moments of AdamW.
 
-    def __init__(self, wanted: Mapping[str, Tensor], settings: TrainingSettings):
-        self.tau = zeros_like_parameters(wanted)
-        self.gradients = {name: torch.zeros_like(each) for name, each in self.tau.items()}
+    Args:
+        parameters: Parameters to train, by name; τ has their shapes and starts at zero.
+        settings: Provides the weight decay.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainingSettings):
+        self.tau = zeros_like_parameters(parameters)
+        self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.tau.items()}
         self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay)
-        # As torch does at its first step, so that there is something to put stored moments into.
-        for each in self.tau.values():
-            self._optimizer.state[each] = {
+        # torch creates the moments in its first step; a resumed run needs them before.
+        for tensor in self.tau.values():
+            self._optimizer.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(each),
-                "exp_avg_sq": torch.zeros_like(each),
+                "exp_avg": torch.zeros_like(tensor),
+                "exp_avg_sq": torch.zeros_like(tensor),
             }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, each in self.tau.items():
-            yield f"tau/{name}", each
-            for moment, value in self._optimizer.state[each].items():
+        """Yields all tensors to store, with their names in the file; they can be restored in place."""
+        for name, tensor in self.tau.items():
+            yield f"tau/{name}", tensor
+            for moment, value in self._optimizer.state[tensor].items():
                 yield f"{moment}/{name}", value
 
     def clear(self) -> None:
+        """Sets the gradients to zero."""
         for gradient in self.gradients.values():
             gradient.zero_()
 
     def gradients_are_finite(self) -> bool:
-        return _finite(self.gradients)
+        """Returns whether no gradient contains NaN or Inf."""
+        return _all_finite(self.gradients)
 
     def gradients_are_zero(self) -> bool:
+        """Returns whether all gradients are zero."""
         return not any(bool(gradient.any()) for gradient in self.gradients.values())
 
     def step(self, lr: float) -> bool:
-        """Whether τ is finite after it, in the float32 that its file will have."""
+        """Takes one step; returns whether τ is finite afterwards in float32, the dtype of vector files."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        for name, each in self.tau.items():
-            each.grad = self.gradients[name]
+        for name, tensor in self.tau.items():
+            tensor.grad = self.gradients[name]
         self._optimizer.step()
-        for each in self.tau.values():
-            each.grad = None
-        return _finite(self.tau)
+        for tensor in self.tau.values():
+            tensor.grad = None
+        return _all_finite(self.tau)
 
 
-def _finite(tensors: Mapping[str, Tensor]) -> bool:
-    return bool(torch.stack([each.abs().amax().float() for each in tensors.values()]).isfinite().all())
+def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return bool(torch.stack([tensor.abs().amax().float() for tensor in tensors.values()]).isfinite().all())

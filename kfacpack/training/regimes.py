@@ -1,14 +1,10 @@
-"""What a regime is. Shapes: N examples, C the width of f; τ and its gradient have the shapes of the parameters.
+"""Training regimes: which parameters move, and through which model the loss is computed.
 
-`linear`: the linearised model f + J τ, in which vectors add up as they are.
+`linear` trains the linearised model f + J τ, in which task vectors add up. `full` trains the model itself at θ0 + τ.
+`attention` also trains the model itself, but moves only parameters of attention layers, which keeps it closer to its
+linearisation.
 
-`full`: the model itself at θ0 + τ, non-linear.
-
-`attention`: the model itself, but of its parameters only those of attention layers move.
-
-That keeps a non-linear model nearer to its linearisation than moving all of them does.
-
-What is trained, and through which model: the regimes, one file each.
+Shapes: N examples, C the width of f; τ and its gradient have the shapes of the parameters.
 """
 
 from __future__ import annotations
@@ -35,110 +31,133 @@ if TYPE_CHECKING:
 
 
 class ForwardResult(ABC):
-    """f of one batch at θ0 + τ, and the way back to τ."""
+    """Output of one batch at θ0 + τ, with its backward pass to τ."""
 
     f: Tensor
-    """(N, C), without a graph."""
+    """(N, C), detached."""
 
     @abstractmethod
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
-        """Add ∂<u, f>/∂τ in place, u (N, C). To be called once."""
+        """Adds ∂<u, f>/∂τ to `gradients` in place. May be called once.
+
+        Args:
+            u: (N, C).
+            gradients: Parameter name -> tensor of its shape.
+        """
 
 
 class Regime(ABC):
+    """A model, the parameters that are trained, and the forward pass they are trained through.
+
+    Args:
+        model: The base model.
+        params: Names or patterns of the parameters to train; None: all that the model family does not freeze.
+    """
+
     name: ClassVar[Name]
-    reach: ClassVar[float]
-    """By what share of its length a step at the full learning rate may move f, where no rate is given."""
+    """Name on the command line and in vector files."""
+    relative_step: ClassVar[float]
+    """Target change of f in the first step, relative to its size, for the default learning rate."""
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None):
         self.model = model
-        self.wanted = self.choose(model, params)
+        self.parameters = self.choose_parameters(model, params)
+        """Parameters that are trained, by state-dict name."""
 
-    def choose(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        """What is trained: what was asked for, else all that the family does not freeze."""
+    def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
+        """Returns the parameters to train, by state-dict name; see `Regime` for the arguments."""
         return select_parameters(model.module, params, model.frozen)
 
     @abstractmethod
-    def moved(self, batch: Batch, tau: Tau) -> ForwardResult:
-        """For training."""
+    def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
+        """Returns f of a batch at θ0 + τ."""
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
-        """How far τ moves f from where it was, (N, C), for a penalty on data; and the way back."""
-
-
-def require_parameters(wanted: Mapping[str, Tensor], regime: str, model: Model) -> None:
-    if not wanted:
-        raise KfacpackError(f"regime {regime!r}: {model.name} has no such parameters; choose some with --params")
+        """Returns the change of f by τ, (N, C), and the forward result whose gradient is that of the change."""
 
 
 class LinearForward(ForwardResult):
+    """Forward result of the linearised model."""
+
     def __init__(self, point: Linearization):
         self._point = point
         self.f = at_least_float32(point.f) + at_least_float32(point.change)
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
+        """Adds Jᵀ u to `gradients` in place."""
         self._point.gradient(u.to(self._point.f), into=gradients)
 
 
 class LinearRegime(Regime):
+    """Trains the linearised model f + J τ."""
+
     name = "linear"
-    reach = 1.0
+    relative_step = 1.0
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None):
         super().__init__(model, params)
-        self._linearized = Linearized(model.module, model.forward, self.wanted)
+        self._linearized = Linearized(model.module, model.forward, self.parameters)
 
-    def moved(self, batch: Batch, tau: Tau) -> LinearForward:
+    def forward(self, batch: Batch, tau: Tau) -> LinearForward:
+        """Returns f + J τ of a batch."""
         return LinearForward(self._linearized.at(batch, tau))
 
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, LinearForward]:
+        """Returns J τ, (N, C), and the forward result."""
         point = self._linearized.at(batch, tau)
         return at_least_float32(point.change), LinearForward(point)
 
 
 class FullForward(ForwardResult):
-    def __init__(self, with_graph: Tensor, weights: Mapping[str, Tensor]):
-        self._with_graph = with_graph
+    """Forward result of the model itself at θ0 + τ."""
+
+    def __init__(self, output: Tensor, weights: Mapping[str, Tensor]):
+        self._output = output
         self._weights = weights
-        self.f = at_least_float32(with_graph.detach())
+        self.f = at_least_float32(output.detach())
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
-        if self._with_graph.grad_fn is None:
-            return  # f depends on none of them
+        """Adds the gradient of <u, f> by autograd to `gradients` in place."""
+        if self._output.grad_fn is None:
+            return  # f does not depend on any of the parameters
         leaves = list(self._weights.values())
-        found = torch.autograd.grad(self._with_graph, leaves, u.to(self._with_graph.dtype), allow_unused=True)
-        for name, gradient in zip(self._weights, found, strict=True):
+        grads = torch.autograd.grad(self._output, leaves, u.to(self._output.dtype), allow_unused=True)
+        for name, gradient in zip(self._weights, grads, strict=True):
             if gradient is not None:
                 gradients[name].add_(gradient)
 
 
 class FullRegime(Regime):
+    """Trains the model itself at θ0 + τ."""
+
     name: ClassVar[Name] = "full"
-    reach = 0.1
+    relative_step = 0.1
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None):
         super().__init__(model, params)
         self._function = _FunctionalModule(model)
 
-    def moved(self, batch: Batch, tau: Tau) -> FullForward:
+    def forward(self, batch: Batch, tau: Tau) -> FullForward:
+        """Returns f of a batch with the weights θ0 + τ."""
         weights = {
             name: (parameter.detach() + tau[name].detach()).to(parameter.dtype).requires_grad_()
-            for name, parameter in self.wanted.items()
+            for name, parameter in self.parameters.items()
         }
         inside = {f"module.{name}": weight for name, weight in weights.items()}
         with eval_mode(self.model.module, {}):
             return FullForward(functional_call(self._function, inside, (batch,)), weights)
 
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, FullForward]:
+        """Returns f(θ0 + τ) − f(θ0), (N, C), and the forward result at θ0 + τ."""
         with torch.no_grad(), eval_mode(self.model.module, {}):
             before = at_least_float32(call_model(self.model.forward, batch).detach())
-        there = self.moved(batch, tau)
-        return there.f - before, there
+        result = self.forward(batch, tau)
+        return result.f - before, result
 
 
 class _FunctionalModule(nn.Module):
-    """f as a module, so that torch can call it with other weights than the model's own."""
+    """Wraps f as a module, so that `functional_call` can replace the model's weights."""
 
     def __init__(self, model: Model):
         super().__init__()
@@ -150,26 +169,33 @@ class _FunctionalModule(nn.Module):
 
 
 ATTENTION = re.compile(r"(^|\.|_)(self_?|encdec|cross_?)?(attn|attention)(\.|_|$)", re.IGNORECASE)
-"""What families call an attention layer: attn, attention, SelfAttention, EncDecAttention."""
+"""Matches parameters of attention layers: attn, attention, SelfAttention, EncDecAttention."""
 NORM = re.compile("norm", re.IGNORECASE)
+"""Matches parameters of normalisation layers, also inside attention layers."""
 
 
 class AttentionRegime(FullRegime):
+    """Trains the model itself, by default only parameters of attention layers other than norms.
+
+    Raises:
+        KfacpackError: If the model has no such parameters.
+    """
+
     name = "attention"
 
-    def choose(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
-        wanted = super().choose(model, params)
+    def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
+        """Returns the chosen parameters, or those of attention layers if `params` is None."""
+        parameters = super().choose_parameters(model, params)
         if params is None:
-            wanted = {k: v for k, v in wanted.items() if ATTENTION.search(k) and not NORM.search(k)}
-        require_parameters(wanted, self.name, model)
-        return wanted
+            parameters = {
+                name: parameter
+                for name, parameter in parameters.items()
+                if ATTENTION.search(name) and not NORM.search(name)
+            }
+        if not parameters:
+            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; choose some with --params")
+        return parameters
 
 
-REGIMES: dict[str, type[Regime]] = {
-    each.name: each
-    for each in (
-        LinearRegime,
-        FullRegime,
-        AttentionRegime,
-    )
-}
+REGIMES: dict[str, type[Regime]] = {regime.name: regime for regime in (LinearRegime, FullRegime, AttentionRegime)}
+"""Regimes by name."""

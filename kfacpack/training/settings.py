@@ -1,4 +1,4 @@
-"""How a vector is trained: the numbers that decide, and what they mean at each step."""
+"""Hyperparameters of training, and the length and learning-rate schedule that follow from them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,42 @@ from math import ceil, cos, isfinite, pi
 from kfacpack.errors import KfacpackError
 
 STEPS = 500
-"""Where neither steps nor epochs are given."""
+"""Default number of steps, if neither steps nor epochs are given."""
 MAX_RATE = 1e18
-"""Of a rate, of λ and of a group's weight: τ is float32, and two of them multiplied, or one divided by what Adam
-divides by, must be in its range."""
+"""Upper limit of learning rate, weight decay, λ and group weights.
+
+τ is float32; the product of two such numbers, or one divided by Adam's denominator, must stay in its range.
+"""
 
 
 @dataclass(frozen=True)
 class TrainingSettings:
+    """Hyperparameters of one training run.
+
+    Raises:
+        KfacpackError: If a value is out of range, or both `steps` and `epochs` are given.
+    """
+
     steps: int | None = None
+    """Number of optimizer steps; 500 if neither `steps` nor `epochs` is given."""
     epochs: float | None = None
-    """In the place of `steps`: how often the training examples are gone through."""
+    """Passes over the training examples, as an alternative to `steps`."""
     batch_size: int = 32
-    """Examples of one step, of all processes together."""
+    """Examples per step, summed over all processes."""
     at_once: int | None = None
-    """How many examples are computed at a time; a step adds up what it takes. None: all of a process's share."""
+    """Examples per forward pass; gradients of a step are accumulated. None: the whole share of a process."""
     lr: float | None = None
-    """At its peak; None: one that fits the model, see rate.py."""
+    """Peak learning rate; None: derived from the model by `optimizer.find_learning_rate`."""
     warmup: float = 0.1
-    """The share of steps in which the learning rate rises to its peak; after it, it falls along a cosine to zero."""
+    """Fraction of the steps with a linearly rising learning rate, followed by a cosine decay to zero."""
     weight_decay: float = 0.1
-    """Of τ, towards the base model."""
+    """Weight decay of τ, which pulls the model towards the base model."""
     seed: int = 0
+    """Seed of the order of the examples."""
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
-            raise KfacpackError("the length of training is given by steps or by epochs, found both")
+            raise KfacpackError("the length of training is given by steps or by epochs, got both")
         for name, value, least in (
             ("steps", self.steps, 1),
             ("epochs", self.epochs, 1e-6),
@@ -50,17 +60,25 @@ class TrainingSettings:
         if not 0 <= self.seed < 2**64:
             raise KfacpackError(f"seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:
-            raise KfacpackError(f"warmup {self.warmup}: expected a share of the steps, from 0 to 1")
+            raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps, from 0 to 1")
 
-    def length(self, examples: int) -> int:
-        """How many steps there are. No example of the last epoch is left out."""
+    def step_count(self, examples: int) -> int:
+        """Returns the number of steps for a training split of `examples` examples.
+
+        With `epochs`, the last batch is rounded up, so that no example of the last epoch is left out.
+        """
         if self.epochs is None:
             return STEPS if self.steps is None else self.steps
         return max(1, ceil(self.epochs * examples / self.batch_size))
 
-    def share_of_lr(self, step: int, steps: int) -> float:
-        """At step number `step`, from 0, of `steps`: what share of its peak the learning rate has."""
-        rising = round(self.warmup * steps)
-        if step < rising:
-            return (step + 1) / rising
-        return 0.5 * (1 + cos(pi * (step - rising) / max(1, steps - rising)))
+    def lr_factor(self, step: int, steps: int) -> float:
+        """Returns the learning rate of a step as a fraction of its peak.
+
+        Args:
+            step: Index of the step, from 0.
+            steps: Total number of steps.
+        """
+        warmup_steps = round(self.warmup * steps)
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return 0.5 * (1 + cos(pi * (step - warmup_steps) / max(1, steps - warmup_steps)))

@@ -1,10 +1,8 @@
-"""What a run says of itself: to be taken up again, and in the file of the vector that it makes.
+"""The training loop of a task vector: distributed, resumable, with an optional penalty.
 
-The training of a task's vector: several processes, stored and taken up again.
-
-Every process runs the same job. Of each step's batch it takes every n-th example; the gradients are added up, and all
-go on with the same τ. So neither their number nor how many examples are computed at once changes what is trained, but
-for rounding.
+Every process runs the same trainer. Of each step's batch, process r of n takes every n-th example; gradients are summed
+over processes, and all continue with the same τ. So up to rounding, the result depends neither on the number of
+processes nor on how many examples are computed at once.
 """
 
 from __future__ import annotations
@@ -27,11 +25,11 @@ from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.estimation import distributed
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
-from kfacpack.format.manifest import Source
+from kfacpack.format.manifest import Base, Source, base_digest
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry, Training
 from kfacpack.models.data_loading import batches, fingerprint
 from kfacpack.models.functional import to_device
-from kfacpack.models.heads import Head, require_several
+from kfacpack.models.heads import Head, require_several_classes
 from kfacpack.tasks.task import own_classes
 from kfacpack.training.metrics import (
     Metrics,
@@ -49,8 +47,6 @@ from kfacpack.vectors.task_vector import TaskVector
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from kfacpack.format.manifest import Base
-    from kfacpack.models.heads import Head
     from kfacpack.models.model import Batch
     from kfacpack.tasks.task import Split, Task
     from kfacpack.training.data_penalty import DataPenalty
@@ -58,68 +54,102 @@ if TYPE_CHECKING:
     from kfacpack.training.regularizer import Regularizer
 
 
-def resume_request(job: Trainer, base: Base) -> dict[str, Any]:
-    """What must be the same for a run to be taken up again."""
-    model, others = job.regime.model, job.drift.splits if job.drift else {}
-    settings = _settings(job)
-    settings.pop("output_scale", None)  # it follows from the bundles or the data
+def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Base:
+    """Hashes the parameters of a run once, and checks that the bundles of its penalty belong to the model.
+
+    Args:
+        regime: Provides the model and the trained parameters.
+        regularizer: The curvature penalty, if any.
+
+    Returns:
+        The identity of the trained and the penalised parameters.
+
+    Raises:
+        KfacpackError: If a bundle is of another f or base model.
+    """
+    model = regime.model
+    penalised = regularizer.parameters if regularizer else ()
+    # Parameters that the model does not have are reported by the check, with the name of the bundle.
+    present = model.module.state_dict().keys()
+    base = model.base([*regime.parameters, *(name for name in penalised if name in present)])
+    if regularizer:
+        regularizer.check(model, base=base)
+    return base
+
+
+def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
+    """Returns everything that must be unchanged for an interrupted run to be resumed.
+
+    Args:
+        trainer: The run.
+        base: Identity of the trained parameters.
+    """
+    model, others = trainer.regime.model, trainer.drift.splits if trainer.drift else {}
+    settings = _settings(trainer)
+    settings.pop("output_scale", None)  # follows from the bundles or the data
     return {
         **settings,
-        "regime": job.regime.name,
+        "regime": trainer.regime.name,
         "model": f"{base.family} {base.name}",
         "weights": base.sha256,
         "preprocessing": model.preprocessing,
-        "task": job.task.name,
-        "data": f"{job.split.source.dataset}, {len(job.split)} examples",
-        "data_content": fingerprint(model, job.split, job.task.name, labels=True),
+        "task": trainer.task.name,
+        "data": f"{trainer.split.source.dataset}, {len(trainer.split)} examples",
+        "data_content": fingerprint(model, trainer.split, trainer.task.name, labels=True),
         "reg_data_content": {name: fingerprint(model, split, name) for name, split in others.items()},
-        "head": f"{job.head.origin}, {_digest_of(job.head)}",
-        "bundles": list(job.regularizer.digests) if job.regularizer else [],
+        "head": f"{trainer.head.origin}, {_head_digest(trainer.head)}",
+        "bundles": list(trainer.regularizer.digests) if trainer.regularizer else [],
     }
 
 
-def build_task_vector(job: Trainer, tau: Mapping[str, Tensor], base: Base) -> TaskVector:
-    """The vector, with its head and with how it was trained."""
-    origin, model = job.split.source, job.regime.model
+def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -> TaskVector:
+    """Returns the task vector with its head and a record of how it was trained.
+
+    Args:
+        trainer: The run.
+        tau: Parameter name -> τ, on any device.
+        base: Identity of the trained parameters.
+    """
+    origin, model = trainer.split.source, trainer.regime.model
     source = Source(
-        task=job.task.name,
+        task=trainer.task.name,
         dataset=origin.dataset,
         revision=origin.revision,
         split=origin.split,
         license=origin.license,
         preprocessing=model.preprocessing,
-        examples=len(job.split),
-        dataset_size=len(job.split),
+        examples=len(trainer.split),
+        dataset_size=len(trainer.split),
     )
-    settings = _settings(job)
+    settings = _settings(trainer)
     training = Training(
         seed=settings.pop("seed"),
         settings={key: value for key, value in settings.items() if value is not None},
-        bundles=job.regularizer.digests if job.regularizer else (),
+        bundles=trainer.regularizer.digests if trainer.regularizer else (),
     )
     about = AboutVector(
         base=base,
         function=model.function,
-        regime=job.regime.name,
+        regime=trainer.regime.name,
         tasks=(TaskEntry(source=source, training=training),),
     )
-    return TaskVector({name: each.cpu() for name, each in tau.items()}, about, {job.task.name: job.head})
+    return TaskVector({name: tensor.cpu() for name, tensor in tau.items()}, about, {trainer.task.name: trainer.head})
 
 
-def _settings(job: Trainer) -> dict[str, Any]:
-    """Every number that decides what is trained."""
-    penalty = job.regularizer or job.drift
-    autocast = {"autocast": str(job.autocast).removeprefix("torch.")} if job.autocast else {}
+def _settings(trainer: Trainer) -> dict[str, Any]:
+    """Returns all settings that affect the result."""
+    penalty = trainer.regularizer or trainer.drift
+    autocast = {"autocast": str(trainer.autocast).removeprefix("torch.")} if trainer.autocast else {}
     return {
-        **asdict(job.settings),
-        "steps": job.steps,
-        "lr": job.lr,
+        **asdict(trainer.settings),
+        "steps": trainer.steps,
+        "lr": trainer.lr,
         **(penalty.settings if penalty else {}),
         **autocast,
     }
 
 
-def _digest_of(head: Head) -> str:
+def _head_digest(head: Head) -> str:
     digest = sha256(repr(head.classes).encode())
     for tensor in (head.weight, head.bias):
         digest.update(raw_bytes(tensor))
@@ -127,48 +157,66 @@ def _digest_of(head: Head) -> str:
 
 
 _LR_EXAMPLES = 32
-"""How many examples a learning rate is found from."""
+"""Number of examples from which a learning rate is derived."""
 
 
 @dataclass
 class Trainer:
+    """One training run, assembled and checked, ready to `run`.
+
+    The model's weights must not change after construction.
+
+    Raises:
+        KfacpackError: If model, task, head and penalty do not fit together, or there is nothing to learn.
+    """
+
     regime: Regime
+    """Provides the model and the parameters to train."""
     task: Task
+    """The task to train on; its split "train" is used."""
     head: Head
+    """Frozen head of the loss."""
     settings: TrainingSettings = field(default_factory=TrainingSettings)
+    """Length, batches, learning rate and seed."""
     regularizer: Regularizer | None = None
+    """Curvature penalty; cannot be combined with `drift`."""
     drift: DataPenalty | None = None
+    """Data penalty; cannot be combined with `regularizer`."""
     autocast: torch.dtype | None = None
-    """The type that the model computes in, where that is not its own; τ stays float32."""
+    """Compute dtype of the model, if it is not its own; τ stays float32."""
+    base: Base | None = None
+    """Identity by `identify_base`, if it was computed already; it is not computed again."""
 
     def __post_init__(self) -> None:
-        require_several(self.task, self.head.classes)
+        require_several_classes(self.task, self.head.classes)
         if not len(self.split):
-            raise KfacpackError(f"{printable(self.task.name)}: its training split has no examples")
+            raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
         if self.regularizer and self.drift:
-            raise KfacpackError("the penalty comes from bundles or from data, found both")
+            raise KfacpackError("the penalty comes from bundles or from data, got both")
         if self.drift:
             self.drift.measure_output_scale(self.regime.model)
-        if self.regularizer:
-            self.regularizer.check(self.regime.model.module, self.regime.model.function)
+        if self.base is None:
+            self.base = identify_base(self.regime, self.regularizer)
 
     @cached_property
     def split(self) -> Split:
+        """The training split."""
         return self.task.split("train")
 
     @cached_property
     def unpenalised(self) -> tuple[str, ...]:
-        """The parameters that move freely, though there is a penalty of bundles: those that no bundle covers."""
-        covered = self.regularizer.parameters if self.regularizer else self.regime.wanted
-        return tuple(name for name in self.regime.wanted if name not in covered)
+        """Trained parameters that no bundle of the penalty covers; empty without a curvature penalty."""
+        covered = self.regularizer.parameters if self.regularizer else self.regime.parameters
+        return tuple(name for name in self.regime.parameters if name not in covered)
 
     @cached_property
     def steps(self) -> int:
-        return self.settings.length(len(self.split))
+        """Number of steps."""
+        return self.settings.step_count(len(self.split))
 
     @cached_property
     def lr(self) -> float:
-        """At its peak. One that is found is found by all processes, from the same examples."""
+        """Peak learning rate. If it is derived, all processes use the same examples."""
         if self.settings.lr is not None:
             return self.settings.lr
         numbers = self._order.batch(0)[:_LR_EXAMPLES]
@@ -176,11 +224,11 @@ class Trainer:
 
     @cached_property
     def _own_head(self) -> Head:
-        """Of the classes that examples are told apart from: of a part of a task (NAME@k/n), its own alone."""
+        """The rows of the head for the task's own classes: all of them, except for a class split NAME@k/n."""
         head, own = self.head, own_classes(self.task)
         if own is None:
             return head
-        # Views, so that what processes take from the first one's head is seen here.
+        # Views, so that the broadcast of the head to other processes reaches them.
         rows = slice(own.start, own.stop)
         return Head(head.weight[rows], head.bias[rows], head.classes[rows], head.origin)
 
@@ -197,30 +245,39 @@ class Trainer:
         on_progress: Callable[[Metrics, int], None] = lambda metrics, steps: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> TaskVector:
-        """Train, and write the vector. On the way, what is done is stored beside it, every so many seconds.
+        """Trains the vector and writes it to a file. The state is stored beside it at intervals.
 
-        `on_progress` hears of each step, and how many there are. Once `stopped` says so, what is done is stored after
-        the step at hand, and `Interrupted` is raised.
+        Args:
+            output: File to write.
+            resume: Whether to resume an interrupted run with the same output.
+            every: Seconds between two stored states.
+            on_progress: Called after each step with its metrics and the number of steps.
+            stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
+
+        Returns:
+            The task vector.
+
+        Raises:
+            Interrupted: If `stopped` returned True.
+            KfacpackError: If a file cannot be written, the run to be resumed was another one, or training diverges.
         """
         require_writable_folder(output)
         require_metrics_path(output)
-        model = self.regime.model
-        base = model.base(self.regime.wanted)
-        state = AdamWState(self.regime.wanted, self.settings)
-        build_task_vector(
-            self, state.tau, base
-        )  # what is wrong with its words should not be found out after the last step
+        model, base = self.regime.model, self._trained_base()
+        state = AdamWState(self.regime.parameters, self.settings)
+        # Fails before the first step, rather than after the last, if the metadata is invalid.
+        build_task_vector(self, state.tau, base)
         partial = PartialFile(_partial_path(output), "a training run", resume_request(self, base), every)
         done = self._begin(partial, state, resume=resume)
         first = distributed.rank() == 0
-        wanted = ((0, chosen) for step in range(done, self.steps) for chosen in self._own(step))
+        parts = ((0, part) for step in range(done, self.steps) for part in self._own_parts(step))
         with (
             open_metrics_log(metrics_path(output), done) if first else nullcontext() as log,
-            closing(batches(model, [(self.split, self.task.name)], wanted)) as coming,
+            closing(batches(model, [(self.split, self.task.name)], parts)) as upcoming,
             closing(self.drift) if self.drift else nullcontext(),
         ):
             for step in range(done, self.steps):
-                metrics, stop = self._step(step, state, coming, stopped)
+                metrics, stop = self._step(step, state, upcoming, stopped)
                 if log:
                     log.add(metrics)
                 on_progress(metrics, self.steps)
@@ -238,89 +295,99 @@ class Trainer:
             self._check_penalty(metrics_path(output))
         return vector
 
+    def _trained_base(self) -> Base:
+        """Returns the identity of the trained parameters alone, from the hashes computed at construction."""
+        assert self.base is not None
+        trained = tuple(parameter for parameter in self.base.parameters if parameter.name in self.regime.parameters)
+        base = self.base
+        return Base(
+            family=base.family, name=base.name, revision=base.revision, sha256=base_digest(trained), parameters=trained
+        )
+
     def _check_penalty(self, path: Path) -> None:
         penalty = self.regularizer or self.drift
         if penalty and (problem := penalty_problem(read_metrics(path), penalty.strength)):
             warnings.warn(f"{self.task.name}: {problem}", PenaltyWarning, stacklevel=3)
 
     def _begin(self, partial: PartialFile, state: AdamWState, *, resume: bool) -> int:
-        """How many steps are done already. The first process knows; and all train against its head."""
+        """Returns the number of completed steps; the first process restores and sends its state and head to all."""
         done = torch.zeros((), dtype=torch.int64)
         if distributed.rank() == 0:
             done.fill_(partial.restore(state) if resume else partial.require_absent())
-        shared = (tensor for _, tensor in state.tensors())
-        distributed.broadcast([done, self.head.weight, self.head.bias, *shared])
+        stored = (tensor for _, tensor in state.tensors())
+        distributed.broadcast([done, self.head.weight, self.head.bias, *stored])
         return int(done)
 
-    def _own(self, step: int) -> list[Sequence[int]]:
+    def _own_parts(self, step: int) -> list[Sequence[int]]:
         return self._order.own(step, self.settings.at_once)
 
     def _step(
-        self, step: int, state: AdamWState, coming: Iterator[Batch], stopped: Callable[[], bool]
+        self, step: int, state: AdamWState, upcoming: Iterator[Batch], stopped: Callable[[], bool]
     ) -> tuple[Metrics, bool]:
-        """And whether any of the processes was asked to stop: then all do, after the same step."""
+        """Takes one step; returns its metrics and whether any process is to stop, in which case all do."""
         numbers = self._order.batch(step)
         state.clear()
-        loss, right, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
+        loss, correct, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
         try:
-            for chosen in self._own(step):
-                lost, correct = self._learn(chosen, to_device(next(coming), self.head.weight.device), state)
-                loss += lost
-                right += correct
+            for part in self._own_parts(step):
+                batch = to_device(next(upcoming), self.head.weight.device)
+                part_loss, part_correct = self._add_loss_gradient(part, batch, state)
+                loss += part_loss
+                correct += part_correct
             if self.drift:
-                with self._cast():
+                with self._autocast_context():
                     drift += self.drift.add_grad(step, self.regime, state.tau, state.gradients, self.settings.at_once)
         except NotFiniteError as error:
-            raise self._failed(step, str(error), by_rate=step > 0) from error
+            raise self._step_error(step, str(error), lr_involved=step > 0) from error
         stop = torch.tensor(float(distributed.world_size() > 1 and stopped()))
-        distributed.all_reduce_sum([loss, right, drift, stop, *state.gradients.values()])
+        distributed.all_reduce_sum([loss, correct, drift, stop, *state.gradients.values()])
         penalty = float(drift) if self.drift else None
         if self.regularizer and self.regularizer.due(step):
             penalty = float(self.regularizer.add_grad(state.tau, state.gradients))
-        mean, accuracy = float(loss) / len(numbers), float(right) / len(numbers)
-        if not (isfinite(mean) and isfinite(penalty or 0.0)):
-            problem = f"the loss is {mean:.3g} and the penalty {penalty or 0.0:.3g}"
-            raise self._failed(step, problem, by_rate=step > 0)
+        mean_loss, accuracy = float(loss) / len(numbers), float(correct) / len(numbers)
+        if not (isfinite(mean_loss) and isfinite(penalty or 0.0)):
+            problem = f"the loss is {mean_loss:.3g} and the penalty {penalty or 0.0:.3g}"
+            raise self._step_error(step, problem, lr_involved=step > 0)
         if not state.gradients_are_finite():
-            raise self._failed(step, "the gradient has numbers that are not finite", by_rate=step > 0)
+            raise self._step_error(step, "the gradient contains NaN or Inf", lr_involved=step > 0)
         if step == 0 and state.gradients_are_zero():
             require_influence(self.regime, self._batch(numbers[:1]))
-        lr = self.lr * self.settings.share_of_lr(step, self.steps)
+        lr = self.lr * self.settings.lr_factor(step, self.steps)
         if not state.step(lr):
-            raise self._failed(step, "after it, τ has numbers that are not finite", by_rate=True)
-        return Metrics(step + 1, mean, accuracy, penalty, lr), bool(stop)
+            raise self._step_error(step, "τ contains NaN or Inf after the step", lr_involved=True)
+        return Metrics(step + 1, mean_loss, accuracy, penalty, lr), bool(stop)
 
-    def _failed(self, step: int, problem: str, *, by_rate: bool) -> KfacpackError:
-        """`by_rate`: whether a learning rate has had a part in it; while τ is zero, none has."""
-        kept = "The last good state is kept beside the output, if there was one"
-        parameters = self.regime.model.module.named_parameters()
-        if (bad := next((name for name, each in parameters if not bool(each.isfinite().all())), None)) is not None:
-            remedy = f"the model's own weights are not all finite, {bad!r} first of all: load others"
-        elif by_rate:
-            remedy = "a smaller --lr may help"
+    def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
+        """Returns the error of a failed step; while τ is zero, the learning rate cannot be the cause."""
+        state = "The last stored state beside the output is kept, if there is one"
+        for name, parameter in self.regime.model.module.named_parameters():
+            if not bool(parameter.isfinite().all()):
+                remedy = f"the weights of the model contain NaN or Inf, first in {name!r}: load others"
+                break
         else:
-            remedy = "τ is still zero there: check the data, or use another --dtype"
-        return KfacpackError(f"step {step + 1}: {problem}. {kept}; {remedy}")
+            no_lr = "τ is still zero at this step: check the data, or use another --dtype"
+            remedy = "a smaller --lr may help" if lr_involved else no_lr
+        return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
-    def _learn(self, chosen: Sequence[int], batch: Batch, state: AdamWState) -> tuple[float, int]:
-        """Adds the gradient of these examples' share of the loss; the sum of their losses, and how many are right."""
-        labels = self._labels(chosen)
-        with self._cast():
-            moved = self.regime.moved(batch, state.tau)
-        f = moved.f.requires_grad_()
+    def _add_loss_gradient(self, part: Sequence[int], batch: Batch, state: AdamWState) -> tuple[float, int]:
+        """Adds the gradient of some examples' loss; returns the sum of their losses and the number of correct ones."""
+        labels = self._labels(part)
+        with self._autocast_context():
+            result = self.regime.forward(batch, state.tau)
+        f = result.f.requires_grad_()
         logits = self._own_head.logits(f)
         loss = cross_entropy(logits, labels, reduction="sum")
         (u,) = torch.autograd.grad(loss, f)
-        moved.add_gradient(u / self.settings.batch_size, state.gradients)
+        result.add_gradient(u / self.settings.batch_size, state.gradients)
         return float(loss.detach()), int((logits.argmax(1) == labels).sum())
 
-    def _cast(self) -> AbstractContextManager[Any]:
+    def _autocast_context(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
             return nullcontext()
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        """By their places in `_own_head`."""
+        """Returns labels as indices into the classes of `_own_head`."""
         labels = torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
         own = own_classes(self.task)
         return labels if own is None else labels - own.start
@@ -328,8 +395,8 @@ class Trainer:
     def _batch(self, numbers: Sequence[int]) -> Batch:
         model = self.regime.model
         prepared = model.prepare([self.split[number] for number in numbers], self.task.name)
-        moved: Batch = to_device(prepared, self.head.weight.device)
-        return moved
+        batch: Batch = to_device(prepared, self.head.weight.device)
+        return batch
 
 
 def _partial_path(output: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Task vectors: the file, what it says of itself, and the arithmetic on them."""
+"""Task vectors: the file format, the arithmetic and the merge methods."""

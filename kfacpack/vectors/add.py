@@ -1,7 +1,4 @@
-"""A vector that a method makes of others, a parameter at a time, when it is read.
-
-`kp.add`: task vectors of many tasks into one, by a method.
-"""
+"""`kp.add`: merges the task vectors of many tasks into one, one parameter at a time when it is read."""
 
 from __future__ import annotations
 
@@ -25,10 +22,16 @@ if TYPE_CHECKING:
 
     from kfacpack.format.vector_manifest import AboutVector
     from kfacpack.models.heads import Head
-    from kfacpack.vectors.methods.method import MergedParameter, MergeMethod, MethodInput
+    from kfacpack.vectors.methods.method import MergedParameter, MergeMethod
+
+
+Addable = TaskVector | str | os.PathLike[str]
+"""A task vector, or the path of its file."""
 
 
 class MergedVector(VectorStorage):
+    """The result of a merge method, computed one parameter at a time when it is read."""
+
     def __init__(
         self, method: MergeMethod, inputs: Sequence[MethodInput], about: AboutVector, heads: Mapping[str, Head]
     ):
@@ -40,83 +43,98 @@ class MergedVector(VectorStorage):
         return self._method.begin(self._inputs)
 
     def read(self, name: str) -> Tensor:
+        """Merges one parameter and returns it in float32."""
         with torch.no_grad():
             return self._parameter(name).float()
 
     @property
     def heads(self) -> Mapping[str, Head]:
+        """Task name -> head."""
         return self._heads
-
-
-Addable = TaskVector | str | os.PathLike[str]
-"""A vector, or the path of its file."""
 
 
 def add(
     vectors: Iterable[Addable], method: str = "sum", alpha: float | Sequence[float] = 1.0, **settings: Any
 ) -> TaskVector:
-    """One vector of many, on the scale of their sum, computed a parameter at a time when it is read or saved.
+    """Merges task vectors into one on the scale of their sum.
 
-    `alpha`: what the result is multiplied by, or one number for each vector, by which it is multiplied beforehand; one
-    for all is the same either way, for every method.
+    The result is computed one parameter at a time when it is read or saved.
 
-    - sum: Σ α τ, which `+` and `*` give, too
-    - ties: of each vector the share `keep` (0.2), largest in magnitude; signs elected, what agrees added up
-    - dare: each number dropped with probability `drop` (0.9), the others made larger; random from `seed` (0)
-    - tsv: the largest singular vectors of each task's matrices, made orthogonal to each other
-    - iso: the sum, its singular values replaced by their mean
-    - iso-cts: the same with directions of single tasks beside the share `common` (0.8) that are the sum's
+    Args:
+        vectors: Task vectors or paths of their files, each at most once.
+        method: One of
 
-    `mean=True`: averages where the publication has them: in ties, of what agrees; in the others, of parameters that are
-    no matrices. Settings that a method does not have are refused, and so is a vector that is given twice.
+            - "sum": Σ α τ, the same as `+` and `*`.
+            - "ties": keeps the share `keep` (0.2) of each vector's entries that are largest in magnitude, elects
+              signs and sums the entries that agree.
+            - "dare": drops each entry with probability `drop` (0.9) and rescales the others; random from `seed` (0).
+            - "tsv": keeps the largest singular vectors of each task's matrices and makes them orthogonal.
+            - "iso": the sum with all singular values replaced by their mean.
+            - "iso-cts": like "iso", with the share `common` (0.8) of the directions from the sum and the rest from
+              single tasks.
+        alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
+            the same factor multiplies the result.
+        **settings: Settings of the method, as listed above. `mean=True` averages where the publication does: in
+            "ties" the entries that agree, in "tsv", "iso" and "iso-cts" the parameters that are not matrices.
+
+    Returns:
+        The merged vector, with the heads of all tasks.
+
+    Raises:
+        KfacpackError: If the method, a setting or alpha is invalid.
+        TaskVectorError: If the vectors do not belong together, or if one would be counted twice.
+
+    Example:
+        >>> merged = kp.add(["cars.safetensors", "dtd.safetensors"], method="ties", keep=0.3)
+        >>> edited = merged.apply(model)
     """
     if method not in METHODS:
-        raise KfacpackError(f"there is no method {printable(str(method))!r}; there are {', '.join(METHODS)}")
-    by = METHODS[method].of(settings)
+        raise KfacpackError(f"unknown method {printable(str(method))!r}, expected one of {', '.join(METHODS)}")
+    merge_method = METHODS[method].of(settings)
     if isinstance(vectors, TaskVector | str | os.PathLike):
-        raise KfacpackError("add takes a list of task vectors or of paths, found a single one")
-    given = list(vectors)
-    loaded = [each if isinstance(each, TaskVector) else TaskVector.load(each) for each in given]
+        raise KfacpackError("add expects a list of task vectors or paths, got a single one")
+    sources = list(vectors)
+    loaded = [source if isinstance(source, TaskVector) else TaskVector.load(source) for source in sources]
     if not loaded:
-        raise KfacpackError("there is nothing to add up")
+        raise KfacpackError("nothing to add: expected at least one task vector")
     alphas = _alphas(alpha, len(loaded))
-    _require_different(loaded, given)
-    first, *others = (each * number for each, number in zip(loaded, alphas, strict=True))
+    _require_different(loaded, sources)
+    first, *others = (vector * number for vector, number in zip(loaded, alphas, strict=True))
     total = sum(others, first)
-    if by.is_sum:
+    if merge_method.is_sum:
         return total
-    inputs = [MethodInput(number, each, each.digest) for each, number in zip(loaded, alphas, strict=True)]
+    inputs = [MethodInput(number, vector, vector.digest) for vector, number in zip(loaded, alphas, strict=True)]
     addends = tuple(
-        Addend(sha256=each.digest, coefficient=number, tasks=each.tasks)
-        for each, number in zip(loaded, alphas, strict=True)
+        Addend(sha256=vector.digest, coefficient=number, tasks=vector.tasks)
+        for vector, number in zip(loaded, alphas, strict=True)
     )
-    entry = MethodEntry(name=by.name, settings=by.settings)
+    entry = MethodEntry(name=merge_method.name, settings=merge_method.settings)
     about = total.about.model_copy(update={"addends": addends, "method": entry})
-    return TaskVector.of_leaf(MergedVector(by, inputs, about, total.heads))
+    return TaskVector.from_storage(MergedVector(merge_method, inputs, about, total.heads))
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
-    found = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
-    for each in found:
-        if isinstance(each, bool) or not isinstance(each, int | float) or not isfinite(each):
-            raise KfacpackError(f"α is {each!r}, expected a finite number")
-    if len(found) != count:
-        raise KfacpackError(f"found {len(found)} α for {count} vectors: expected one for all, or one for each")
-    return [float(each) for each in found]
+    numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
+    for number in numbers:
+        if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
+            raise KfacpackError(f"α is {number!r}, expected a finite number")
+    if len(numbers) != count:
+        raise KfacpackError(f"got {len(numbers)} α for {count} vectors, expected one for all or one for each")
+    return [float(number) for number in numbers]
 
 
-def _require_different(loaded: Sequence[TaskVector], given: Sequence[Addable]) -> None:
-    """What is there twice with the same sign would count twice; a sum from which one of its own is taken is none."""
+def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]) -> None:
+    """Checks that no vector occurs twice with the same sign; subtracting an addend from its sum is allowed."""
     seen: dict[tuple[str, bool], str] = {}
-    wholes: dict[str, str] = {}
-    for number, (vector, source) in enumerate(zip(loaded, given, strict=True), start=1):
+    digests: dict[str, str] = {}
+    for number, (vector, source) in enumerate(zip(vectors, sources, strict=True), start=1):
         name = f"vector {number}" if isinstance(source, TaskVector) else os.fspath(source)
-        addends = [(each.sha256, each.coefficient > 0) for each in vector.about.addends]
+        addends = [(addend.sha256, addend.coefficient > 0) for addend in vector.about.addends]
         for piece in {(vector.digest, True), *addends}:
             if piece in seen:
                 both = f"{printable(seen[piece])} and {printable(name)}"
-                remedy = f"Give it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
-                what = "are the same vector" if vector.digest == wholes[seen[piece]] else "have a vector in common"
-                raise TaskVectorError(f"{both} {what}, which would count twice. {remedy}")
+                remedy = f"Pass it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
+                problem = "are the same vector" if vector.digest == digests[seen[piece]] else "share a vector"
+                raise TaskVectorError(f"{both} {problem}, which would be counted twice. {remedy}")
             seen[piece] = name
-        wholes[name] = vector.digest
+        digests[name] = vector.digest

@@ -1,6 +1,7 @@
-"""What a sum of task vectors says of itself, and which sums are refused.
+"""Where the tensors of a task vector are stored, and the provenance of sums of vectors.
 
-A vector as it was trained, or as it is read from a file: what sums are sums of.
+A `TaskVector` is a weighted sum of `VectorStorage` objects: vectors in memory, in a file, or computed by a merge
+method.
 """
 
 from __future__ import annotations
@@ -36,138 +37,73 @@ if TYPE_CHECKING:
     import os
 
     WeightedVectors = Sequence[tuple[float, "VectorStorage"]]
-
+    """The terms of a sum: (coefficient, vector)."""
     TensorReader = Callable[[str], Tensor]
-
-    """A tensor of the file, by its name."""
-
-
-_LARGEST = (2 - 2**-23) * 2.0**127
+    """Returns the tensor of a given name."""
 
 
-def check_addable(ours: VectorStorage, theirs: VectorStorage) -> None:
-    """Refuse vectors that do not belong together, naming what differs."""
-    one, other = ours.about, theirs.about
-    names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
-    if one.regime != other.regime:
-        raise TaskVectorError(f"{names} were trained in different regimes: {one.regime!r} and {other.regime!r}")
-    if difference := function_difference(one.function, other.function):
-        raise TaskVectorError(f"{names} were trained for different f: {difference}")
-    mine = {parameter.name: parameter for parameter in one.base.parameters}
-    yours = {parameter.name: parameter for parameter in other.base.parameters}
-    for name in [*mine, *yours]:
-        if name not in mine or name not in yours:
-            raise TaskVectorError(f"{names} cover different parameters: only one of them has {name!r}")
-        if mine[name] != yours[name]:
-            models = f"{one.base.name} and {other.base.name}"
-            raise TaskVectorError(f"{names} are of different base models ({models}): {name!r} is not the same there")
-    for task, head in ours.heads.items():
-        if task in theirs.heads and (difference := head.difference(theirs.heads[task])):
-            raise TaskVectorError(f"both have a head for {printable(task)!r}, but not the same one: {difference}")
-
-
-def require_finite(coefficient: float) -> float:
-    """Vectors are float32: what is multiplied by more than that can hold is no vector. Factors of factors may be so
-    large, though each of them is not."""
-    if not abs(coefficient) <= _LARGEST:
-        most = f"float32 holds {_LARGEST:.2g} at most"
-        raise TaskVectorError(f"an addend's coefficient would be {coefficient:g}, {most}; multiply by smaller numbers")
-    return coefficient
-
-
-def about_sum(terms: WeightedVectors) -> AboutVector:
-    """One leaf, as it is, is what it says; anything else is a sum.
-
-    Methods are homogeneous, so that a multiple of what one made is what it makes of multiples.
-    """
-    first = terms[0][1].about
-    if len(terms) == 1 and terms[0][0] == 1:
-        return first
-    method = first.method if len(terms) == 1 else None
-    return first.model_copy(update={"tasks": _tasks(terms), "addends": _addends(terms), "method": method})
-
-
-def heads_of(terms: WeightedVectors) -> dict[str, Head]:
-    found: dict[str, Head] = {}
-    for _, leaf in terms:
-        for task, head in leaf.heads.items():
-            found.setdefault(task, head)
-    return found
-
-
-def _tasks(terms: WeightedVectors) -> tuple[TaskEntry, ...]:
-    found: dict[str, TaskEntry] = {}
-    for _, leaf in terms:
-        for task in leaf.about.tasks:
-            known = found.setdefault(task.name, task)
-            if known != task:
-                # The same task, trained twice: how, the addends' own files tell.
-                training = known.training if known.training == task.training else None
-                found[task.name] = known.model_copy(update={"training": training, "head": known.head or task.head})
-    return tuple(found.values())
-
-
-def _addends(terms: WeightedVectors) -> tuple[Addend, ...]:
-    found: dict[str, Addend] = {}
-    for factor, leaf in terms:
-        # What a method made is no sum of its addends: it counts as one itself.
-        apart = leaf.about.method is None or len(terms) == 1
-        for addend in (leaf.about.addends if apart else ()) or (_itself(leaf),):
-            before = found[addend.sha256].coefficient if addend.sha256 in found else 0.0
-            total = require_finite(before + factor * addend.coefficient)
-            found[addend.sha256] = addend.model_copy(update={"coefficient": total})
-    return tuple(found.values())
-
-
-def _itself(leaf: VectorStorage) -> Addend:
-    return Addend(sha256=leaf.digest, coefficient=1.0, tasks=tuple(task.name for task in leaf.about.tasks))
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 
 
 class VectorStorage(ABC):
+    """The tensors, heads and provenance of one task vector."""
+
     about: AboutVector
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """A parameter's change, float32. It may be the leaf's own memory, and is not to be changed."""
+        """Returns a parameter's change in float32. It may share memory and must not be modified."""
 
     @property
     @abstractmethod
     def heads(self) -> Mapping[str, Head]:
-        """A task's name -> its head."""
+        """Task name -> head."""
 
     @cached_property
     def digest(self) -> str:
-        """Of the whole content of its file, or of the one that it would be saved to."""
-        return vector_digest(self.about, open_storage(self.read, self.about, self.heads))
+        """SHA-256 of the whole content of its file, or of the file it would be saved to."""
+        return vector_digest(self.about, file_tensors(self.read, self.about, self.heads))
 
 
 class InMemoryVector(VectorStorage):
+    """A task vector whose tensors are in memory."""
+
     def __init__(self, tensors: Mapping[str, Tensor], about: AboutVector, heads: Mapping[str, Head]):
         self.about = about
         self._tensors = tensors
         self._heads = heads
 
     def read(self, name: str) -> Tensor:
+        """Returns a parameter's change in float32."""
         return self._tensors[name].detach().float()
 
     @property
     def heads(self) -> Mapping[str, Head]:
+        """Task name -> head."""
         return self._heads
 
 
 class FileVector(VectorStorage):
+    """A task vector in a file, which is memory-mapped.
+
+    Args:
+        path: The file.
+    """
+
     def __init__(self, path: str | os.PathLike[str]):
         self.file = VectorFile(path)
         self.about = self.file.manifest.about()
 
     def read(self, name: str) -> Tensor:
+        """Returns a parameter's change in float32; the first access checks its SHA-256."""
         spec, data = self.file.tensors[name], self.file.bytes_of(name)
         if spec.start % ITEM_BYTES[spec.dtype]:
-            data = memoryview(bytearray(data))  # other writers may lay tensors at odd places
+            data = memoryview(bytearray(data))  # other writers may not align tensors
         return torch.frombuffer(data, dtype=torch.float32).view(spec.shape)
 
     @cached_property
     def heads(self) -> Mapping[str, Head]:
+        """Task name -> head."""
         return {
             task.name: Head(
                 self.read(head_name(number, "weight")),
@@ -181,42 +117,144 @@ class FileVector(VectorStorage):
 
     @cached_property
     def digest(self) -> str:
+        """SHA-256 of the whole content of the file."""
         return self.file.digest
 
 
 class VectorFile(SealedFile):
-    """An open file: its manifest now, its tensors when asked for. The first touch of one checks its SHA-256."""
+    """An open task vector file. The manifest is read at once, tensors are read and checked when they are accessed.
+
+    Args:
+        path: The file.
+
+    Raises:
+        BundleError: If the file is not a task vector, or if its tensors do not match its manifest.
+    """
 
     def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, VECTOR)
         self.manifest = validated(self.path, self.said, VectorManifest)
-        self._digests = {each.name: each.sha256 for each in self.manifest.tensors}
+        self._digests = {tensor.name: tensor.sha256 for tensor in self.manifest.tensors}
         expected = self.manifest.specs()
         for name, (dtype, shape) in expected.items():
             where = f"tensor {name!r}"
             if name not in self.tensors or name not in self._digests:
-                problem = "is not there, though the manifest speaks of it"
+                problem = "is missing, although the manifest requires it"
                 raise BundleError(self.path, problem, where, download_again(self.path))
-            found = self.tensors[name]
-            if (found.dtype, found.shape) != (dtype, shape):
-                problem = f"is {found.dtype} of shape {list(found.shape)}, expected {dtype} of {list(shape)}"
+            spec = self.tensors[name]
+            if (spec.dtype, spec.shape) != (dtype, shape):
+                problem = f"is {spec.dtype} of shape {list(spec.shape)}, expected {dtype} of {list(shape)}"
                 raise BundleError(self.path, problem, where)
-        if more := [name for name in self.tensors if name not in expected]:
-            raise BundleError(self.path, "is neither a parameter's nor a head's", f"tensor {more[0]!r}")
+        if unexpected := [name for name in self.tensors if name not in expected]:
+            problem = "belongs neither to a parameter nor to a head"
+            raise BundleError(self.path, problem, f"tensor {unexpected[0]!r}")
 
     def __reduce__(self) -> tuple[type[VectorFile], tuple[str]]:
         return VectorFile, (str(self.path),)
 
 
-def open_storage(parameter: TensorReader, about: AboutVector, heads: Mapping[str, Head]) -> TensorReader:
-    """Every tensor of a file that is to be, float32."""
-    numbers = {
-        head_name(number, what): getattr(heads[task.name], what).detach().float()
+def check_addable(ours: VectorStorage, theirs: VectorStorage) -> None:
+    """Checks that two task vectors can be added.
+
+    Raises:
+        TaskVectorError: If their regime, f, base model or parameters differ, or their heads for a common task.
+    """
+    one, other = ours.about, theirs.about
+    names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
+    if one.regime != other.regime:
+        raise TaskVectorError(f"{names} were trained in different regimes: {one.regime!r} and {other.regime!r}")
+    if difference := function_difference(one.function, other.function):
+        raise TaskVectorError(f"{names} were trained for different functions f: {difference}")
+    our_parameters = {parameter.name: parameter for parameter in one.base.parameters}
+    their_parameters = {parameter.name: parameter for parameter in other.base.parameters}
+    for name in [*our_parameters, *their_parameters]:
+        if name not in our_parameters or name not in their_parameters:
+            raise TaskVectorError(f"{names} cover different parameters: only one of them has {name!r}")
+        if our_parameters[name] != their_parameters[name]:
+            models = f"{one.base.name} and {other.base.name}"
+            raise TaskVectorError(f"{names} have different base models ({models}): the parameter {name!r} differs")
+    for task, head in ours.heads.items():
+        if task in theirs.heads and (difference := head.difference(theirs.heads[task])):
+            raise TaskVectorError(f"{names} have different heads for {printable(task)!r}: {difference}")
+
+
+def require_finite(coefficient: float) -> float:
+    """Returns a coefficient if float32 can represent it; a product of coefficients may overflow.
+
+    Raises:
+        TaskVectorError: If it cannot.
+    """
+    if not abs(coefficient) <= _MAX_FLOAT32:
+        limit = f"more than the float32 maximum of {_MAX_FLOAT32:.2g}"
+        raise TaskVectorError(f"an addend's coefficient would be {coefficient:g}, {limit}; use smaller factors")
+    return coefficient
+
+
+def about_sum(terms: WeightedVectors) -> AboutVector:
+    """Returns the provenance of a sum; a single vector with coefficient 1 keeps its own.
+
+    A multiple of a merged vector keeps its method, because merge methods are homogeneous: it is the merge of the
+    multiplied inputs.
+    """
+    first = terms[0][1].about
+    if len(terms) == 1 and terms[0][0] == 1:
+        return first
+    method = first.method if len(terms) == 1 else None
+    return first.model_copy(update={"tasks": _tasks(terms), "addends": _addends(terms), "method": method})
+
+
+def heads_of(terms: WeightedVectors) -> dict[str, Head]:
+    """Returns the heads of all tasks of a sum, by task name."""
+    heads: dict[str, Head] = {}
+    for _, vector in terms:
+        for task, head in vector.heads.items():
+            heads.setdefault(task, head)
+    return heads
+
+
+def _tasks(terms: WeightedVectors) -> tuple[TaskEntry, ...]:
+    tasks: dict[str, TaskEntry] = {}
+    for _, vector in terms:
+        for task in vector.about.tasks:
+            first = tasks.setdefault(task.name, task)
+            if first != task:
+                # The task was trained twice; the addends' own files record how.
+                training = first.training if first.training == task.training else None
+                tasks[task.name] = first.model_copy(update={"training": training, "head": first.head or task.head})
+    return tuple(tasks.values())
+
+
+def _addends(terms: WeightedVectors) -> tuple[Addend, ...]:
+    addends: dict[str, Addend] = {}
+    for factor, vector in terms:
+        # The result of a merge method is not the sum of its addends, so it is itself an addend.
+        is_sum = vector.about.method is None or len(terms) == 1
+        for addend in (vector.about.addends if is_sum else ()) or (_as_addend(vector),):
+            before = addends[addend.sha256].coefficient if addend.sha256 in addends else 0.0
+            total = require_finite(before + factor * addend.coefficient)
+            addends[addend.sha256] = addend.model_copy(update={"coefficient": total})
+    return tuple(addends.values())
+
+
+def _as_addend(vector: VectorStorage) -> Addend:
+    return Addend(sha256=vector.digest, coefficient=1.0, tasks=tuple(task.name for task in vector.about.tasks))
+
+
+def file_tensors(parameter: TensorReader, about: AboutVector, heads: Mapping[str, Head]) -> TensorReader:
+    """Returns a reader of all tensors of a file, in float32.
+
+    Args:
+        parameter: Reads a parameter's change.
+        about: The provenance, which lists the tasks.
+        heads: Task name -> head.
+    """
+    head_tensors = {
+        head_name(number, part): getattr(heads[task.name], part).detach().float()
         for number, task in enumerate(about.tasks)
-        for what in ("weight", "bias")
+        for part in ("weight", "bias")
         if task.head
     }
-    return lambda name: numbers[name] if name in numbers else parameter(name)
+    return lambda name: head_tensors[name] if name in head_tensors else parameter(name)
 
 
 def write_vector(
@@ -225,26 +263,40 @@ def write_vector(
     read: TensorReader,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """The file, whole or not at all, a tensor at a time."""
+    """Writes a task vector file atomically, one tensor at a time.
+
+    Args:
+        path: The file to write.
+        about: The provenance.
+        read: Reads a tensor of the file.
+        progress: Called with the number of written tensors and the number of all tensors.
+
+    Raises:
+        BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
+    """
     specs = about.specs()
     with write_sealed(path, _manifest(about), specs, VECTOR) as put:
         for number, name in enumerate(specs):
             progress(number, len(specs))
             tensor = read(name)
             if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
-                problem = "has a number that is not finite"
-                raise BundleError(path, problem, f"tensor {name!r}", "Nothing was written")
+                raise BundleError(path, "contains NaN or Inf", f"tensor {name!r}", "Nothing was written")
             put(name, raw_bytes(tensor))
 
 
 def vector_digest(about: AboutVector, read: TensorReader) -> str:
-    """The digest that its file will have."""
+    """Returns the digest that the file of a task vector will have.
+
+    Args:
+        about: The provenance.
+        read: Reads a tensor of the file.
+    """
     specs = about.specs()
     digests = {name: sha256(raw_bytes(read(name))).hexdigest() for name in specs}
     return bundle_digest(_manifest(about), specs, digests, VECTOR)
 
 
 def _manifest(about: AboutVector) -> VectorManifest:
-    said = {key: getattr(about, key) for key in AboutVector.model_fields}
+    fields = {key: getattr(about, key) for key in AboutVector.model_fields}
     tensors = tuple(StoredTensor(name=name, sha256=UNSEALED) for name in about.specs())
-    return VectorManifest(version=VERSION, producer=f"kfacpack {version('kfacpack')}", tensors=tensors, **said)
+    return VectorManifest(version=VERSION, producer=f"kfacpack {version('kfacpack')}", tensors=tensors, **fields)

@@ -1,4 +1,4 @@
-"""`kp.TaskVector`: τ = θ − θ0 by parameter, what is said of it, and the arithmetic of it."""
+"""`kp.TaskVector`: τ = θ − θ0 for each parameter, its provenance, and arithmetic on it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
 from math import isfinite
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -24,14 +25,18 @@ from kfacpack.vectors.storage import (
     VectorStorage,
     about_sum,
     check_addable,
+    file_tensors,
     heads_of,
-    open_storage,
     require_finite,
     vector_digest,
     write_vector,
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typing_extensions import Self
+
     from kfacpack.format.manifest import Function
     from kfacpack.models.heads import Head
 
@@ -40,95 +45,175 @@ Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
 
 
 class TaskVector(Mapping[str, Tensor]):
-    """A mapping of state-dict names to changes, float32, which is a sum of vectors that were trained or loaded.
+    """A task vector: a mapping from state-dict names to parameter changes in float32.
 
-    Nothing is added up before it is asked for: `tv[name]` reads one tensor of each addend. What it gives is not to be
-    changed in place.
+    Sums and multiples are lazy: `tv[name]` reads one tensor of each addend and sums them. The returned tensors must
+    not be modified in place.
+
+    Args:
+        tensors: The change of each parameter that `about.base` lists. Not copied.
+        about: The provenance. Its entries for heads are filled in from `heads`.
+        heads: Task name -> classification head, for the tasks that have one.
+
+    Raises:
+        TaskVectorError: If tensors or heads do not match `about`.
+
+    Example:
+        >>> cars, dtd = kp.TaskVector.load("cars.safetensors"), kp.TaskVector.load("dtd.safetensors")
+        >>> edited = (cars + 0.5 * dtd).apply(model)
+        >>> (-cars).save("forget_cars.safetensors")
     """
 
     __array_ufunc__: ClassVar[None] = None
-    """A number of numpy's, times a vector, is asked of the vector; else numpy makes an array of it."""
+    """Makes numpy scalars defer multiplication to the vector instead of converting it to an array."""
     _multiple: tuple[float, TaskVector] | None = None
-    """Of one that was made by multiplying: the number, and the vector it was multiplied by."""
+    """The factor and the original vector, for the result of a multiplication."""
 
     def __init__(self, tensors: Mapping[str, Tensor], about: AboutVector, heads: Mapping[str, Head] | None = None):
-        """From the change of each parameter that `about.base` lists, and a head for each task that has one.
-
-        What `about` says of heads is filled in from the heads themselves. The tensors are not copied.
-        """
         heads = dict(heads or {})
         _check_tensors(tensors, about)
         _check_heads(heads, about)
         tasks = (
-            task.model_copy(update={"head": _entry(heads[task.name]) if task.name in heads else None})
+            task.model_copy(update={"head": _head_entry(heads[task.name]) if task.name in heads else None})
             for task in about.tasks
         )
-        described = AboutVector.model_validate({**dict(about), "tasks": tuple(tasks)})
-        self._terms: tuple[tuple[float, VectorStorage], ...] = ((1.0, InMemoryVector(dict(tensors), described, heads)),)
+        about = AboutVector.model_validate({**dict(about), "tasks": tuple(tasks)})
+        self._terms: tuple[tuple[float, VectorStorage], ...] = ((1.0, InMemoryVector(dict(tensors), about, heads)),)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TaskVector:
-        """Open a vector's file. Its tensors are mapped, and read and checked when touched."""
-        return cls.of_leaf(FileVector(path))
+        """Opens a task vector file. Tensors are memory-mapped, and read and checked when they are accessed.
+
+        Args:
+            path: The file, or `hf://owner/repo@revision/file`.
+
+        Returns:
+            The task vector.
+
+        Raises:
+            BundleError: If the file cannot be read or is not a task vector.
+        """
+        return cls.from_storage(FileVector(path))
 
     @classmethod
-    def of_leaf(cls, leaf: VectorStorage) -> TaskVector:
-        return cls._of([(1.0, leaf)])
+    def from_storage(cls, storage: VectorStorage) -> TaskVector:
+        """Returns a task vector with the tensors of a storage."""
+        return cls._from_terms([(1.0, storage)])
 
     def save(
         self, path: str | os.PathLike[str], *, progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
-        """Write it, whole or not at all, a tensor at a time.
+        """Writes the vector to a file atomically, one tensor at a time.
 
-        `progress` hears how many tensors are written, and how many there are.
+        Args:
+            path: The file to write.
+            progress: Called with the number of written tensors and the number of all tensors.
+
+        Raises:
+            BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
         """
-        write_vector(path, self.about, open_storage(self.__getitem__, self.about, self.heads), progress)
+        write_vector(path, self.about, file_tensors(self.__getitem__, self.about, self.heads), progress)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
+        """Saves the vector to a directory, which is created if it does not exist.
+
+        Args:
+            directory: Target directory.
+            filename: Name of the file. Defaults to `vector.safetensors`.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            KfacpackError: If `directory` is a file, or `filename` contains a path separator.
+        """
+        path: Path = _pretrained().save_pretrained(self, directory, filename=filename)
+        return path
+
+    def push_to_hub(self, repo_id: str, **settings: Any) -> Any:
+        """Uploads the vector and a model card to the Hugging Face Hub.
+
+        Args:
+            repo_id: Repository, `owner/repo`; created if it does not exist.
+            **settings: `filename` (defaults to `vector.safetensors`), `revision`, `private`, `commit_message`,
+                `license` and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
+
+        Returns:
+            What was uploaded, including the commit id.
+
+        Raises:
+            HubError: If the repository cannot be written.
+        """
+        return _pretrained().push_to_hub(self, repo_id, **settings)
 
     @classmethod
-    def _of(cls, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
-        """The sum of leaves; one that is there twice counts once, with both coefficients."""
-        made = cls.__new__(cls)
+    def from_pretrained(
+        cls, repo_or_path: str | os.PathLike[str], *, revision: str | None = None, filename: str | None = None
+    ) -> Self:
+        """Loads a task vector from a local file or directory, or from the Hugging Face Hub.
+
+        Args:
+            repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
+            revision: Branch, tag or commit of the repository. Defaults to the main branch.
+            filename: Name of the file. Defaults to `vector.safetensors`, or else to the only task vector.
+
+        Returns:
+            The vector. Its tensors are read when they are used.
+
+        Raises:
+            KfacpackError: If the source does not exist, or has no task vector or several.
+            HubError: If the repository cannot be read.
+        """
+        vector: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)
+        return vector
+
+    @classmethod
+    def _from_terms(cls, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
+        """Returns a weighted sum; coefficients of a storage that occurs twice are added."""
+        vector = cls.__new__(cls)
         totals: dict[int, tuple[float, VectorStorage]] = {}
-        for coefficient, leaf in terms:
-            before = totals[id(leaf)][0] if id(leaf) in totals else 0.0
-            totals[id(leaf)] = require_finite(before + coefficient), leaf
-        made._terms = tuple(totals.values())
-        return made
+        for coefficient, storage in terms:
+            before = totals[id(storage)][0] if id(storage) in totals else 0.0
+            totals[id(storage)] = require_finite(before + coefficient), storage
+        vector._terms = tuple(totals.values())
+        return vector
 
     @cached_property
     def about(self) -> AboutVector:
+        """The provenance: base model, f, regime, tasks and addends."""
         return about_sum(self._terms)
 
     @cached_property
     def heads(self) -> dict[str, Head]:
-        """A task's name -> its head."""
+        """Task name -> head."""
         return heads_of(self._terms)
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The names of the tasks that are in it."""
-        return tuple(dict.fromkeys(task.name for _, leaf in self._terms for task in leaf.about.tasks))
+        """Names of the tasks that the vector contains."""
+        return tuple(dict.fromkeys(task.name for _, storage in self._terms for task in storage.about.tasks))
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters it changes, in the order of the model's state dict."""
+        """Names of the parameters that the vector changes, in the order of the model's state dict."""
         return tuple(parameter.name for parameter in self._terms[0][1].about.base.parameters)
 
     @property
     def regime(self) -> str:
+        """The training regime."""
         return self._terms[0][1].about.regime
 
     @property
     def is_linear(self) -> bool:
-        """Whether it is used in the linearised model, as it was trained; else it is added to the weights."""
+        """Whether the vector was trained in the linearised model and is used there instead of added to the weights."""
         return self.regime == "linear"
 
     @cached_property
     def digest(self) -> str:
-        """Of the whole content of its file: the one it was loaded from, or the one it would be saved to."""
+        """SHA-256 of the whole content of its file, or of the file it would be saved to."""
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].digest
-        return vector_digest(self.about, open_storage(self.__getitem__, self.about, self.heads))
+        return vector_digest(self.about, file_tensors(self.__getitem__, self.about, self.heads))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
@@ -136,8 +221,8 @@ class TaskVector(Mapping[str, Tensor]):
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].read(name)
         total: Tensor | None = None
-        for coefficient, leaf in self._terms:
-            part = coefficient * leaf.read(name).double()
+        for coefficient, storage in self._terms:
+            part = coefficient * storage.read(name).double()
             total = part if total is None else total.to(part.device).add_(part)
         assert total is not None
         return total.float()
@@ -151,7 +236,7 @@ class TaskVector(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    # Of numbers by the million, only being the same object is answered at once.
+    # Mapping would compare all tensors; identity is the only comparison that is cheap.
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -159,7 +244,7 @@ class TaskVector(Mapping[str, Tensor]):
         return id(self)
 
     def __repr__(self) -> str:
-        base = self._terms[0][1].about.base.name  # of a sum, `about` has to read all of it
+        base = self._terms[0][1].about.base.name  # the `about` of a sum reads all tensors
         return f"<TaskVector of {base}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
 
     @cached_property
@@ -173,7 +258,7 @@ class TaskVector(Mapping[str, Tensor]):
             for _, ours in self._terms:
                 if ours is not theirs:
                     check_addable(ours, theirs)
-        return TaskVector._of([*self._terms, *other._terms])
+        return TaskVector._from_terms([*self._terms, *other._terms])
 
     def __radd__(self, other: Any) -> TaskVector:
         # sum([...]) begins with 0
@@ -189,7 +274,7 @@ class TaskVector(Mapping[str, Tensor]):
         number = _number(factor, "multiplied")
         if number is None:
             return NotImplemented
-        return self._times(number, ((number * coefficient, leaf) for coefficient, leaf in self._terms))
+        return self._times(number, ((number * coefficient, storage) for coefficient, storage in self._terms))
 
     __rmul__ = __mul__
 
@@ -199,43 +284,60 @@ class TaskVector(Mapping[str, Tensor]):
             return NotImplemented
         if number == 0:
             raise TaskVectorError("a task vector cannot be divided by 0")
-        return self._times(1 / number, ((coefficient / number, leaf) for coefficient, leaf in self._terms))
+        return self._times(1 / number, ((coefficient / number, storage) for coefficient, storage in self._terms))
 
     def _times(self, number: float, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
-        made = TaskVector._of(terms)
+        vector = TaskVector._from_terms(terms)
         before, direction = self.as_multiple()
-        made._multiple = number * before, direction
-        return made
+        vector._multiple = number * before, direction
+        return vector
 
     def as_multiple(self) -> tuple[float, TaskVector]:
-        """(α, τ) where this is α τ, as it was written; a vector that nobody has multiplied is 1.0 times itself.
+        """Returns (α, τ) such that this vector is α τ; α is 1.0 for a vector that was not multiplied.
 
-        What is linear in τ can be had for every α from τ alone, and is then the same number whoever asks.
+        Results that are linear in τ can be computed for every α from τ alone, with identical rounding.
         """
         return self._multiple or (1.0, self)
 
     def check(self, model: nn.Module | Mapping[str, Tensor], function: Function | None = None) -> None:
-        """Refuse a model that is not the one it was trained from, naming the first parameter that differs, or whose f,
-        if it is given, is another."""
+        """Checks that a model is the one that the vector was trained from.
+
+        Args:
+            model: The model or its state dict.
+            function: The model's f; checked as well if passed.
+
+        Raises:
+            TaskVectorError: If f differs, or a parameter, the first of which is named.
+        """
         weights = weights_of_model(model)
         about = self._terms[0][1].about
         base = about.base
-        if function and (words := function_difference(about.function, function)):
-            problem = f"this vector was trained for another f than the model's: {words}"
+        if function and (change := function_difference(about.function, function)):
+            problem = f"this vector was trained for another function f than the model's: {change}"
             raise TaskVectorError(f"{problem}. Load the model as it was for training, at the same image size")
         for parameter in base.parameters:
-            if found := difference(parameter, weights):
-                problem = f"parameter {parameter.name!r} {found}"
+            if change := difference(parameter, weights):
+                problem = f"parameter {parameter.name!r} {change}"
                 raise TaskVectorError(
-                    f"this vector was trained from {base.name}, which the model is not: {problem}. Load the weights "
-                    "it was trained from, unchanged; to apply several vectors, add them up first"
+                    f"this vector was trained from {base.name}, but the model is a different one: {problem}. Load the "
+                    "original weights; to apply several vectors, add them first"
                 )
 
     def apply(self, model: Edited, *, in_place: bool = False) -> Edited:
-        """θ0 + τ: a copy of the model (or of its state dict) with the vector added, or the model itself.
+        """Returns the model with the vector added to its weights: θ0 + τ.
 
-        Any model but θ0 is refused, so that no vector is added twice. A vector of the regime "linear" may also be used
-        in the linearised model, as it was trained: `kp.linearize(model)(x, tv)`.
+        A vector of the regime "linear" can also be used in the linearised model, as it was trained:
+        `kp.linearize(model)(x, tv)`.
+
+        Args:
+            model: The base model or its state dict, with its original weights.
+            in_place: Modifies the model itself instead of a copy.
+
+        Returns:
+            The edited model or state dict.
+
+        Raises:
+            TaskVectorError: If the model is not θ0; this also prevents that a vector is applied twice.
         """
         self.check(model)
         if isinstance(model, nn.Module):
@@ -248,9 +350,17 @@ class TaskVector(Mapping[str, Tensor]):
 
     @contextmanager
     def applied(self, model: nn.Module, function: Function | None = None) -> Iterator[nn.Module]:
-        """The model itself with the vector added, as long as the context lasts; then its very bytes as before.
+        """Context manager that adds the vector to the model's weights and restores the exact weights afterwards.
 
-        `function`: what its f is, which is then checked as well.
+        Args:
+            model: The base model, with its original weights.
+            function: The model's f; checked as well if passed.
+
+        Yields:
+            The model.
+
+        Raises:
+            TaskVectorError: If the model is not the one that the vector was trained from.
         """
         self.check(model, function)
         state = model.state_dict()
@@ -267,35 +377,40 @@ class TaskVector(Mapping[str, Tensor]):
     def _add_to(self, state: Mapping[str, Tensor]) -> None:
         for name in self:
             target = state[name]
-            # In float32 at least, and rounded once to what the model is in.
+            # Added in at least float32 and rounded once to the dtype of the model.
             wide = torch.promote_types(target.dtype, torch.float32)
             target.copy_(target.to(wide) + self[name].to(target.device, wide))
 
 
+def _pretrained() -> Any:
+    # By name: kfacpack.hub comes after this package in the import order, and is only needed when it is called.
+    return import_module("kfacpack.hub.pretrained")
+
+
 def _copied(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
-    """The same state dict with copies of the named tensors, which are copied under their other names (tied), too."""
+    """Returns the state dict with copies of the named tensors; tied tensors stay tied."""
     copies = {_memory(state[name]): state[name].clone() for name in names}
     return {name: copies.get(_memory(value), value) for name, value in state.items()}
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
-    """What only tensors of the very same numbers in the very same memory have in common."""
+    """Returns a key that is equal for tensors that are the same view of the same memory."""
     if not isinstance(tensor, Tensor):
         return (id(tensor),)
     return tensor.device, tensor.dtype, tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
 
 
-def _number(value: Any, done: str) -> float | None:
-    """Any real number as Python's own, numpy's too; None for what is no number."""
+def _number(value: Any, operation: str) -> float | None:
+    """Converts a real number, also a numpy scalar, to a float; returns None for anything else."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
         number = float(value)
     except OverflowError as error:
-        problem = "by a number that is larger than any float"
-        raise TaskVectorError(f"a task vector cannot be {done} {problem}") from error
+        problem = "by a number that is too large for a float"
+        raise TaskVectorError(f"a task vector cannot be {operation} {problem}") from error
     if not isfinite(number):
-        raise TaskVectorError(f"a task vector cannot be {done} by {number}")
+        raise TaskVectorError(f"a task vector cannot be {operation} by {number}")
     return number
 
 
@@ -303,25 +418,25 @@ def _check_tensors(tensors: Mapping[str, Tensor], about: AboutVector) -> None:
     shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
     for name in [*shapes, *tensors]:
         if name not in tensors or name not in shapes:
-            where = "the vector" if name not in tensors else "the base model's parameters"
-            raise TaskVectorError(f"parameter {name!r} is not in {where}")
-        found = tensors[name]
-        if tuple(found.shape) != shapes[name] or not found.is_floating_point():
-            problem = f"found {found.dtype} of shape {list(found.shape)}"
-            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, {problem}")
+            where = "the tensors" if name not in tensors else "the base model's parameters"
+            raise TaskVectorError(f"parameter {name!r} is missing in {where}")
+        tensor = tensors[name]
+        if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
+            actual = f"{tensor.dtype} of shape {list(tensor.shape)}"
+            raise TaskVectorError(f"parameter {name!r}: expected floats of shape {list(shapes[name])}, got {actual}")
 
 
 def _check_heads(heads: Mapping[str, Head], about: AboutVector) -> None:
     tasks = [task.name for task in about.tasks]
     for name, head in heads.items():
         if name not in tasks:
-            raise TaskVectorError(f"there is a head for {name!r}, which is none of the tasks: {', '.join(tasks)}")
-        wanted = (len(head.classes), about.function.width)
-        if tuple(head.weight.shape) != wanted or tuple(head.bias.shape) != wanted[:1]:
-            found = f"{list(head.weight.shape)} and {list(head.bias.shape)}"
-            expected = f"{list(wanted)} and {list(wanted[:1])}"
-            raise TaskVectorError(f"the head for {name!r}: expected weight and bias of {expected}, found {found}")
+            raise TaskVectorError(f"got a head for {name!r}, which is not one of the tasks {', '.join(tasks)}")
+        shape = (len(head.classes), about.function.width)
+        if tuple(head.weight.shape) != shape or tuple(head.bias.shape) != shape[:1]:
+            actual = f"{list(head.weight.shape)} and {list(head.bias.shape)}"
+            expected = f"{list(shape)} and {list(shape[:1])}"
+            raise TaskVectorError(f"head for {name!r}: expected weight and bias of shape {expected}, got {actual}")
 
 
-def _entry(head: Head) -> HeadEntry:
+def _head_entry(head: Head) -> HeadEntry:
     return HeadEntry(origin=head.origin, classes=head.classes)

@@ -1,4 +1,4 @@
-"""A task vector in a safetensors file, to measure on: tensors by the parameters' names, read when asked for."""
+"""Reads the tensors of a task vector from any safetensors file, for measuring approximation errors on it."""
 
 from __future__ import annotations
 
@@ -21,38 +21,52 @@ if TYPE_CHECKING:
 
 
 def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """The change of each parameter that the curvature covers; all must be there, others are not looked at."""
+    """Opens a file with the change of each parameter that a curvature covers.
+
+    Args:
+        path: A task vector, or any safetensors file with tensors under the parameters' names. Additional tensors
+            are ignored.
+        curvature: The curvature; if the file is a task vector, its base model must be the same.
+
+    Returns:
+        A function that reads the tensor of a parameter.
+
+    Raises:
+        BundleError: If the file cannot be read, or if a tensor is missing, has a wrong shape or type, or belongs to
+            another base model. The returned function raises it for values that are not finite.
+    """
     container = Container(path)
     if VECTOR.manifest in container.metadata:
-        return _check_model(path, curvature)
-    found = container.tensors
+        return _read_task_vector(path, curvature)
+    specs = container.tensors
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
-    if missing := [name for name in shapes if name not in found]:
+    if missing := [name for name in shapes if name not in specs]:
         problem = f"has no tensor {missing[0]!r}; {len(missing)} of the {len(shapes)} covered parameters are missing"
-        raise BundleError(path, problem, None, "Expected a task vector under the model's own names")
+        raise BundleError(path, problem, None, "Expected a task vector under the model's own parameter names")
     for name, shape in shapes.items():
-        dtype = TORCH_TYPES.get(found[name].dtype)
-        if found[name].shape != shape or dtype is None or not dtype.is_floating_point:
-            problem = f"is {found[name].dtype} of shape {list(found[name].shape)}, expected floats of {list(shape)}"
+        dtype = TORCH_TYPES.get(specs[name].dtype)
+        if specs[name].shape != shape or dtype is None or not dtype.is_floating_point:
+            problem = f"is {specs[name].dtype} of shape {list(specs[name].shape)}, expected floats of {list(shape)}"
             raise BundleError(path, problem, f"tensor {name!r}")
 
     def read(name: str) -> Tensor:
-        # Copied, because other writers may lay tensors at odd places.
+        # Copied, because other writers may not align tensors.
         data = bytearray(container.bytes_of(name))
-        tensor = torch.frombuffer(data, dtype=TORCH_TYPES[found[name].dtype]).view(shapes[name])
+        tensor = torch.frombuffer(data, dtype=TORCH_TYPES[specs[name].dtype]).view(shapes[name])
         if not bool(tensor.isfinite().all()):
-            raise BundleError(path, "has a number that is not finite", f"tensor {name!r}")
+            raise BundleError(path, "contains NaN or Inf", f"tensor {name!r}")
         return tensor
 
     return read
 
 
-def _check_model(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """A file that says which model it is of, and whose bytes can be checked."""
+def _read_task_vector(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
+    """Opens a task vector and checks that it has the curvature's base model."""
     vector = TaskVector.load(path)
-    own = {parameter.name: parameter for parameter in vector.about.base.parameters}
+    parameters = {parameter.name: parameter for parameter in vector.about.base.parameters}
     for parameter in curvature.about.base.parameters:
-        if own.get(parameter.name) != parameter:
-            problem = "is not in it" if parameter.name not in own else "is of another base model"
-            raise BundleError(path, f"{problem}, expected {curvature.about.base.name}'s", f"tensor {parameter.name!r}")
+        if parameters.get(parameter.name) != parameter:
+            problem = "belongs to another base model" if parameter.name in parameters else "is missing"
+            expected = f"expected the parameter of {curvature.about.base.name}"
+            raise BundleError(path, f"{problem}, {expected}", f"tensor {parameter.name!r}")
     return vector.__getitem__

@@ -1,4 +1,4 @@
-"""`kfacpack add` and `kfacpack negate`, as a shell sees them."""
+"""`kfacpack add` and `kfacpack negate`, from the command line."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def three(vectors):
     return [vectors / f"{task}.safetensors" for task in ("one", "two", "three")]
 
 
-def test_a_sum_has_all_heads_and_says_how_it_was_made(three, tmp_path):
+def test_a_sum_has_all_heads_and_records_its_addends(three, tmp_path):
     output = tmp_path / "sum.safetensors"
-    said = json.loads(run("add", *three, "-o", output, "--json").stdout)
+    result = json.loads(run("add", *three, "-o", output, "--json").stdout)
     read = kp.TaskVector.load(output)
     one, two, last = map(kp.TaskVector.load, three)
-    assert (said["path"], said["sha256"], said["bytes"]) == (str(output), read.digest, output.stat().st_size)
-    assert (said["method"], said["alphas"], said["settings"]) == ("sum", [1.0, 1.0, 1.0], {})
-    assert said["tasks"] == ["one", "two", "three"] == list(read.heads)
-    assert said["model"] is None
-    assert [each["sha256"] for each in said["addends"]] == [one.digest, two.digest, last.digest]
+    assert (result["path"], result["sha256"], result["bytes"]) == (str(output), read.digest, output.stat().st_size)
+    assert (result["method"], result["alphas"], result["settings"]) == ("sum", [1.0, 1.0, 1.0], {})
+    assert result["tasks"] == ["one", "two", "three"] == list(read.heads)
+    assert result["model"] is None
+    assert [entry["sha256"] for entry in result["addends"]] == [one.digest, two.digest, last.digest]
     assert read.digest == (one + two + last).digest
 
 
@@ -83,25 +83,25 @@ def test_a_sum_has_all_heads_and_says_how_it_was_made(three, tmp_path):
 def test_every_method_with_its_settings(method, options, settings, three, tmp_path):
     output = tmp_path / "merged.safetensors"
     alphas = ["--alpha", 0.5, "--alpha", 1, "--alpha", -2]
-    said = json.loads(run("add", *three, "-o", output, "--method", method, *options, *alphas, "--json").stdout)
-    assert (said["method"], said["settings"], said["alphas"]) == (method, settings, [0.5, 1.0, -2.0])
-    assert said["scale"] == METHODS[method].scale
+    result = json.loads(run("add", *three, "-o", output, "--method", method, *options, *alphas, "--json").stdout)
+    assert (result["method"], result["settings"], result["alphas"]) == (method, settings, [0.5, 1.0, -2.0])
+    assert result["scale"] == METHODS[method].scale
     expected = kp.add(three, method, [0.5, 1, -2], **settings)
     read = kp.TaskVector.load(output)
-    assert read.digest == expected.digest == said["sha256"]
+    assert read.digest == expected.digest == result["sha256"]
     assert read.about.method.settings == settings
 
 
-def test_the_help_knows_every_method():
-    said = " ".join(run("add", "--help").stdout.replace("│", " ").split())
-    assert all(f"{method}:" in said for method in METHODS)
-    assert "not the mean" in said
+def test_the_help_describes_every_method():
+    result = " ".join(run("add", "--help").stdout.replace("│", " ").split())
+    assert all(f"{method}:" in result for method in METHODS)
+    assert "not the mean" in result
 
 
-def test_a_vector_and_its_negative_are_nothing(three, tmp_path):
+def test_a_vector_plus_its_negation_is_zero(three, tmp_path):
     negative, nothing = tmp_path / "negative.safetensors", tmp_path / "nothing.safetensors"
-    said = json.loads(run("negate", three[0], "-o", negative, "--json").stdout)
-    assert (said["alpha"], said["sha256"]) == (1.0, kp.TaskVector.load(negative).digest)
+    result = json.loads(run("negate", three[0], "-o", negative, "--json").stdout)
+    assert (result["alpha"], result["sha256"]) == (1.0, kp.TaskVector.load(negative).digest)
     run("add", three[0], negative, "-o", nothing, "-q")
     assert all(not value.any() for name, value in load_file(nothing).items() if name.startswith(PREFIX))
     run("negate", three[0], "-o", negative, "--alpha", 0.5, "-q")
@@ -110,27 +110,27 @@ def test_a_vector_and_its_negative_are_nothing(three, tmp_path):
     assert list(half.heads) == ["one"]
 
 
-def test_a_person_is_told_what_was_written(three, tmp_path):
+def test_the_output_is_summarised(three, tmp_path):
     done = run("add", *three, "-o", tmp_path / "sum.safetensors")
     assert f"wrote {tmp_path / 'sum.safetensors'}: one, two, three: " in done.stdout
     assert not run("add", *three, "-o", tmp_path / "sum.safetensors", "--quiet").output
 
 
-def test_the_whole_model_is_saved_with_it(three, tiny, tmp_path):
+def test_save_model(three, tiny, tmp_path):
     output, whole = tmp_path / "sum.safetensors", tmp_path / "model.safetensors"
-    said = json.loads(run("add", *three, "-o", output, "--save-model", whole, "--json").stdout)
-    assert said["model"] == {
+    result = json.loads(run("add", *three, "-o", output, "--save-model", whole, "--json").stdout)
+    assert result["model"] == {
         "path": str(whole),
         "load": f"kfacpack.load_model('tiny', weights={str(whole)!r})",
         "note": None,
     }
     expected = kp.TaskVector.load(output).apply(tiny.module).state_dict()
-    found = kp.load_model("tiny", weights=whole).module.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = kp.load_model("tiny", weights=whole).module.state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
     run("negate", three[0], "-o", output, "--save-model", whole, "-q")
     expected = (-kp.TaskVector.load(three[0])).apply(tiny.module).state_dict()
-    found = kp.load_model("tiny", weights=whole).module.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    loaded = kp.load_model("tiny", weights=whole).module.state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 def test_a_linearised_vector_comes_with_a_note(vectors, tmp_path):
@@ -143,45 +143,57 @@ def test_a_linearised_vector_comes_with_a_note(vectors, tmp_path):
 
 
 def test_a_model_in_half_precision_and_at_another_size(tmp_path):
-    """The vector says in which precision its base model was, and the size is given as for training."""
+    """The dtype of the base model comes from the vector, the image size from the option."""
     base = kp.load_model("tiny", image_size=64, dtype=torch.bfloat16)
     made(base, "one", 1).save(tmp_path / "one.safetensors")
     one, whole = tmp_path / "one.safetensors", tmp_path / "whole.safetensors"
     common = ["add", one, "-o", tmp_path / "sum.safetensors", "--save-model", whole]
-    said = json.loads(run(*common, "--image-size", 64, "--json").stdout)
-    assert said["model"]["load"].endswith("image_size=64)")
-    found = kp.load_model("tiny", weights=whole, image_size=64, dtype=torch.bfloat16).module.state_dict()
+    result = json.loads(run(*common, "--image-size", 64, "--json").stdout)
+    assert result["model"]["load"].endswith("image_size=64)")
+    loaded = kp.load_model("tiny", weights=whole, image_size=64, dtype=torch.bfloat16).module.state_dict()
     expected = kp.TaskVector.load(one).apply(base.module).state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
 
 
 WRONG = {
     "other base": (["one", "other-base"], [], "different base models (tiny and tiny)"),
     "other regime": (["one", "two-linear"], [], "different regimes: 'full' and 'linear'"),
-    "other head": (["one", "other-head"], [], "both have a head for 'one', but not the same one"),
-    "twice": (["one", "two", "one"], [], "are the same vector, which would count twice"),
-    "in a sum": (["one", "sum"], [], "have a vector in common, which would count twice"),
+    "other head": (["one", "other-head"], [], "different heads for 'one'"),
+    "twice": (["one", "two", "one"], [], "are the same vector"),
+    "in a sum": (["one", "sum"], [], "share a vector"),
     "nothing": (["nothing"], [], "No such file"),
-    "no method": (["one"], ["--method", "average"], "there is no method 'average'"),
+    "no method": (["one"], ["--method", "average"], "unknown method 'average'"),
     "no such setting": (["one"], ["--method", "tsv", "--keep", 0.1], "'tsv' has no setting 'keep'"),
     "sum has no mean": (["one"], ["--mean"], "'sum' has no setting 'mean'"),
-    "wrong setting": (["one"], ["--method", "ties", "--keep", 2], "keep is 2.0, expected a number above 0 to 1"),
-    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "found 2 α for 3 vectors"),
+    "wrong setting": (["one"], ["--method", "ties", "--keep", 2], "keep is 2.0, expected a number in (0, 1]"),
+    "alphas": (["one", "two", "three"], ["--alpha", 1, "--alpha", 2], "2 α for 3 vectors"),
     "infinite alpha": (["one"], ["--alpha", "inf"], "α is inf"),
-    "alpha over float32": (["one", "two"], ["--alpha", "1e39"], "would be 1e+39, float32 holds 3.4e+38 at most"),
+    "alpha over float32": (["one", "two"], ["--alpha", "1e39"], "would be 1e+39"),
     "one of them": (["one", "two"], ["--method", "tsv", "--alpha", 1, "--alpha=-1e39"], "would be -1e+39"),
     "no number": (["one"], ["--alpha", "much"], "as a number"),
     "weights of nothing": (["one"], ["--weights", "random"], "give --save-model"),
-    "other weights": (["one"], ["--save-model", "MODEL.safetensors", "--weights", "random"], "which the model is not"),
+    "other weights": (
+        ["one"],
+        ["--save-model", "MODEL.safetensors", "--weights", "random"],
+        "the model is a different one",
+    ),
     "ending": (["one"], ["--save-model", "MODEL.bin"], "must end in .safetensors"),
-    "no model": (["one"], ["--save-model", "MODEL.safetensors", "--model", "tinny"], "close to it are tiny"),
-    "no folder": (["one"], ["--save-model", "nowhere/MODEL.safetensors"], "there is no folder"),
-    "same file": (["one"], ["--save-model", "out.safetensors"], "cannot be the same file"),
+    "no model": (["one"], ["--save-model", "MODEL.safetensors", "--model", "tinny"], "'tinny'; did you mean 'tiny'"),
+    "no folder": (
+        ["one"],
+        ["--save-model", "nowhere/MODEL.safetensors"],
+        "nowhere/MODEL.safetensors: no such folder: 'nowhere'",
+    ),
+    "same file": (
+        ["one"],
+        ["--save-model", "out.safetensors"],
+        "out.safetensors: the vector and the model need different files",
+    ),
 }
 
 
 @pytest.mark.parametrize(("names", "options", "words"), WRONG.values(), ids=WRONG)
-def test_wrong_input_is_named_and_nothing_written(names, options, words, vectors, tmp_path, monkeypatch):
+def test_wrong_input_is_refused_and_nothing_is_written(names, options, words, vectors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run("add", *(vectors / f"{name}.safetensors" for name in names), "-o", "out.safetensors", *options, code=2)
     assert words in " ".join(done.stderr.replace("│", " ").split())
@@ -189,19 +201,19 @@ def test_wrong_input_is_named_and_nothing_written(names, options, words, vectors
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bundle_and_a_vector_are_not_the_same(three, tmp_path):
+def test_bundles_and_vectors_are_not_confused(three, tmp_path):
     bundle = tmp_path / "one.kfac"
     kp.estimate(torch.nn.Linear(2, 2), [torch.ones(3, 2)]).save(bundle)
     for command in (["add", three[0], bundle], ["negate", bundle]):
-        said = run(*command, "-o", tmp_path / "new.safetensors", code=2).stderr
-        assert f"{bundle}: is a bundle, expected a task vector. Bundles are added up by `kfacpack merge`" in said
+        result = run(*command, "-o", tmp_path / "new.safetensors", code=2).stderr
+        assert f"{bundle}: is a bundle, expected a task vector. Bundles are merged by `kfacpack merge`" in result
     for command in (["merge", bundle, three[0], "-o", tmp_path / "new.kfac"], ["inspect", three[0]]):
-        said = run(*command, code=2).stderr
-        assert f"{three[0]}: is a task vector, expected a bundle. Task vectors are added up by `kfacpack add`" in said
+        result = run(*command, code=2).stderr
+        assert f"{three[0]}: is a task vector, expected a bundle. Task vectors are added by `kfacpack add`" in result
     assert not list(tmp_path.glob("new*"))
 
 
-def test_an_input_is_not_written_over(three):
+def test_an_input_is_never_overwritten(three):
     before = three[0].read_bytes()
     for command in (["add", *three], ["negate", three[0]]):
         assert "is also an input" in run(*command, "-o", three[0], code=2).stderr
@@ -217,4 +229,4 @@ def test_a_damaged_vector_is_named(three, tmp_path):
     damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     done = run("add", three[0], damaged, "-o", tmp_path / "sum.safetensors", code=2)
     assert f"{damaged}: tensor" in done.stderr
-    assert [each.name for each in tmp_path.iterdir()] == ["damaged.safetensors"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["damaged.safetensors"]

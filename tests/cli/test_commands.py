@@ -1,4 +1,4 @@
-"""The commands, as a shell sees them: what goes to stdout, what to stderr, and the exit code."""
+"""The command line: stdout, stderr and exit codes of the commands, help, completion and suggestions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
-def test_inspect_says_what_it_is(bundle):
+def test_inspect_shows_a_summary(bundle):
     done = run("inspect", bundle)
     assert done.exit_code == 0
     for fact in (
@@ -53,22 +53,22 @@ def test_inspect_lists_blocks(bundle):
     assert "+ attn.in_proj_weight" not in done.stdout
 
 
-def test_inspect_json_is_the_whole_manifest(bundle):
+def test_inspect_json_has_the_whole_manifest(bundle):
     done = run("inspect", bundle, "--json")
-    found = json.loads(done.stdout)
-    assert found["sha256"] == kp.Bundle(bundle).digest
-    assert found["bytes"] == bundle.stat().st_size
-    assert set(found) == {"path", "sha256", "bytes", "dense_bytes", "weights", "manifest"}
-    assert found["manifest"]["source"]["task"] == "toy"
-    assert len(found["manifest"]["blocks"]) == len(kp.load(bundle).blocks)
+    output = json.loads(done.stdout)
+    assert output["sha256"] == kp.Bundle(bundle).digest
+    assert output["bytes"] == bundle.stat().st_size
+    assert set(output) == {"path", "sha256", "bytes", "dense_bytes", "weights", "manifest"}
+    assert output["manifest"]["source"]["task"] == "toy"
+    assert len(output["manifest"]["blocks"]) == len(kp.load(bundle).blocks)
 
 
-def test_names_with_markup_are_shown_as_they_are(tmp_path, bundle):
+def test_names_with_markup_are_printed_literally(tmp_path, bundle):
     forged = forge(bundle, tmp_path / "m.kfac", lambda h, m, d: m["source"].update(task="[red]not red[/red]"))
     assert "[red]not red[/red]" in run("inspect", forged).stdout
 
 
-def test_verify_holds(bundle):
+def test_verify_of_a_valid_bundle(bundle):
     done = run("verify", bundle)
     assert done.exit_code == 0
     assert "holds" in done.stdout
@@ -76,19 +76,19 @@ def test_verify_holds(bundle):
         assert check in done.stdout
 
 
-def test_verify_says_what_it_did_not_check(tmp_path):
+def test_verify_counts_matrices_that_need_not_be_psd(tmp_path):
     small_curvature("packed-int8").save(tmp_path / "toy.kfac")
-    assert "psd (1; 9 promise nothing)" in run("verify", tmp_path / "toy.kfac").stdout
-    assert "1 of 10 matrices promise" in run("inspect", tmp_path / "toy.kfac").stdout
+    assert "psd (1; 9 not required)" in run("verify", tmp_path / "toy.kfac").stdout
+    assert "1 of 10 matrices" in run("inspect", tmp_path / "toy.kfac").stdout
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure(bundle):
+def test_a_closed_pipe_is_not_an_error(bundle):
     program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' --json | head -1"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
 
 
-def test_a_full_disk_is_told_and_is_2(bundle):
+def test_a_full_disk_is_an_error_with_code_2(bundle):
     program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' > /dev/full"
     done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -101,7 +101,7 @@ def test_verify_quiet_prints_nothing(bundle):
 
 
 def damaged(bundle, target, name, values):
-    """A bundle whose tensor `name` begins with other numbers, every hash made right again."""
+    """Returns a bundle with other values at the start of tensor `name` and correct hashes."""
 
     def edit(header, manifest, data):
         start, stop = header[name]["data_offsets"]
@@ -134,7 +134,7 @@ def test_verify_names_the_tensor_that_is_not_finite(bundle, tmp_path):
 def test_verify_names_the_tensor_that_is_not_positive_semi_definite(bundle, tmp_path):
     done = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([-1.0])))
     assert done.exit_code == 1
-    assert "tensor 'proj/B': is not positive semi-definite: it has an eigenvalue below -" in done.stderr
+    assert "tensor 'proj/B': is not positive semi-definite: has an eigenvalue below -" in done.stderr
 
 
 def test_verify_names_the_tensor_that_is_not_symmetric(tmp_path):
@@ -160,20 +160,20 @@ def test_verify_against_weights(bundle, tmp_path):
     assert "no-such-model" in done.stderr
 
 
-def test_verify_looks_at_every_file(bundle, tmp_path):
+def test_verify_checks_every_file(bundle, tmp_path):
     (tmp_path / "cut.kfac").write_bytes(bundle.read_bytes()[:-5])
     done = run("verify", tmp_path / "cut.kfac", bundle, "--json")
     assert done.exit_code == 2
-    found = json.loads(done.stdout)
-    assert [entry["holds"] for entry in found["bundles"]] == [True]
-    assert found["unreadable"][0]["path"] == str(tmp_path / "cut.kfac")
-    assert "ends at byte" in found["unreadable"][0]["error"]
-    assert set(found["bundles"][0]) == {"path", "sha256", "holds", "checks"}
-    assert set(found["bundles"][0]["checks"][0]) == {"name", "checked", "failures", "exempt"}
+    output = json.loads(done.stdout)
+    assert [entry["holds"] for entry in output["bundles"]] == [True]
+    assert output["unreadable"][0]["path"] == str(tmp_path / "cut.kfac")
+    assert "ends at byte" in output["unreadable"][0]["error"]
+    assert set(output["bundles"][0]) == {"path", "sha256", "holds", "checks"}
+    assert set(output["bundles"][0]["checks"][0]) == {"name", "checked", "failures", "exempt"}
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_output_that_cannot_show_everything_is_no_crash(bundle, encoding):
+def test_output_encodings_without_all_characters(bundle, encoding):
     command = [sys.executable, "-c", "from kfacpack_cli import run; run()", "inspect", str(bundle), "--blocks"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
@@ -183,7 +183,7 @@ def test_output_that_cannot_show_everything_is_no_crash(bundle, encoding):
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 @pytest.mark.parametrize("name", ["nowhere.kfac", "."])
-def test_files_that_are_not_there(tmp_path, command, name):
+def test_missing_files(tmp_path, command, name):
     done = run(command, tmp_path / name)
     assert done.exit_code == 2
     assert "error: " in done.stderr
@@ -195,11 +195,11 @@ def test_wrong_usage(arguments):
     assert run(*arguments).exit_code == 2
 
 
-def test_an_interruption_is_130(bundle, monkeypatch):
+def test_an_interruption_exits_with_130(bundle, monkeypatch):
     def interrupted(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kfacpack.format.reader.Bundle", interrupted)
+    monkeypatch.setattr("kfacpack_cli.inspect.Bundle", interrupted)
     assert run("inspect", bundle).exit_code == 130
 
 
@@ -214,7 +214,7 @@ def test_inspect_does_not_wait_for_torch(bundle):
     assert done.returncode == 0, done.stderr
 
 
-def test_every_command_can_be_asked_for_help():
+def test_every_command_has_help():
     commands = get_command(app).commands
     assert {"estimate", "train", "push"} <= set(commands)
     for name in commands:
@@ -223,11 +223,90 @@ def test_every_command_can_be_asked_for_help():
         assert f"kfacpack {name}" in done.stdout or f" {name} " in done.stdout
 
 
-def test_help_shows_what_a_person_types():
-    """Arguments as they are typed, and no value behind a flag."""
+def test_usage_lines():
+    """They show metavars of arguments; flags have no value."""
     for name in ["merge", "eval", "push", "pull", "measure"]:
-        said = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
-        assert "bool" not in said
-        assert not any(odd in said.split("\n")[1] for odd in ("{", "......", "None"))
+        text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "120"}).stdout
+        assert "bool" not in text
+        assert not any(odd in text.split("\n")[1] for odd in ("{", "......", "None"))
     usage = CliRunner().invoke(app, ["push", "--help"], env={"COLUMNS": "120"}).stdout.split("\n")[1]
     assert usage.split("[OPTIONS]")[1].strip() == "FILE... OWNER/REPO"
+
+
+PANELS = {
+    "Curvature": ["estimate", "inspect", "verify", "compress", "merge", "import", "export"],
+    "Task vectors": ["train", "add", "negate", "eval", "measure"],
+    "Experiments": ["run", "report", "demo"],
+    "Hub": ["push", "pull", "search"],
+    "Lists": ["models", "tasks"],
+}
+
+
+def test_commands_are_grouped_in_panels():
+    panels, current = {}, None
+    for line in CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"}).stdout.splitlines():
+        if line.startswith("╭─"):
+            current = panels.setdefault(line.strip("╭─╮ "), [])
+        elif line.startswith("│ ") and line[2] != " ":
+            current.append(line.split()[1])
+    assert {panel: panels[panel] for panel in PANELS} == PANELS
+    assert set(panels) - set(PANELS) == {"Options"}
+    assert sorted(name for names in PANELS.values() for name in names) == sorted(get_command(app).commands)
+
+
+def test_every_option_has_a_help_text():
+    for name, command in get_command(app).commands.items():
+        for parameter in command.params:
+            assert parameter.help, f"{name}: {parameter.name}"
+
+
+def test_brackets_in_help_texts_are_shown():
+    """rich would take them for markup."""
+    shown = CliRunner().invoke(app, ["estimate", "--help"], env={"COLUMNS": "200"}).stdout
+    assert "OWNER/REPO[@REVISION][/CONFIG]" in shown
+    assert "[default: detected]" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "suggestion"), [(["inspct", "x"], "'inspect'"), (["inspect", "--blcks", "x"], "--blocks")]
+)
+def test_misspelt_commands_and_options_are_corrected(arguments, suggestion):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert suggestion in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("kfacpack comp", {"compress"}),
+        ("kfacpack estimate --fisher ", {"exact", "mc"}),
+        ("kfacpack merge --ru", {"--rule"}),
+    ],
+)
+def test_completion_in_bash(words, expected):
+    environment = {**os.environ, "_KFACPACK_COMPLETE": "complete_bash", "COMP_WORDS": words}
+    environment["COMP_CWORD"] = str(len(words.split(" ")) - 1)
+    command = [sys.executable, "-m", "kfacpack_cli"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == expected
+
+
+def test_the_next_command_is_shown(bundle, tmp_path):
+    small = tmp_path / "small one.kfac"
+    command = ["compress", bundle, "int8", "-o", small]
+    line = run(*command).stdout.splitlines()[-1]
+    assert line.startswith("next: kfacpack train ")
+    assert f"--reg '{small}'" in line, "quoted for the shell"
+    for silent in ("--json", "--quiet"):
+        assert "next:" not in run(*command, silent).output
+    assert "next:" not in run("compress", bundle, "int8", "--dry-run").output
+    assert "next: " in run("export", bundle, "-o", tmp_path / "factors.safetensors").stdout
+
+
+def test_help_does_not_import_torch():
+    command = [sys.executable, "-X", "importtime", "-m", "kfacpack_cli", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "typer" in imported
+    assert not imported & {"torch", "transformers", "open_clip", "timm", "datasets", "matplotlib"}

@@ -1,4 +1,4 @@
-"""`kfacpack compress` and `estimate --compress`, as a shell sees them."""
+"""`kfacpack compress` and `estimate --compress`, from the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
 
 
-def test_a_smaller_bundle_and_what_it_lost(bundle, tmp_path):
+def test_compress_reports_size_and_errors(bundle, tmp_path):
     done = run("compress", bundle, "block:4+int8", "-o", tmp_path / "small.kfac")
     assert done.exit_code == 0
     for words in (
@@ -32,7 +32,7 @@ def test_a_smaller_bundle_and_what_it_lost(bundle, tmp_path):
         "of dense float32",
         "(Frobenius norm)",
         "on random task vectors",
-        "stay as they are: scale",
+        "blocks are unchanged: scale",
     ):
         assert words in done.stdout.replace("\n", " ")
     assert (tmp_path / "small.kfac").stat().st_size < bundle.stat().st_size
@@ -45,29 +45,29 @@ def test_json_has_every_block(bundle, tmp_path):
     tau = random_tau(curvature)
     save_file({**tau, "of.no.interest": torch.zeros(2)}, tmp_path / "tau.safetensors")
     done = run("compress", bundle, "svd:25%", "-o", target, "--vector", tmp_path / "tau.safetensors", "--json")
-    said = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     assert not done.stderr
-    assert (said["path"], said["bytes"], said["sha256"]) == (
+    assert (result["path"], result["bytes"], result["sha256"]) == (
         str(target),
         target.stat().st_size,
         kp.Bundle(target).digest,
     )
-    assert [block["name"] for block in said["blocks"]] == [block.name for block in curvature.blocks]
-    q, found = (float(each.quadratic(tau)) for each in (curvature, kp.load(target)))
-    assert said["quadratic"]["vector"] == pytest.approx(abs(found - q) / q, rel=1e-4)
+    assert [block["name"] for block in result["blocks"]] == [block.name for block in curvature.blocks]
+    q, after = (float(curv.quadratic(tau)) for curv in (curvature, kp.load(target)))
+    assert result["quadratic"]["vector"] == pytest.approx(abs(after - q) / q, rel=1e-4)
     recorded = [block.losses[-1] for block in kp.load(target).blocks if block.losses]
-    measured = [block for block in said["blocks"] if block["step"]]
+    measured = [block for block in result["blocks"] if block["step"]]
     assert [loss.frobenius for loss in recorded] == pytest.approx([block["frobenius"] for block in measured], rel=1e-5)
     small = kp.load(target)
     assert [loss.vector for loss in recorded] == pytest.approx(
         [block["quadratic"]["vector"] for block in measured], rel=1e-5
     )
     (whole,) = small.about.losses
-    assert (whole.step, whole.frobenius) == ("svd:25%", pytest.approx(said["frobenius"], rel=1e-5))
-    assert whole.quadratic == pytest.approx(said["quadratic"]["random"], rel=1e-5)
-    assert whole.vector == pytest.approx(said["quadratic"]["vector"], rel=1e-5)
+    assert (whole.step, whole.frobenius) == ("svd:25%", pytest.approx(result["frobenius"], rel=1e-5))
+    assert whole.quadratic == pytest.approx(result["quadratic"]["random"], rel=1e-5)
+    assert whole.vector == pytest.approx(result["quadratic"]["vector"], rel=1e-5)
     assert "svd:25% (error of G" in run("inspect", target).stdout.replace("\n", " ")
-    assert said["ratio"] == pytest.approx(said["bytes"] / said["dense_bytes"])
+    assert result["ratio"] == pytest.approx(result["bytes"] / result["dense_bytes"])
 
 
 def test_a_budget_and_a_list_of_blocks(bundle, tmp_path):
@@ -79,7 +79,7 @@ def test_a_budget_and_a_list_of_blocks(bundle, tmp_path):
         assert block.name in done.stdout
 
 
-def test_a_budget_has_room_for_the_errors_on_a_vector(bundle, tmp_path):
+def test_a_budget_includes_the_recorded_errors(bundle, tmp_path):
     limit = int(0.7 * bundle.stat().st_size)
     save_file(random_tau(kp.load(bundle)), tmp_path / "tau.safetensors")
     to = ["-o", tmp_path / "small.kfac", "--vector", tmp_path / "tau.safetensors"]
@@ -89,14 +89,14 @@ def test_a_budget_has_room_for_the_errors_on_a_vector(bundle, tmp_path):
 
 
 def test_a_dry_run_writes_nothing(bundle, tmp_path):
-    said = json.loads(run("compress", bundle, "int8", "--dry-run", "--json").stdout)
+    result = json.loads(run("compress", bundle, "int8", "--dry-run", "--json").stdout)
     assert list(tmp_path.iterdir()) == [bundle]
     run("compress", bundle, "int8", "-o", tmp_path / "small.kfac", "--quiet")
-    assert said["path"] is None
-    assert said["bytes"] == (tmp_path / "small.kfac").stat().st_size
+    assert result["path"] is None
+    assert result["bytes"] == (tmp_path / "small.kfac").stat().st_size
 
 
-def test_quiet_is_quiet(bundle, tmp_path):
+def test_quiet_prints_nothing(bundle, tmp_path):
     done = run("compress", bundle, "int8", "-o", tmp_path / "small.kfac", "-q")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
 
@@ -127,14 +127,14 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
         (["int8", "--budget", "10%", *to], "either a codec"),
         (["wavelet:3", *to], "expected one of block:K"),
         (["--budget", "lots", *to], "expected a size such as 70MB"),
-        (["--budget", "10B", *to], "the smallest file that was found has"),
+        (["--budget", "10B", *to], "budget '10B' is 10 bytes"),
         (["int8", "-o", bundle], "is also an input"),
         (["int8", "-o", link], "is also an input"),
         (["int8", "-o", "/no/such/folder/s.kfac"], "/no/such/folder"),
         (["int8", *to, "--vector", tmp_path / "missing"], f"has no tensor {first!r}; 1 of the 10 covered parameters"),
         (["int8", *to, "--vector", tmp_path / "shape"], "expected floats of"),
         (["int8", *to, "--vector", tmp_path / "whole"], "is I32"),
-        (["int8", *to, "--vector", tmp_path / "nan"], "not finite"),
+        (["int8", *to, "--vector", tmp_path / "nan"], f"tensor {first!r}: contains NaN"),
         (["int8", *to, "--vector", "/no/such/vector"], "/no/such/vector"),
     ):
         done = run("compress", bundle, *arguments)

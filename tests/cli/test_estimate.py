@@ -118,10 +118,12 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
     resumed = tmp_path / "resumed.kfac"
     # Every batch takes a while and is stored, so that there is a middle to be stopped in.
     slow = (
-        "import time, kfacpack.estimation.job as job, kfacpack.estimation.underway as underway\n"
-        "take = underway.Estimation.take\n"
-        "underway.Estimation.take = lambda *given: (time.sleep(0.2), take(*given))[1]\n"
-        "job.EVERY = 0.0; job.Job.run.__kwdefaults__['every'] = 0.0\n"
+        "import time\n"
+        "from kfacpack.estimation.accumulator import CurvatureAccumulator\n"
+        "from kfacpack.estimation.task_estimate import TaskEstimate\n"
+        "take = CurvatureAccumulator.take\n"
+        "CurvatureAccumulator.take = lambda *given: (time.sleep(0.2), take(*given))[1]\n"
+        "TaskEstimate.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
     process = subprocess.Popen(
@@ -167,7 +169,7 @@ def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
 def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
     bundle.with_name("made.kfac.partial").write_bytes(b"no such thing")
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle]
-    assert "Remove it to start anew" in run(*common, "--resume", code=2).stderr
+    assert "Remove it" in run(*common, "--resume", code=2).stderr
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])

@@ -1,4 +1,4 @@
-"""`kfacpack measure`, as a shell sees it."""
+"""`kfacpack measure`, from the command line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(*arguments, code=0):
     return done
 
 
-def found(*arguments):
+def measure_json(*arguments):
     done = run(*arguments, "--json")
     assert not done.stderr
     return json.loads(done.stdout)
@@ -33,13 +33,15 @@ def found(*arguments):
 
 @pytest.fixture(scope="module")
 def things(tmp_path_factory):
-    """Two tasks' pictures, vectors and bundles, and the options that say where the pictures are."""
+    """A folder with images, vectors and bundles of two tasks."""
     folder = tmp_path_factory.mktemp("things")
     model = load_model("tiny")
     for seed, name in enumerate(("morning", "evening")):
         task = load_task(name, paint(folder / name, COUNTS, seed))
         generator = torch.Generator().manual_seed(seed)
-        tau = {each: 0.05 * torch.randn(model.module.get_parameter(each).shape, generator=generator) for each in PARAMS}
+        tau = {
+            entry: 0.05 * torch.randn(model.module.get_parameter(entry).shape, generator=generator) for entry in PARAMS
+        }
         about = AboutVector(
             base=kp.identify(model.module, list(PARAMS), family=model.family, name=model.name),
             function=model.function,
@@ -49,8 +51,8 @@ def things(tmp_path_factory):
         kp.TaskVector(tau, about, {name: kp.head_for(model, task)}).save(folder / f"{name}.safetensors")
         split = task.split("train")
         batch = model.prepare([split[number] for number in range(len(split))], name)
-        said = {"name": model.name, "function": model.function, "source": kp.Source(task=name, dataset_size=12)}
-        made = kp.estimate(model.module, [batch], params=list(PARAMS), forward=model.forward, **said)
+        result = {"name": model.name, "function": model.function, "source": kp.Source(task=name, dataset_size=12)}
+        made = kp.estimate(model.module, [batch], params=list(PARAMS), forward=model.forward, **result)
         made.save(folder / f"{name}.kfac")
     both = sum(kp.TaskVector.load(folder / f"{name}.safetensors") for name in ("morning", "evening"))
     both.save(folder / "both.safetensors")
@@ -66,23 +68,23 @@ def data(things, *names):
     return [word for name in names or ("morning", "evening") for word in ("--data", f"{name}={things / name}")]
 
 
-def test_disentanglement_with_its_file_and_its_figure(things, tmp_path):
+def test_disentanglement_with_output_and_figure(things, tmp_path):
     files = ["-o", tmp_path / "d.json", "--figure", tmp_path / "d.png"]
-    said = found("disentanglement", *vectors(things), *data(things), "--alpha", "-1:1:1", *files)
-    assert (said["tasks"], said["alphas"]) == (["morning", "evening"], [-1.0, 0.0, 1.0])
-    assert said["examples"] == {"morning": 12, "evening": 12}
-    assert [len(row) for row in said["xi"]] == [3, 3, 3]
-    assert said["xi"][1][1] == 0
-    assert json.loads((tmp_path / "d.json").read_text()) == said
+    result = measure_json("disentanglement", *vectors(things), *data(things), "--alpha", "-1:1:1", *files)
+    assert (result["tasks"], result["alphas"]) == (["morning", "evening"], [-1.0, 0.0, 1.0])
+    assert result["examples"] == {"morning": 12, "evening": 12}
+    assert [len(row) for row in result["xi"]] == [3, 3, 3]
+    assert result["xi"][1][1] == 0
+    assert json.loads((tmp_path / "d.json").read_text()) == result
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_localisation_and_its_table(things):
-    said = found("localisation", *vectors(things), *data(things), "--examples", 6)
-    assert list(said["vectors"]) == ["morning", "evening"]
-    assert said["vectors"]["morning"]["off"]["examples"] == 6
+    result = measure_json("localisation", *vectors(things), *data(things), "--examples", 6)
+    assert list(result["vectors"]) == ["morning", "evening"]
+    assert result["vectors"]["morning"]["off"]["examples"] == 6
     alone = [things / "morning.safetensors", "--task", "evening", *data(things)]
-    assert found("localisation", *alone, "--examples", 6)["vectors"]["morning"] == said["vectors"]["morning"]
+    assert measure_json("localisation", *alone, "--examples", 6)["vectors"]["morning"] == result["vectors"]["morning"]
     lines = run("localisation", *alone).stdout.splitlines()
     assert lines[0].split() == ["vector", "on", "task", "off", "task", "AUROC"]
     assert lines[1].split()[0] == "morning"
@@ -91,12 +93,12 @@ def test_localisation_and_its_table(things):
 
 def test_drift_and_its_table(things, tmp_path):
     common = ["drift", *vectors(things), "--bundle", things / "evening.kfac", *data(things, "evening")]
-    said = found(*common, "--split", "train")
-    assert [(each["vector"], each["task"]) for each in said["pairs"]] == [
+    result = measure_json(*common, "--split", "train")
+    assert [(entry["vector"], entry["task"]) for entry in result["pairs"]] == [
         ("morning", "evening"),
         ("evening", "evening"),
     ]
-    for pair, layer in zip(said["pairs"], said["layers"], strict=True):
+    for pair, layer in zip(result["pairs"], result["layers"], strict=True):
         assert layer["block"] == PARAMS[0]
         # There is only one block, and it was estimated on these very examples.
         assert pair["predicted"] == layer["predicted"]
@@ -108,8 +110,8 @@ def test_drift_and_its_table(things, tmp_path):
 
 
 def test_spectra_and_its_table(things):
-    said = found("spectra", "--bundle", things / "morning.kfac")
-    assert [(each["name"], each["side"]) for each in said["blocks"]] == [(PARAMS[0], "B"), (PARAMS[0], "A")]
+    result = measure_json("spectra", "--bundle", things / "morning.kfac")
+    assert [(entry["name"], entry["side"]) for entry in result["blocks"]] == [(PARAMS[0], "B"), (PARAMS[0], "A")]
     lines = run("spectra", things / "both.kfac").stdout.splitlines()
     assert lines[0].split() == ["block", "side", "size", "trace", "largest", "effective", "rank"]
     assert len(lines) == 3
@@ -118,21 +120,27 @@ def test_spectra_and_its_table(things):
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (["disentanglement", "morning.safetensors"], "expected two vectors, found 1 vector and 0 bundles"),
-        (["localisation"], "expected one vector or more"),
-        (["drift", "morning.safetensors"], "--bundle once or more"),
+        (["disentanglement", "morning.safetensors"], "expected two vectors, got vectors: 1, bundles: 0"),
+        (["localisation"], "expected at least one vector"),
+        (["drift", "morning.safetensors"], "expected at least one vector and one --bundle"),
         (["spectra", "morning.kfac", "--bundle", "evening.kfac"], "expected one bundle"),
         (["weight", "morning.safetensors"], "weight"),
-        (["localisation", "both.safetensors"], "is of 2 tasks (morning, evening), expected a vector of one"),
-        (["localisation", "morning.safetensors", "morning.safetensors"], "give one for each task"),
+        (
+            ["localisation", "both.safetensors"],
+            "both.safetensors: expected a vector of one task, got 2: morning, evening",
+        ),
+        (["localisation", "morning.safetensors", "morning.safetensors"], "task 'morning'; give one per task"),
         (["localisation", "morning.kfac"], "morning.kfac"),
-        (["drift", "morning.safetensors", "--bundle", "both.kfac"], "is of no single task"),
+        (["drift", "morning.safetensors", "--bundle", "both.kfac"], "both.kfac: expected a bundle of one task"),
         (["localisation", "morning.safetensors"], "--data morning=DIR"),
-        (["localisation", "morning.safetensors", "--data", "morning"], "expected a task and its folder"),
-        (["localisation", "morning.safetensors", "--data", "morning="], "expected a task and its folder"),
-        (["localisation", "morning.safetensors", "--data", "noon=x"], "task 'noon' is not measured on"),
-        (["localisation", "morning.safetensors", "--data", "morning=morning"], "another task is needed"),
-        (["localisation", "morning.safetensors", "--alpha", "1"], "--alpha is about disentanglement"),
+        (["localisation", "morning.safetensors", "--data", "morning"], "'morning': expected TASK=DIR"),
+        (["localisation", "morning.safetensors", "--data", "morning="], "'morning=': expected TASK=DIR"),
+        (["localisation", "morning.safetensors", "--data", "noon=x"], "task 'noon' is not used; expected morning"),
+        (["localisation", "morning.safetensors", "--data", "morning=morning"], "another task are needed"),
+        (
+            ["localisation", "morning.safetensors", "--alpha", "1"],
+            "--alpha is only for disentanglement, got localisation",
+        ),
         (["disentanglement", "morning.safetensors", "evening.safetensors", "--alpha", "x"], "'x'"),
         (["localisation", "morning.safetensors", "--figure", "out.pdf"], "ends in .png or .svg"),
         (["localisation", "morning.safetensors", "-o", "morning.safetensors"], "is also an input"),
@@ -140,7 +148,7 @@ def test_spectra_and_its_table(things):
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )
-def test_wrong_input_is_told(things, monkeypatch, wrong, words):
+def test_wrong_input_is_refused(things, monkeypatch, wrong, words):
     monkeypatch.chdir(things)
     before = (things / "morning.safetensors").read_bytes()
     done = run(*wrong, code=2)

@@ -1,4 +1,4 @@
-"""`kfacpack models`, as a shell sees it."""
+"""`kfacpack models`, from the command line."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def run(*arguments, code=0):
 
 
 def test_every_family_and_every_embedded_model_is_listed():
-    found = json.loads(run("--json").stdout)
-    assert [each["family"] for each in found["families"]] == [family.name for family in FAMILIES.values()]
-    assert {each["family"]: each["head"] for each in found["families"]}["open_clip"] == "text"
-    tiny = found["embedded"][0]
+    output = json.loads(run("--json").stdout)
+    assert [entry["family"] for entry in output["families"]] == [family.name for family in FAMILIES.values()]
+    assert {entry["family"]: entry["head"] for entry in output["families"]}["open_clip"] == "text"
+    tiny = output["embedded"][0]
     assert tiny["name"] == "tiny"
     assert tiny["bytes"] == EMBEDDED_MODELS["tiny"].weights.stat().st_size
-    assert tiny["parameters"] == sum(each.numel() for each in load_model("tiny").module.parameters())
+    assert tiny["parameters"] == sum(entry.numel() for entry in load_model("tiny").module.parameters())
     shown = run().stdout
     for words in ("tiny", f"{tiny['parameters']:,}", "timm:NAME", "t5:NAME_OR_DIR", "prototypes"):
         assert words in shown
 
 
-def in_the_cache(cache, repository, files):
-    """As huggingface_hub keeps what it downloaded."""
+def add_to_cache(cache, repository, files):
+    """Creates a repository in the layout of huggingface_hub's cache."""
     snapshot = cache / f"models--{repository.replace('/', '--')}" / "snapshots" / ("0" * 39 + "1")
     for name, content in files.items():
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
@@ -42,38 +42,43 @@ def in_the_cache(cache, repository, files):
     (refs / "main").write_text(snapshot.name)
 
 
-def test_what_is_downloaded_is_listed_as_a_model_names_it(tmp_path, monkeypatch):
+def test_downloaded_models_are_listed_by_their_option(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert json.loads(run("--json").stdout)["downloaded"] == []
     whole = {"model.safetensors": "1234", "tokenizer.json": "{}"}
-    in_the_cache(tmp_path, "laion/CLIP-ViT-B-32-laion2B-s34B-b79K", {"open_clip_model.safetensors": "123"})
-    in_the_cache(tmp_path, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", {"open_clip_pytorch_model.bin": "a pickle"})
-    in_the_cache(tmp_path, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", {"model.safetensors": "1"})
-    in_the_cache(tmp_path, "google-t5/t5-small", {"config.json": '{"model_type": "t5"}', **whole})
-    in_the_cache(tmp_path, "somebody/bert", {"config.json": '{"model_type": "bert"}', **whole})
-    in_the_cache(tmp_path, "somebody/without-weights", {"config.json": '{"model_type": "bert"}'})
-    in_the_cache(tmp_path, "somebody/damaged", {"config.json": "{", **whole})
-    found = {each["model"]: each for each in json.loads(run("--json").stdout)["downloaded"]}
-    assert set(found) == {
+    add_to_cache(tmp_path, "laion/CLIP-ViT-B-32-laion2B-s34B-b79K", {"open_clip_model.safetensors": "123"})
+    add_to_cache(tmp_path, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", {"open_clip_pytorch_model.bin": "a pickle"})
+    add_to_cache(tmp_path, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", {"model.safetensors": "1"})
+    add_to_cache(tmp_path, "google-t5/t5-small", {"config.json": '{"model_type": "t5"}', **whole})
+    add_to_cache(tmp_path, "somebody/bert", {"config.json": '{"model_type": "bert"}', **whole})
+    add_to_cache(tmp_path, "somebody/without-weights", {"config.json": '{"model_type": "bert"}'})
+    add_to_cache(tmp_path, "somebody/damaged", {"config.json": "{", **whole})
+    output = {entry["model"]: entry for entry in json.loads(run("--json").stdout)["downloaded"]}
+    assert set(output) == {
         "ViT-B-32/laion2b_s34b_b79k",
         "timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k",
         "t5:google-t5/t5-small",
         "hf:somebody/bert",
     }
-    assert found["ViT-B-32/laion2b_s34b_b79k"]["bytes"] == 3
+    assert output["ViT-B-32/laion2b_s34b_b79k"]["bytes"] == 3
     assert "timm:vit_tiny_patch16_224" in run().stdout
 
 
-def test_a_models_family_is_the_one_that_is_listed():
+def test_the_family_of_a_model_is_listed():
     for spec in ("tiny", "timm:test_vit"):
         model = load_model(spec, weights="random")
         assert model.family in {family.name for family in FAMILIES.values()}
 
 
-def test_one_model_is_shown():
-    found = json.loads(run("timm:test_vit", "--weights", "random", "--image-size", 32, "--json").stdout)
-    assert (found["family"], found["revision"], found["width"], found["head"]) == ("timm", "random-0", 64, "prototypes")
-    assert "pos_embed" in found["frozen"]
+def test_showing_one_model():
+    output = json.loads(run("timm:test_vit", "--weights", "random", "--image-size", 32, "--json").stdout)
+    assert (output["family"], output["revision"], output["width"], output["head"]) == (
+        "timm",
+        "random-0",
+        64,
+        "prototypes",
+    )
+    assert "pos_embed" in output["frozen"]
     shown = run("tiny").stdout
     for words in ("tiny (open_clip)", EMBEDDED_MODELS["tiny"].revision, "of width 128", "visual.conv1.weight", "text"):
         assert words in shown
@@ -82,13 +87,13 @@ def test_one_model_is_shown():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        (["ViT-B-33"], "close to it are ViT-B-32"),
-        (["--weights", "random"], "belong to a model"),
-        (["--image-size", "28"], "belong to a model"),
+        (["ViT-B-33"], "'ViT-B-33'; did you mean 'ViT-B-32'"),
+        (["--weights", "random"], "--weights and --image-size need a model"),
+        (["--image-size", "28"], "--weights and --image-size need a model"),
         (["tiny", "--weights", "/no/such.safetensors"], "/no/such.safetensors"),
     ],
 )
-def test_wrong_input_is_told(wrong, words):
+def test_wrong_input_is_refused(wrong, words):
     done = run(*wrong, code=2)
     assert words in done.stderr
     assert not done.stdout

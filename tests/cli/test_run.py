@@ -1,4 +1,4 @@
-"""`kfacpack run` and `kfacpack demo`, as a shell sees them."""
+"""`kfacpack run` and `kfacpack demo`, from the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A folder with a plan and its run."""
+    """A folder with a plan and its finished run, and what the run printed."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "small.yaml").write_text(TEXT)
     done = run("run", folder / "small.yaml", "-o", folder / "out")
@@ -32,7 +32,7 @@ def finished(tmp_path_factory):
     return folder, done.stdout
 
 
-def test_a_table_and_a_report(finished):
+def test_run_prints_a_table_and_writes_a_report(finished):
     folder, printed = finished
     for words in ("individual", "recovered", "without", "kfac", "report.html", "of memory"):
         assert words in printed
@@ -41,7 +41,7 @@ def test_a_table_and_a_report(finished):
     }
 
 
-def test_json_is_what_is_in_the_file(finished):
+def test_json_equals_the_results_file(finished):
     folder, _ = finished
     done = run("run", folder / "small.yaml", "-o", folder / "out", "--json")
     assert json.loads(done.stdout) == json.loads((folder / "out" / "results.json").read_text())
@@ -52,14 +52,14 @@ def test_a_dry_run_writes_nothing(finished, tmp_path):
     done = run("run", folder / "small.yaml", "-o", tmp_path / "new", "--dry-run")
     assert done.exit_code == 0
     assert "vectors/faces.kfac.seed-0" in done.stdout
-    assert "0 are there already" in done.stdout
+    assert "35 stages to run, 0 finished" in done.stdout
     assert not (tmp_path / "new").exists()
-    said = json.loads(run("run", folder / "small.yaml", "-o", folder / "out", "--dry-run", "--json").stdout)
-    assert all(stage["done"] for stage in said["stages"])
-    assert said["seconds"] == 0
+    result = json.loads(run("run", folder / "small.yaml", "-o", folder / "out", "--dry-run", "--json").stdout)
+    assert all(stage["done"] for stage in result["stages"])
+    assert result["seconds"] == 0
 
 
-def test_every_commands_words_are_ones_the_shell_knows(finished):
+def test_recorded_commands_use_existing_options(finished):
     folder, _ = finished
     commands = json.loads((folder / "out" / "results.json").read_text())["commands"]
     kinds = {command.split()[1] for command in commands}
@@ -81,12 +81,12 @@ def test_a_wrong_plan_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("known", "unknown", "expected"),
     [
-        ("[faces, weaves]", "[faces, nowhere]", "line 3: tasks.1: 'nowhere' is no registered task"),
-        ("weaves]", "{name: mine, data: ~nosuch/x}]", "line 3: tasks.1: ~nosuch/x: no such directory"),
-        ("name: tiny", "name: nosuch", "line 2: model: 'nosuch' is no model that open_clip knows"),
+        ("[faces, weaves]", "[faces, nowhere]", "line 3: tasks.1: unknown task 'nowhere'"),
+        ("weaves]", "{name: mine, data: ~nosuch/x}]", "line 3: tasks.1: ~nosuch/x: "),
+        ("name: tiny", "name: nosuch", "line 2: model: unknown open_clip model 'nosuch'"),
     ],
 )
-def test_an_unknown_name_is_told_before_anything_is_made(tmp_path, known, unknown, expected):
+def test_unknown_names_are_refused_before_the_run(tmp_path, known, unknown, expected):
     (tmp_path / "plan.yaml").write_text(TEXT.replace(known, unknown))
     done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out")
     assert done.exit_code == 2
@@ -97,11 +97,11 @@ def test_an_unknown_name_is_told_before_anything_is_made(tmp_path, known, unknow
 @pytest.mark.parametrize(
     ("kind", "classes", "expected"),
     [
-        ("prototypes", ("red",), "line 3: tasks.1: mine has one class, 'red': there is nothing to learn"),
+        ("prototypes", ("red",), "line 3: tasks.1: mine has only one class, 'red'"),
         ("words", ("red", "blue"), "line 2: model.head: tiny predicts no words"),
     ],
 )
-def test_a_dry_run_refuses_what_the_run_would(tmp_path, kind, classes, expected):
+def test_a_dry_run_checks_the_plan_like_a_run(tmp_path, kind, classes, expected):
     paint(tmp_path / "mine", {split: dict.fromkeys(classes, 1) for split in ("train", "validation", "test")})
     text = TEXT.replace("weaves]", "{name: mine, data: mine}]").replace("head: prototypes", f"head: {kind}")
     (tmp_path / "plan.yaml").write_text(text)
@@ -110,7 +110,7 @@ def test_a_dry_run_refuses_what_the_run_would(tmp_path, kind, classes, expected)
     assert expected in done.stderr
 
 
-def test_nothing_in_a_runs_files_is_unknown_to_the_report(finished):
+def test_the_report_knows_every_key_of_a_run(finished):
     folder, _ = finished
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnknownKeyWarning)
@@ -118,15 +118,15 @@ def test_nothing_in_a_runs_files_is_unknown_to_the_report(finished):
         read_times(folder / "out")
 
 
-def test_the_demo_does_not_write_over_somebodys_plan(tmp_path):
+def test_the_demo_does_not_overwrite_a_plan(tmp_path):
     (tmp_path / "plan.yaml").write_text(TEXT)
     done = run("demo", "-o", tmp_path)
     assert done.exit_code == 2
-    assert "is not the demo's" in done.stderr
+    assert "is not the plan of the demo" in done.stderr
     assert (tmp_path / "plan.yaml").read_text() == TEXT
 
 
-def test_interrupted_and_killed_it_goes_on_to_the_same(finished, tmp_path):
+def test_an_interrupted_run_resumes_to_the_same_results(finished, tmp_path):
     folder, _ = finished
     command = [
         sys.executable,

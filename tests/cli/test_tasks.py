@@ -1,4 +1,4 @@
-"""`kfacpack tasks`, as a shell sees it."""
+"""`kfacpack tasks`, from the command line."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def run(*arguments, code=0):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder of pictures in two classes."""
+    """A folder of images in two classes."""
     for name in ("dark", "light [x]"):
         (tmp_path / "pictures" / "train" / name).mkdir(parents=True)
         Image.new("L", (40, 30), 99).save(tmp_path / "pictures" / "train" / name / "0.png")
     return tmp_path / "pictures"
 
 
-def test_every_task_is_listed_with_its_numbers():
+def test_every_task_is_listed_with_its_sizes():
     shown = run().stdout
     for name in TASKS:
         task = load_task(name)
@@ -40,7 +40,7 @@ def test_every_task_is_listed_with_its_numbers():
     assert "CC BY-SA 3.0" in shown
 
 
-def test_listing_makes_no_data(tmp_path):
+def test_listing_generates_no_data(tmp_path):
     program = "import sys; from kfacpack_cli.main import app; app(['tasks', '--json'], standalone_mode=False)\n"
     program += "assert not {'datasets', 'torch'} & set(sys.modules)"
     environment = {**os.environ, "KFACPACK_CACHE": str(tmp_path / "cache")}
@@ -50,13 +50,13 @@ def test_listing_makes_no_data(tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_one_task_in_words_and_in_json():
+def test_showing_one_task():
     shown = run("digits").stdout
     for fact in ("10 classes", "zero, one", "a photo of the digit {}.", "train 1,000", "scikit-learn", "CC BY 4.0"):
         assert fact in shown
-    said = json.loads(run("digits", "--json").stdout)
+    result = json.loads(run("digits", "--json").stdout)
     task = load_task("digits")
-    assert said == {
+    assert result == {
         "name": "digits",
         "classes": list(task.classes),
         "templates": list(task.templates),
@@ -64,13 +64,13 @@ def test_one_task_in_words_and_in_json():
         "source": task.source,
         "license": "CC BY 4.0",
     }
-    assert said in json.loads(run("--json").stdout)["tasks"]
+    assert result in json.loads(run("--json").stdout)["tasks"]
 
 
 def test_a_task_in_a_folder(pictures):
-    said = json.loads(run("mine", "--data", pictures, "--json").stdout)
-    assert (said["name"], said["classes"], said["splits"]) == ("mine", ["dark", "light [x]"], {"train": 2})
-    assert (said["source"], said["license"]) == ("pictures", None)
+    result = json.loads(run("mine", "--data", pictures, "--json").stdout)
+    assert (result["name"], result["classes"], result["splits"]) == ("mine", ["dark", "light [x]"], {"train": 2})
+    assert (result["source"], result["license"]) == ("pictures", None)
     assert "dark, light [x]" in run("mine", "--data", pictures).stdout
 
 
@@ -81,8 +81,8 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
     with Image.open(file) as image:
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (990, 184))
     before = file.read_bytes()
-    said = json.loads(run("mine", "--data", pictures, "--sheet", file, "--json").stdout)
-    assert said["sheet"] == {"path": str(file), "split": "train", "classes": 2, "left_out": 0}
+    result = json.loads(run("mine", "--data", pictures, "--sheet", file, "--json").stdout)
+    assert result["sheet"] == {"path": str(file), "split": "train", "classes": 2, "left_out": 0}
     assert file.read_bytes() != before
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["sheet.png"]
 
@@ -90,17 +90,20 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["nothing"], "'nothing' is no registered task (those are"),
-        (["--sheet", "out.png"], "--sheet is about one task"),
-        (["--data", "."], "--data is about one task"),
-        (["faces", "--split", "test"], "--split chooses what --sheet draws"),
-        (["faces", "--sheet", "out.png", "--split", "dev"], "no split 'dev'; there are train, validation, test"),
+        (["nothing"], "unknown task 'nothing'"),
+        (["--sheet", "out.png"], "--sheet needs one task"),
+        (["--data", "."], "--data needs one task"),
+        (["faces", "--split", "test"], "give --sheet FILE.png"),
+        (
+            ["faces", "--sheet", "out.png", "--split", "dev"],
+            "unknown split 'dev'; expected one of train, validation, test",
+        ),
         (["faces", "--sheet", "nowhere/out.png"], "nowhere/out.png: could not be written: No such file"),
-        (["faces", "--sheet", "out.jpg"], "out.jpg: a sheet is a PNG"),
+        (["faces", "--sheet", "out.jpg"], "out.jpg: expected a file name that ends in .png"),
         (["mine", "--data", "nowhere"], "nowhere: no such folder"),
     ],
 )
-def test_bad_usage_is_told_apart_from_failure(tmp_path, monkeypatch, arguments, problem):
+def test_bad_usage_is_refused(tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
     done = run(*arguments, code=2)
     assert problem in done.stderr
@@ -118,10 +121,10 @@ def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
         for number in (describe().classes, *describe().sizes.values()):
             assert f" {number:,} " in row
         assert describe().repository in row
-    told = {each["name"]: each for each in json.loads(run("--json").stdout)["published"]}
-    assert set(told) == set(PUBLISHED)
+    published = {entry["name"]: entry for entry in json.loads(run("--json").stdout)["published"]}
+    assert set(published) == set(PUBLISHED)
     dtd = json.loads(run("dtd", "--json").stdout)
-    assert dtd == told["dtd"]
+    assert dtd == published["dtd"]
     assert (dtd["class_count"], dtd["splits"]["test"], dtd["columns"]["image"][0]) == (47, 1880, "image")
     for fact in (
         "tanganke/dtd",
@@ -131,11 +134,11 @@ def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
     ):
         assert fact in run("dtd").stdout
     assert "held out of train" in run("rte").stdout
-    assert "have accepted its terms" in run("imagenet").stdout
+    assert "accept its terms" in run("imagenet").stdout
     assert "rows without a label" in run("snli").stdout
 
 
-def test_a_name_that_means_other_data_elsewhere_says_so():
+def test_an_ambiguous_task_name_gives_a_warning():
     assert "--data hf://datasets/ylecun/mnist" in " ".join(run("mnist").stdout.split())
     note = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model"]).stderr
     assert "warning: mnist without --data is MNIST, 5,000 digits" in " ".join(note.split())
@@ -143,14 +146,14 @@ def test_a_name_that_means_other_data_elsewhere_says_so():
     assert "warning" not in quiet
 
 
-def test_columns_are_said_in_one_option(pictures, tmp_path):
+def test_the_option_columns(pictures, tmp_path):
     import datasets
 
     folder = tmp_path / "own"
     folder.mkdir()
     datasets.Dataset.from_dict({"a": ["x", "y"], "kind": ["b", "c"]}).to_parquet(folder / "train.parquet")
-    said = json.loads(run("mine", "--data", folder, "--columns", "text=a,label=kind", "--json").stdout)
-    assert said["classes"] == ["b", "c"]
+    result = json.loads(run("mine", "--data", folder, "--columns", "text=a,label=kind", "--json").stdout)
+    assert result["classes"] == ["b", "c"]
     assert (
         "the values of column 'kind' in train: b, c" in run("mine", "--data", folder, "--columns", "label=kind").stdout
     )

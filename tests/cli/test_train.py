@@ -63,9 +63,9 @@ def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
     assert not done.stderr
     done = run(*common, "--reg", bundles / "both.kfac")
     assert done.exit_code == 0
-    assert "the penalty holds back 'digits' itself" in done.stderr.replace("\n", " ")
+    assert "the penalty also restricts 'digits' itself" in done.stderr.replace("\n", " ")
     assert "the penalty held digits, mnist" in done.stdout
-    assert "holds back 'digits'" in run(*common, "--reg", bundles / "both.kfac", "--json").stderr.replace("\n", " ")
+    assert "restricts 'digits'" in run(*common, "--reg", bundles / "both.kfac", "--json").stderr.replace("\n", " ")
     before = (bundles / "both.kfac").read_bytes()
     done = run(*common[:-1], bundles / "both.kfac", "--reg", bundles / "both.kfac")
     assert done.exit_code == 2
@@ -73,7 +73,7 @@ def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
     assert (bundles / "both.kfac").read_bytes() == before
     done = run(*common, "--reg", bundles / "digits.kfac")
     assert done.exit_code == 2
-    assert "nothing remains to hold without 'digits'" in done.stderr
+    assert "contain only 'digits'" in done.stderr
 
 
 def test_what_no_bundle_covers_is_told(bundles, tmp_path):
@@ -117,7 +117,7 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
     common, whole = whole
     parts = tmp_path / "parts.safetensors"
     program = (
-        "import kfacpack.training.job as job; job.Job.run.__kwdefaults__['every'] = 0.0\n"
+        "from kfacpack.training.trainer import Trainer; Trainer.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
     process = subprocess.Popen(
@@ -134,7 +134,7 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
     assert run(*common, "-o", parts, "--resume").exit_code == 0
     again = run(*common, "-o", parts, "--resume")
     assert again.exit_code == 2
-    assert "is finished: there is nothing beside it to go on with" in again.stderr
+    assert "is finished" in again.stderr
     assert parts.read_bytes() == whole.read_bytes()
     assert metrics.read_text() == whole.with_suffix(".metrics.jsonl").read_text()
     for path in (parts, whole):
@@ -167,7 +167,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
         (["--strength", "-1", "--reg", "BUNDLE"], "strength -1"),
         (["--weight", "norm", "--reg", "BUNDLE"], "such as norm=10"),
         (["--weight", "norm=2", "--weight", "norm=3", "--reg", "BUNDLE"], "norm is given twice"),
-        (["--weight", "nothing=2", "--reg", "BUNDLE"], "there is no group 'nothing'"),
+        (["--weight", "nothing=2", "--reg", "BUNDLE"], "unknown group 'nothing'"),
         (["--reg", "BUNDLE", "--reg-data", "faces"], "from bundles (--reg) or from data (--reg-data), found both"),
         (["--reg-every", "4"], "belong to a penalty"),
         (["--strength", "2"], "--strength is that of a penalty"),
@@ -176,7 +176,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
         (["--reg-data", "faces", "--strength", "nan"], "strength nan"),
         (["--reg-data", "nothing"], "nothing"),
         (["--reg-data", "faces="], "expected a task and its folder, such as cars=data/cars, or a task alone"),
-        (["--preset", "tak", "--reg", "BUNDLE"], "published for no model like tiny"),
+        (["--preset", "tak", "--reg", "BUNDLE"], "no published strength for tiny"),
         (["--steps", "2", "--epochs", "1"], "by steps or by epochs"),
         (["--lr", "nan"], "learning rate nan"),
         (["--lr", "1e39"], "learning rate 1e+39"),
@@ -184,10 +184,10 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
         (["--weight", "norm=1e300", "--reg", "BUNDLE"], "the weight of 'norm' is 1e+300, expected"),
         (["--seed", str(2**64)], "seed 18446744073709551616: expected a whole number from 0 to 2^64 - 1"),
         (["-o", "."], ".: is a folder"),
-        (["--params", "ln_final.*"], "f does not depend on the parameters that were chosen (ln_final.weight"),
-        (["--params", "nothing"], "no parameter is called 'nothing'"),
+        (["--params", "ln_final.*"], "f does not depend on the chosen parameters (ln_final.weight"),
+        (["--params", "nothing"], "no parameter matches 'nothing'"),
         (["-o", "/no/such/folder/t.safetensors"], "/no/such/folder"),
-        (["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--reg", "BUNDLE"], "is of another f"),
+        (["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--reg", "BUNDLE"], "was estimated for another f"),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
@@ -207,4 +207,4 @@ def test_one_class_is_nothing_to_learn(tmp_path):
     paint(tmp_path / "data", {"train": {"red": 3}, "test": {"red": 2}})
     done = run("train", "--task", "alone", "--data", tmp_path / "data", "-o", tmp_path / "t.safetensors")
     assert done.exit_code == 2
-    assert "has one class" in done.stderr
+    assert "has only one class" in done.stderr

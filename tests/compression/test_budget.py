@@ -1,4 +1,4 @@
-"""A budget is kept to the byte, and used better than by any single codec."""
+"""A budget is kept to the byte, with a smaller error than any single codec."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SINGLE = ["int8", "fp16", "bf16", "block:2", "block:8", "block:8+int8", "block:5
 
 @pytest.fixture(scope="module")
 def digits() -> kp.Curvature:
-    """The curvature of a small network on real pictures."""
+    """The curvature of a small network on real images."""
     torch.manual_seed(0)
     x = torch.from_numpy(load_digits().data[:200]).float() / 16
     model = nn.Sequential(
@@ -30,7 +30,7 @@ def digits() -> kp.Curvature:
 
 
 @pytest.mark.parametrize("spec", SINGLE)
-def test_a_budget_is_used_better_than_by_one_codec_for_all(digits, spec):
+def test_a_budget_has_a_smaller_error_than_one_codec_for_all(digits, spec):
     uniform, loss = compress_by(digits, choice_of(digits, spec, None))
     chosen, found = compress_by(digits, choice_of(digits, None, file_size(uniform)))
     assert file_size(chosen) <= file_size(uniform)
@@ -45,17 +45,17 @@ def test_the_file_is_within_its_budget(digits, tmp_path, budget):
     assert kp.verify(tmp_path / "t.kfac").holds
 
 
-def test_more_room_loses_no_more(digits):
-    """The product of the errors on random τ and along the curvature is what is made small."""
-    found = [compress_by(digits, choice_of(digits, None, f"{share}%"))[1].moments for share in (10, 20, 30, 45, 60)]
-    products = [each.quadratic * each.along for each in found]
+def test_a_larger_budget_has_no_larger_error(digits):
+    """The objective is the product of the errors on random τ and along the curvature."""
+    errors = [compress_by(digits, choice_of(digits, None, f"{share}%"))[1].moments for share in (10, 20, 30, 45, 60)]
+    products = [moments.quadratic * moments.along for moments in errors]
     assert products == sorted(products, reverse=True)
     assert products[-1] == 0
 
 
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**16), share=st.floats(0.4, 1.0))
-def test_shared_matrices_and_several_terms_are_within_their_budget_too(seed, share):
+def test_budget_with_shared_matrices_and_several_terms(seed, share):
     curvature = small_curvature("packed", seed, out=60, inputs=70)
     limit = int(file_size(curvature) * share)
     small = kp.compress(curvature, budget=limit)
@@ -64,7 +64,7 @@ def test_shared_matrices_and_several_terms_are_within_their_budget_too(seed, sha
     assert one.structure.terms[0][1] is two.structure.terms[0][1] is two.structure.terms[1][1]
 
 
-def test_what_cannot_be_done_is_said(digits):
+def test_impossible_requests_are_refused(digits):
     with refused(kp.KfacpackError, "2kB", "2", "000"):
         kp.compress(digits, budget="2kB")
     for both in ({}, {"spec": "int8", "budget": "10%"}):
@@ -73,14 +73,14 @@ def test_what_cannot_be_done_is_said(digits):
 
 
 @pytest.mark.parametrize(
-    ("said", "bytes_"),
+    ("size", "bytes_"),
     [("70MB", 70_000_000), ("1.5 GB", 1_500_000_000), ("10%", 100), ("12.5%", 125), (4096, 4096), ("300", 300)],
 )
-def test_sizes_are_read_as_people_write_them(said, bytes_):
-    assert parse_size(said, 1000) == bytes_
+def test_sizes_are_parsed(size, bytes_):
+    assert parse_size(size, 1000) == bytes_
 
 
-@pytest.mark.parametrize("said", ["", "MB", "-3MB", "0", "10 %%", "1e3", "70 TiB", True, None])
-def test_other_sizes_are_refused(said):
+@pytest.mark.parametrize("size", ["", "MB", "-3MB", "0", "10 %%", "1e3", "70 TiB", True, None])
+def test_other_sizes_are_refused(size):
     with refused(kp.KfacpackError, "70MB"):
-        parse_size(said, 1000)
+        parse_size(size, 1000)

@@ -1,4 +1,4 @@
-"""The errors that are reported equal those of the matrices that the blocks stand for, written out in full."""
+"""Reported errors equal those of the dense Kronecker products."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
     before = small_curvature("packed", seed, out=9, inputs=10)
     after, report = compressed(before, spec)
     losses, sizes, traces, lost_traces = [], [], [], []
-    for old, new, said in zip(before.blocks, after.blocks, report.blocks, strict=True):
+    for old, new, block_report in zip(before.blocks, after.blocks, report.blocks, strict=True):
         G, found = dense_block(old), dense_block(new)
         lost, size = (G - found).square().sum(), G.square().sum()
         trace, lost_trace = G.trace(), (G - found).trace()
-        assert said.moments.frobenius == pytest.approx(float((lost / size).sqrt()), rel=1e-4, abs=1e-9)
+        assert block_report.moments.frobenius == pytest.approx(float((lost / size).sqrt()), rel=1e-4, abs=1e-9)
         expected = float(((2 * lost + lost_trace**2) / (2 * size + trace**2)).sqrt())
-        assert said.moments.quadratic == pytest.approx(expected, rel=1e-4, abs=1e-9)
+        assert block_report.moments.quadratic == pytest.approx(expected, rel=1e-4, abs=1e-9)
         along = float(((G - found) * G).sum().abs() / size)
-        assert said.moments.along == pytest.approx(along, rel=1e-3, abs=1e-7)
-        if said.step:
-            assert new.losses[-1].step == said.step
-            assert new.losses[-1].frobenius == pytest.approx(said.moments.frobenius, rel=1e-5)
-            assert new.losses[-1].quadratic == pytest.approx(said.moments.quadratic, rel=1e-5)
+        assert block_report.moments.along == pytest.approx(along, rel=1e-3, abs=1e-7)
+        if block_report.step:
+            assert new.losses[-1].step == block_report.step
+            assert new.losses[-1].frobenius == pytest.approx(block_report.moments.frobenius, rel=1e-5)
+            assert new.losses[-1].quadratic == pytest.approx(block_report.moments.quadratic, rel=1e-5)
         else:
             assert new.losses == old.losses
             assert torch.equal(G, found)
@@ -54,7 +54,7 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
 
 
 @pytest.mark.parametrize("spec", ["block:2", "svd:2", "int8"])
-def test_the_error_of_quadratic_is_what_many_random_task_vectors_show(spec):
+def test_the_error_of_quadratic_agrees_with_many_random_task_vectors(spec):
     before = small_curvature("packed", out=9, inputs=10)
     after, report = compressed(before, spec)
     apart, size = 0.0, 0.0
@@ -65,7 +65,7 @@ def test_the_error_of_quadratic_is_what_many_random_task_vectors_show(spec):
     assert report.moments.quadratic == pytest.approx((apart / size) ** 0.5, rel=0.1)
 
 
-def test_the_error_on_a_real_task_vector_is_measured_on_it():
+def test_the_error_on_a_given_task_vector():
     before = small_curvature("packed", out=9, inputs=10)
     tau = random_tau(before, 5)
     after, report = compressed(before, "block:2+int8", vector=tau.__getitem__)
@@ -73,8 +73,8 @@ def test_the_error_on_a_real_task_vector_is_measured_on_it():
     assert report.real == pytest.approx((q, found), rel=1e-5)
 
 
-def test_a_very_small_loss_is_not_lost_in_rounding():
-    """float16 of numbers that it all but holds: the relative error is 1e-7, its square 1e-14."""
+def test_very_small_errors_are_not_lost_in_rounding():
+    """Values that float16 represents almost exactly: the relative error is 1e-7, its square 1e-14."""
     before = small_curvature("packed-f64")
     block = before.blocks[0]
     B = random_psd(5, 0).half().double()
@@ -98,12 +98,12 @@ def test_bytes_are_those_of_the_file(tmp_path):
     assert report.dense_bytes == 4 * sum(side**2 for side in sides.values()) + 4
 
 
-def test_losses_add_up_in_the_order_of_the_steps():
+def test_losses_are_listed_in_the_order_of_the_steps():
     twice = kp.compress(kp.compress(small_curvature("packed", out=20, inputs=24), "block:2"), "int8")
     assert [loss.step for loss in twice.blocks[0].losses] == ["block:2", "int8"]
 
 
-def test_nothing_lost_of_nothing_is_nothing():
+def test_the_error_of_a_zero_matrix_is_zero():
     assert Moments().frobenius == Moments().quadratic == 0
     before = small_curvature("packed")
     zeros = before.blocks[0].structure.replaced(lambda m: Packed.from_dense(torch.zeros(m.side, m.side)))
@@ -113,8 +113,8 @@ def test_nothing_lost_of_nothing_is_nothing():
     json.dumps([loss.model_dump() for loss in small.blocks[0].losses], allow_nan=False)
 
 
-def test_diagonals_are_measured_as_they_are():
-    """Of a side that no dense matrix would fit into memory with."""
+def test_diagonals_are_compared_as_vectors():
+    """With a side at which the dense matrix would not fit into memory."""
     generator = torch.Generator().manual_seed(0)
     diagonal = torch.rand(300_000, generator=generator)
     before = [Diagonal.of(diagonal)]

@@ -1,4 +1,4 @@
-"""Every way to hold a matrix is that matrix: it multiplies like it, weighs what it says, and loses what it may."""
+"""Every matrix form: products, sizes, rounding errors, and checks for positive semi-definiteness."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from kit import HOLDS, random_psd, refused
 
 import kfacpack as kp
-from kfacpack.curvature.curvature import negative_direction
 from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import InMemoryTensors, pack, unpack
 from kfacpack.curvature.matrices.dense import Dense, Packed
+from kfacpack.curvature.matrices.matrix import negative_direction
 from kfacpack.curvature.matrices.sparse import Sparse
 from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank, spans
 from kfacpack.format.schema import LAYOUTS
@@ -38,25 +38,25 @@ def test_dense_is_symmetric(hold, side, seed):
 
 
 @given(side=sides, seed=seeds)
-def test_packing_loses_nothing(side, seed):
+def test_packing_is_lossless(side, seed):
     full = random_psd(side, seed)
     assert torch.equal(Packed.from_dense(full).dense(), full)
     assert torch.equal(Dense.of(full).for_storage().dense(), full)
 
 
-def test_the_triangle_is_the_lower_one_row_by_row():
+def test_packing_stores_the_lower_triangle_row_by_row():
     full = torch.tensor([[1.0, 2.0, 4.0], [2.0, 3.0, 5.0], [4.0, 5.0, 6.0]])
     assert pack(full).tolist() == [1, 2, 3, 4, 5, 6]
     assert torch.equal(unpack(pack(full), 3), full)
 
 
-def test_packing_is_the_same_beyond_one_panel():
+def test_packing_a_matrix_larger_than_one_tile():
     full = random_psd(600, 0)
     assert torch.equal(unpack(pack(full), 600), full)
 
 
 @given(side=sides, count=st.integers(1, 9), seed=seeds)
-def test_block_keeps_its_blocks_and_nothing_else(side, count, seed):
+def test_block_keeps_only_its_diagonal_blocks(side, count, seed):
     count = min(count, side)
     full = random_psd(side, seed)
     kept = torch.zeros_like(full)
@@ -69,7 +69,7 @@ def test_block_keeps_its_blocks_and_nothing_else(side, count, seed):
 
 
 @given(side=st.integers(2, 30), seed=seeds)
-def test_lowrank_is_the_best_of_its_rank(side, seed):
+def test_lowrank_is_the_best_approximation_of_its_rank(side, seed):
     """Eckart-Young: the squared error is the sum of the squared eigenvalues left out."""
     full, rank = random_psd(side, seed), side // 2
     error = torch.linalg.matrix_norm(LowRank.from_dense(full, rank).dense(torch.float64) - full.double())
@@ -102,7 +102,7 @@ def test_int8_of_zeros_is_zero():
 
 
 @pytest.mark.parametrize("hold", HOLDS)
-def test_shapes_are_the_ones_the_format_states(hold):
+def test_shapes_are_those_of_the_format(hold):
     matrix = HOLDS[hold](random_psd(10, 0))
     _, shape = matrix.components.specs["data"]
     stated = LAYOUTS[matrix.form].shapes(matrix.side, shape)
@@ -110,17 +110,17 @@ def test_shapes_are_the_ones_the_format_states(hold):
     assert found.items() <= stated.items()
 
 
-def test_every_form_of_the_format_can_be_computed_with():
+def test_every_form_of_the_format_has_a_class():
     assert FORMS.keys() == LAYOUTS.keys()
 
 
 @pytest.mark.parametrize(("hold", "share"), [("packed", 0.55), ("block", 0.20), ("packed-int8", 0.16)])
-def test_nbytes_is_what_the_form_promises(hold, share):
+def test_nbytes_of_a_form(hold, share):
     full = random_psd(48, 0)
     assert HOLDS[hold](full).nbytes <= share * full.nbytes
 
 
-def test_a_matrix_that_is_not_symmetric_says_so():
+def test_an_asymmetric_matrix_is_refused():
     full = random_psd(5, 0)
     full[1, 3] += 0.5
     with refused(ValueError, "0.5"):
@@ -128,7 +128,7 @@ def test_a_matrix_that_is_not_symmetric_says_so():
     assert Dense.of(random_psd(5, 0)).violation() is None
 
 
-def test_where_rounding_makes_a_difference_the_lower_triangle_counts():
+def test_asymmetry_within_rounding_uses_the_lower_triangle():
     full = random_psd(5, 0)
     lopsided = full.clone()
     lopsided[1, 3] = torch.nextafter(full[1, 3], torch.tensor(9.0))
@@ -157,7 +157,7 @@ def test_bad_arguments_are_refused():
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20, 1e30])
-def test_int8_works_at_any_size_of_numbers(size):
+def test_int8_at_any_magnitude(size):
     full = random_psd(6, 0, torch.float64)
     found = Packed.from_dense((full * size).float()).quantized().dense(torch.float64) / size
     assert float((found - full).abs().max()) < 0.01 * float(full.abs().max())
@@ -166,7 +166,7 @@ def test_int8_works_at_any_size_of_numbers(size):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-41, 1e-20, 1e-6, 1.0, 1e3])
 def test_a_rank_deficient_matrix_is_positive_semi_definite(dtype, size):
-    """What ten examples give at side 300, in any size the type can hold."""
+    """The second moment of ten examples at side 300, at any magnitude that the dtype can represent."""
     a = torch.randn(10, 300, generator=torch.Generator().manual_seed(0))
     full = (size * (a.T @ a) / 10).to(dtype)
     assert negative_direction(Packed.from_dense(full)) is None
@@ -184,11 +184,11 @@ def test_a_long_float32_sum_is_positive_semi_definite():
 
 
 @pytest.mark.parametrize("hold", ["dense", "packed", "block", "diagonal", "lowrank-signed"])
-def test_a_negative_direction_is_found(hold):
-    made = HOLDS[hold](random_psd(9, 0) - 0.8 * torch.eye(9))
-    expected = float(torch.linalg.eigvalsh(made.dense(torch.float64))[0])
+def test_a_negative_eigenvalue_is_detected(hold):
+    matrix = HOLDS[hold](random_psd(9, 0) - 0.8 * torch.eye(9))
+    expected = float(torch.linalg.eigvalsh(matrix.dense(torch.float64))[0])
     assert expected < -0.01
-    assert expected < negative_direction(made) < 0
+    assert expected < negative_direction(matrix) < 0
 
 
 def test_zeros_are_positive_semi_definite():
@@ -197,14 +197,14 @@ def test_zeros_are_positive_semi_definite():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("side", [1, 300, 2048])
-def test_a_negative_diagonal_is_no_rounding(dtype, side):
+def test_a_negative_diagonal_is_not_taken_for_rounding(dtype, side):
     full = torch.eye(side, dtype=dtype)
     full[side // 2, side // 2] = -0.25
     assert negative_direction(Packed.from_dense(full)) is not None
     assert negative_direction(Packed.from_dense(-torch.eye(side, dtype=dtype))) is not None
 
 
-def test_numbers_at_the_ends_of_their_range_are_judged_alike():
+def test_the_check_does_not_depend_on_magnitude():
     for size in (1e-200, 1e200):
         full = size * torch.eye(3, dtype=torch.float64)
         assert negative_direction(Packed.from_dense(full)) is None

@@ -236,11 +236,11 @@ def test_wrong_inputs_are_refused():
     model = seeded(mlp)
     for batches, words in (
         ([], "no batches"),
-        (["text"], "a batch must be a tensor"),
-        ([(vectors(5), torch.zeros(7))], "no labels"),
+        (["text"], "expected a batch that is a tensor.*got str"),
+        ([(vectors(5), torch.zeros(7))], "without labels"),
         (
             [vectors(5).reshape(1, 7, 5)],
-            r"found torch.float64 of shape \[2, 7, 3\]|found torch.float64 of shape \[1, 7, 3\]",
+            r"got torch.float64 of shape \[2, 7, 3\]|got torch.float64 of shape \[1, 7, 3\]",
         ),
     ):
         with pytest.raises(kp.KfacpackError, match=words):

@@ -13,6 +13,10 @@ from kit import refused
 from torch import nn
 
 import kfacpack as kp
+from kfacpack._torch import DispatchMode
+from kfacpack.estimation.estimate import begin_accumulation
+from kfacpack.estimation.options import EstimateOptions
+from kfacpack.models.functional import eval_mode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -180,3 +184,86 @@ def test_several_processes_give_what_one_gives(tmp_path):
     assert (tmp_path / "0.kfac").read_bytes() == (tmp_path / "1.kfac").read_bytes()
     alone = kp.estimate(seeded(Transformer), images(17).split(4), samples=2)
     assert_same(kp.load(tmp_path / "0.kfac"), alone)
+
+
+class NoMask(TextEncoder):
+    """Has an attention mask in its batch, and depends on what the mask leaves out."""
+
+    def forward(self, input_ids, attention_mask):
+        return super().forward(input_ids, torch.ones_like(attention_mask))
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """As on a GPU: padded rows are set to zero instead of dropped."""
+    monkeypatch.setattr("kfacpack.estimation.tracing.SYNCHRONOUS_DEVICES", ())
+
+
+@pytest.mark.parametrize("make", [TextEncoder, NoMask])
+@pytest.mark.parametrize("options", [{}, {"sharing": "reduce"}, {"fisher": "exact"}, {"samples": 2}], ids=str)
+def test_padded_rows_may_be_zero_instead_of_dropped(make, options, request):
+    model = seeded(make)
+    batches = [sentences(), sentences(5, 4)]
+    dropped = kp.estimate(model, batches, **options)
+    request.getfixturevalue("asynchronous")
+    assert_same(kp.estimate(model, batches, **options), dropped)
+    positions = {
+        block.name: dict(block.structure.matrices())["A"].positions
+        for block in dropped.blocks
+        if isinstance(block.structure, kp.Kronecker)
+    }
+    kept = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    every = sum(batch["attention_mask"].numel() for batch in batches)
+    assert kept < every
+    assert positions["layer.linear1.weight"] == (every if make is NoMask else kept)
+    assert positions["head.weight"] == 12
+
+
+class Waits(DispatchMode):
+    """Counts operations whose result, or the shape of it, has to be copied from the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        waiting = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "equal", "is_nonzero")
+        self.count += func.overloadpacket.__name__ in waiting
+        if func is torch.ops.aten.index.Tensor:
+            self.count += any(index is not None and index.dtype == torch.bool for index in args[1])
+        return func(*args, **(kwargs or {}))
+
+
+class Deep(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.words, self.head = nn.Embedding(11, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(layers)])
+        self.double()
+
+    def forward(self, input_ids, attention_mask):
+        h = self.words(input_ids)
+        for layer in self.layers:
+            h = layer(h).tanh()
+        mask = attention_mask[..., None].double()
+        return self.head((h * mask).sum(1) / mask.sum(1))
+
+
+def waits(layers, **options):
+    """How often adding a batch waits for the device."""
+    model = seeded(lambda: Deep(layers))
+    parameters = dict(model.named_parameters())
+    with eval_mode(model, parameters):
+        accumulator = begin_accumulation(model, sentences(), parameters, EstimateOptions(**options), None)
+        with Waits() as mode:
+            accumulator.take(sentences(), 100)
+    return mode.count
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_masked_estimates_do_not_wait_for_the_device_in_every_block(sharing, request):
+    assert waits(4, sharing=sharing) > 4, "on the CPU, which has nothing to wait for"
+    request.getfixturevalue("asynchronous")
+    few = waits(1, sharing=sharing)
+    assert few <= 2, "f is checked once per batch"
+    assert waits(4, sharing=sharing) == waits(4, sharing=sharing, fisher="exact") == few

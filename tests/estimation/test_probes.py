@@ -103,8 +103,8 @@ def test_orthogonal_directions_err_no_more_than_gaussian_ones(capsys):
 def test_what_cannot_be_drawn_is_refused():
     model, x = seeded(mlp), vectors(5)
     for wrong, words in (
-        ({"samples": 4}, "only 3 orthogonal probes"),
-        ({"samples": 0}, "at least one"),
+        ({"samples": 4}, "3 orthogonal probes"),
+        ({"samples": 0}, "samples 0"),
         ({"probe": "normal"}, "'orthogonal', 'rademacher' or 'gaussian'"),
         ({"fisher": "empirical"}, "'mc' or 'exact'"),
         ({"seed": -1}, "seed -1"),

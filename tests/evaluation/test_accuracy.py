@@ -104,6 +104,6 @@ def test_texts_without_labels_are_refused(eye, by_colour, tmp_path, labelled):
     data = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
     for split in ("train", "test"):
         data.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
-    words = "row 1: its label is -1" if labelled else "words: the names of its classes are not known"
+    words = "row 1: label -1 is not a class" if labelled else "words: unknown class names"
     with pytest.raises(KfacpackError, match=words):
         evaluate(eye, load_task("words", tmp_path), by_colour)

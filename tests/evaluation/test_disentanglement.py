@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evaluation.toy import EXAMS, TASKS, inputs, task_vector
+from evaluation.toy import EXAMS, TASKS, emulate_device, inputs, task_vector
 from kit import refused
-from toys import toy_model
+from toys import on_device, toy_model
 
 import kfacpack as kp
 from kfacpack.evaluation.disentanglement import disentanglement
@@ -80,6 +80,20 @@ def test_another_head_may_be_given(model):
     heads = {"one": blind, "two": kp.Head(blind.weight, blind.bias, TASKS["two"].classes, "prototypes")}
     found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, ALPHAS, heads=heads)
     assert found["xi"] == [[0.0] * 4] * 4
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_a_device_without_float64_gives_the_same_grid(regime, monkeypatch):
+    model = toy_model(dtype=torch.float32)
+    vectors, both = pair(model, regime), (EXAMS["one"], EXAMS["two"])
+    expected = disentanglement(model, both, vectors, ALPHAS)
+    heads = {
+        name: kp.Head(*on_device(head.weight, head.bias), head.classes, head.origin)
+        for vector in vectors
+        for name, head in vector.heads.items()
+    }
+    emulate_device(monkeypatch)
+    assert disentanglement(model, both, vectors, ALPHAS, heads=heads) == expected
 
 
 def test_what_does_not_belong_together_is_refused(model):

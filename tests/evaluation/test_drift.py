@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evaluation.toy import EXAMS, TASKS, bundle_of, change, crossed_model, inputs, linear_model, task_vector
+from evaluation.toy import (
+    EXAMS,
+    TASKS,
+    bundle_of,
+    change,
+    crossed_model,
+    emulate_device,
+    inputs,
+    linear_model,
+    task_vector,
+)
 from kit import dense_block, refused
 from toys import toy_model
 
@@ -103,6 +113,14 @@ def test_other_regimes_are_measured_as_they_are_used(model):
         brute = (vector.apply(model.module)(x) - model.module(x)).square().sum() / 20
     assert found["pairs"][0]["measured"] == pytest.approx(float(brute), rel=1e-5)
     assert {each["block"].partition("[")[0] for each in found["layers"]} == {"attn.in_proj_weight"}
+
+
+def test_a_device_without_float64_gives_the_same_drift(monkeypatch):
+    model = toy_model(dtype=torch.float32)
+    vectors, bundles = {"one": task_vector(model, TASKS["one"])}, {"two": bundle_of(model, TASKS["two"])}
+    expected = drift(model, [EXAMS["two"]], vectors, bundles, layer_examples=8)
+    emulate_device(monkeypatch)
+    assert drift(model, [EXAMS["two"]], vectors, bundles, layer_examples=8) == expected
 
 
 def test_layers_may_be_left_out(model):

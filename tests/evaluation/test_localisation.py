@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evaluation.toy import EXAMS, TASKS, change, inputs, task_vector
+from evaluation.toy import EXAMS, TASKS, change, emulate_device, inputs, task_vector
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import refused
@@ -59,6 +59,15 @@ def test_it_is_what_the_jacobian_says(model, regime):
             assert summary["quantiles"] == sorted(summary["quantiles"])
         assert said["auroc"] == pytest.approx(counted(expected[name].tolist(), off.tolist()), abs=1e-3)
     assert found["auroc"] == pytest.approx(sum(each["auroc"] for each in found["vectors"].values()) / 2)
+
+
+@pytest.mark.parametrize("regime", ["linear", "full"])
+def test_a_device_without_float64_gives_the_same_result(regime, monkeypatch):
+    model = toy_model(dtype=torch.float32)
+    vectors = {name: task_vector(model, TASKS[name], regime) for name in NAMES[:2]}
+    expected = localisation(model, list(EXAMS.values()), vectors)
+    emulate_device(monkeypatch)
+    assert localisation(model, list(EXAMS.values()), vectors) == expected
 
 
 def zip_by_task(said, expected):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import HOLDS, random_psd, small_curvature
+from toys import on_device
 
 import kfacpack as kp
 from kfacpack.evaluation.bundle_quality import MAX_EIGENVALUES, effective_rank, spectra
@@ -71,5 +72,6 @@ def test_the_effective_rank_counts_equal_directions():
     assert effective_rank(torch.tensor([2.0, 2.0, 2.0, 0.0])) == pytest.approx(3)
     assert effective_rank(torch.tensor([5.0, 0.0, -1e-9])) == pytest.approx(1)
     assert effective_rank(torch.zeros(3)) == 0
+    assert effective_rank(*on_device(torch.ones(4))) == pytest.approx(4), "on a device without float64"
     halves = torch.tensor([0.5, 0.25, 0.25])
     assert effective_rank(halves) == pytest.approx(2**1.5)

@@ -7,11 +7,14 @@ from dataclasses import replace
 import torch
 from torch.func import functional_call, jacrev
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from toys import Attentive, ToyTask, toy_model
+from toys import Attentive, ToyTask, on_device, toy_model
 
 import kfacpack as kp
+from kfacpack.evaluation import bundle_quality, disentanglement, localisation
 from kfacpack.evaluation.accuracy import EvaluationSet
+from kfacpack.evaluation.edited_model import output_changes
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.linearization.linearize import Linearized
 
 TASKS = {name: ToyTask(name, seed=seed, size=20) for seed, name in enumerate(("one", "two", "three"), start=1)}
 EXAMS = {name: EvaluationSet.of(task, "test") for name, task in TASKS.items()}
@@ -79,3 +82,15 @@ def crossed_model():
     module = Crossed().double().eval()
     module.load_state_dict(toy.module.state_dict())
     return replace(toy, module=module, forward=module)
+
+
+def emulate_device(monkeypatch):
+    """From now on, measurements get outputs on a device without float64, such as MPS."""
+    plain = Linearized.outputs
+
+    def changes(*args):
+        return (on_device(*pair) for pair in output_changes(*args))
+
+    for module in (bundle_quality, disentanglement, localisation):
+        monkeypatch.setattr(module, "output_changes", changes)
+    monkeypatch.setattr(Linearized, "outputs", lambda self, *args: on_device(*plain(self, *args)))

@@ -1,4 +1,4 @@
-"""A run that never took place: results.json in full, from the number of its tasks and arms."""
+"""Synthetic results: the content of results.json for a given number of tasks and arms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that are recorded mean the same from one folder, the run's; paths in plans, from the plan's."""
+"""Paths in recorded commands are relative to the folder of the run, paths in plans to the folder of the plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kfacpack.experiments.stage import command, model_options, task_data_option,
 
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
-    """The plan's, the run's, and another one that the user is in."""
+    """The folders of the plan and of the run; the working directory is a third one."""
     for name in ("plans/t5/small", "plans/data", "runs/out", "elsewhere/t5/small", "elsewhere/hub/name"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -30,7 +30,7 @@ def plan_of(folder, model="tiny", data="data"):
 
 
 def echoed(words, root):
-    """What a shell in the run's folder makes of a command's words."""
+    """Returns the words of a command as a shell in the folder of the run expands them."""
     line = command(*words).removeprefix("kfacpack ")
     done = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], cwd=root, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
@@ -50,34 +50,34 @@ def echoed(words, root):
         '$HERE/a "b`c$-d',
     ],
 )
-def test_paths_are_those_of_the_plan(folders, monkeypatch, data):
+def test_commands_name_the_paths_of_the_plan(folders, monkeypatch, data):
     folder, root = folders
     for name, value in (("HERE", str(folder)), ("HOME", str(folder)), ("NEAR", "data")):
         monkeypatch.setenv(name, value)
     plan = plan_of(folder, data=data)
-    meant = os.path.realpath(plan.place(data))
+    expected = os.path.realpath(plan.resolve_path(data))
     *_, word = echoed(task_options(plan, "mine", root), root)
-    assert os.path.realpath(root / word) == meant
+    assert os.path.realpath(root / word) == expected
     (word,) = echoed([task_data_option(plan, "mine", root)], root)
-    assert os.path.realpath(root / word.removeprefix("mine=")) == meant
+    assert os.path.realpath(root / word.removeprefix("mine=")) == expected
 
 
-def test_variables_are_written_as_in_the_plan(folders, monkeypatch):
+def test_variables_are_kept_as_in_the_plan(folders, monkeypatch):
     folder, root = folders
     monkeypatch.setenv("DATA", str(folder))
     line = command(*task_options(plan_of(folder, data="$DATA/mine"), "mine", root))
     assert line == 'kfacpack --task mine --data "$DATA/mine"'
 
 
-@pytest.mark.parametrize("said", ["t5:t5/small", "t5:./t5/small", "hf:t5/small"])
-def test_a_models_folder_is_meant_from_the_plans(folders, said):
+@pytest.mark.parametrize("name", ["t5:t5/small", "t5:./t5/small", "hf:t5/small"])
+def test_model_folders_are_relative_to_the_plan(folders, name):
     folder, root = folders
-    plan = plan_of(folder, said)
+    plan = plan_of(folder, name)
     assert os.path.realpath(plan.model_folder()) == os.path.realpath(folder / "t5/small")
-    assert shlex.join(map(str, model_options(plan, root))) == f"--model {said[:3]}../../plans/t5/small"
+    assert shlex.join(map(str, model_options(plan, root))) == f"--model {name[:3]}../../plans/t5/small"
 
 
-def test_a_model_of_the_hub_is_no_folder(folders):
+def test_hub_models_have_no_folder(folders):
     folder, root = folders
     plan = plan_of(folder, "t5:google/flan-t5-small")
     assert plan.model_folder() is None
@@ -85,6 +85,6 @@ def test_a_model_of_the_hub_is_no_folder(folders):
     assert plan_of(folder, "timm:t5/small").model_folder() is None
 
 
-def test_a_folder_that_is_only_where_the_user_is(folders):
-    with refused(kp.KfacpackError):
+def test_a_model_folder_in_the_working_directory_is_refused(folders):
+    with refused(kp.KfacpackError, "hub/name", folders[0]):
         plan_of(folders[0], "t5:hub/name").model_folder()

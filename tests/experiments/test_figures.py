@@ -1,4 +1,4 @@
-"""Figures: made of plain numbers, legible, and the same bytes each time."""
+"""Figures are legible, and the same data give the same bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from PIL import Image
 
 from kfacpack.errors import KfacpackError
 from kfacpack.experiments.figure_style import THEMES, power_of_ten, render, save
-from kfacpack.experiments.figures import FIGURES, nearest_index, smallest_positive
+from kfacpack.experiments.figures import FIGURES, nearest_index, smallest_nonzero
 
 TASKS = invented.TASKS
-HARMLESS = ["$\\frac{1", "<script>&amp;", "a_b^c" * 9, *TASKS[3:]]
-"""Names that a formula, a page or an axis might take badly."""
+UNUSUAL = ["$\\frac{1", "<script>&amp;", "a_b^c" * 9, *TASKS[3:]]
+"""Names that could be mistaken for formulas or markup, or are too long for an axis."""
 
 
 def data_of(figure, tasks=TASKS):
@@ -44,12 +44,13 @@ def words(figure):
     return [text.get_text() for text in figure.findobj(lambda each: hasattr(each, "get_text")) if text.get_text()]
 
 
-def test_the_same_numbers_give_the_same_bytes_in_another_process(tmp_path):
+def test_the_same_data_give_the_same_bytes_in_another_process(tmp_path):
     (tmp_path / "data.json").write_text(json.dumps({name: data_of(name) for name in FIGURES}))
     program = """
 import json, sys
 from pathlib import Path
-from kfacpack.figures import *
+from kfacpack.experiments.figure_style import save
+from kfacpack.experiments.figures import FIGURES
 folder = Path(sys.argv[1])
 for name, data in json.loads((folder / "data.json").read_text()).items():
     save(FIGURES[name](data, theme="dark"), folder / f"{name}.svg")
@@ -65,24 +66,24 @@ assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_names_are_names_whatever_they_look_like(name):
-    figure = FIGURES[name](data_of(name, HARMLESS))
+def test_names_are_never_interpreted_as_markup(name):
+    figure = FIGURES[name](data_of(name, UNUSUAL))
     root = ET.fromstring(render(figure, "svg"))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert not [each for each in root.iter() if each.tag.endswith("script")]
     if name in ("localisation", "bars"):
-        assert HARMLESS[0] in words(figure)
+        assert UNUSUAL[0] in words(figure)
 
 
 def written(axis):
-    """Where the labels are that lie within the axis' limits."""
+    """Returns the boxes of the tick labels within the limits of the axis."""
     low, high = sorted(axis.get_view_interval())
     ticks = [tick for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
     return [tick.label1.get_window_extent() for tick in ticks if tick.label1.get_text()]
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_axes_say_what_they_show_and_no_two_labels_meet(name):
+def test_axes_are_labelled_and_labels_do_not_overlap(name):
     figure = FIGURES[name](data_of(name))
     figure.draw_without_rendering()
     panel = figure.axes[0]
@@ -90,16 +91,16 @@ def test_axes_say_what_they_show_and_no_two_labels_meet(name):
         assert panel.get_xlabel()
         assert panel.get_ylabel()
     boxes = [*written(panel.yaxis)]
-    if name != "bars":  # whose labels are turned
+    if name != "bars":  # its labels are rotated
         boxes += written(panel.xaxis)
     boxes += [text.get_window_extent() for legend in figure.legends for text in legend.get_texts()]
-    meeting = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
-    assert not meeting
+    overlapping = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
+    assert not overlapping
     inside = figure.bbox
     assert all(inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 for box in boxes)
 
 
-def test_dark_is_dark_and_light_is_light(tmp_path):
+def test_themes_have_dark_and_light_backgrounds(tmp_path):
     for theme, bright in (("light", True), ("dark", False)):
         file = save(FIGURES["drift"](data_of("drift"), theme=theme), tmp_path / f"{theme}.png")
         with Image.open(file) as picture:
@@ -107,14 +108,14 @@ def test_dark_is_dark_and_light_is_light(tmp_path):
 
 
 def luminance(colour):
-    """Relative luminance, as the WCAG define it."""
+    """Relative luminance as defined by the WCAG."""
     channels = [int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 @pytest.mark.parametrize("theme", THEMES.values(), ids=THEMES)
-def test_colours_stand_out_from_the_paper(theme):
+def test_colours_have_enough_contrast(theme):
     def contrast(colour):
         low, high = sorted((luminance(colour), luminance(theme.paper)))
         return (high + 0.05) / (low + 0.05)
@@ -123,23 +124,23 @@ def test_colours_stand_out_from_the_paper(theme):
     assert min(map(contrast, (*theme.series, theme.faint))) >= 3
 
 
-def test_one_sweep_alone_shows_its_tasks():
+def test_a_single_sweep_shows_its_tasks():
     one = invented.make_sweep(TASKS, 0.1, random.Random(0))
     labels = words(FIGURES["sweep"](one, references={"individual": 0.9}))
     assert {*TASKS, "mean", "individual"} <= set(labels)
 
 
-def test_least_is_looked_for_where_both_vectors_are_there():
+def test_the_minimum_is_searched_where_both_alphas_are_nonzero():
     alphas, xi = [0.0, 1.0, 2.0], [[0.0, 0.1, 0.1], [0.1, 0.4, 0.3], [0.1, 0.2, 0.5]]
-    assert smallest_positive(alphas, xi) == (2, 1)
-    assert smallest_positive([0.0], [[0.0]]) == (0, 0)
+    assert smallest_nonzero(alphas, xi) == (2, 1)
+    assert smallest_nonzero([0.0], [[0.0]]) == (0, 0)
     assert nearest_index(alphas, 1.0) == 1
     figure = FIGURES["disentanglement"]({"tasks": ["a", "b"], "alphas": alphas, "xi": xi})
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["least with both, at 2 of a, 1 of b: ξ = 20 %", "at 1 of each: ξ = 40 %"]
+    assert labels == ["minimum, α = 2 (a), 1 (b): ξ = 20 %", "α = 1 for both: ξ = 40 %"]
 
 
-def test_zeros_have_no_place_on_a_logarithmic_axis():
+def test_zeros_are_omitted_on_logarithmic_axes():
     zeros = {"examples": 3, "mean": 0.0, "quantiles": [0.0] * 5}
     some = {"examples": 3, "mean": 1.0, "quantiles": [0.0, 0.0, 1.0, 2.0, 3.0]}
     vectors = {"a": {"on": some, "off": zeros, "auroc": 1.0}}
@@ -149,17 +150,17 @@ def test_zeros_have_no_place_on_a_logarithmic_axis():
     assert [power_of_ten(x) for x in (1e-12, 1.0, 1000.0, 0.0)] == ["10⁻¹²", "10⁰", "10³", ""]
 
 
-def test_files_do_not_depend_on_those_made_before():
+def test_files_do_not_depend_on_earlier_files():
     first, second = (FIGURES["sweep"](data_of("sweep")) for _ in range(2))
     render(first, "png")
     assert render(first, "svg") == render(second, "svg")
 
 
-def test_few_spectra_are_named_and_many_coloured_by_side():
+def test_few_spectra_are_labelled_and_many_are_coloured_by_side():
     few = words(FIGURES["spectra"](invented.make_spectra(2)))
     assert "visual.blocks.1.mlp B" in few
     many = words(FIGURES["spectra"](invented.make_spectra(9)))
-    assert {"A, of the inputs", "B, of the gradients"} <= set(many)
+    assert {"A (inputs)", "B (gradients)"} <= set(many)
     assert not [text for text in many if "blocks" in text]
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: a page that needs nothing, numbers beside it, and a refusal of what is no run."""
+"""The report of a run: a self-contained page, its numbers as JSON, and errors for invalid results."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kfacpack.experiments.results_schema import Results
 
 VOID = {"meta", "img", "source", "br", "link", "input", "hr"}
 NUMBER = re.compile(r"\d[\d,.]*(?:e[+-]\d+)?")
-NASTY = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{1", "a & b\x07"]
+MALICIOUS = ["<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "$\\frac{1", "a & b\x07"]
 
 
 class Page(HTMLParser):
-    """Elements with their attributes, the text of table cells and of the headline; complains of what is not closed."""
+    """Parses a page: elements, attributes and the text of cells and headline; asserts that elements are closed."""
 
     def __init__(self, html):
         super().__init__(convert_charrefs=True)
@@ -81,11 +81,11 @@ def numbers(made):
 
 
 def bare(folder, results):
-    """The report of a run without figures but two, which is quick; as text."""
+    """Writes the report of a run with only two figures, which is fast; returns the page as text."""
     return report(write_run(folder / "run", results), folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_it_is_well_formed_and_accessible(page):
+def test_the_page_is_well_formed_and_accessible(page):
     assert page.all("html") == [{"lang": "en"}]
     assert len(page.all("title")) == len(page.all("h1")) == 1
     levels = [int(tag[1]) for tag, _ in page.elements if re.fullmatch(r"h[1-6]", tag)]
@@ -100,7 +100,7 @@ def test_it_is_well_formed_and_accessible(page):
     assert {link["href"][1:] for link in page.all("a")} <= set(ids)
 
 
-def test_it_loads_nothing_and_runs_nothing(made, page):
+def test_the_page_loads_and_runs_nothing(made, page):
     for tag, attrs in page.elements:
         assert tag not in ("script", "link", "iframe", "object")
         for key, value in attrs.items():
@@ -122,7 +122,7 @@ def test_every_number_of_the_page_is_in_the_json(page, numbers):
 
 
 def shown(cell):
-    """The formatting of the page, written down a second time."""
+    """An independent implementation of the formatting."""
     value, std = cell["value"], cell["std"]
     if value is None:
         return "–"
@@ -143,7 +143,7 @@ def shown(cell):
     return f"{value:.1f} s" if value < 9.95 else f"{value:.0f} s"
 
 
-def test_its_numbers_are_those_of_the_run(run, numbers):
+def test_numbers_match_the_results_of_the_run(run, numbers):
     results = json.loads((run / "results.json").read_text())
     tables = {section["id"]: section["tables"] for section in numbers["sections"]}
     without = results["arms"][0]
@@ -175,7 +175,7 @@ def headline_of(results):
     return "".join(f"{cell.shown} " for cell in said)
 
 
-def test_the_headline_compares_the_best_penalty_without_data_with_none():
+def test_the_headline_compares_the_best_dataless_penalty_with_none():
     results = make_results(3, 4, full=False)
     rows = {row["arm"]: row for row in results["summary"]}
     assert rows["data"]["added"] > rows["kfac"]["added"] > rows["diagonal"]["added"] > rows["without"]["added"]
@@ -185,7 +185,7 @@ def test_the_headline_compares_the_best_penalty_without_data_with_none():
     assert "“data”" not in said
 
 
-def test_a_penalty_that_does_harm_is_shown_to():
+def test_harmful_penalties_are_shown_as_such():
     results = make_results(3, 2, full=False)
     results["summary"][1].update(added=0.25, recovered=-1.5)
     said = headline_of(results)
@@ -193,7 +193,7 @@ def test_a_penalty_that_does_harm_is_shown_to():
     assert "−150.0 %" in said
 
 
-def test_the_page_says_how_it_was_made(page, run):
+def test_the_page_shows_its_provenance(page, run):
     results = json.loads((run / "results.json").read_text())
     for said in (*results["versions"].values(), results["plan"]["sha256"], results["plan"]["text"].splitlines()[1]):
         assert said in page.text
@@ -203,7 +203,7 @@ def test_the_page_says_how_it_was_made(page, run):
     assert {"1.2 GB", "estimate", "reused"} <= set(page.cells)
 
 
-def test_every_figure_is_beside_it(made, numbers):
+def test_every_figure_is_written_to_a_file(made, numbers):
     files = [p["file"] for section in numbers["sections"] for p in section["pictures"]]
     assert len(files) == len(set(files)) == 2 + 2 * (2 + 1 + 1) + 1
     wanted = {name for file in files for name in (f"{file}.svg", f"{file}.png", f"{file}-dark.svg")}
@@ -221,7 +221,7 @@ def test_the_same_results_give_the_same_bytes(tmp_path):
     ReportContent.model_validate_json((tmp_path / "one" / "report.json").read_text())
 
 
-def test_what_a_run_does_not_have_is_left_out(tmp_path):
+def test_sections_without_data_are_omitted(tmp_path):
     results = make_results(2, 1, full=False)
     results["bundles"] = results["merges"] = []
     for seed in results["arms"][0]["seeds"]:
@@ -230,24 +230,24 @@ def test_what_a_run_does_not_have_is_left_out(tmp_path):
     page = Page(bare(tmp_path, results))
     assert [section["id"] for section in page.all("section")] == ["summary", "tasks", "made"]
     assert "AUROC" not in page.text
-    assert "gets back" not in page.headline
-    assert "the last call" not in page.cells
+    assert "recovers" not in page.headline
+    assert "last run" not in page.cells
 
 
-def test_names_are_harmless(tmp_path):
-    results = make_results(NASTY, 2, full=False)
-    results["name"] = results["plan"]["text"] = results["commands"][0] = NASTY[0]
-    results["arms"][1]["name"] = results["summary"][1]["arm"] = NASTY[1]
+def test_names_are_escaped(tmp_path):
+    results = make_results(MALICIOUS, 2, full=False)
+    results["name"] = results["plan"]["text"] = results["commands"][0] = MALICIOUS[0]
+    results["arms"][1]["name"] = results["summary"][1]["arm"] = MALICIOUS[1]
     html = bare(tmp_path, results)
     page = Page(html)
     assert "<script" not in html
     assert not [image for image in page.all("img") if not image["src"].startswith("data:")]
     assert not [attrs for _, attrs in page.elements if "onerror" in attrs]
-    assert NASTY[0] in page.cells
-    assert NASTY[0] in page.text
+    assert MALICIOUS[0] in page.cells
+    assert MALICIOUS[0] in page.text
 
 
-def test_figures_of_like_names_have_files_of_their_own(tmp_path):
+def test_figures_with_similar_names_have_different_files(tmp_path):
     results = make_results(["A b", "a-b", "a_b"], 1, full=False)
     loose = make_results(["A b", "a-b", "a_b"], 1)["arms"][0]["seeds"][0]
     results["arms"][0]["seeds"][0]["disentanglement"] = loose["disentanglement"]
@@ -281,13 +281,13 @@ SEED = ("arms", 0, "seeds", 0)
         (without("base"), "base: Field required"),
         (changed(["format"], "kfacpack.run/2"), "format is 'kfacpack.run/2', expected 'kfacpack.run/1'"),
         (changed(["arms"], []), "arms: .*at least 1"),
-        (changed([*SEED, "individual", "mnist"], float("nan")), "individual.mnist: .*finite number, found nan"),
-        (changed([*SEED, "individual"], {"mnist": 0.5}), "arm 'without', seed 0: has other tasks"),
+        (changed([*SEED, "individual", "mnist"], float("nan")), "individual.mnist: .*finite number, got nan"),
+        (changed([*SEED, "individual"], {"mnist": 0.5}), "arm 'without', seed 0: tasks differ"),
         (changed([*SEED, "sweep", "mean"], [0.5]), "one accuracy for each of the 21 alphas"),
-        (changed([*SEED, "disentanglement", 0, "xi"], [[0.1]]), "xi needs 16 rows of 16 numbers"),
-        (changed(["spectra", "blocks", 0, "ranks"], [1]), "as many ranks as eigenvalues"),
-        (changed(["arms", 1, "name"], "without"), "names an arm twice"),
-        (changed(["bundles", 0, "bytes"], "\x1b[31mred"), r"bundles.0.bytes: .* found '\\x1b\[31mred'"),
+        (changed([*SEED, "disentanglement", 0, "xi"], [[0.1]]), "xi: expected 16 rows of 16 numbers"),
+        (changed(["spectra", "blocks", 0, "ranks"], [1]), "got 1 ranks and"),
+        (changed(["arms", 1, "name"], "without"), "duplicate arm names"),
+        (changed(["bundles", 0, "bytes"], "\x1b[31mred"), r"bundles.0.bytes: .* got '\\x1b\[31mred'"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, change, words):
@@ -301,22 +301,22 @@ def test_a_damaged_file_is_refused(tmp_path, change, words):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (None, "has no results.json"),
-        (b"{", "is damaged: no JSON"),
-        (b"\xff\xfe", "is damaged"),
+        (None, "no results.json"),
+        (b"{", "damaged: not valid JSON"),
+        (b"\xff\xfe", "damaged"),
         (b"[]", "format is None"),
-        (b"[" * 100_000, "is damaged"),
+        (b"[" * 100_000, "damaged"),
     ],
 )
-def test_what_is_no_results_is_refused(tmp_path, content, words):
+def test_files_that_are_not_results_are_refused(tmp_path, content, words):
     if content is not None:
         (tmp_path / "results.json").write_bytes(content)
     with pytest.raises(KfacpackError, match=words):
         report(tmp_path, tmp_path / "report.html")
 
 
-def test_figures_of_the_report_before_do_not_stay(tmp_path):
-    """What somebody else has put there does."""
+def test_figures_of_the_replaced_report_are_removed(tmp_path):
+    """Files that are not part of the report are kept."""
     before = make_results(2, 1, full=False)
     page, figures = tmp_path / "report.html", tmp_path / "figures"
     report(write_run(tmp_path / "run", before), page)
@@ -330,7 +330,7 @@ def test_figures_of_the_report_before_do_not_stay(tmp_path):
     assert {file.name for file in figures.iterdir()} == {name for name in ours if "sweep" not in name} | {"mine.svg"}
 
 
-def test_what_only_claims_to_be_a_report_removes_nothing(tmp_path):
+def test_invalid_replaced_reports_remove_nothing(tmp_path):
     run, page = write_run(tmp_path / "run", make_results(2, 1, full=False)), tmp_path / "report.html"
     report(run, page)
     said = json.loads(page.with_suffix(".json").read_text())
@@ -342,15 +342,15 @@ def test_what_only_claims_to_be_a_report_removes_nothing(tmp_path):
         assert (tmp_path / "mine.svg").read_text() == "mine"
 
 
-def test_keys_that_are_not_known_are_told(tmp_path):
+def test_unknown_keys_are_reported(tmp_path):
     results = make_results(2, 1, full=False)
     results["arms"][0]["seeds"][0]["negatoin"] = None
     run = write_run(tmp_path / "run", results, {"stages": [], "seconds": 1.0, "hours": 0})
     arguments = ["report", str(run), "-o", str(tmp_path / "report.html")]
     done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
     assert (done.exit_code, json.loads(done.stdout)["page"]) == (0, str(tmp_path / "report.html"))
-    assert "results.json: has keys that are not known here and are left out: arms.0.seeds.0.negatoin." in done.stderr
-    assert "times.json: has keys that are not known here and are left out: hours." in done.stderr
+    assert "results.json: unknown keys are ignored: arms.0.seeds.0.negatoin." in done.stderr
+    assert "times.json: unknown keys are ignored: hours." in done.stderr
     assert not CliRunner().invoke(app, [*arguments, "--quiet"], catch_exceptions=False).output
 
 
@@ -362,9 +362,9 @@ def test_times_are_checked_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("output", "words"),
-    [("report.pdf", "ends in .html"), ("nowhere/report.html", "there is no folder"), ("results.html", "written over")],
+    [("report.pdf", "ends in .html"), ("nowhere/report.html", "does not exist"), ("results.html", "would overwrite")],
 )
-def test_a_place_where_it_cannot_be_is_refused(tmp_path, output, words):
+def test_invalid_output_paths_are_refused(tmp_path, output, words):
     write_run(tmp_path, make_results(2, 1, full=False))
     before = (tmp_path / "results.json").read_bytes()
     with pytest.raises(KfacpackError, match=words):
@@ -386,4 +386,4 @@ def test_the_command(tmp_path):
     assert not call(run, "-o", tmp_path / "report.html", "--quiet").output
     refused = call(tmp_path, "-o", tmp_path / "report.html")
     assert refused.exit_code == 2
-    assert "has no results.json" in refused.stderr
+    assert "no results.json" in refused.stderr

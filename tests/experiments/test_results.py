@@ -1,4 +1,4 @@
-"""A run's numbers when there is little to tell: no margin over chance, no accuracy to divide by."""
+"""The summary of a run when values are missing: no margin over chance, no accuracy to divide by."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def arm(name: str, *, added: float, removed: float | None, control_before: float
     return {"name": name, "seeds": [seed]}
 
 
-def test_what_is_not_known_is_told_as_such():
+def test_missing_values_are_none():
     arms = [arm("without", added=0.3, removed=None, control_before=0.0)]
     (line,) = summary(arms)
     assert line["individual"] == 0.4
@@ -27,7 +27,7 @@ def test_what_is_not_known_is_told_as_such():
     assert [line[key] for key in unknown] == [None] * len(unknown)
 
 
-def test_what_is_got_back_is_a_share_of_what_adding_loses():
+def test_recovered_is_a_share_of_the_loss_by_adding():
     arms = [
         arm("without", added=0.3, removed=0.5, control_before=0.5),
         arm("kfac", added=0.35, removed=1.0, control_before=0.5),
@@ -38,7 +38,7 @@ def test_what_is_got_back_is_a_share_of_what_adding_loses():
     assert (kfac["removed"], kfac["control_kept"]) == (1.0, 0.8)
 
 
-def test_where_adding_loses_nothing_but_rounding_nothing_is_got_back():
+def test_nothing_is_recovered_if_the_baseline_loses_only_rounding_errors():
     arms = [
         arm("without", added=0.4 - 1e-16, removed=0.5, control_before=0.5),
         arm("kfac", added=0.5, removed=0.5, control_before=0.5),

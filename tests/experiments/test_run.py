@@ -1,4 +1,4 @@
-"""A run makes what is missing, and nothing else; however often it is interrupted, it finds the same."""
+"""A run makes exactly the missing files, and gives the same results however often it is interrupted."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def run_of(root, text=TEXT):
 
 
 class Record:
-    """Remembers which stages were made."""
+    """Records the stages that are executed."""
 
     def __init__(self, stop_after=None):
         self.made = []
-        self._heard = 0
+        self._calls = 0
         self._stop_after = stop_after
 
     def stopped(self):
-        self._heard += 1
-        return self._stop_after is not None and self._heard > self._stop_after
+        self._calls += 1
+        return self._stop_after is not None and self._calls > self._stop_after
 
     @contextmanager
     def __call__(self, stage, number, total):
@@ -41,17 +41,17 @@ class Record:
         self.made.append(f"{stage.kind}/{stage.name}")
 
 
-@pytest.mark.parametrize(("said", "digits_keep"), [("", "faces"), (", instead: weaves", "weaves")])
-def test_a_control_that_is_negated_itself_leaves_its_place_to_another(tmp_path, said, digits_keep):
+@pytest.mark.parametrize(("option", "digits_keep"), [("", "faces"), (", instead: weaves", "weaves")])
+def test_another_control_is_used_when_the_control_is_negated(tmp_path, option, digits_keep):
     three = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]")
-    text = three.replace("control: faces", f"control: digits{said}")
-    (trial, *_) = run_of(tmp_path, text).graph.trials
+    text = three.replace("control: faces", f"control: digits{option}")
+    (trial, *_) = run_of(tmp_path, text).graph.arm_runs
     kept = {task: stage.control for task, stage in trial.negated.items()}
     assert kept == {"faces": "digits", "weaves": "digits", "digits": digits_keep}
 
 
 @pytest.mark.parametrize("penalty", ["kronecker, rule: tak", "kronecker, rule: optimal", "diagonal"])
-def test_a_merge_says_what_it_lost(tmp_path, penalty):
+def test_the_error_of_a_merge_is_reported(tmp_path, penalty):
     text = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]").replace("  spectra: true\n", "")
     run = run_of(tmp_path, text.replace("penalty: kronecker", f"penalty: {penalty}"))
     merge = next(iter(run.graph.merges.values()))
@@ -72,11 +72,11 @@ def finished(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(finished):
-    """What it found, before tests ask the same folder for other plans."""
+    """The content of results.json, before tests run other plans in the same folder."""
     return (finished / RESULTS).read_bytes()
 
 
-def test_results_say_what_was_found(finished, found):
+def test_results_are_consistent(finished, found):
     found = json.loads(found)
     assert [line["arm"] for line in found["summary"]] == ["without", "kfac"]
     kfac = found["arms"][1]["seeds"][0]
@@ -93,7 +93,7 @@ def test_results_say_what_was_found(finished, found):
         assert (finished / each["file"]).stat().st_size == each["bytes"]
 
 
-def test_a_second_call_makes_nothing(finished, found):
+def test_a_second_run_makes_nothing(finished, found):
     record = Record()
     run_of(finished).execute(record)
     assert record.made == []
@@ -101,7 +101,7 @@ def test_a_second_call_makes_nothing(finished, found):
     assert all(each["reused"] for each in json.loads((finished / TIMES).read_bytes())["stages"])
 
 
-def test_what_has_changed_is_made_again_and_nothing_else(finished):
+def test_only_what_changed_is_made_again(finished):
     record = Record()
     run_of(finished, TEXT.replace("strength: 3", "strength: 5")).execute(record)
     assert record.made
@@ -109,13 +109,13 @@ def test_what_has_changed_is_made_again_and_nothing_else(finished):
     assert not any(name.startswith(("bundles/", "merged/")) for name in record.made)
 
 
-def test_an_arm_by_another_name_is_not_trained_again(finished):
+def test_a_renamed_arm_is_not_trained_again(finished):
     record = Record()
     run_of(finished, TEXT.replace("kfac:", "curvature:")).execute(record)
     assert record.made == []
 
 
-def test_interrupted_anywhere_it_finds_the_same(found, tmp_path):
+def test_interrupted_runs_give_the_same_results(found, tmp_path):
     record = Record(stop_after=0)
     for stop_after in (0, 1, 3, 5, 9, 14):
         record = Record(stop_after)
@@ -129,17 +129,17 @@ def test_interrupted_anywhere_it_finds_the_same(found, tmp_path):
     ("kind", "left"),
     [("bundles", "*.partial"), ("merged", None), ("vectors", "*.partial"), ("sums", None), ("scores", None)],
 )
-def test_a_stage_is_left_in_its_middle(tmp_path, kind, left):
-    at_work = []
+def test_stages_can_be_interrupted(tmp_path, kind, left):
+    active = []
 
     @contextmanager
     def show(stage, number, total):
-        yield lambda done, total, words: at_work.append(stage.kind) if done else None
+        yield lambda done, total, words: active.append(stage.kind) if done else None
 
     run = run_of(tmp_path, TEXT.replace("examples: 8, batch_size: 8", "examples: 8, batch_size: 4"))
     with pytest.raises(Interrupted):
-        run.execute(show, lambda: at_work[-1:] == [kind])
-    assert at_work[-1] == kind
+        run.execute(show, lambda: active[-1:] == [kind])
+    assert active[-1] == kind
     assert len([stage for stage in run.stages if stage.kind == kind and stage.done]) == 0
     assert left is None or list((tmp_path / kind).glob(left))
 
@@ -151,7 +151,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
         run_of(tmp_path).execute()
 
 
-def test_the_forecast_covers_what_is_missing(finished, tmp_path):
+def test_the_forecast_covers_the_pending_stages(finished, tmp_path):
     fresh = run_of(tmp_path)
     seconds = fresh.forecast()
     assert set(seconds) == {stage.key for stage in fresh.stages}
@@ -160,42 +160,42 @@ def test_the_forecast_covers_what_is_missing(finished, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_what_another_torch_or_device_made_is_not_taken(tmp_path, monkeypatch):
+def test_files_of_another_torch_or_device_are_not_reused(tmp_path, monkeypatch):
     stage = run_of(tmp_path).stages[0]
-    shop = stage.shop
-    before = dict(shop.environment)
+    context = stage.context
+    before = dict(context.environment)
 
     def key():
-        vars(shop).pop("environment", None)
+        vars(context).pop("environment", None)
         return replace(stage).key
 
     assert key() == stage.key
-    shop.device = torch.device("meta")
+    context.device = torch.device("meta")
     assert key() != stage.key
-    shop.device = torch.device("cpu")
+    context.device = torch.device("cpu")
     with monkeypatch.context() as other:
         other.setattr(torch, "__version__", "2.0.0")
         assert key() != stage.key
     assert key() == stage.key
-    assert before == shop.environment
+    assert before == context.environment
 
 
-def test_two_devices_of_one_kind_are_the_same(monkeypatch):
+def test_devices_of_the_same_kind_are_equal(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
     first, second = (RunContext(parse(TEXT, "plan"), torch.device(f"cuda:{k}")).environment for k in (0, 1))
     assert first == second
     assert first["device"] == "cuda, Some GPU"
 
 
-def test_a_name_may_be_longer_than_a_files(tmp_path):
+def test_long_names_are_truncated_in_file_names(tmp_path):
     long = "ä" * 150
     stages = run_of(tmp_path, TEXT.replace("kfac:", f"{long}:")).stages
     assert any(long in stage.name for stage in stages)
     assert all(len(f".{stage.path.name}.partial".encode()) < 255 for stage in stages)
 
 
-def test_other_names_or_pictures_are_other_data(tmp_path):
-    """Also where they are not among the few examples that are looked at, and their files are as large as before."""
+def test_the_data_key_depends_on_names_and_images(tmp_path):
+    """Also for examples that the fingerprint does not cover, with files of the same size."""
     from PIL import Image
 
     def key(name, first, changed=None):
@@ -213,7 +213,7 @@ def test_other_names_or_pictures_are_other_data(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["scores", "bundles", "vectors"])
-def test_what_is_damaged_is_made_again(finished, kind):
+def test_damaged_files_are_made_again(finished, kind):
     stage = next(each for each in run_of(finished).stages if each.kind == kind)
     content = stage.path.read_bytes()
     for damaged in (b"", b"[]", b'{"found": {}, "sha256": ""}', content[: len(content) // 2]):

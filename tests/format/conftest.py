@@ -1,4 +1,4 @@
-"""A good bundle, and a place for what is made of it."""
+"""A valid bundle, and a path for a modified copy of it."""
 
 import pytest
 from kit import small_curvature

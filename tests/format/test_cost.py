@@ -1,4 +1,4 @@
-"""Files made to hurt cost next to nothing."""
+"""Malicious files are rejected at bounded cost in time and memory."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kit import complaint, forge, matrix_entry, write_sealed
 from kfacpack.format.container import MAX_JSON_VALUES
 
 
-def test_headers_made_to_hurt(target):
-    """Deep nesting, a sea of values, a header longer than allowed, text that is not UTF-8, numbers of many digits."""
+def test_malicious_headers_are_rejected(target):
+    """Deep nesting, too many values, a header that is too long, text that is not UTF-8, numbers of many digits."""
     metadata = '{"__metadata__":{"kfac.sha256":"' + "0" * 64 + '","kfac":"%s"}%s}'
     deep = metadata % ("[" * 100_000, "")
-    assert "cannot be read as JSON" in complaint(write_sealed(target, deep, b""))
+    assert "invalid JSON" in complaint(write_sealed(target, deep, b""))
     deep = metadata % ("", ',"x":' + "[" * 100_000 + "]" * 100_000)
     assert "nested too deeply" in complaint(write_sealed(target, deep, b""))
-    sea = metadata % ("", ',"x":[' + "[]," * 2**20 + "0]")
-    assert "JSON values" in complaint(write_sealed(target, sea, b""))
+    flood = metadata % ("", ',"x":[' + "[]," * 2**20 + "0]")
+    assert "JSON values" in complaint(write_sealed(target, flood, b""))
     hidden = metadata % ('{\\"x\\":[' + "\\u005b\\u005d\\u002c" * 2**18 + "0]}", "")
     assert "JSON values" in complaint(write_sealed(target, hidden, b""))
     digits = metadata % ('{\\"version\\":' + "9" * 10_000 + "}", "")
@@ -31,7 +31,7 @@ def test_headers_made_to_hurt(target):
     target.write_bytes((2**23 + 1).to_bytes(8, "little") + b"{" + b" " * 2**23)
     assert "at most 8388608 are allowed" in complaint(target)
     target.write_bytes((100).to_bytes(8, "little") + b"{" + b"\xff" * 99)
-    assert "cannot be read as JSON" in complaint(target)
+    assert "invalid JSON" in complaint(target)
     target.write_bytes((100).to_bytes(8, "little") + '{"a":1}'.encode("utf-16-le").ljust(100))
     complaint(target)
 
@@ -42,21 +42,21 @@ from pathlib import Path
 from kfacpack_cli.main import app
 command, *paths = sys.argv[1:]
 for path in paths:
-    # Every file has a process of its own, whose peak begins with what it was forked with: the interpreter and imports.
+    # Every file is read in a forked process, whose peak memory includes the interpreter and the imports.
     if os.fork():
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
         continue
     try:
         app([command, path])
     except SystemExit as end:
-        # ru_maxrss would count what the parent process had when it forked.
+        # ru_maxrss would include the peak of the parent process before the fork.
         print(end.code, Path("/proc/self/status").read_text().split("VmHWM:")[1].split("kB")[0], flush=True)
         os._exit(0)
 """
 
 
 def floods() -> dict[str, str]:
-    """Manifests as full of entries as the limits allow: right ones, wrong ones, and ones at the wrong place."""
+    """Manifests with as many entries as the limits allow: valid, invalid and misplaced ones."""
 
     def full_of(item: str, cost: int) -> str:
         return ",".join([item] * (MAX_JSON_VALUES // cost - 9))
@@ -83,8 +83,8 @@ def floods() -> dict[str, str]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_hostile_files_cost_less_than_200_mb(good, tmp_path, command):
-    """The whole process, interpreter and all, through the command line."""
+def test_malicious_files_take_less_than_200_mb(good, tmp_path, command):
+    """Measured for the whole process of the command line, including the interpreter."""
     raw = good.read_bytes()
     for name, text in floods().items():
         write_sealed(tmp_path / f"{name}.kfac", text, b"")

@@ -1,4 +1,4 @@
-"""Files that are damaged, or something else: each is refused with an error that names file and tensor."""
+"""Damaged files and files of other formats are rejected with an error that names the file and the tensor."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 import kfacpack as kp
 
 
-def test_the_file_under_attack_is_good(good):
+def test_the_undamaged_file_is_valid(good):
     assert kp.verify(good).holds
 
 
-def test_truncated_anywhere(good, target):
+def test_truncated_files_are_rejected(good, target):
     raw = good.read_bytes()
     start = data_start(raw)
     offsets = sorted(
@@ -45,13 +45,13 @@ def test_truncated_anywhere(good, target):
             assert "tensor '" in message, (offset, message)
 
 
-def test_something_appended(good, target):
+def test_appended_bytes_are_rejected(good, target):
     target.write_bytes(good.read_bytes() + b"\0")
-    assert "1 bytes follow" in complaint(target)
+    assert "1 unexpected bytes" in complaint(target)
 
 
-def test_any_flipped_byte_of_the_header(good, target):
-    """Every byte, once by any other value and once by the bit that tells a from A and { from [ in many a place."""
+def test_any_changed_byte_of_the_header_is_detected(good, target):
+    """Every byte, once with a random change and once with the bit that distinguishes a from A and { from [."""
     raw = bytearray(good.read_bytes())
     chosen = random.Random(0)
     for position in range(data_start(raw)):
@@ -62,7 +62,7 @@ def test_any_flipped_byte_of_the_header(good, target):
             raw[position] ^= mask
 
 
-def test_flipped_bytes_in_every_tensor(good, target):
+def test_changed_bytes_of_any_tensor_are_detected(good, target):
     raw = good.read_bytes()
     chosen = random.Random(1)
     for name, spec in kp.Bundle(good).tensors.items():
@@ -76,7 +76,7 @@ def test_flipped_bytes_in_every_tensor(good, target):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_numbers_that_are_none(good, target, bad):
+def test_nan_and_inf_are_rejected(good, target, bad):
     def edit(header, manifest, data):
         start, stop = header["one.weight/B.scale"]["data_offsets"]
         data[start : start + 4] = np.float32(bad).tobytes()
@@ -93,16 +93,16 @@ class Explode:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_pickle_in_disguise(target, tmp_path, monkeypatch, protocol):
+def test_pickles_are_never_loaded(target, tmp_path, monkeypatch, protocol):
     monkeypatch.chdir(tmp_path)
     target.write_bytes(pickle.dumps({"A": Explode(), "pad": list(range(1000))}, protocol))
     assert "never loaded" in complaint(target)
     assert not (tmp_path / "exploded").exists()
 
 
-def test_other_files_are_no_bundles(target, tmp_path):
+def test_files_of_other_formats_are_rejected(target, tmp_path):
     save_file({"weight": torch.zeros(3)}, target)
-    assert "is a safetensors file, but no bundle: its metadata has no 'kfac'" in complaint(target)
+    assert "is a safetensors file, but not a bundle: its metadata has no 'kfac'" in complaint(target)
     torch.save({"weight": torch.zeros(3)}, target)
     assert "looks like an archive made by torch.save" in complaint(target)
     target.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")

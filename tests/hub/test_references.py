@@ -1,4 +1,4 @@
-"""hf://… as huggingface_hub's own parser reads it, and where it must be refused."""
+"""hf:// references are parsed as by huggingface_hub, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("text", GOOD)
-def test_a_reference_means_what_huggingface_hub_takes_it_for(text):
+def test_references_are_parsed_as_by_huggingface_hub(text):
     ours, theirs = Reference.parse(text), parse_hf_uri(text)
     assert (ours.repository, ours.revision, ours.file, ours.kind) == (
         theirs.id, theirs.revision, theirs.path_in_repo, theirs.type,
@@ -40,17 +40,17 @@ def test_a_reference_means_what_huggingface_hub_takes_it_for(text):
     ["hf://", "hf://owner", "hf://owner/repo", "hf://owner/repo@main", "hf://owner/repo/", "hf://owner/repo/../t.kfac",
      "hf://owner/repo//t.kfac", "hf://own er/repo/t.kfac", "hf://buckets/owner/repo/t.kfac"],
 )  # fmt: skip
-def test_what_names_no_file_is_refused_in_words(text):
-    with refused(kp.KfacpackError):
+def test_invalid_references_are_rejected(text):
+    with refused(kp.KfacpackError, text, "hf://owner/repo/FILE"):
         kp.load(text)
 
 
-def test_a_path_that_lost_a_slash_is_still_a_reference():
+def test_a_path_object_is_still_a_reference():
     assert locate(Path("hf://owner/repo@main/t.kfac")) == Reference("owner/repo", "t.kfac", "main")
     assert not is_reference("folder/hf:/t.kfac")
     assert locate("t.kfac") == Path("t.kfac")
 
 
-def test_a_reference_survives_pickling():
+def test_references_can_be_pickled():
     reference = Reference.parse("hf://owner/repo@main/t.kfac")
     assert pickle.loads(pickle.dumps(reference)) == reference

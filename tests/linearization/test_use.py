@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from estimation.nets import TextEncoder, Transformer, images, mlp, seeded, sentences, vectors
-from kit import refused
+from kit import refused, warned
 from linearization.through_jvp import a_tau, assert_exact, assert_near, cost, through_jvp
 from torch import nn
 
 import kfacpack as kp
 from kfacpack.linearization.jvp_mode import TangentMap
+from kfacpack.linearization.linearize import SlowLinearizationWarning
 
 
 def flags(model):
@@ -136,7 +137,7 @@ def test_backward_twice_only_if_asked_for():
         torch.autograd.grad(value, list(tau.values()))
     point = lin.at(x, tau)
     u = torch.ones_like(point.f)
-    first, second = point.gradient(u, again=True), point.gradient(u)
+    first, second = point.gradient(u, retain_graph=True), point.gradient(u)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -225,7 +226,7 @@ def test_tangents_go_when_the_model_lets_go_of_their_tensors():
     lin = kp.linearize(model)
     tau = a_tau(lin)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kfacpack.linearization.jvp_mode.TangentMap", Watched)
+        patch.setattr("kfacpack.linearization.linearize.TangentMap", Watched)
         point = lin.at(vectors(5), tau)
     gc.collect()
     assert len(kept) >= 30
@@ -276,9 +277,9 @@ def bag(h):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (lambda h: 2 * Cut.apply(h), "custom autograd function 'Cut'"),
-        (Cut.apply, "custom autograd function 'Cut'"),
-        (lambda h: 2 * Cut.apply(h).flatten().view_as(h), "custom autograd function 'Cut'"),
+        (lambda h: 2 * Cut.apply(h), "Cut"),
+        (Cut.apply, "Cut"),
+        (lambda h: 2 * Cut.apply(h).flatten().view_as(h), "Cut"),
         (bag, "no forward-mode derivative of aten._embedding_bag"),
         (lambda h: torch.complex(h, h).abs() + torch.view_as_real(torch.complex(h, h))[..., 0], "complex"),
     ],
@@ -305,3 +306,67 @@ def test_an_empty_batch_is_told():
     for one, batch in ((lin, vectors(5)[:0]), (encoder, {name: value[:0] for name, value in sentences().items()})):
         with refused(kp.KfacpackError):
             one(batch, one.zeros())
+
+
+@pytest.fixture
+def without_private_parts(monkeypatch):
+    """As if torch lacked what the fast path needs; using it anyway is an error."""
+
+    def fail(*args):
+        raise AssertionError("the fast path was used")
+
+    monkeypatch.setattr("kfacpack._torch.missing_jvp_parts", lambda: ("torch._C._DisableAutocast",))
+    monkeypatch.setattr("kfacpack.linearization.linearize.JvpMode", fail)
+
+
+FALLBACKS = {
+    "mlp": (mlp, vectors(5)),
+    "attention": (Transformer, images(3)),
+    "masked text, as a dict": (TextEncoder, sentences()),
+}
+
+
+@pytest.mark.parametrize("case", FALLBACKS)
+def test_without_torchs_private_parts_jvp_gives_the_same(case, request):
+    make, batch = FALLBACKS[case]
+    model = seeded(make)
+    before = flags(model)
+    fast = kp.linearize(model)
+    tau = a_tau(fast)
+    expected = fast.outputs(batch, tau)
+    gradients = torch.autograd.grad(cost(fast(batch, tau)), list(tau.values()))
+    request.getfixturevalue("without_private_parts")
+    with warned(SlowLinearizationWarning, "torch._C._DisableAutocast", torch.__version__):
+        slow = kp.linearize(model)
+    for output, value in zip(slow.outputs(batch, tau), expected, strict=True):
+        torch.testing.assert_close(output, value, rtol=1e-9, atol=1e-9)
+        assert not output.requires_grad
+    out = slow(batch, tau)
+    for again in (True, False):
+        found = torch.autograd.grad(cost(out), list(tau.values()), retain_graph=again)
+        for gradient, value in zip(found, gradients, strict=True):
+            torch.testing.assert_close(gradient, value, rtol=1e-9, atol=1e-9)
+    point = slow.at(batch, tau)
+    assert not point.change.requires_grad
+    by_hand = point.gradient(torch.func.grad(cost)(point.f + point.change), into={})
+    for name, value in zip(tau, gradients, strict=True):
+        torch.testing.assert_close(by_hand[name], value, rtol=1e-9, atol=1e-9)
+    assert flags(model) == before
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_without_torchs_private_parts_a_subset_and_tied_weights(without_private_parts):
+    tied = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
+    tied[2].weight = tied[0].weight
+    with warned(SlowLinearizationWarning):
+        lin = kp.linearize(tied, ["0.*"])
+    with torch.no_grad():
+        tau = {name: value.double() for name, value in a_tau(lin).items()}
+    x = vectors(5)
+    step = 1e-6
+    moved = {name: value.detach().clone() for name, value in tied.state_dict().items()}
+    moved["0.weight"] = moved["2.weight"] = moved["0.weight"] + step * tau["0.weight"]
+    moved["0.bias"] += step * tau["0.bias"]
+    f, change = lin.outputs(x, tau)
+    expected = (torch.func.functional_call(tied, moved, (x,)) - f).detach() / step
+    torch.testing.assert_close(change, expected, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Who went in, and with what weight; merging what is merged already; taking a task out again."""
+"""Parents and their weights, merging of merged curvatures, subtraction of tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_same_parents(one, other):
         assert (parent.task, parent.dataset_size) == (theirs[digest].task, theirs[digest].dataset_size)
 
 
-def test_estimates_of_which_no_data_set_is_told_are_weighted_by_their_examples():
+def test_estimates_without_a_source_are_weighted_by_their_examples():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)
     few, many = (kp.estimate(model, [torch.randn(count, 3)], fisher="exact") for count in (8, 24))
@@ -67,7 +67,7 @@ def test_parents_are_listed_with_weights_that_average_one(paths):
     assert kp.merge(paths, "optimal", 2).about.merge.rank == 2
 
 
-def test_given_weights_take_the_place_of_sizes_and_only_their_ratios_matter(paths):
+def test_weights_replace_data_set_sizes_and_only_their_ratios_matter(paths):
     weights = [p.weight for p in kp.merge(paths, weights=[100, 170, 240, 310]).about.merge.parents]
     assert weights == [p.weight for p in kp.merge(paths).about.merge.parents]
     assert [p.weight for p in kp.merge(paths[:2], weights=[1, 3]).about.merge.parents] == [0.5, 1.5]
@@ -93,7 +93,7 @@ def test_merging_in_steps_is_merging_at_once(rule, seed):
     assert_same_parents(in_pairs, at_once)
 
 
-def test_a_merged_bundle_loads_as_it_was_and_verifies(paths, tmp_path):
+def test_a_merged_bundle_can_be_loaded_and_verified(paths, tmp_path):
     for rule, rank in (("tak", 1), ("stack", 1), ("optimal", 3)):
         merged = kp.merge(paths, rule, rank)
         merged.save(tmp_path / "m.kfac")
@@ -104,17 +104,17 @@ def test_a_merged_bundle_loads_as_it_was_and_verifies(paths, tmp_path):
         assert kp.verify(tmp_path / "m.kfac").holds
 
 
-def test_saving_makes_nothing_that_stays(paths, tmp_path):
+def test_saving_caches_nothing(paths, tmp_path):
     merged = kp.merge(paths)
     merged.save(tmp_path / "m.kfac")
     components = [matrix.components for block in merged.blocks for _, matrix in block.structure.matrices()]
-    assert all(each._made is None for each in components)
+    assert all(tensors._cached is None for tensors in components)
     merged.quadratic(random_tau(merged))
-    assert all(each._made is not None for each in components)
+    assert all(tensors._cached is not None for tensors in components)
 
 
 @given(seed=seeds)
-def test_merged_minus_own_is_merged_without_own(seed):
+def test_subtracting_a_task_equals_merging_without_it(seed):
     everyone = tasks(seed)
     everything = kp.merge(everyone)
     for own in everyone:

@@ -1,4 +1,4 @@
-"""Every rule aims at Σ w_t G_t, and says how far it misses it. Brute force builds the Kronecker products."""
+"""Every rule approximates Σ w_t G_t and reports its error, compared with explicit Kronecker products."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_reported_errors_are_those_of_brute_force(hold, seed, by):
 
 
 @given(seed=seeds, count=counts)
-def test_the_nearest_kronecker_product_is_no_further_than_the_papers_which_is_within_its_bound(seed, count):
+def test_optimal_is_at_least_as_close_as_tak_which_is_within_its_bound(seed, count):
     curvatures = some_tasks(count, seed)
     tak = merge_and_report(curvatures, "tak").report
     optimal = merge_and_report(curvatures, "optimal").report
@@ -68,7 +68,7 @@ def test_the_nearest_kronecker_product_is_no_further_than_the_papers_which_is_wi
 
 
 @given(seed=seeds, count=counts)
-def test_more_terms_are_never_further_and_all_of_them_are_exact(seed, count):
+def test_the_error_decreases_with_the_rank_and_vanishes_at_full_rank(seed, count):
     curvatures = some_tasks(count, seed)
     # One of the blocks has two terms for each task, all others one.
     found = [errors(kp.merge(curvatures, "optimal", rank)) for rank in range(1, 2 * count + 1)]
@@ -81,7 +81,7 @@ def test_more_terms_are_never_further_and_all_of_them_are_exact(seed, count):
 
 
 @given(seed=seeds)
-def test_no_sum_of_two_products_is_nearer_than_the_optimal_one(seed):
+def test_no_sum_of_two_products_is_closer_than_the_optimal_one(seed):
     """By Van Loan and Pitsianis: singular values of G, rearranged so that a Kronecker product is an outer product."""
     curvatures = some_tasks(3, seed)
     target = targets(curvatures, data_set_weights(curvatures))[0]
@@ -99,8 +99,8 @@ def test_one_optimal_product_is_positive_semi_definite(tmp_path_factory, seed, c
     assert kp.verify(path).holds
 
 
-def test_of_equally_good_products_a_positive_one_is_taken():
-    """Two tasks that have nothing in common and weigh the same: any rotation of the two is as near."""
+def test_among_equally_close_products_a_positive_one_is_chosen():
+    """For two orthogonal tasks of equal weight, every rotation of the two is equally close."""
     curvatures = []
     for t in range(2):
         place = torch.zeros(7, 7).index_put_((torch.tensor(t), torch.tensor(t)), torch.tensor(1.0))
@@ -119,7 +119,7 @@ def test_of_equally_good_products_a_positive_one_is_taken():
 
 @pytest.mark.parametrize("hold", HOLDS)
 @given(seed=seeds)
-def test_a_stack_is_the_sum_of_its_parts_and_holds_their_very_matrices(hold, seed):
+def test_a_stack_is_the_sum_of_its_inputs_and_shares_their_matrices(hold, seed):
     curvatures = some_tasks(3, seed, hold)
     stacked = kp.merge(curvatures, "stack")
     tau = random_tau(stacked, seed, torch.float64)
@@ -130,7 +130,7 @@ def test_a_stack_is_the_sum_of_its_parts_and_holds_their_very_matrices(hold, see
     assert stacked.blocks[0].structure.terms[1][0] is curvatures[1].blocks[0].structure.terms[0][0]
 
 
-def test_the_papers_rule_is_what_the_paper_says():
+def test_tak_is_the_rule_of_the_paper():
     curvatures = some_tasks(3, 0)
     shares = [weight / 3 for weight in data_set_weights(curvatures)]
     ((B, A, weight),) = kp.merge(curvatures, "tak").blocks[0].structure.terms
@@ -177,7 +177,7 @@ def test_dense_blocks_and_diagonals_add_up_exactly(rule):
         (["sparse-int8", "dense"], "packed"),
     ],
 )
-def test_sums_are_held_in_the_smallest_form_that_has_room_for_all(holds, form):
+def test_sums_use_the_smallest_form_that_represents_all_inputs(holds, form):
     curvatures = [of_task(f"task{t}", 100, 31 * t, hold) for t, hold in enumerate(holds)]
     merged = kp.merge(curvatures, "tak")
     B, A, _ = merged.blocks[0].structure.terms[0]
@@ -188,7 +188,7 @@ def test_sums_are_held_in_the_smallest_form_that_has_room_for_all(holds, form):
     assert B.psd == all(each.blocks[0].structure.terms[0][0].psd for each in curvatures)
 
 
-def test_layers_that_share_a_factor_still_do():
+def test_layers_keep_sharing_a_factor():
     merged = kp.merge(some_tasks(2, 0), "tak")
     upper, lower = merged.blocks[2], merged.blocks[3]
     assert upper.structure.terms[0][1] is lower.structure.terms[0][1]
@@ -200,7 +200,7 @@ def test_float64_stays_float64():
 
 
 def test_long_matrices_are_read_in_strips(monkeypatch):
-    """The same, however little is read at a time."""
+    """The result does not depend on the strip length."""
     curvatures = [
         kp.Curvature(
             [

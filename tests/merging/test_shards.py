@@ -1,4 +1,4 @@
-"""Estimates from parts of the data, merged, are the estimate from all of it."""
+"""Merged estimates from parts of the data equal the estimate from all of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from kit import refused
 from torch import nn
 
 import kfacpack as kp
@@ -38,7 +39,7 @@ def net():
 
 @pytest.fixture(scope="module")
 def sentences():
-    """Of different lengths, so that shards differ in their number of positions."""
+    """Sentences of different lengths, so that shards differ in their number of positions."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(9, (EXAMPLES, 7), generator=generator)
     lengths = torch.randint(1, 8, (EXAMPLES,), generator=generator)
@@ -85,8 +86,8 @@ def test_eight_shards_are_one_run(net, sentences, more):
     assert sum(parent.dataset_size for parent in merged.about.merge.parents) == 1000
 
 
-def test_where_the_arithmetic_is_exact_not_a_bit_differs(tmp_path):
-    """Whole numbers, and shards of two examples each: nothing is ever rounded."""
+def test_results_are_bit_identical_if_the_arithmetic_is_exact():
+    """With integers and shards of two examples each, nothing is rounded."""
     generator = torch.Generator().manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     with torch.no_grad():
@@ -118,33 +119,33 @@ def test_a_task_from_shards_counts_as_one_task(net, sentences):
     weights = [parent.weight for parent in merged.about.merge.parents]
     assert weights == pytest.approx([2 / 3, 2 / 3, 2 / 3])
     assert [parent.dataset_size for parent in merged.about.merge.parents] == [500, 500, 500]
-    # And it can be taken out again as one.
+    # The task can be subtracted again as a whole.
     left = kp.merge([merged, kp.merge(halves, "shards")], without="toy")
     for ours, theirs in zip(left.blocks, other.blocks, strict=True):
         for (_, found), (_, kept) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
             torch.testing.assert_close(found.dense(), kept.dense(), rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_be_shards_is_refused(net, sentences):
+def test_inputs_that_are_not_shards_of_one_task_are_rejected(net, sentences):
     one, two = (of_part(net, sentences, *edge) for edge in ((0, 12), (12, EXAMPLES)))
 
-    def refused(match, *inputs, **more):
-        with pytest.raises(kp.KfacpackError, match=match):
-            kp.merge(inputs, "shards", **more)
+    def merge_fails(inputs, *facts, **options):
+        with refused(kp.KfacpackError, *facts):
+            kp.merge(inputs, "shards", **options)
 
-    refused("both contain the bundle", one, one)
-    refused("weighted by their examples", one, two, weights=[1, 2])
-    refused("of different tasks, 'toy' and 'other'", one, of_part(net, sentences, 3, 9, source=source(6, "other")))
-    refused("of different data", one, of_part(net, sentences, 3, 9, source=source(6, size=7)))
-    refused("estimated in different ways", one, of_part(net, sentences, 3, 9, fisher="mc"))
+    merge_fails([one, one], "input 1 and input 2", one.digest[:12], "twice")
+    merge_fails([one, two], "weighted by their examples", weights=[1, 2])
+    merge_fails([one, of_part(net, sentences, 3, 9, source=source(6, "other"))], "tasks, 'toy' and 'other'")
+    merge_fails([one, of_part(net, sentences, 3, 9, source=source(6, size=7))], "different data")
+    merge_fails([one, of_part(net, sentences, 3, 9, fisher="mc")], "estimated with different settings")
     small = [of_part(net, sentences, *edge, source=source(12, size=20)) for edge in ((0, 12), (8, 20))]
-    refused("have 24 examples and their data set 20: some count twice", *small)
+    merge_fails(small, "24 examples", "20", "twice")
     other = of_part(net, sentences, 12, EXAMPLES, source=source(12, "other"))
-    refused("merged by 'tak'", kp.merge([one, other], weights=[1, 1]), of_part(net, sentences, 3, 9))
-    with refused(kp.KfacpackError, "toy"):
+    merge_fails([kp.merge([one, other], weights=[1, 1]), of_part(net, sentences, 3, 9)], "input 1", "merged by 'tak'")
+    with refused(kp.KfacpackError, "'toy'", "shards"):
         kp.merge([one, two])
-    forgetful = [
+    uncounted = [
         kp.CurvatureBlock(b.name, b.operation, b.join, b.structure.replaced(lambda m: kp.Packed.from_dense(m.dense())))
         for b in one.blocks
     ]
-    refused("does not say from how many examples", kp.Curvature(forgetful, one.about), two)
+    merge_fails([kp.Curvature(uncounted, one.about), two], "input 1", "number of examples")

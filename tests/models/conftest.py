@@ -1,4 +1,4 @@
-"""Tiny models of every family, with the names and files that real ones have, and no network."""
+"""Tiny models of every family, with the names and files of real ones, and no network."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _no_network(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def tiny_clip(tmp_path_factory):
-    """The name of an open_clip model of 16 dimensions, patches of 8 pixels and pictures of 32."""
+    """Name of an open_clip model with 16 dimensions, patches of 8 pixels and images of 32."""
     make_torchvision_importable()
     import open_clip
 
@@ -38,7 +38,7 @@ def tiny_clip(tmp_path_factory):
 
 
 def write_tokenizer(folder, start, end):
-    """Whole words; a pair of texts is `start one end two end`, its second text of type 1."""
+    """Writes a word-level tokenizer; a pair is `start one end two end`, with token type 1 for the second text."""
     make_torchvision_importable()
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
@@ -85,10 +85,10 @@ def bert_folder(tmp_path_factory):
 
 @pytest.fixture
 def pictures():
-    """Three examples: colour, grey, palette; none of them square."""
+    """Three examples that are not square: RGB, greyscale and palette."""
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (3, 40, 52, 3), dtype=torch.uint8, generator=generator)
-    images = [Image.fromarray(each.numpy()) for each in noise]
+    images = [Image.fromarray(pixels.numpy()) for pixels in noise]
     return [{"image": image} for image in (images[0], images[1].convert("L"), images[2].quantize(16))]
 
 

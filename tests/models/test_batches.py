@@ -1,4 +1,4 @@
-"""Batches prepared in other processes: the same bytes in the same order, the same errors, nobody left behind."""
+"""Batches from worker processes: the same bytes, order and errors, and no processes left behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _as_before():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Twelve pictures of two classes for training, four for testing."""
+    """Twelve training images and four test images of two classes."""
     folder, generator = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     for split, count in (("train", 6), ("test", 2)):
         for name in ("cat", "dog"):
@@ -49,14 +49,14 @@ def tiny():
     return kp.load_model("tiny")
 
 
-def test_order_and_content_do_not_depend_on_their_number(tiny, folder):
+def test_batches_do_not_depend_on_the_number_of_workers(tiny, folder):
     sources = [(kp.load_task("mine", folder).split("train"), "mine"), (kp.load_task("digits").split("test"), "digits")]
-    wanted = [(0, [3, 1]), (1, [5]), (0, [0, 10, 2]), (1, [7, 6]), (0, [4])]
-    expected = [tiny.prepare([sources[k][0][n] for n in numbers], sources[k][1]) for k, numbers in wanted]
+    indices = [(0, [3, 1]), (1, [5]), (0, [0, 10, 2]), (1, [7, 6]), (0, [4])]
+    expected = [tiny.prepare([sources[k][0][n] for n in numbers], sources[k][1]) for k, numbers in indices]
     for workers in (0, 1, 2):
         use_workers(workers)
         state = torch.random.get_rng_state()
-        found = list(batches(tiny, sources, iter(wanted)))
+        found = list(batches(tiny, sources, iter(indices)))
         assert len(found) == len(expected)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert torch.equal(torch.random.get_rng_state(), state)
@@ -64,7 +64,7 @@ def test_order_and_content_do_not_depend_on_their_number(tiny, folder):
 
 
 def test_commands_write_the_same_bytes(folder, tmp_path):
-    """An estimate, and a training on it with a penalty on data, with processes and without."""
+    """An estimate and a training with a data penalty, with and without workers."""
     made = {}
     for workers in (0, 2):
         where = tmp_path / str(workers)
@@ -82,15 +82,15 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
     assert not multiprocessing.active_children()
 
 
-def test_a_run_reads_pictures_in_as_many_as_it_is_told(folder, tmp_path, monkeypatch):
+def test_a_run_reads_images_in_the_requested_workers(folder, tmp_path, monkeypatch):
     seen, read = tmp_path / "processes", LocalSplit.__getitem__
 
-    def told(split, index):
+    def record_process(split, index):
         with seen.open("a") as file:
             print(os.getpid(), file=file)
         return read(split, index)
 
-    monkeypatch.setattr(LocalSplit, "__getitem__", told)
+    monkeypatch.setattr(LocalSplit, "__getitem__", record_process)
     plan = tmp_path / "plan.yaml"
     plan.write_text(
         f"name: small\ntasks: [{{name: mine, data: {folder}}}, faces]\narms: {{without: {{penalty: none}}}}\n"
@@ -105,7 +105,7 @@ def test_a_run_reads_pictures_in_as_many_as_it_is_told(folder, tmp_path, monkeyp
         assert bool(others) == bool(workers)
 
 
-def test_a_bad_picture_is_told_as_ever(tiny, folder, tmp_path):
+def test_a_broken_image_gives_the_same_error(tiny, folder, tmp_path):
     target = tmp_path / "bad"
     for name in ("cat", "dog"):
         (target / "test" / name).mkdir(parents=True)
@@ -123,8 +123,8 @@ def test_a_bad_picture_is_told_as_ever(tiny, folder, tmp_path):
     assert (done.exit_code, "Traceback" in done.stderr) == (2, False)
 
 
-def test_a_process_that_dies_is_told(tiny, folder):
-    class Deadly:
+def test_a_worker_that_dies_is_reported(tiny, folder):
+    class DyingSplit:
         def __len__(self):
             return 1
 
@@ -133,10 +133,10 @@ def test_a_process_that_dies_is_told(tiny, folder):
 
     use_workers(1)
     with refused(KfacpackError, "--workers", "0"):
-        list(batches(tiny, [(Deadly(), "any")], [(0, [0])]))
+        list(batches(tiny, [(DyingSplit(), "any")], [(0, [0])]))
 
 
-def test_some_are_used_only_where_pictures_come_from_files(folder, monkeypatch):
+def test_workers_are_used_automatically_only_for_image_files(folder, monkeypatch):
     from kfacpack.models import data_loading as module
 
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda pid: set(range(3)), raising=False)
@@ -150,8 +150,8 @@ def test_some_are_used_only_where_pictures_come_from_files(folder, monkeypatch):
         use_workers(-1)
 
 
-def test_ctrl_c_stops_after_the_step_and_leaves_nobody(folder, tmp_path):
-    """As a terminal does it: every process of the group is told."""
+def test_ctrl_c_stops_after_the_step_and_leaves_no_process(folder, tmp_path):
+    """Signals the whole process group, as a terminal does."""
     line = ["train", "--task", "mine", "--data", folder, *FEW, "--steps", 100000, "--lr", "1e-6", "--workers", 2]
     line += ["-o", tmp_path / "t.safetensors", "-q"]
     command = [sys.executable, "-m", "kfacpack_cli", *map(str, line)]
@@ -161,9 +161,9 @@ def test_ctrl_c_stops_after_the_step_and_leaves_nobody(folder, tmp_path):
     while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 130, said
-    assert said.count("stopping after this batch") == 1
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 130, stderr
+    assert stderr.count("stopping after this batch") == 1
     assert (tmp_path / "t.safetensors.partial").exists()
-    with pytest.raises(ProcessLookupError):  # nobody of the group is left
+    with pytest.raises(ProcessLookupError):  # no process of the group is left
         os.killpg(process.pid, 0)

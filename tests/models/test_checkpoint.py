@@ -1,4 +1,4 @@
-"""Edited models, saved: their own libraries load them, and find f of the model that was saved."""
+"""Saved checkpoints of edited models: their own libraries load them and compute the same f."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kfacpack.models.weights import write_weights
 
 
 def edited(spec, **how):
-    """A model that is no longer what its name stands for."""
+    """Loads a model and adds noise to its weights."""
     model = load_model(spec, **how)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -25,15 +25,15 @@ def edited(spec, **how):
 
 
 def loaded_by_its_line(model, path):
-    """What the line of Python gives that says how to load it."""
+    """Evaluates the line of Python that loads the checkpoint."""
     make_torchvision_importable()
     import open_clip
     import timm
     import transformers
 
     names = {"open_clip": open_clip, "timm": timm, "transformers": transformers, "kfacpack": kfacpack}
-    found = eval(model.checkpoint.how_to_load(path), names)
-    return getattr(found, "module", found).eval()
+    loaded = eval(model.checkpoint.how_to_load(path), names)
+    return getattr(loaded, "module", loaded).eval()
 
 
 def assert_same_weights(found, expected):
@@ -45,7 +45,7 @@ def assert_same_weights(found, expected):
 @pytest.mark.parametrize("which", ["clip", "tiny", "timm"])
 def test_image_models(which, size, tiny_clip, pictures, tmp_path):
     spec = {"clip": tiny_clip, "tiny": "tiny", "timm": "timm:test_vit"}[which]
-    size = 160 if which == "timm" and size is None else size  # timm's own, of which no weights are here
+    size = 160 if which == "timm" and size is None else size  # timm's own size; its weights are not available here
     model = edited(spec, image_size=size, **({} if which == "tiny" else {"weights": "random"}))
     path = tmp_path / "edited.safetensors"
     model.checkpoint.save(path)
@@ -54,13 +54,13 @@ def test_image_models(which, size, tiny_clip, pictures, tmp_path):
     again = load_model(spec, weights=path, image_size=size)
     batch = model.prepare(pictures, "task")
     assert torch.equal(again.forward(batch), model.forward(batch))
-    assert [each.name for each in tmp_path.iterdir()] == ["edited.safetensors"]
+    assert [path.name for path in tmp_path.iterdir()] == ["edited.safetensors"]
 
 
-def test_what_it_takes_to_load_an_open_clip_model_is_said(tiny_clip, tmp_path):
-    said = load_model(tiny_clip, weights="random", image_size=48).checkpoint.how_to_load(tmp_path / "a.safetensors")
-    assert said.startswith(f"open_clip.create_model({tiny_clip!r}, pretrained=")
-    assert said.endswith("force_image_size=48)")
+def test_the_line_that_loads_an_open_clip_model(tiny_clip, tmp_path):
+    line = load_model(tiny_clip, weights="random", image_size=48).checkpoint.how_to_load(tmp_path / "a.safetensors")
+    assert line.startswith(f"open_clip.create_model({tiny_clip!r}, pretrained=")
+    assert line.endswith("force_image_size=48)")
 
 
 def test_a_random_text_tower_is_not_saved(tiny_clip, pictures, tmp_path):
@@ -87,12 +87,12 @@ def test_text_models(family, t5_folder, bert_folder, pairs, tmp_path):
     again = load_model(f"{family}:{path}")
     batch = model.prepare(pairs, "mnli")
     assert torch.equal(again.forward(**again.prepare(pairs, "mnli")), model.forward(**batch))
-    assert [each.name for each in tmp_path.iterdir()] == ["edited"]
+    assert [path.name for path in tmp_path.iterdir()] == ["edited"]
     with refused(KfacpackError):
         model.checkpoint.save(path)
 
 
-def test_what_an_encoder_never_had_is_not_saved(bert_folder, tmp_path):
+def test_missing_weights_of_an_encoder_are_not_saved(bert_folder, tmp_path):
     model = load_model(f"hf:{bert_folder}")
     state = {name: value for name, value in model.module.state_dict().items() if not name.startswith("pooler.")}
     write_weights(tmp_path / "without.safetensors", state)
@@ -100,7 +100,7 @@ def test_what_an_encoder_never_had_is_not_saved(bert_folder, tmp_path):
     assert set(load_file(tmp_path / "saved" / "model.safetensors")) == set(state)
 
 
-def test_what_goes_wrong_leaves_nothing(tiny_clip, t5_folder, tmp_path, monkeypatch):
+def test_failed_saves_leave_no_files(tiny_clip, t5_folder, tmp_path, monkeypatch):
     image, text = load_model(tiny_clip, weights="random"), load_model(f"t5:{t5_folder}")
     with refused(KfacpackError):
         image.checkpoint.save(tmp_path / "model.bin")
@@ -118,7 +118,7 @@ def test_what_goes_wrong_leaves_nothing(tiny_clip, t5_folder, tmp_path, monkeypa
     monkeypatch.setattr(type(text.module), "save_pretrained", full)
     with refused(KfacpackError):
         text.checkpoint.save(tmp_path / "model")
-    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_any_tensor_of_a_state_dict_can_be_written(tmp_path):

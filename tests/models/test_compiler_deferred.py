@@ -1,4 +1,4 @@
-"""Loading models without torch's compiler, and the compiler unharmed by it."""
+"""Models are loaded without importing torch's compiler, which still works afterwards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 
 LOADED = """
 import sys, torch
-from kfacpack.models import load_model
+from kfacpack.models.families import load_model
 load_model("timm:test_vit", weights="random")
 load_model("tiny", weights="random")
 """
 DEFERRED = """
 import sys, torch
-from kfacpack.models.compiler_deferred import compiler_deferred
+from kfacpack._compat import compiler_deferred
 """
 
 
@@ -28,9 +28,9 @@ from timm.layers import disable_compiler
 assert disable_compiler(lambda x: x + 1)(2) == 3
 assert "torch._dynamo" in sys.modules
 assert torch.compiler.disable.__module__ == "torch.compiler"
-from torchvision.ops.roi_align import is_compile_supported as asked
+from torchvision.ops.roi_align import is_compile_supported as deferred
 from torch._dynamo.utils import is_compile_supported
-assert asked("cpu") == is_compile_supported("cpu")
+assert deferred("cpu") == is_compile_supported("cpu")
 assert torch._dynamo.utils.is_compile_supported is is_compile_supported
 """,
         f"""{DEFERRED}
@@ -51,7 +51,7 @@ with compiler_deferred():
     assert (dict(sys.modules), sys.meta_path, torch.compiler.disable) == before
 """,
     ],
-    ids=["loaded", "another name", "another module", "already"],
+    ids=["model loaded", "other name imported", "other module imported", "compiler already loaded"],
 )
-def test_it_holds(program):
+def test_the_compiler_is_deferred_and_intact(program):
     subprocess.run([sys.executable, "-c", program], check=True)

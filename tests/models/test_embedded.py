@@ -1,4 +1,4 @@
-"""`tiny`, the model in the package: open_clip's in every respect, from files that belong together."""
+"""The embedded model `tiny`: a stock open_clip model with consistent files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tiny_is_open_clips_own_model_with_the_packaged_weights(tiny, pictures):
     assert torch.equal(tiny.forward(batch), stock.encode_image(batch, normalize=True))
     stored = load_file(TINY.weights)
     assert stored.keys() == tiny.module.state_dict().keys()
-    assert all(torch.equal(each, stored[name].float()) for name, each in tiny.module.state_dict().items())
+    assert all(torch.equal(value, stored[name].float()) for name, value in tiny.module.state_dict().items())
     assert (tiny.family, tiny.name) == ("open_clip", "tiny")
     assert sha256(TINY.weights.read_bytes()).hexdigest().startswith(tiny.revision)
 
@@ -40,12 +40,12 @@ def test_tiny_is_small():
     assert 1e6 < TINY.parameters < 3e6
 
 
-def test_what_is_said_of_tiny_is_true(tiny):
+def test_declared_facts_match_the_model(tiny):
     assert TINY.parameters == sum(parameter.numel() for parameter in tiny.module.parameters())
     assert TINY.architecture["embed_dim"] == tiny.function.width
 
 
-def test_pictures_are_scaled_to_minus_one_to_one(tiny):
+def test_images_are_scaled_to_minus_one_to_one(tiny):
     from PIL import Image
 
     size = TINY.architecture["vision_cfg"]["image_size"]
@@ -55,13 +55,13 @@ def test_pictures_are_scaled_to_minus_one_to_one(tiny):
 
 
 def test_every_token_has_an_embedding():
-    """An empty line among the merges would be a token of no letters, and shift all that follow."""
+    """An empty line among the merges would be an empty token and shift all following ones."""
     merges = gzip.decompress(TINY.merges.read_bytes()).decode("utf-8").split("\n")[1:]
     assert all(len(merge.split()) == 2 for merge in merges)
     assert TINY.architecture["text_cfg"]["vocab_size"] >= 2 * 256 + len(merges) + 2
 
 
-def test_texts_go_through_the_packaged_merges(tiny):
+def test_texts_are_tokenized_with_the_packaged_merges(tiny):
     from open_clip.tokenizer import SimpleTokenizer
 
     texts = ["a photo of the digit three.", "red stripes"]
@@ -70,7 +70,7 @@ def test_texts_go_through_the_packaged_merges(tiny):
     assert torch.equal(tiny.encode_text(texts), tiny.module.encode_text(tokens, normalize=True))
 
 
-def test_other_weights_are_taken_as_for_any_model(tmp_path, pictures):
+def test_other_weights_can_be_used(tmp_path, pictures):
     random = load_model("tiny", weights="random", seed=4)
     assert random.revision == "random-4"
     save_file(random.module.state_dict(), tmp_path / "own.safetensors")
@@ -84,7 +84,7 @@ def test_other_weights_are_taken_as_for_any_model(tmp_path, pictures):
 
 @pytest.mark.parametrize("vision_alone", [False, True])
 def test_half_precision_weights_can_be_resized(tiny, tmp_path, pictures, vision_alone):
-    """torch has no such resampling on a CPU, so it is done in float32."""
+    """torch cannot resample in half precision on a CPU, so it is done in float32."""
     stored = {name: value for name, value in load_file(TINY.weights).items() if not vision_alone or "visual." in name}
     whole = {name: value.float() for name, value in stored.items()}
     found = []

@@ -55,8 +55,8 @@ def curvature_of(spec, folder, tmp_path, **options):
 def test_text_models_on_padded_batches(family, request, text_data, tmp_path):
     folder = request.getfixturevalue("t5_folder" if family == "t5" else "bert_folder")
     model, job, curvature = curvature_of(f"{family}:{folder}", text_data, tmp_path)
-    unused = {name for name in job.wanted if name.startswith("pooler.")}
-    assert set(curvature.parameters) == set(job.wanted) - unused
+    unused = {name for name in job.parameters if name.startswith("pooler.")}
+    assert set(curvature.parameters) == set(job.parameters) - unused
     kinds = {block.operation for block in curvature.blocks}
     assert kinds == ({"linear", "multiply"} if family == "t5" else {"linear", "layer_norm"})
     names = " ".join(curvature.parameters)
@@ -74,7 +74,7 @@ def test_text_models_on_padded_batches(family, request, text_data, tmp_path):
         for (_, one), (_, other) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
             assert one.positions == other.positions
             torch.testing.assert_close(one.dense(torch.float64), other.dense(torch.float64), rtol=1e-7, atol=1e-12)
-    lengths = [int(model.prepare([job.split[n]], "mnli")["attention_mask"].sum()) for n in job.numbers]
+    lengths = [int(model.prepare([job.split[n]], "mnli")["attention_mask"].sum()) for n in job.indices]
     name = (
         "encoder.block.0.layer.0.SelfAttention.q.weight"
         if family == "t5"

@@ -1,4 +1,4 @@
-"""Whether data is the same is told from few examples and all labels, wherever the change is that they show."""
+"""Fingerprints detect changes in the sampled examples and in all labels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from toys import ToyTask, toy_model
 from kfacpack.models.data_loading import fingerprint
 
 
-def test_it_is_that_of_the_content():
+def test_a_fingerprint_depends_on_the_content_only():
     model, split = toy_model(), ToyTask(size=30).split("train")
     before = fingerprint(model, split, "toy", labels=True)
     assert fingerprint(toy_model(1), ToyTask(size=30).split("train"), "toy", labels=True) == before
@@ -22,8 +22,8 @@ def test_it_is_that_of_the_content():
         assert fingerprint(model, relabelled, "toy") == fingerprint(model, split, "toy")
 
 
-def test_of_many_examples_it_looks_at_a_few_from_end_to_end():
-    looked_at: list[int] = []
+def test_a_fingerprint_samples_evenly_from_first_to_last():
+    accessed: list[int] = []
 
     class Watched:
         def __init__(self, split):
@@ -33,11 +33,11 @@ def test_of_many_examples_it_looks_at_a_few_from_end_to_end():
             return len(self.split)
 
         def __getitem__(self, number):
-            looked_at.append(number)
+            accessed.append(number)
             return self.split[number]
 
     for size in (1, 2, 31, 32, 33, 1000):
-        looked_at.clear()
+        accessed.clear()
         fingerprint(toy_model(), Watched(ToyTask(size=size).split("train")), "toy")
-        assert len(looked_at) == len(set(looked_at)) == min(size, 32)
-        assert {0, size - 1} <= set(looked_at)
+        assert len(accessed) == len(set(accessed)) == min(size, 32)
+        assert {0, size - 1} <= set(accessed)

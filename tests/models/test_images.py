@@ -1,4 +1,4 @@
-"""Image models: stock modules, stock functions, stock transforms; weights that fit, or an error that names the key."""
+"""Image models: stock modules, functions and transforms; errors for weights that do not fit name the tensor."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TIMM = "timm:test_vit"  # two blocks of 64 dimensions, patches of 16 pixels
 
 @pytest.fixture(scope="module")
 def timm_file(tmp_path_factory):
-    """A whole weights file, made for pictures of 64 pixels."""
+    """A complete weights file for images of 64 pixels."""
     path = tmp_path_factory.mktemp("timm") / "vit.safetensors"
     save_file(load_model(TIMM, weights="random", image_size=64, seed=5).module.state_dict(), path)
     return path
@@ -82,7 +82,7 @@ def test_timm_is_timms_own_model(timm_file, pictures):
     assert list(ours.module.state_dict()) == list(stock.state_dict())
 
 
-def test_embeddings_and_what_f_does_not_use_are_frozen(image_model, pictures):
+def test_embeddings_and_unused_parameters_are_frozen(image_model, pictures):
     module = image_model.module
     image_model.forward(image_model.prepare(pictures, "any")).sum().backward()
     frozen = {name for name, _ in module.named_parameters() if any(fnmatchcase(name, p) for p in image_model.frozen)}
@@ -92,7 +92,7 @@ def test_embeddings_and_what_f_does_not_use_are_frozen(image_model, pictures):
     assert used_but_frozen in ({"conv1", "positional_embedding"}, {"weight", "bias", "pos_embed"})
 
 
-def test_random_weights_come_from_the_seed_and_say_so(tiny_clip):
+def test_random_weights_depend_on_the_seed_and_are_recorded(tiny_clip):
     before = torch.get_rng_state()
     one, same, other = (load_model(tiny_clip, weights="random", seed=seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
@@ -151,14 +151,14 @@ def test_a_missing_or_misshapen_tensor_is_named(tiny_clip, clip_file, timm_file,
         with refused(KfacpackError, path, name):
             load_model(spec, weights=edited(source, path, lambda state: state.pop(name)), image_size=size)  # noqa: B023
         edited(source, path, lambda state: state.update({name: torch.zeros(3, 4)}))  # noqa: B023
-        with refused(KfacpackError, name, " has shape [3, 4], the model"):
+        with refused(KfacpackError, name, "has shape [3, 4], expected"):
             load_model(spec, weights=path, image_size=size)
         edited(source, path, lambda state: state.update(stranger=torch.zeros(1)))
         with refused(KfacpackError):
             load_model(spec, weights=path, image_size=size)
 
 
-def test_only_a_sound_safetensors_file_is_taken(tiny_clip, clip_file, tmp_path):
+def test_only_a_valid_safetensors_file_is_loaded(tiny_clip, clip_file, tmp_path):
     pickled = io.BytesIO()
     torch.save(load_file(clip_file), pickled)
     whole = clip_file.read_bytes()
@@ -179,12 +179,12 @@ def test_only_a_sound_safetensors_file_is_taken(tiny_clip, clip_file, tmp_path):
         load_model(tiny_clip, weights=tmp_path / "nothing.safetensors")
 
 
-def test_a_text_task_is_no_input_of_an_image_model(image_model, pairs):
+def test_an_image_model_refuses_a_text_task(image_model, pairs):
     with refused(KfacpackError, "snli", "premise", "hypothesis"):
         image_model.prepare(pairs, "snli")
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, which holds real weights")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs real weights in ../shared")
 def test_the_real_vit_tiny_loads_at_96_pixels(pictures):
     path = SHARED / "models" / "vit_tiny_patch16_224.safetensors"
     model = load_model("timm:vit_tiny_patch16_224", weights=path, image_size=96)

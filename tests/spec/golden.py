@@ -1,8 +1,8 @@
-"""Write the JSON Schema, and the golden files that do not exist yet. A golden file is never written again.
+"""Writes the JSON Schema and the golden files that do not exist yet. Existing golden files are never overwritten.
 
     python tests/spec/golden.py
 
-What is in `spec/golden` has been published: every later version must read it and find the same numbers.
+The files in `spec/golden` are published: every later version must read them and compute the same numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ EXPECTED = GOLDEN / "expected.json"
 
 
 def schema_text() -> str:
+    """Returns the JSON Schema of the manifest."""
     from kfacpack.format.manifest import Manifest
 
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_files(Manifest.model_json_schema())}
@@ -30,21 +31,23 @@ def schema_text() -> str:
 
 
 def _for_files(schema: Any) -> Any:
-    """In Python a key left out is None and one too many an error; in a file there is no null, and it is none."""
+    """Adapts pydantic's schema to files: unknown keys are allowed, no key is null, and there are no Python examples."""
     if isinstance(schema, list):
-        return [_for_files(each) for each in schema]
+        return [_for_files(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    left_out = (("default", None), ("additionalProperties", False))
-    found = {key: _for_files(value) for key, value in schema.items() if (key, value) not in left_out}
-    if {"type": "null"} in found.get("anyOf", []):
-        (only,) = (each for each in found.pop("anyOf") if each != {"type": "null"})
-        found |= only
-    return found
+    python_only = (("default", None), ("additionalProperties", False))
+    adapted = {key: _for_files(value) for key, value in schema.items() if (key, value) not in python_only}
+    if {"type": "null"} in adapted.get("anyOf", []):
+        (only,) = (option for option in adapted.pop("anyOf") if option != {"type": "null"})
+        adapted |= only
+    if isinstance(description := adapted.get("description"), str):
+        adapted["description"] = description.split("\n\nExample:")[0]
+    return adapted
 
 
 def golden_tau(parameters: list[tuple[str, tuple[int, ...]]]) -> dict[str, np.ndarray]:
-    """A task vector that any language can make: number k of parameter i is ((37 k + 11 i) mod 101 - 50) / 64."""
+    """Returns a reproducible task vector: element k of parameter i is ((37 k + 11 i) mod 101 - 50) / 64."""
     return {
         name: (((37 * np.arange(np.prod(shape, dtype=int)) + 11 * i) % 101 - 50) / 64).reshape(shape)
         for i, (name, shape) in enumerate(parameters)
@@ -52,7 +55,7 @@ def golden_tau(parameters: list[tuple[str, tuple[int, ...]]]) -> dict[str, np.nd
 
 
 def expected_numbers(path: Path) -> dict[str, object]:
-    """What a reader must find, computed in float64."""
+    """Returns the numbers that a reader must compute from a bundle, in float64."""
     import torch
 
     import kfacpack as kp
@@ -72,6 +75,7 @@ def expected_numbers(path: Path) -> dict[str, object]:
 
 
 def write_good() -> None:
+    """Writes the missing golden files that readers must accept."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kit import HOLDS, small_curvature
 
@@ -106,7 +110,7 @@ def write_good() -> None:
 
 
 def write_refused() -> None:
-    """Files that every reader must refuse, each named for the reason."""
+    """Writes the missing golden files that every reader must reject, named after the reason."""
     sys.path.insert(0, str(ROOT / "tests"))
     from kit import forge, rebased
 
@@ -127,7 +131,7 @@ def write_refused() -> None:
         entry = next(entry for entry in m["matrices"] if entry["name"] == "proj/B")
         entry["tensors"][0]["sha256"] = sha256(d[begin:end]).hexdigest()
 
-    wrong = {
+    damaged = {
         "truncated": raw[:-3],
         "tensor-byte-flipped": bytes(flipped),
         "header-byte-flipped": bytes(header),
@@ -142,7 +146,7 @@ def write_refused() -> None:
         h[last]["data_offsets"] = [offset + 4 for offset in h[last]["data_offsets"]]
         d.extend(bytes(4))
 
-    lies = {
+    edits = {
         "parameter-not-covered": uncovered,
         "gap-between-tensors": gap,
         "factor-of-the-wrong-side": lambda h, m, d: m["blocks"][0]["join"].update(rows=4),
@@ -153,23 +157,24 @@ def write_refused() -> None:
         "unknown-form": lambda h, m, d: m["matrices"][0].update(form="not-yet-invented"),
         "not-a-number": nan,
     }
-    for name, data in wrong.items():
+    for name, data in damaged.items():
         if not (folder / f"{name}.kfac").exists():
             (folder / f"{name}.kfac").write_bytes(data)
-    for name, lie in lies.items():
+    for name, edit in edits.items():
         if not (folder / f"{name}.kfac").exists():
-            forge(source, folder / f"{name}.kfac", lie)
+            forge(source, folder / f"{name}.kfac", edit)
 
 
 def main() -> None:
+    """Writes all files."""
     GOLDEN.mkdir(exist_ok=True)
     SCHEMA.write_text(schema_text(), encoding="utf-8")
     write_good()
     write_refused()
-    known = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
+    expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     for path in sorted(GOLDEN.glob("*.kfac")):
-        known.setdefault(path.name, expected_numbers(path))
-    EXPECTED.write_text(json.dumps(known, indent=1) + "\n")
+        expected.setdefault(path.name, expected_numbers(path))
+    EXPECTED.write_text(json.dumps(expected, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What was published stays readable: by the library, and by the reader that needs no torch."""
+"""Published files stay readable, by the library and by the reader that needs no torch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FILES = sorted(path.name for path in golden.GOLDEN.glob("*.kfac"))
 REFUSED = sorted((golden.GOLDEN / "refused").glob("*.kfac"))
 
 
-def test_every_golden_file_has_its_numbers():
+def test_every_golden_file_has_expected_numbers():
     assert set(EXPECTED) == set(FILES)
 
 
-def test_the_golden_files_hold_every_form_and_structure():
+def test_golden_files_cover_every_form_structure_and_dtype():
     bundles = [kp.Bundle(golden.GOLDEN / name) for name in FILES]
     assert {m.form for bundle in bundles for m in bundle.manifest.matrices} == set(LAYOUTS)
     assert {b.structure for bundle in bundles for b in bundle.manifest.blocks} == {
@@ -52,7 +52,7 @@ def test_the_golden_files_hold_every_form_and_structure():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_library_finds_the_golden_numbers(name):
+def test_the_library_computes_the_golden_numbers(name):
     expected = EXPECTED[name]
     bundle, curvature = kp.Bundle(golden.GOLDEN / name), kp.load(golden.GOLDEN / name)
     shapes = [(p.name, p.shape) for p in curvature.about.base.parameters]
@@ -77,7 +77,7 @@ def test_golden_files_still_verify(name):
 
 
 @pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
-def test_the_library_refuses_what_must_be_refused(path):
+def test_the_library_rejects_invalid_golden_files(path):
     with pytest.raises(kp.BundleError, match=path.name):
         torch.stack(
             [
@@ -99,21 +99,21 @@ sys.meta_path.insert(0, NoTorch())
 
 def module(name, path):
     spec = importlib.util.spec_from_file_location(name, path)
-    made = importlib.util.module_from_spec(spec)
-    sys.modules[name] = made
-    spec.loader.exec_module(made)
-    return made
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
 import numpy as np
 reader, golden = module("reader", sys.argv[1]), module("golden", sys.argv[2])
-found = {}
+results = {}
 for path in sys.argv[3:]:
     try:
         bundle = reader.Bundle(path)
         shapes = [(p["name"], tuple(p["shape"])) for p in bundle.manifest["base"]["parameters"]]
         tau = golden.golden_tau(shapes)
         dense = {name: bundle.matrix(name) for name in (m["name"] for m in bundle.manifest["matrices"])}
-        found[path] = {
+        results[path] = {
             "sha256": bundle.digest,
             "quadratic": float(bundle.quadratic(tau)),
             "output_scale": bundle.output_scale(),
@@ -121,37 +121,37 @@ for path in sys.argv[3:]:
             "matrices": {n: {"trace": float(m.trace()), "norm": float(np.linalg.norm(m))} for n, m in dense.items()},
         }
     except ValueError as error:
-        found[path] = str(error)
+        results[path] = str(error)
 assert not {"torch", "safetensors", "kfacpack", "pydantic"} & set(sys.modules)
-print(json.dumps(found))
+print(json.dumps(results))
 """
 
 
 @pytest.fixture(scope="module")
 def read_without_torch():
-    """Every golden file's numbers, found where torch cannot be imported."""
+    """The numbers of all golden files, computed in a process that cannot import torch."""
     paths = [*(str(golden.GOLDEN / name) for name in FILES), *map(str, REFUSED)]
     arguments = [sys.executable, "-c", WITHOUT_TORCH, str(READER), golden.__file__, *paths]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    process = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_the_torch_free_reader_finds_the_golden_numbers(read_without_torch, name):
-    found, expected = read_without_torch[str(golden.GOLDEN / name)], EXPECTED[name]
-    assert found["sha256"] == expected["sha256"]
-    assert found["quadratic"] == pytest.approx(expected["quadratic"], rel=1e-12)
-    assert found["output_scale"] == expected.get("output_scale")
-    assert set(found["apply"]) == set(expected["apply"])
+def test_the_torch_free_reader_computes_the_golden_numbers(read_without_torch, name):
+    numbers, expected = read_without_torch[str(golden.GOLDEN / name)], EXPECTED[name]
+    assert numbers["sha256"] == expected["sha256"]
+    assert numbers["quadratic"] == pytest.approx(expected["quadratic"], rel=1e-12)
+    assert numbers["output_scale"] == expected.get("output_scale")
+    assert set(numbers["apply"]) == set(expected["apply"])
     for key, values in expected["apply"].items():
-        np.testing.assert_allclose(found["apply"][key], values, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(numbers["apply"][key], values, rtol=1e-9, atol=1e-12)
     for key, values in expected["matrices"].items():
-        assert found["matrices"][key] == pytest.approx(values, rel=1e-9, abs=1e-12)
+        assert numbers["matrices"][key] == pytest.approx(values, rel=1e-9, abs=1e-12)
 
 
 @pytest.mark.parametrize("path", REFUSED, ids=lambda path: path.stem)
-def test_the_torch_free_reader_refuses_what_must_be_refused(read_without_torch, path):
+def test_the_torch_free_reader_rejects_invalid_golden_files(read_without_torch, path):
     assert isinstance(read_without_torch[str(path)], str)
     assert read_without_torch[str(path)].startswith(str(path))
 
@@ -168,7 +168,7 @@ def test_the_torch_free_reader_is_short_and_stands_alone():
     assert imports <= {"numpy", *sys.stdlib_module_names}
 
 
-def test_the_schema_is_the_one_the_code_gives():
+def test_the_schema_file_is_up_to_date():
     assert golden.SCHEMA.read_text("utf-8") == golden.schema_text(), "run 'make golden'"
 
 
@@ -188,7 +188,7 @@ def test_the_example_in_the_text_follows_the_schema():
 
 
 @pytest.mark.parametrize("change", [{"version": 1}, {"source": None}, {"blocks": [{"structure": "circulant"}]}])
-def test_the_schema_refuses_what_the_library_refuses(change):
+def test_the_schema_rejects_invalid_manifests(change):
     manifest = kp.Bundle(golden.GOLDEN / "packed.kfac").said
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**manifest, **change}, json.loads(golden.SCHEMA.read_text("utf-8")))

@@ -1,4 +1,4 @@
-"""Tasks that the package brings along: the same bytes everywhere, no picture twice, a cache that only helps."""
+"""Embedded tasks: the recorded bytes, no duplicate images, and a cache that may be missing or damaged."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from kfacpack.tasks.data_files import PackageData
 from kfacpack.tasks.registry import TASKS, load_task
 
 NAMES = sorted(TASKS)
-MAKING = """
+CREATE_DIGITS = """
 import sys
-from kfacpack.tasks import load_task
+from kfacpack.tasks.registry import load_task
 task = load_task("digits")
 assert len(task.split("train")) == 1000
 heavy = {"datasets", "mlxtend", "pandas", "skimage", "sklearn", "torch"} & set(sys.modules)
@@ -53,17 +53,17 @@ def own_cache(tmp_path, monkeypatch):
     return tmp_path / "cache"
 
 
-def must_not_be_made():
-    raise AssertionError("made again")
+def must_not_be_called():
+    raise AssertionError("the images were created again")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_pictures_are_the_recorded_bytes(made, name):
+def test_images_have_the_recorded_digest(made, name):
     assert images_digest(made[name]) == load_task(name).sha256
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_splits_are_what_the_task_says(made, name):
+def test_splits_have_the_declared_sizes_and_classes(made, name):
     task = load_task(name)
     assert task.name == name
     assert task.splits == ("train", "validation", "test")
@@ -74,13 +74,13 @@ def test_splits_are_what_the_task_says(made, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_picture_is_there_twice(made, name):
+def test_no_image_occurs_twice(made, name):
     pictures = [picture.tobytes() for images, _ in made[name].values() for picture in images]
     assert len(set(pictures)) == len(pictures)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_have_a_place_for_the_class(name):
+def test_templates_contain_the_class_once(name):
     task = load_task(name)
     assert len(set(task.classes)) == len(task.classes)
     assert task.templates
@@ -102,7 +102,7 @@ def test_materials_of_different_splits_share_no_pixel():
                 assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top
 
 
-def test_an_example_is_a_picture_and_its_class(made):
+def test_an_example_is_an_image_with_a_label(made):
     task = load_task("digits")
     split = task.split("validation")
     example = split[7]
@@ -115,7 +115,7 @@ def test_an_example_is_a_picture_and_its_class(made):
         task.split("dev")
 
 
-def test_colour_stays_colour(own_cache):
+def test_colour_images_stay_rgb(own_cache):
     base = load_task("faces")
     coloured = {split: each._replace(images=np.stack([each.images] * 3, -1)) for split, each in base.make().items()}
     task = replace(base, make=lambda: coloured, sha256=images_digest(coloured))
@@ -123,7 +123,7 @@ def test_colour_stays_colour(own_cache):
         assert replace(task).split("train")[0]["image"].mode == "RGB"
 
 
-def test_enlarging_is_bilinear():
+def test_upsampling_is_bilinear():
     pictures = np.random.default_rng(0).integers(0, 17, (5, 9, 9))
     expected = torch.nn.functional.interpolate(
         torch.from_numpy(pictures).double()[None], size=(28, 28), mode="bilinear", align_corners=False
@@ -131,31 +131,31 @@ def test_enlarging_is_bilinear():
     assert np.abs(upsample(pictures, 28, 16) - expected.numpy() * 255 / 16).max() <= 0.5 + 1e-9
 
 
-def test_halving_and_grey_are_rounded_means():
+def test_downsampling_and_greyscale_are_rounded_means():
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 6))
     assert np.abs(downsample(pictures) - pictures.reshape(3, 4, 2, 3, 2).mean((2, 4))).max() <= 0.5
     assert to_grayscale(np.array([[255, 255, 255], [0, 0, 0], [255, 0, 0]])).tolist() == [255, 0, 76]
 
 
-def test_a_table_is_read_as_numpy_reads_it():
+def test_tables_are_read_like_numpy():
     text = b"0,255,3\n16,0,9\n"
     expected = np.loadtxt(text.decode().splitlines(), delimiter=",", dtype=np.uint8)
     np.testing.assert_array_equal(photo_tasks.read_digits_table(text, 3), expected)
 
 
-def test_no_package_is_imported_for_its_data(own_cache):
-    subprocess.run([sys.executable, "-c", MAKING], check=True)
+def test_packages_are_not_imported_for_their_data(own_cache):
+    subprocess.run([sys.executable, "-c", CREATE_DIGITS], check=True)
 
 
-def test_what_was_made_once_is_read_from_the_cache(own_cache):
+def test_images_are_read_from_the_cache(own_cache):
     first = load_task("faces").split("train")
     assert [file.name for file in own_cache.iterdir()] == [f"faces-{load_task('faces').sha256[:16]}.safetensors"]
-    again = replace(load_task("faces"), make=must_not_be_made).split("train")
+    again = replace(load_task("faces"), make=must_not_be_called).split("train")
     assert [again[k]["image"].tobytes() for k in range(9)] == [first[k]["image"].tobytes() for k in range(9)]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_cache_is_made_anew(own_cache, damage):
+def test_a_damaged_cache_is_rebuilt(own_cache, damage):
     task = load_task("faces")
     task.split("train")
     file = embedded_task.cache_path("faces", task.sha256)
@@ -165,7 +165,7 @@ def test_a_damaged_cache_is_made_anew(own_cache, damage):
     assert file.read_bytes() == whole
 
 
-def test_a_cache_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
+def test_an_unusable_cache_is_ignored(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("KFACPACK_CACHE", str(tmp_path / "file" / "cache"))
     times = []
@@ -185,7 +185,7 @@ def test_a_user_without_a_home_has_no_cache(monkeypatch):
     assert len(load_task("faces").split("train")) == 100
 
 
-def test_where_the_cache_is(tmp_path, monkeypatch):
+def test_location_of_the_cache(tmp_path, monkeypatch):
     monkeypatch.delenv("KFACPACK_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     for shared, folder in ((str(tmp_path / "xdg"), tmp_path / "xdg"), ("relative", tmp_path / ".cache")):
@@ -193,19 +193,18 @@ def test_where_the_cache_is(tmp_path, monkeypatch):
         assert embedded_task.cache_path("faces", "ab" * 32) == folder / "kfacpack" / f"faces-{'ab' * 8}.safetensors"
 
 
-def test_processes_may_make_the_same_task_at_once(own_cache):
-    running = [subprocess.Popen([sys.executable, "-c", MAKING], env=os.environ.copy()) for _ in range(3)]
+def test_processes_may_create_the_same_task_concurrently(own_cache):
+    running = [subprocess.Popen([sys.executable, "-c", CREATE_DIGITS], env=os.environ.copy()) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert [file.suffix for file in own_cache.iterdir()] == [".safetensors"]
-    replace(load_task("digits"), make=must_not_be_made).split("train")
+    replace(load_task("digits"), make=must_not_be_called).split("train")
 
 
-def test_other_data_than_recorded_is_refused(own_cache):
+def test_data_with_another_digest_is_refused(own_cache):
     expected = load_task("digits").sha256
     other = replace(load_task("digits"), sha256="0" * 64)
-    problem = f"digits: its pictures have sha256 {expected}, expected {'0' * 64}"
-    remedy = r"They are made from scikit-learn .*: pip install --force-reinstall --no-deps scikit-learn=="
-    with refused(KfacpackError, problem, remedy) as raised:
+    remedy = "pip install --force-reinstall --no-deps scikit-learn=="
+    with refused(KfacpackError, "digits", f"sha256 {expected}, expected {'0' * 64}", remedy) as raised:
         other.split("train")
     assert version("scikit-learn") in str(raised.value)
     assert not own_cache.exists()
@@ -213,7 +212,7 @@ def test_other_data_than_recorded_is_refused(own_cache):
         replace(other, package=None).split("train")
 
 
-def test_a_package_that_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
+def test_a_missing_or_damaged_package_is_refused(tmp_path, monkeypatch):
     absent = PackageData("no-such-thing", "no_such_thing", tested="1.0")
     with refused(KfacpackError):
         absent.read("data.csv.gz", bytes)

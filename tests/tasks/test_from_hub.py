@@ -1,4 +1,4 @@
-"""Tasks from the Hub, as huggingface_hub's own client fetches them: by name, by address, from the cache, not at all."""
+"""Tasks from the Hub, read with huggingface_hub's own client: by name, by address, from the cache, and errors."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def run(*arguments, code=0):
 
 
 def refusal(*arguments):
-    told = run("estimate", *ONE_BLOCK, *arguments, code=2).stderr
-    assert told.startswith("error: hf://datasets/")
-    return told
+    message = run("estimate", *ONE_BLOCK, *arguments, code=2).stderr
+    assert message.startswith("error: hf://datasets/")
+    return message
 
 
 def files_of(folder):
@@ -53,7 +53,7 @@ def tensors(path):
 
 @pytest.fixture
 def dtd(hub, tmp_path):  # noqa: F811
-    """tanganke/dtd, small; and a folder of the same."""
+    """A small tanganke/dtd on the Hub, and a folder with the same files."""
     folder = copy("dtd", tmp_path / "dtd")
     hub.put("datasets/tanganke/dtd", files_of(folder))
     return folder
@@ -61,7 +61,7 @@ def dtd(hub, tmp_path):  # noqa: F811
 
 @pytest.fixture
 def glue(hub, tmp_path):  # noqa: F811
-    """nyu-mll/glue, of which nobody should need more than a config."""
+    """nyu-mll/glue, whose other configs must not be downloaded."""
     folder = copy("rte", tmp_path / "rte")
     other = {f"{config}/train{SHARD}": b"of another config" for config in ("ax", "mnli", "qnli", "stsb")}
     hub.put("datasets/nyu-mll/glue", {**files_of(folder), **other, "README.md": b"# GLUE\n"})
@@ -69,7 +69,7 @@ def glue(hub, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["dtd", "rte"])
-def test_a_published_task_is_fetched_by_its_name_alone(name, request, hub, unplug, tmp_path):  # noqa: F811
+def test_a_published_task_is_downloaded_by_name(name, request, hub, unplug, tmp_path):  # noqa: F811
     folder = request.getfixturevalue("dtd" if name == "dtd" else "glue")
     model = ONE_BLOCK
     if name == "rte":
@@ -83,7 +83,7 @@ def test_a_published_task_is_fetched_by_its_name_alone(name, request, hub, unplu
     assert (source.task, source.dataset, source.revision, source.split) == (name, repository, commit, "train")
     assert (source.examples, source.dataset_size, source.license) == (22, 22, PUBLISHED[name]().license)
     inside = "data" if name == "dtd" else "rte"
-    assert hub.fetched() == [f"{inside}/train{SHARD}"], "the split that was asked for, once"
+    assert hub.fetched() == [f"{inside}/train{SHARD}"], "only the requested split, once"
 
     run(*estimate, "--data", folder, "-o", tmp_path / "folder.kfac")
     assert tensors(tmp_path / "hub.kfac") == tensors(tmp_path / "folder.kfac")
@@ -95,12 +95,12 @@ def test_a_published_task_is_fetched_by_its_name_alone(name, request, hub, unplu
     run(*estimate, "-o", tmp_path / "cache.kfac")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     assert len(hub.log) == asked
-    assert "no split 'test'; there are train, validation. The Hub cannot be reached" in refusal(
+    assert "unknown split 'test'; expected one of train, validation. The Hub cannot be reached" in refusal(
         "--task", name, "--split", "test", "-o", tmp_path / "x.kfac"
     )
 
 
-def test_a_commit_that_was_listed_is_the_one_that_is_read(hub, dtd):  # noqa: F811
+def test_files_are_read_from_the_listed_commit(hub, dtd):  # noqa: F811
     first = hub.repos["datasets/tanganke/dtd"].branches["main"]
     task = load_task("dtd")
     later = hub.put("datasets/tanganke/dtd", {f"data/train{SHARD}": b"other bytes"})
@@ -120,7 +120,7 @@ def own_pictures(folder, colour):
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3"])
-def test_a_private_repository_of_ones_own_at_a_revision(hub, log_in, unplug, tmp_path, revision):  # noqa: F811
+def test_a_private_repository_at_a_revision(hub, log_in, unplug, tmp_path, revision):  # noqa: F811
     hub.put("datasets/owner/mine", {f"data/train{SHARD}": own_pictures(tmp_path / "main", "red")}, private=True)
     asked = {f"data/train{SHARD}": own_pictures(tmp_path / "asked", "blue")}
     commit = hub.put("datasets/owner/mine", asked, revision)
@@ -142,11 +142,11 @@ def test_a_private_repository_of_ones_own_at_a_revision(hub, log_in, unplug, tmp
     assert "cannot be reached" in refusal("--task", "mine", *own, "--data", "hf://datasets/owner/mine"), "not fetched"
 
 
-def test_a_config_of_ones_own(hub, glue):  # noqa: F811
+def test_a_config_in_the_address(hub, glue):  # noqa: F811
     task = load_task("mine", "hf://datasets/nyu-mll/glue/rte", "text=sentence1,label=label")
     assert dict(task.split("train")[0]) == {"text": pairs("rte", "train")[0]["sentence1"]}
     assert refusal("--task", "mine", "--data", "hf://datasets/nyu-mll/glue").endswith(
-        "several configs; there are ax, mnli, qnli, rte, stsb. Say which: --data hf://datasets/nyu-mll/glue/ax\n"
+        "several configs; there are ax, mnli, qnli, rte, stsb. Choose one: --data hf://datasets/nyu-mll/glue/ax\n"
     )
 
 
@@ -154,23 +154,23 @@ def test_a_config_of_ones_own(hub, glue):  # noqa: F811
 @pytest.mark.parametrize(
     ("about", "problem"),
     [
-        (None, "there is no repository tanganke/dtd, or it is private and you may not see it"),
-        ({"private": True}, "there is no repository tanganke/dtd, or it is private and you may not see it"),
-        ({"gated": True}, "tanganke/dtd is gated, and you have no access to it. Ask for access at http://"),
+        (None, "the repository tanganke/dtd does not exist, or it is private"),
+        ({"private": True}, "the repository tanganke/dtd does not exist, or it is private"),
+        ({"gated": True}, "tanganke/dtd is gated, and you have no access to it. Request access at http://"),
     ],
 )
-def test_what_the_hub_refuses_is_told_with_the_way_round(hub, log_in, tmp_path, user, about, problem):  # noqa: F811
+def test_a_refusal_of_the_hub_is_reported_with_a_remedy(hub, log_in, tmp_path, user, about, problem):  # noqa: F811
     if about:
         hub.put("datasets/tanganke/dtd", files_of(copy("dtd", tmp_path / "dtd")), **about)
     if user:
         log_in(user)
     for named in ((), ("--data", "hf://datasets/tanganke/dtd")):
-        told = refusal("--task", "dtd", *named)
-        assert problem in told
-        assert told.endswith("log in with: hf auth login; or give a folder that has the data: --data DIR\n")
+        message = refusal("--task", "dtd", *named)
+        assert problem in message
+        assert message.endswith("log in with: hf auth login; or give a folder that has the data: --data DIR\n")
 
 
-def test_a_gated_task_is_read_by_who_has_access(hub, log_in, tmp_path):  # noqa: F811
+def test_a_gated_task_needs_access(hub, log_in, tmp_path):  # noqa: F811
     files = files_of(copy("imagenet", tmp_path / "imagenet"))
     hub.put("datasets/ILSVRC/imagenet-1k", files, gated=True)
     with refused(kp.KfacpackError, "/datasets/ILSVRC/imagenet-1k"):
@@ -180,35 +180,34 @@ def test_a_gated_task_is_read_by_who_has_access(hub, log_in, tmp_path):  # noqa:
     assert load_task("imagenet", "hf://datasets/owner/imagenet").sizes["train"] == 22
 
 
-def test_a_token_that_is_none_and_a_revision_that_is_none(hub, dtd, log_in):  # noqa: F811
-    told = refusal("--task", "dtd", "--data", "hf://datasets/tanganke/dtd@nowhere")
-    assert "tanganke/dtd has no revision 'nowhere'. Give a branch, a tag or a commit that is there" in told
+def test_invalid_tokens_and_revisions_are_refused(hub, dtd, log_in):  # noqa: F811
+    message = refusal("--task", "dtd", "--data", "hf://datasets/tanganke/dtd@nowhere")
+    assert "tanganke/dtd has no revision 'nowhere'. Give an existing branch, tag or commit" in message
     log_in("nobody")
-    told = refusal("--task", "dtd")
-    assert "does not know who you are" in told
-    assert told.endswith("give a folder that has the data: --data DIR\n")
+    message = refusal("--task", "dtd")
+    assert "requires authentication" in message
+    assert message.endswith("give a folder that has the data: --data DIR\n")
 
 
 @pytest.mark.parametrize(("name", "part"), [("dtd", ""), ("rte", " --include 'rte/*'")])
 def test_without_a_network_and_a_cache(hub, unplug, name, part):  # noqa: F811
     unplug()
     repository = PUBLISHED[name]().repository
-    told = refusal("--task", name)
-    assert f"hf://datasets/{repository}: the Hub (http://127.0.0.1:" in told
-    assert "cannot be reached: " in told
+    message = refusal("--task", name)
+    assert f"hf://datasets/{repository}: the Hub (http://127.0.0.1:" in message
+    assert "cannot be reached: " in message
     command = f"hf download {repository} --repo-type dataset{part} --local-dir DIR"
-    assert told.endswith(f"{command}. Then give that folder: --data DIR\n")
+    assert message.endswith(f"{command}. Then give that folder: --data DIR\n")
 
 
-def test_a_card_alone_in_the_cache_is_no_data(hub, dtd, unplug):  # noqa: F811
-
+def test_a_cached_card_without_data_is_not_used(hub, dtd, unplug):  # noqa: F811
     hub.put("datasets/tanganke/dtd", {"README.md": b"# Textures\n"})
     hf_hub_download("tanganke/dtd", "README.md", repo_type="dataset")
     unplug()
     assert "cannot be reached: " in refusal("--task", "dtd")
 
 
-def test_data_that_is_no_parquet_is_read_from_the_hubs_conversion(hub, unplug, tmp_path):  # noqa: F811
+def test_other_formats_are_read_from_the_hubs_parquet_conversion(hub, unplug, tmp_path):  # noqa: F811
     hub.put("datasets/someone/csv", {"train.csv": b"a,b\n", "README.md": b"# Numbers\n"})
     with refused(kp.KfacpackError):
         load_task("dtd", "hf://datasets/someone/csv")

@@ -1,4 +1,4 @@
-"""Tasks in folders: what is found there is what was put there, and what is wrong there is named."""
+"""Tasks in local folders: layouts, splits, labels, and errors that name the file at fault."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write(data, folder, name="train-00000-of-00001.parquet"):
 
 
 @pytest.mark.parametrize("place", [".", "data", "odd [name]*"])
-def test_pictures_in_the_hubs_layout(tmp_path, place):
+def test_images_in_the_hubs_parquet_layout(tmp_path, place):
     folder = write(image_data(), tmp_path / place)
     write(image_data().select([1]), folder, "test-00000-of-00001.parquet")
     task = load_task("mine", tmp_path if place == "data" else folder)
@@ -87,14 +87,14 @@ def test_a_tenth_of_train_is_held_out_for_validation(tmp_path, count):
     assert task.sizes == {"train": count - count // 10, "validation": count // 10, "test": 4}
     train, held = task.split("train"), task.split("validation")
     assert (len(train), len(held)) == (task.sizes["train"], task.sizes["validation"])
-    assert sorted(texts_of(train) + texts_of(held)) == list(range(count)), "none is lost, none is in both"
+    assert sorted(texts_of(train) + texts_of(held)) == list(range(count)), "every example is in exactly one split"
     assert texts_of(train) == sorted(texts_of(train))
     assert texts_of(held) == texts_of(load_task("again", tmp_path).split("validation"))
     for split in (train, held):
         assert [split.label(k) for k in range(len(split))] == [number % 2 for number in texts_of(split)]
     assert (train.source.split, held.source.split) == ("train", "validation")
     if count == 1000:
-        # In order of the classes, or class by turns: each has its share.
+        # Every class is represented, whether examples are sorted by class or classes alternate.
         assert all(sum(number // 100 == k for number in texts_of(held)) == 10 for k in range(10))
         assert 30 < sum(number % 2 for number in texts_of(held)) < 70
 
@@ -106,7 +106,7 @@ def test_no_more_than_five_thousand_are_held_out(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["validation", "valid", "val", "dev"])
-def test_a_split_of_its_own_is_validation_whatever_it_is_called(tmp_path, name):
+def test_a_stored_validation_split_may_have_any_of_its_names(tmp_path, name):
     write(numbered(30), tmp_path)
     write(numbered(7), tmp_path, f"{name}-00000-of-00001.parquet")
     task = load_task("mine", tmp_path)
@@ -120,7 +120,7 @@ def test_a_split_of_its_own_is_validation_whatever_it_is_called(tmp_path, name):
     assert load_task("mine", pictures).sizes == {"train": 12, "validation": 2}
 
 
-def test_what_is_wrong_in_a_held_out_row_is_named_by_its_place_in_the_file(tmp_path):
+def test_errors_in_held_out_examples_name_the_row_in_the_file(tmp_path):
     (tmp_path / "cat").mkdir()
     for k in range(10):
         (tmp_path / "cat" / f"{k}.png").write_bytes(b"no picture")
@@ -134,7 +134,7 @@ def test_what_is_wrong_in_a_held_out_row_is_named_by_its_place_in_the_file(tmp_p
     assert named == set("0123456789")
     write(numbered(20).map(lambda row: {"text": None}), tmp_path / "holes")
     held = load_task("mine", tmp_path / "holes").split("validation")
-    with refused(KfacpackError, "train", "1d", "text"):
+    with refused(KfacpackError, "train", "row 1", "text"):
         held[1]
 
 
@@ -147,7 +147,7 @@ def test_texts_keep_their_columns_and_order(tmp_path):
     assert split.source.dataset == "rte"
 
 
-def test_shards_are_one_split(tmp_path):
+def test_shards_are_joined_to_one_split(tmp_path):
     for k in range(2):
         write(image_data().shard(2, k, contiguous=True), tmp_path, f"train-0000{k}-of-00002.parquet")
     split = load_task("mine", tmp_path).split("train")
@@ -156,7 +156,7 @@ def test_shards_are_one_split(tmp_path):
 
 
 @pytest.mark.parametrize("splits", [("train", "test"), ()])
-def test_pictures_in_a_folder_per_class(tmp_path, splits):
+def test_images_in_one_folder_per_class(tmp_path, splits):
     for split in splits or (".",):
         for name in ("cat", "ant", "bee")[: 3 if split != "test" else 1]:
             (tmp_path / split / name).mkdir(parents=True)
@@ -172,10 +172,10 @@ def test_pictures_in_a_folder_per_class(tmp_path, splits):
     assert [train.label(k) for k in range(len(train))] == [0, 0, 1, 1, 2, 2]
     assert train[1]["image"].getpixel((0, 0)) == (1, 10, 20)
     if splits:
-        assert task.split("test").label(0) == 2  # a cat is a cat, though test has no other class
+        assert task.split("test").label(0) == 2  # label 2, although test has no other class
 
 
-def test_folders_of_splits_are_not_taken_for_classes(tmp_path):
+def test_split_folders_are_not_classes(tmp_path):
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         PICTURES[0].save(tmp_path / split / "0.png")
@@ -186,29 +186,29 @@ def test_folders_of_splits_are_not_taken_for_classes(tmp_path):
     assert load_task("mine", tmp_path).sizes == {"train": 1}
 
 
-def test_a_name_that_is_no_text_is_told(tmp_path):
+def test_a_file_name_that_is_not_utf8_is_refused(tmp_path):
     try:
         (tmp_path / "caf\udce9").mkdir()
     except OSError:
-        pytest.skip("this file system has names in UTF-8 alone")
+        pytest.skip("the file system only allows names in UTF-8")
     PICTURES[0].save(tmp_path / "caf\udce9" / "0.png")
     with refused(KfacpackError, "udce9/0.png", "8"):
         load_task("mine", tmp_path)
 
 
-def test_files_that_a_split_lacks_are_counted(tmp_path):
-    """As a download that was broken off leaves it, or the cache where only some were ever asked for."""
+def test_missing_shards_are_counted(tmp_path):
+    """As after an interrupted download."""
     write(text_data(), tmp_path, "train-00000-of-00003.parquet")
     write(text_data(), tmp_path, "test-00000-of-00001.parquet")
     task = load_task("mine", tmp_path)
     assert task.sizes["train"] == 3
-    assert task.notices("tiny") == ("mine: of train, 3 files, 2 are not here",)
+    assert task.notices("tiny") == ("mine: 2 of 3 files of train are missing",)
     for number in (1, 2):
         write(text_data(), tmp_path, f"train-0000{number}-of-00003.parquet")
     assert load_task("mine", tmp_path).notices("tiny") == ()
 
 
-def test_nothing_is_left_behind_and_nothing_printed(tmp_path, monkeypatch, capfd):
+def test_reading_leaves_no_files_and_prints_nothing(tmp_path, monkeypatch, capfd):
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     datasets.enable_progress_bars()
@@ -221,7 +221,7 @@ def test_nothing_is_left_behind_and_nothing_printed(tmp_path, monkeypatch, capfd
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_folder_without_data_says_what_was_found_and_expected(tmp_path):
+def test_a_folder_without_data_is_refused(tmp_path):
     with refused(KfacpackError):
         load_task("mine", tmp_path / "nowhere")
     with refused(KfacpackError):
@@ -246,7 +246,7 @@ def test_broken_files_are_named(tmp_path):
         load_task("mine", folder).split("train")[0]
 
 
-def test_a_broken_picture_is_named(tmp_path):
+def test_a_broken_image_is_named(tmp_path):
     (tmp_path / "cat").mkdir()
     PICTURES[0].save(tmp_path / "cat" / "0.png")
     (tmp_path / "cat" / "1.png").write_bytes(b"no picture")
@@ -256,8 +256,8 @@ def test_a_broken_picture_is_named(tmp_path):
         split[1]
 
 
-def test_a_picture_that_claims_to_be_huge_is_named(tmp_path):
-    """What Pillow raises then is of another kind than for a broken file."""
+def test_an_image_with_a_huge_declared_size_is_named(tmp_path):
+    """Pillow raises another class of error than for a broken file."""
     (tmp_path / "cat").mkdir()
     file = tmp_path / "cat" / "0.bmp"
     PICTURES[0].save(file)
@@ -268,24 +268,24 @@ def test_a_picture_that_claims_to_be_huge_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["png", "tif", "pgm"])
-def test_grey_of_sixteen_bits_is_not_white(tmp_path, kind):
+def test_sixteen_bit_greyscale_is_scaled(tmp_path, kind):
     (tmp_path / "grey").mkdir()
     levels = np.array([[0, 257, 32_896, 65_535]], dtype=np.uint16)
     Image.fromarray(levels).save(tmp_path / "grey" / f"0.{kind}")
-    found = load_task("mine", tmp_path).split("train")[0]["image"]
-    assert list(found.convert("RGB").tobytes()[::3]) == [0, 1, 128, 255]
-    assert found.format is not None
+    image = load_task("mine", tmp_path).split("train")[0]["image"]
+    assert list(image.convert("RGB").tobytes()[::3]) == [0, 1, 128, 255]
+    assert image.format is not None
 
 
-@pytest.mark.parametrize(("numbers", "said"), [(np.float32, "floating-point"), (np.int32, "32-bit")])
-def test_pixels_without_a_white_are_refused(tmp_path, numbers, said):
+@pytest.mark.parametrize(("dtype", "kind"), [(np.float32, "floating-point"), (np.int32, "32-bit")])
+def test_pixels_without_a_known_white_level_are_refused(tmp_path, dtype, kind):
     (tmp_path / "grey").mkdir()
-    Image.fromarray(np.ones((2, 2), numbers)).save(tmp_path / "grey" / "0.tif")
-    with refused(KfacpackError, "0.tif", said):
+    Image.fromarray(np.ones((2, 2), dtype)).save(tmp_path / "grey" / "0.tif")
+    with refused(KfacpackError, "0.tif", kind):
         load_task("mine", tmp_path).split("train")[0]
 
 
-def test_columns_that_do_not_fit_are_listed(tmp_path):
+def test_unsuitable_columns_are_refused(tmp_path):
     numbers = datasets.Dataset.from_dict({"x": [1.0], "y": [2]})
     with refused(KfacpackError):
         load_task("mine", write(numbers, tmp_path / "numbers")).split("train")
@@ -314,20 +314,31 @@ def test_splits_must_exist_have_examples_and_agree_on_classes(tmp_path):
 def test_rows_without_label_or_text_are_named(tmp_path):
     split = load_task("mine", write(text_data(labels=[0, -1, None]), tmp_path / "labels")).split("train")
     assert split.label(0) == 0
-    for row, found in ((1, -1), (2, None)):
-        with refused(KfacpackError, row, found):
+    for row, label in ((1, -1), (2, None)):
+        with refused(KfacpackError, row, label):
             split.label(row)
     holes = text_data().map(lambda row: {"premise": None if row["idx"] == 8 else row["premise"]})
     with refused(KfacpackError, "1", "premise"):
         load_task("mine", write(holes, tmp_path / "holes")).split("train")[1]
 
 
-def test_an_unknown_task_is_told_how_to_bring_data():
-    with refused(KfacpackError, "nothing", "--data"):
+@pytest.mark.parametrize(
+    ("name", "closest"), [("digit", "digits"), ("DTD", "dtd"), ("eurosta", "eurosat"), ("digit@1/2", "digits")]
+)
+def test_an_unknown_task_suggests_the_closest_name(name, closest):
+    with refused(
+        KfacpackError, f"unknown task {name.partition('@')[0]!r}; did you mean {closest!r}?", "kfacpack tasks"
+    ):
+        load_task(name)
+
+
+def test_an_unknown_task_without_a_close_name_suggests_none():
+    with refused(KfacpackError, "nothing", "kfacpack tasks", "--data") as caught:
         load_task("nothing")
+    assert "did you mean" not in str(caught.value)
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="needs ../shared, which holds real data")
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs real data in ../shared")
 @pytest.mark.parametrize(
     ("name", "classes", "columns"),
     [("mnist", 10, ["image"]), ("stanford_cars", 40, ["image"]), ("mnli", 3, ["premise", "hypothesis"])],

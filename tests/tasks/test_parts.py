@@ -1,4 +1,4 @@
-"""NAME@k/n: parts of a task by its classes, trained apart and tested on the union."""
+"""Class splits NAME@k/n: trained separately and evaluated on the union of the classes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Both parts' bundles, merged ones, vectors of two steps and their sum."""
+    """Bundles of both parts, their merge, vectors after two steps, and their sum."""
     folder = tmp_path_factory.mktemp("parts")
     for k, part in enumerate(PARTS, start=1):
         run("estimate", "--task", part, "--examples", "16", *FEW[:2], "-o", folder / f"{k}.kfac", "-q")
@@ -49,40 +49,40 @@ def test_parts_are_even_and_make_up_the_whole():
     for n in (1, 2, 3, 5):
         parts = [kp.load_task(f"digits@{k}/{n}") for k in range(1, n + 1)]
         groups = [list(part.own_classes) for part in parts]
-        assert [each for group in groups for each in group] == list(range(10))
+        assert [number for group in groups for number in group] == list(range(10))
         assert max(map(len, groups)) - min(map(len, groups)) <= 1
         for split in ("train", "validation", "test"):
             assert sum(part.sizes[split] for part in parts) == whole.sizes[split]
-    part, found = kp.load_task("digits@2/5"), kp.load_task("digits@2/5").split("test")
+    part, view = kp.load_task("digits@2/5"), kp.load_task("digits@2/5").split("test")
     true = whole.split("test")
     numbers = [number for number in range(len(true)) if true.label(number) in (2, 3)]
-    assert (part.classes, len(found)) == (whole.classes, len(numbers))
+    assert (part.classes, len(view)) == (whole.classes, len(numbers))
     for place, number in ((0, numbers[0]), (len(numbers) - 1, numbers[-1])):
-        assert found.label(place) == true.label(number)
-        assert np.array_equal(np.asarray(found[place]["image"]), np.asarray(true[number]["image"]))
+        assert view.label(place) == true.label(number)
+        assert np.array_equal(np.asarray(view[place]["image"]), np.asarray(true[number]["image"]))
 
 
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("digits@3/2", "which part of how many"),
-        ("digits@0/2", "which part of how many"),
-        ("digits@", "which part of how many"),
-        ("digits@one", "which part of how many"),
-        ("@1/2", "which part of how many"),
-        ("digits@1/11", "10 classes in 11 parts.*5 parts at most"),
+        ("digits@3/2", "NAME@k/n"),
+        ("digits@0/2", "NAME@k/n"),
+        ("digits@", "NAME@k/n"),
+        ("digits@one", "NAME@k/n"),
+        ("@1/2", "NAME@k/n"),
+        ("digits@1/11", "10 classes in 11 parts.*at most 5 parts"),
         ("digits@1/6", "fewer than two"),
-        ("nothing@1/2", "'nothing' is no registered task"),
-        ("digits@1/2@1/2", "digits@1/2 is a part already"),
+        ("nothing@1/2", "unknown task 'nothing'"),
+        ("digits@1/2@1/2", "digits@1/2 is already a class split"),
     ],
 )
-def test_what_is_no_part_is_refused(name, problem):
+def test_invalid_class_splits_are_refused(name, problem):
     with pytest.raises(KfacpackError, match=problem):
         kp.load_task(name)
     assert CliRunner().invoke(app, ["eval", "--task", name]).exit_code == 2
 
 
-def test_a_folder_has_parts_too(tmp_path):
+def test_a_folder_can_be_divided(tmp_path):
     for split in ("train", "test"):
         for name in "abcd":
             (tmp_path / split / name).mkdir(parents=True)
@@ -92,7 +92,7 @@ def test_a_folder_has_parts_too(tmp_path):
     assert (part.name, part.classes, [split.label(n) for n in range(len(split))]) == ("mine@2/2", tuple("abcd"), [2, 3])
 
 
-def test_a_part_without_examples_of_a_split_says_so(tmp_path):
+def test_a_part_without_examples_in_a_split_is_refused(tmp_path):
     for split, names in (("train", "abcd"), ("test", "ab")):
         for name in names:
             (tmp_path / split / name).mkdir(parents=True)
@@ -115,12 +115,12 @@ def test_a_part_without_examples_of_a_split_says_so(tmp_path):
         ("a@b", "a", False),
     ],
 )
-def test_names_show_whether_classes_are_shared(one, other, shared):
+def test_names_tell_whether_classes_are_shared(one, other, shared):
     assert share_classes(one, other) == share_classes(other, one) == shared
 
 
 @pytest.mark.parametrize("classes", [4, 7, 10, 47])
-def test_parts_that_are_said_to_share_no_class_share_none(classes):
+def test_parts_reported_as_disjoint_share_no_class(classes):
     def own(k, n):
         return set(range((k - 1) * classes // n, k * classes // n))
 
@@ -141,26 +141,26 @@ def test_a_part_and_its_whole_are_not_counted_twice():
         kp.Regularizer([part, rest], leaving_out="cars@1/2")
 
 
-def test_parts_go_all_the_way(folder):
-    """Bundles, vectors and their sum, tested on each part and on the union."""
+def test_the_whole_pipeline_works_with_parts(folder):
+    """Bundles, vectors and their sum, evaluated on each part and on the union."""
     merged = kp.load(folder / "both.kfac")
     assert {parent.task for parent in merged.about.merge.parents} == set(PARTS)
     vectors = [kp.TaskVector.load(folder / f"{k}.safetensors") for k in (1, 2)]
-    assert [each.tasks for each in vectors] == [(part,) for part in PARTS]
+    assert [vector.tasks for vector in vectors] == [(part,) for part in PARTS]
     assert vectors[0].about.tasks[0].source.dataset_size == kp.load_task(PARTS[0]).sizes["train"]
-    heads = [each.heads[part] for each, part in zip(vectors, PARTS, strict=True)]
+    heads = [vector.heads[part] for vector, part in zip(vectors, PARTS, strict=True)]
     assert heads[0].difference(heads[1]) is None
     assert len(heads[0].classes) == 10
     done = run("eval", "--task", "digits", *PARTS, "--vector", folder / "sum.safetensors", "--json")
-    assert "has no head" not in done.stderr, "that of the parts is the whole's"
-    found = json.loads(done.stdout)["tasks"]
-    right = {name: round(each["accuracy"] * each["examples"]) for name, each in found.items()}
-    assert sum(found[part]["examples"] for part in PARTS) == found["digits"]["examples"]
-    assert sum(right[part] for part in PARTS) == right["digits"]  # among all ten, wherever it is asked
+    assert "has no head" not in done.stderr, "the parts have the head of the whole task"
+    scores = json.loads(done.stdout)["tasks"]
+    right = {name: round(score["accuracy"] * score["examples"]) for name, score in scores.items()}
+    assert sum(scores[part]["examples"] for part in PARTS) == scores["digits"]["examples"]
+    assert sum(right[part] for part in PARTS) == right["digits"]  # evaluation distinguishes all ten classes
 
 
-def test_training_knows_the_own_classes_alone(folder):
-    """The first loss that was written is that among the part's own five classes, with labels from their first."""
+def test_training_distinguishes_only_the_own_classes(folder):
+    """The first recorded loss is that among the part's own five classes."""
     model, part = kp.load_model("tiny"), kp.load_task(PARTS[1])
     split = part.split("train")
     from kfacpack.training.optimizer import BatchOrder

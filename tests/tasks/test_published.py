@@ -1,4 +1,4 @@
-"""Published tasks: a copy in the Hub's layout is read as its definition says, from a folder as from the Hub's cache."""
+"""Published tasks: copies in the Hub's layout are read by their definition, from a folder or from the Hub cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from PIL import Image
 from pyarrow import parquet
 
 from kfacpack.errors import KfacpackError
-from kfacpack.tasks.data_files import shards
+from kfacpack.tasks.data_files import parquet_files
 from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
 from kfacpack.tasks.published_tasks import GTSRB_SIGNS
 from kfacpack.tasks.published_tasks import imagenet_classes as imagenet_words
@@ -37,14 +37,14 @@ def copies(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def offline(tmp_path, monkeypatch):
-    """No network, and a cache of one's own."""
+    """No network, and an empty Hub cache."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
 
 
 def cached(hub, name, source):
-    """Puts a copy where huggingface_hub keeps what it has fetched."""
+    """Puts a copy into the Hub cache."""
     definition = PUBLISHED[name]()
     folder = hub / f"datasets--{definition.repository.replace('/', '--')}"
     ref = folder / "refs" / (definition.revision or "main")
@@ -81,7 +81,7 @@ def test_splits_are_those_of_prior_work(copies, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_examples_are_the_columns_that_are_known(copies, name):
+def test_examples_have_the_defined_columns(copies, name):
     task = load_task(name, copies[name])
     example = task.split("train")[0]
     if name in VISION:
@@ -100,13 +100,13 @@ def test_examples_are_the_columns_that_are_known(copies, name):
     )
 
 
-def test_a_label_of_texts_is_the_class_of_that_name(copies):
+def test_text_labels_are_class_names(copies):
     split = load_task("scitail", copies["scitail"]).split("test")
     stored = pairs("scitail", "test")["label"]
     assert [("entails", "neutral")[split.label(row)] for row in range(len(split))] == list(stored)
 
 
-def test_rows_that_are_left_out_leave_the_others_with_their_labels(copies):
+def test_dropping_unlabelled_rows_keeps_the_other_labels(copies):
     split = load_task("snli", copies["snli"]).split("test")
     stored = [row for row in pairs("snli", "test") if row["label"] >= 0]
     assert [split.label(row) for row in range(len(split))] == [row["label"] for row in stored]
@@ -122,7 +122,7 @@ def test_the_layout_of_the_hubs_own_conversion(copies, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gtsrb", "svhn", "sick", "mnli"])
-def test_what_the_hubs_cache_has_is_read_by_the_same_code(copies, name, offline):
+def test_the_hub_cache_gives_the_same_task_as_a_folder(copies, name, offline):
     cached(offline, name, copies[name])
     task, local = load_task(name), load_task(name, copies[name])
     assert (task.sizes, task.classes, task.templates) == (local.sizes, local.classes, local.templates)
@@ -138,7 +138,7 @@ def _bytes(value):
     return value.tobytes() if isinstance(value, Image.Image) else value
 
 
-def test_a_split_is_fetched_without_the_others(copies, offline, monkeypatch):
+def test_only_the_files_of_a_split_are_downloaded(copies, offline, monkeypatch):
     asked = []
     there = DatasetRepository.file
     monkeypatch.setattr(DatasetRepository, "file", lambda place, path: asked.append(path) or there(place, path))
@@ -151,7 +151,7 @@ def test_a_split_is_fetched_without_the_others(copies, offline, monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(TASKS)))
-def test_without_network_the_repository_and_the_way_round_are_named(name):
+def test_without_network_the_error_names_the_repository_and_the_remedy(name):
     repository = PUBLISHED[name]().repository
     with refused(KfacpackError, repository) as raised:
         load_task(name)
@@ -159,7 +159,7 @@ def test_without_network_the_repository_and_the_way_round_are_named(name):
     assert str(raised.value).endswith("--local-dir DIR. Then give that folder: --data DIR")
 
 
-def test_a_cache_that_lacks_a_split_says_that_it_is_a_cache(tmp_path, offline):
+def test_a_split_missing_from_the_cache_is_refused(tmp_path, offline):
     part = tmp_path / "part" / "data"
     part.mkdir(parents=True)
     pictures("dtd", "train").to_parquet(part / "train-00000-of-00001.parquet")
@@ -182,16 +182,16 @@ def test_a_cache_that_lacks_a_split_says_that_it_is_a_cache(tmp_path, offline):
 )
 def test_addresses(address, repository, revision, config):
     place, found = data_source_of(address)
-    assert (place.source, place._asked, found) == (repository, revision, config)
+    assert (place.source, place._revision, found) == (repository, revision, config)
 
 
 @pytest.mark.parametrize("address", ["hf://someone/model", "hf://datasets/mnist", "hf://datasets/a/b/c/d"])
-def test_what_is_no_address_is_refused(address):
+def test_invalid_addresses_are_refused(address):
     with refused(KfacpackError):
         load_task("mine", address)
 
 
-def test_mnist_is_the_whole_one_with_data_alone(copies, offline):
+def test_mnist_is_complete_only_with_data(copies, offline):
     ours = load_task("mnist")
     assert ours.sizes["test"] == 1000
     (told,) = ours.notices("ViT-B-32/openai")
@@ -205,7 +205,7 @@ def test_mnist_is_the_whole_one_with_data_alone(copies, offline):
     assert whole.notices("ViT-B-32/openai") == ()
 
 
-def test_words_for_prompts(copies):
+def test_class_names_for_prompts(copies):
     assert load_task("resisc45", copies["resisc45"]).classes == ("airplane", "baseball diamond")
     assert load_task("stanford_cars", copies["stanford_cars"]).classes[1] == "Ram C/V Cargo Van Minivan 2012"
     eurosat, gtsrb, sun = (PUBLISHED[name]().words for name in ("eurosat", "gtsrb", "sun397"))
@@ -217,7 +217,7 @@ def test_words_for_prompts(copies):
     assert gtsrb(["00014", "00000"]) == gtsrb(["stopp", "20_kmh"]) == ("stop", english[0])
 
 
-def test_imagenets_words_by_place_by_number_and_by_name():
+def test_imagenet_class_names_by_position_wordnet_id_and_name():
     whole = imagenet_words(["tench, Tinca tinca", *map(str, range(999))])
     assert (len(whole), whole[:2]) == (1000, ("tench", "goldfish"))
     assert imagenet_words(["n01443537", "n01440764"]) == ("goldfish", "tench")
@@ -225,7 +225,7 @@ def test_imagenets_words_by_place_by_number_and_by_name():
     assert len(PUBLISHED["imagenet"]().templates) == 80
 
 
-def test_pictures_in_folders_have_a_definition_too(tmp_path):
+def test_definitions_apply_to_image_folders(tmp_path):
     for split, name in (("train", "n01443537"), ("val", "n01443537"), ("train", "n01440764")):
         (tmp_path / split / name).mkdir(parents=True)
         Image.new("RGB", (4, 4)).save(tmp_path / split / name / "0.png")
@@ -247,9 +247,7 @@ def test_columns_of_other_copies(tmp_path):
     assert list(split[0]) == ["sentence1", "sentence2"]
     odd = load_task("rte", renamed("rte", tmp_path / "odd", sentence1="one", sentence2="two"))
     assert list(odd.split("train")[0]) == ["one", "two"]
-    assert odd.notices("tiny") == (
-        "rte: its columns have other names than those that are known; taken by their types: one, two",
-    )
+    assert odd.notices("tiny") == ("rte: unknown column names; the input columns were found by type: one, two",)
     given = load_task("rte", tmp_path / "odd", columns="sentence1=two,sentence2=one")
     stored = odd.split("train")[0]
     assert list(given.split("train")[0].items()) == [("sentence1", stored["two"]), ("sentence2", stored["one"])]
@@ -262,7 +260,7 @@ def own(folder, **columns):
     return folder
 
 
-def test_labels_of_ones_own(tmp_path):
+def test_labels_from_own_columns(tmp_path):
     texts = ["x", "y", "z", "w"]
     folder = own(tmp_path / "own", a=texts, b=texts[::-1], mood=["good", "bad", "good", "so so"], stars=[5, 1, 5, 10])
     task = load_task("mine", folder, columns="text=b,label=mood")
@@ -280,7 +278,7 @@ def test_labels_of_ones_own(tmp_path):
         load_task("mine", folder, columns="text=b,label=mood").split("test").label(0)
 
 
-def test_pictures_that_are_only_bytes(tmp_path):
+def test_images_stored_as_bytes(tmp_path):
     file = tmp_path / "red.png"
     Image.new("RGB", (3, 2), (200, 0, 0)).save(file)
     folder = own(tmp_path / "own", shot=[file.read_bytes()] * 2, kind=["a", "b"])
@@ -298,7 +296,7 @@ def plain(name, folder):
 
 
 def card(name, folder, **more):
-    """What the Hub keeps in a card: the first is of another config."""
+    """Writes a dataset card; its first entry is of another config."""
     said = (pictures if name in VISION else pairs)(name, "train").features._to_yaml_list()
     of = {"config_name": PUBLISHED[name]().config or "default", "features": said, **more}
     other = {"config_name": "other", "features": [{"name": "x", "dtype": "string"}]}
@@ -306,12 +304,12 @@ def card(name, folder, **more):
 
 
 @pytest.mark.parametrize("name", ["dtd", "svhn", "rte", "snli"])
-def test_types_that_only_the_card_has(copies, tmp_path, name):
+def test_column_types_from_the_card(copies, tmp_path, name):
     folder = plain(name, tmp_path / name)
     bare = load_task(name, folder)
     numbers = ", ".join(bare.classes)
     told = f"{name}: {len(bare.classes)} classes, the values of column 'label' in train: {numbers}"
-    assert told in bare.notices("tiny"), "numbers are not the classes' names, so that prompts of them mean nothing"
+    assert told in bare.notices("tiny"), "integers are not class names"
     card(name, folder)
     task, whole = load_task(name, folder), load_task(name, copies[name])
     assert (task.classes, task.sizes) == (whole.classes, whole.sizes)
@@ -323,15 +321,15 @@ def test_types_that_only_the_card_has(copies, tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "---\nno: [\n---\n", "---\ndataset_info: 3\n---\n", "---\n- a\n---\n"])
-def test_a_card_that_says_nothing_changes_nothing(tmp_path, text):
+def test_an_invalid_card_is_ignored(tmp_path, text):
     folder = plain("rte", tmp_path / "rte")
     (folder / "README.md").write_text(text)
     assert load_task("rte", folder).classes == ("0", "1")
     card("rte", folder, features=[{"name": "sentence1", "dtype": "string"}])
-    assert load_task("rte", folder).classes == ("0", "1"), "it is about other columns"
+    assert load_task("rte", folder).classes == ("0", "1"), "the card describes other columns"
 
 
-def test_what_is_called_label_is_no_part_of_the_example(tmp_path):
+def test_a_column_named_label_is_not_an_input(tmp_path):
     task = load_task("mine", own(tmp_path / "texts", text=["x", "y"], label=["good", "bad"]))
     assert (task.classes, dict(task.split("train")[0])) == (("bad", "good"), {"text": "x"})
     task = load_task("mine", plain("dtd", tmp_path / "pictures"))
@@ -340,24 +338,24 @@ def test_what_is_called_label_is_no_part_of_the_example(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "problem"),
+    ("columns", "problem"),
     [
         ("image", "expected image=COLUMN,label=COLUMN"),
         ("a=b,a=c", "expected image=COLUMN,label=COLUMN"),
-        ("image=x,text=y", "a picture comes without other inputs"),
-        ("text=nowhere", "no column 'nowhere'; there are a, score"),
-        ("image=a", "column 'a' is of type .*; expected pictures"),
-        ("text=score", "column 'score' is of type .*; expected texts"),
-        ("text=a,label=score", "a label is a class label, a text or a whole number"),
+        ("image=x,text=y", "an image cannot be combined with other inputs"),
+        ("text=nowhere", "no column 'nowhere'; the columns are a, score"),
+        ("image=a", "column 'a' has type .*; expected images"),
+        ("text=score", "column 'score' has type .*; expected texts"),
+        ("text=a,label=score", "column 'score' has type .*; expected ClassLabel, strings or integers"),
     ],
 )
-def test_columns_that_cannot_be_meant(tmp_path, said, problem):
+def test_invalid_columns_are_refused(tmp_path, columns, problem):
     folder = own(tmp_path / "own", a=["x"], score=[0.5])
     with pytest.raises(KfacpackError, match=problem):
-        load_task("mine", folder, columns=said).split("train")
+        load_task("mine", folder, columns=columns).split("train")
 
 
-def test_columns_are_those_of_data(tmp_path):
+def test_columns_need_data(tmp_path):
     with refused(KfacpackError, "--columns", "--data"):
         load_task("digits", columns="image=x")
     folder = own(tmp_path / "own", a=["x"], label=[None])
@@ -367,31 +365,33 @@ def test_columns_are_those_of_data(tmp_path):
 
 def test_layouts():
     train = "train-00000-of-00001.parquet"
-    assert shards([f"data/{train}", "README.md"], None, "here") == {"train": [f"data/{train}"]}
+    assert parquet_files([f"data/{train}", "README.md"], None, "here") == {"train": [f"data/{train}"]}
     hashed = "data/train-00000-of-00002-704ee106f89006a9.parquet"
-    assert shards([hashed], None, "here") == {"train": [hashed]}
+    assert parquet_files([hashed], None, "here") == {"train": [hashed]}
     for inside in ("train/part-0.parquet", "data/train/x.parquet", f"train/{train}", f"one/train/{train}"):
-        assert shards([inside], None, "here") == {"train": [inside]}
-    assert shards([f"test/{train}"], "test", "here") == {"train": [f"test/{train}"]}, "a config may have any name"
+        assert parquet_files([inside], None, "here") == {"train": [inside]}
+    assert parquet_files([f"test/{train}"], "test", "here") == {"train": [f"test/{train}"]}, (
+        "a config may have any name"
+    )
     two = [f"rte/{train}", f"mnli/{train}"]
-    assert shards(two, "rte", "here") == {"train": [f"rte/{train}"]}
+    assert parquet_files(two, "rte", "here") == {"train": [f"rte/{train}"]}
     with refused(KfacpackError, "--data"):
-        shards(two, None, "here")
+        parquet_files(two, None, "here")
     with refused(KfacpackError, "qnli"):
-        shards(two, "qnli", "here")
-    assert shards(two[:1], None, "here") == {"train": [f"rte/{train}"]}
-    assert shards([train, *two], "qnli", "here") == {"train": [train]}
-    assert shards([".cache/x.txt"], None, "here") == {}
-    # What a user asks for by name is that, or nothing.
-    assert shards([train, *two], "rte", "here", asked=True) == {"train": [f"rte/{train}"]}
-    assert shards([train], "default", "here", asked=True) == {"train": [train]}
+        parquet_files(two, "qnli", "here")
+    assert parquet_files(two[:1], None, "here") == {"train": [f"rte/{train}"]}
+    assert parquet_files([train, *two], "qnli", "here") == {"train": [train]}
+    assert parquet_files([".cache/x.txt"], None, "here") == {}
+    # A config named by the user is never replaced by files of no config.
+    assert parquet_files([train, *two], "rte", "here", exact=True) == {"train": [f"rte/{train}"]}
+    assert parquet_files([train], "default", "here", exact=True) == {"train": [train]}
     with refused(KfacpackError, "qnli"):
-        shards([train, *two], "qnli", "here", asked=True)
+        parquet_files([train, *two], "qnli", "here", exact=True)
     with refused(KfacpackError, "qnli", "--data"):
-        shards([train], "qnli", "here", asked=True)
+        parquet_files([train], "qnli", "here", exact=True)
 
 
-def test_a_folder_of_configs_is_named_with_the_way_out(tmp_path):
+def test_a_folder_with_several_configs_is_refused(tmp_path):
     for config in ("one", "two"):
         own(tmp_path / config, a=["x"])
     with refused(KfacpackError):

@@ -1,4 +1,4 @@
-"""Sheets: every class has its row, its name and its own pictures, whatever the task."""
+"""Contact sheets: every class has a row with its name and its own images."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kit import refused
 from PIL import Image
 
 from kfacpack.errors import KfacpackError
-from kfacpack.tasks.contact_sheet import GAP, LINE, MARGIN, MOST_CLASSES, NAME, PAPER, THUMBNAIL, draw_contact_sheet
+from kfacpack.tasks.contact_sheet import GAP, LINE, MARGIN, MAX_CLASSES, NAME, PAPER, THUMBNAIL, draw_contact_sheet
 from kfacpack.tasks.registry import load_task
 from kfacpack.tasks.task import DataOrigin
 
 
 class Colours:
-    """As many classes as one likes; a picture of class k is filled with its number."""
+    """A task with any number of classes; the colour of an image encodes its class."""
 
     name, templates, license, splits = "colours", (), None, ("train",)
 
@@ -54,9 +54,9 @@ def first_thumbnail(sheet, column, row, each):
     ("classes", "columns", "rows", "each"),
     [(2, 1, 2, 12), (12, 1, 12, 12), (13, 2, 7, 8), (60, 3, 20, 5), (400, 3, 20, 5)],
 )
-def test_a_row_for_each_class_and_a_limit_to_them(classes, columns, rows, each):
+def test_each_class_has_a_row_up_to_the_limit(classes, columns, rows, each):
     sheet = draw_contact_sheet(Colours(classes))
-    assert (sheet.classes, sheet.left_out) == (min(classes, MOST_CLASSES), max(classes - MOST_CLASSES, 0))
+    assert (sheet.classes, sheet.left_out) == (min(classes, MAX_CLASSES), max(classes - MAX_CLASSES, 0))
     width = MARGIN + columns * (NAME + each * (THUMBNAIL + GAP) + MARGIN)
     assert sheet.image.size == (width, LINE + 2 * MARGIN + rows * (THUMBNAIL + GAP))
     for label in range(sheet.classes):
@@ -64,7 +64,7 @@ def test_a_row_for_each_class_and_a_limit_to_them(classes, columns, rows, each):
         assert tuple(middle) == Colours.colour(label)
 
 
-def test_small_pictures_are_shown_pixel_by_pixel():
+def test_small_images_are_enlarged_by_a_whole_factor():
     split = load_task("digits").split("train")
     index = next(k for k in range(len(split)) if split.label(k) == 3)
     shown = first_thumbnail(draw_contact_sheet(load_task("digits")), column=0, row=3, each=12)
@@ -75,7 +75,7 @@ def test_small_pictures_are_shown_pixel_by_pixel():
 
 
 @pytest.mark.parametrize("size", [(640, 480), (30, 600), (1, 1), (64, 64)])
-def test_pictures_of_every_size_fit(size):
+def test_images_of_every_size_fit(size):
     shown = first_thumbnail(draw_contact_sheet(Colours(2, size, each=1)), column=0, row=1, each=12)
     inked = (shown != PAPER).any(-1)
     extent = inked.any(0).sum(), inked.any(1).sum()
@@ -83,13 +83,13 @@ def test_pictures_of_every_size_fit(size):
     assert extent[0] / extent[1] == pytest.approx(size[0] / size[1], rel=0.1)
 
 
-def test_names_stay_beside_their_pictures():
+def test_names_do_not_overlap_images():
     pixels = np.asarray(draw_contact_sheet(Colours(3)).image)
     assert (pixels[MARGIN + LINE :, MARGIN + NAME - GAP : MARGIN + NAME] == PAPER).all()
     assert (pixels[MARGIN + LINE :, MARGIN : MARGIN + NAME - GAP] != PAPER).any()
 
 
-def test_a_task_without_pictures_or_classes_is_refused():
+def test_a_task_without_images_or_classes_is_refused():
     texts, unlabelled = Colours(2), Colours(2)
     texts.split = lambda name: [{"premise": "one", "hypothesis": "two"}]
     with refused(KfacpackError, "premise", "hypothesis"):

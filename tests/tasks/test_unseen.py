@@ -1,4 +1,4 @@
-"""Pre-training has seen nothing of the drawn tasks: no shape, no pattern, no class, no random number, no file."""
+"""Pre-training data does not overlap with the drawn tasks: shapes, patterns, class names, random streams, files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERED = {
     "emblems": (drawn_tasks.EMBLEMS, drawn_tasks.EMBLEMS_FONTS),
 }
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-SAID_BEFORE = {
+SHARED_WORDS = {
     "alef": "an arabic letter as well",
     "kaf": "an arabic letter as well",
     "che": "a cyrillic letter as well",
@@ -38,7 +38,7 @@ SAID_BEFORE = {
     "sign": "a percent sign",
     "lines": "straight ones are a pattern",
 }
-"""Words of a class that pre-training uses for something else."""
+"""Words in class names that pre-training uses with another meaning."""
 
 
 def outlines(pairs):
@@ -46,14 +46,14 @@ def outlines(pairs):
     return np.stack([render_glyph(character, font).ravel() > 0.5 for character, font in pairs]).astype(np.float32)
 
 
-def test_every_drawn_task_is_looked_at_here():
+def test_every_drawn_task_is_checked():
     drawn = {name for name in TASKS if load_task(name).source.endswith("drawn")}
     assert drawn == {*LETTERED, "weaves"}
 
 
 @pytest.mark.parametrize("name", LETTERED)
 def test_no_character_of_a_task_has_the_shape_of_one_in_pretraining(name):
-    """By the share of their common ink: the same outline has 1; ח and n have 0.84, as far as it goes."""
+    """Intersection over union of the ink: 1 for equal outlines; the largest value is 0.84, for ח and n."""
     characters, fonts = LETTERED[name]
     seen = outlines((glyph.character, font) for glyph in GLYPHS for font in glyph.fonts)
     shown = outlines(product(characters.values(), fonts))
@@ -69,7 +69,7 @@ def standardised(fields):
 
 
 def test_no_pattern_of_a_task_looks_like_one_of_pretraining():
-    """By correlation, over sizes, turns and shifts of the patterns that pre-training has."""
+    """By correlation, over scales, rotations and shifts of the pre-training patterns."""
     x, y = canvas.grid_points(1)
     shown = standardised(
         np.concatenate(
@@ -97,20 +97,20 @@ def test_no_class_of_a_drawn_task_is_named_in_pretraining():
     said = {word for subject in SUBJECTS for phrase in subject.names for word in re.findall("[a-z]+", phrase)}
     for name in (*LETTERED, "weaves"):
         words = {word for label in load_task(name).classes for word in re.findall("[a-z]+", label)}
-        assert words & said - {"in", "a", "he"} <= {*SAID_BEFORE}, name
+        assert words & said - {"in", "a", "he"} <= {*SHARED_WORDS}, name
 
 
-def test_streams_of_tasks_and_of_pretraining_have_other_names():
-    """Streams of other names are other streams, whatever their numbers: see the tests of Dice."""
+def test_tasks_and_pretraining_use_different_random_streams():
+    """Streams with different names are independent, see the tests of CounterRandom."""
     names = {random_stream(name, split) for name in TASKS for split in load_task(name).sizes}
     assert all(name.startswith("tasks/") for name in names)
     source = "".join(file.read_text(encoding="utf-8") for file in (EXAMPLES / "tiny").glob("*.py"))
-    assert re.findall(r"Dice\(f?\"[^\"]*\"", source) == ['Dice(f"{STREAM}-{seed}"']
+    assert re.findall(r"CounterRandom\(f?\"[^\"]*\"", source) == ['CounterRandom(f"{STREAM}-{seed}"']
     assert not f"{STREAM}-".startswith("tasks/")
 
 
-def test_pretraining_reads_no_picture():
-    """It draws: nothing in its code opens one, or any file of a package but fonts."""
+def test_pretraining_reads_no_images():
+    """Its code opens no image and no file of a package except fonts."""
     for file in [*(EXAMPLES / "tiny").glob("*.py"), EXAMPLES / "pretrain_tiny.py"]:
         text = file.read_text(encoding="utf-8")
         assert not re.findall(
@@ -126,7 +126,7 @@ def test_a_batch_depends_on_its_number_alone():
     assert not np.array_equal(first.pictures, batch(1, 7, 32).pictures)
 
 
-def test_a_caption_is_right_where_nothing_it_tells_is_otherwise():
+def test_a_caption_matches_images_that_do_not_contradict_it():
     made = batch(0, 7, 64)
     assert made.true.diagonal().all()
     for picture, caption in product(range(64), range(64)):
@@ -136,7 +136,7 @@ def test_a_caption_is_right_where_nothing_it_tells_is_otherwise():
         )
 
 
-def test_a_caption_names_the_subject_that_it_tells():
+def test_a_caption_names_its_subject():
     made = batch(0, 3, 128)
     for text, told in zip(made.captions, made.told, strict=True):
         names = SUBJECTS[told[SUBJECT]].names

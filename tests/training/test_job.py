@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import dataclass, replace
+from hashlib import sha256
 
 import pytest
 import torch
 from kit import refused, warned
 from safetensors.torch import save_file
-from toys import CLASSES, ToyTask, toy_model
+from toys import CLASSES, NoFloat64, ToyTask, on_device, toy_model
 
 import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
@@ -145,7 +146,7 @@ def test_a_run_under_another_penalty_is_not_taken_up(other, tmp_path):
         job(regularizer=kp.Regularizer(other, 3.0)).run(tmp_path / "t.safetensors", stopped=lambda: True)
     for wrong, words in (
         ({}, "bundles"),
-        ({"regularizer": kp.Regularizer(other, 4.0)}, "strength = 3.0, now it is 4.0"),
+        ({"regularizer": kp.Regularizer(other, 4.0)}, "strength = 3.0.*4.0"),
         ({"regularizer": kp.Regularizer(bundle_of(toy_model(), ToyTask("third", seed=6)), 3.0)}, "bundles"),
         ({"regularizer": kp.Regularizer(other, 3.0, every=2)}, "reg_every"),
     ):
@@ -200,8 +201,8 @@ def test_a_run_on_other_data_of_the_same_name_and_size_is_not_taken_up(tmp_path)
 def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, poison):
     settings, steps = replace(SETTINGS, steps=9), []
     wild = job("full", settings)
-    learn = wild._learn
-    words = {"loss": "the loss is nan", "gradient": "the gradient has numbers", "f": "f has numbers"}
+    learn = wild._add_loss_gradient
+    words = {"loss": "the loss is nan", "gradient": "the gradient contains NaN", "f": "f "}
 
     def fail(chosen, batch, state):
         lost, right = learn(chosen, batch, state)
@@ -214,7 +215,7 @@ def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, po
             learn(chosen, batch, state)
         return (float("nan") if poison == "loss" else lost), right
 
-    wild._learn = fail
+    wild._add_loss_gradient = fail
     with refused(kp.KfacpackError, "6", words[poison], "--lr"):
         wild.run(tmp_path / "t.safetensors", every=0.0, on_progress=lambda metrics, total: steps.append(metrics.step))
     assert not (tmp_path / "t.safetensors").exists()
@@ -304,6 +305,48 @@ def test_metrics_that_are_gone_are_told_of(tmp_path):
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [6]
 
 
+def test_parameters_are_hashed_once(other, tmp_path, monkeypatch):
+    """Checking two bundles, identifying the base model and writing the vector hash each parameter once in total."""
+    from kfacpack.format import identity
+    from kfacpack.training.trainer import identify_base
+
+    third = bundle_of(toy_model(), ToyTask("third", seed=6))
+    model, hashed = toy_model(), []
+    regularizer, regime = kp.Regularizer([other, third]), REGIMES["linear"](model)
+    head = kp.head_for(model, ToyTask())
+
+    def counting(data):
+        hashed.append(len(data))
+        return sha256(data)
+
+    monkeypatch.setattr(identity, "sha256", counting)
+    sizes = sorted(parameter.nbytes for parameter in model.module.parameters())
+    vector = Trainer(regime, ToyTask(), head, SETTINGS, regularizer).run(tmp_path / "t.safetensors")
+    assert sorted(hashed) == sizes
+    assert vector.about.base == model.base(regime.parameters)
+    # A caller that checks the bundles before it makes the head passes the result on.
+    hashed.clear()
+    base = identify_base(regime, regularizer)
+    Trainer(regime, ToyTask(), head, SETTINGS, regularizer, base=base).run(tmp_path / "again.safetensors")
+    assert sorted(hashed) == sizes
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "t.safetensors").read_bytes()
+
+
+def test_a_vector_records_only_the_parameters_it_was_trained_on(other, tmp_path):
+    """The penalty covers more parameters than the regime trains; only the trained ones identify its base model."""
+    vector = job("attention", regularizer=kp.Regularizer(other)).run(tmp_path / "t.safetensors")
+    assert [parameter.name for parameter in vector.about.base.parameters] == list(vector)
+    assert vector.about.base == toy_model().base(list(vector))
+
+
+def test_a_bundle_of_a_parameter_that_the_model_lacks_is_refused(other):
+    model = toy_model()
+    del model.module.norm
+    chosen = REGIMES["linear"](model, ["mlp.*"])
+    with refused(kp.KfacpackError, "norm.weight"):
+        Trainer(chosen, ToyTask(), kp.head_for(toy_model(), ToyTask()), SETTINGS, kp.Regularizer(other))
+
+
 def test_parameters_that_no_bundle_covers_are_named(other):
     model = toy_model()
     model.module.more = torch.nn.Linear(2, 2).double()
@@ -320,6 +363,26 @@ def test_in_bfloat16_a_small_step_is_not_lost(regime, tmp_path):
     apart = sum(float((cast[name] - plain[name]).square().sum()) for name in plain)
     assert 0 < apart < 0.1 * sum(float(plain[name].square().sum()) for name in plain)
     assert cast.about.tasks[0].training.settings["autocast"] == "bfloat16"
+
+
+def test_a_device_without_float64_gives_the_same_vector(tmp_path):
+    model = toy_model(dtype=torch.float32)
+    device = replace(model, forward=lambda x: on_device(model.forward(x))[0])
+    with pytest.raises(TypeError):
+        device.forward(torch.ones(1, 5, 4)).double()
+    head = kp.head_for(model, ToyTask())
+    device_head = kp.head_for(device, ToyTask())
+    assert type(device_head.weight) is NoFloat64
+    assert torch.equal(device_head.weight.cpu(), head.weight)
+    vectors = [
+        job("full", model=choice, head=head, drift=DataPenalty([ToyTask("other", seed=5)], None, 10, 0)).run(
+            tmp_path / f"{name}.safetensors"
+        )
+        for name, choice in (("plain", model), ("device", device))
+    ]
+    assert vectors[0].digest == vectors[1].digest
+    accuracies = [kp.sweep(choice, ToyTask(), vectors[0], [0.0, 0.5, 1.0], head) for choice in (model, device)]
+    assert accuracies[0] == accuracies[1]
 
 
 @pytest.mark.parametrize("normalized", [False, True])

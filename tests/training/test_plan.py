@@ -35,24 +35,24 @@ def test_a_step_is_the_same_whenever_it_is_asked_for():
     ("given_", "steps"), [({}, 500), ({"steps": 7}, 7), ({"epochs": 2}, 7), ({"epochs": 0.1}, 1), ({"epochs": 3}, 10)]
 )
 def test_the_length(given_, steps):
-    assert TrainingSettings(**given_).length(100) == steps
+    assert TrainingSettings(**given_).step_count(100) == steps
 
 
 def test_the_learning_rate_rises_and_falls():
     settings = TrainingSettings(warmup=0.2)
-    rates = [settings.share_of_lr(step, 100) for step in range(100)]
+    rates = [settings.lr_factor(step, 100) for step in range(100)]
     assert rates[:20] == pytest.approx([(k + 1) / 20 for k in range(20)])
     assert rates[20] == 1.0
     assert rates[60] == pytest.approx(0.5)
     assert rates[20:] == sorted(rates[20:], reverse=True)
     assert 0 < rates[-1] < 0.005
-    assert TrainingSettings(warmup=0).share_of_lr(0, 1) == 1.0
+    assert TrainingSettings(warmup=0).lr_factor(0, 1) == 1.0
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"steps": 3, "epochs": 1}, "by steps or by epochs, found both"),
+        ({"steps": 3, "epochs": 1}, "by steps or by epochs"),
         ({"steps": 0}, "steps 0: expected a number of at least 1"),
         ({"lr": float("nan")}, "learning rate nan"),
         ({"lr": -1.0}, "learning rate -1"),
@@ -62,7 +62,7 @@ def test_the_learning_rate_rises_and_falls():
         ({"seed": -1}, "seed -1: expected a whole number"),
         ({"seed": 2**64}, "expected a whole number from 0 to"),
         ({"at_once": 0}, "at once 0"),
-        ({"warmup": 2.0}, "warmup 2.0: expected a share"),
+        ({"warmup": 2.0}, "warmup 2.0: expected a fraction"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong, words):

@@ -47,9 +47,9 @@ def test_f_and_its_gradient_are_those_of_autograd(model, batch, name):
     generator = torch.Generator().manual_seed(3)
     tau = {
         key: 0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64)
-        for key, each in regime.wanted.items()
+        for key, each in regime.parameters.items()
     }
-    moved = regime.moved(batch, tau)
+    moved = regime.forward(batch, tau)
     leaves = {key: each.clone().requires_grad_() for key, each in tau.items()}
     expected = plain(model, name, batch, leaves)
     torch.testing.assert_close(moved.f, expected.detach(), rtol=1e-9, atol=1e-12)
@@ -66,20 +66,20 @@ def test_the_model_is_left_as_it_was(model, batch, name):
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
     flags = [parameter.requires_grad for parameter in model.module.parameters()]
     regime = REGIMES[name](model)
-    regime.moved(batch, {key: torch.ones_like(each) for key, each in regime.wanted.items()})
+    regime.forward(batch, {key: torch.ones_like(each) for key, each in regime.parameters.items()})
     assert all(torch.equal(before[key], value) for key, value in model.module.state_dict().items())
     assert flags == [parameter.requires_grad for parameter in model.module.parameters()]
 
 
 def test_attention_moves_attention_alone(model):
-    assert list(REGIMES["attention"](model).wanted) == [
+    assert list(REGIMES["attention"](model).parameters) == [
         "attn.in_proj_weight",
         "attn.in_proj_bias",
         "attn.out_proj.weight",
         "attn.out_proj.bias",
     ]
-    assert len(REGIMES["attention"](kp.load_model("tiny")).wanted) == 16
-    assert list(REGIMES["attention"](model, ["mlp.*"]).wanted) == ["mlp.weight", "mlp.bias"]
+    assert len(REGIMES["attention"](kp.load_model("tiny")).parameters) == 16
+    assert list(REGIMES["attention"](model, ["mlp.*"]).parameters) == ["mlp.weight", "mlp.bias"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_the_drift_on_data_is_what_moving_does_to_f(model, name):
     generator = torch.Generator().manual_seed(5)
     tau = {
         key: 0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64)
-        for key, each in regime.wanted.items()
+        for key, each in regime.parameters.items()
     }
     task = ToyTask("other", seed=1, size=8)
     drift = DataPenalty([task], 2.0, batch_size=8, seed=0)
@@ -126,7 +126,7 @@ def test_the_drift_on_data_is_what_moving_does_to_f(model, name):
 
 def test_the_drift_takes_tasks_by_their_sizes(model):
     regime = REGIMES["linear"](model)
-    tau = {key: 0.1 * torch.ones_like(each) for key, each in regime.wanted.items()}
+    tau = {key: 0.1 * torch.ones_like(each) for key, each in regime.parameters.items()}
     tasks = [ToyTask("large", seed=1, size=24), ToyTask("small", seed=2, size=8)]
     many = DataPenalty(tasks, 1.0, batch_size=8, seed=0)
     each = [DataPenalty([task], 1.0, batch_size=task.size, seed=0) for task in tasks]

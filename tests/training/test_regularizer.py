@@ -186,6 +186,40 @@ def test_groups_and_weights():
         kp.Regularizer(curvature, weights={"norm": -1.0})
 
 
+NORMS = {
+    "batch norm": (lambda: torch.nn.BatchNorm2d(4), (6, 4, 3, 3)),
+    "batch norm of vectors": (lambda: torch.nn.BatchNorm1d(4), (6, 4)),
+    "group norm": (lambda: torch.nn.GroupNorm(2, 4), (6, 4, 3, 3)),
+    "layer norm": (lambda: torch.nn.LayerNorm(4), (6, 4)),
+    "RMS norm": (lambda: torch.nn.RMSNorm(4), (6, 4)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_every_norm_is_in_the_group_of_norms(kind):
+    """As an estimate names its operation, so that `--weight norm=` and preset "tak" reach it."""
+    build, shape = NORMS[kind]
+    norm = build()
+    model = torch.nn.Sequential(norm, torch.nn.Flatten(), torch.nn.Linear(torch.Size(shape[1:]).numel(), 3)).eval()
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    curvature = kp.estimate(model, [x])
+    groups = groups_of(curvature)
+    assert [groups[name] for name in groups if name.startswith("0.")] == ["norm"] * len(list(norm.parameters()))
+    assert groups["2.weight"] == "linear"
+    tau = {name: torch.ones_like(parameter) for name, parameter in norm.named_parameters(prefix="0")}
+    plain, weighted = (kp.Regularizer(curvature, 1.0, weights=weights) for weights in (None, {"norm": 10.0}))
+    torch.testing.assert_close(weighted.value(tau), 10 * plain.value(tau))
+    published = kp.Regularizer(curvature, 1.0, preset="tak")
+    torch.testing.assert_close(published.value(tau), 10 * plain.output_scale * plain.value(tau))
+
+
+@pytest.mark.parametrize("operation", ["native_batch_norm", "cudnnbatchnorm", "native_group_norm", "fusedrmsnorm"])
+def test_norms_of_other_devices_and_writers_are_in_the_group(operation):
+    curvature = small_curvature("packed")
+    blocks = [replace(block, operation=operation) if block.name == "norm" else block for block in curvature.blocks]
+    assert groups_of(kp.Curvature(blocks, curvature.about))["norm"] == "norm"
+
+
 class Tokens(torch.nn.Module):
     """A class token, positions, a norm, a layer, and a bare projection, as in CLIP's vision tower."""
 

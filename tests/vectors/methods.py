@@ -1,4 +1,4 @@
-"""What methods to add vectors are tried on: every setting, and vectors with parameters of all shapes."""
+"""Cases for tests of merge methods: settings of each method, and vectors with parameters of all shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETTINGS = {
     "iso": [{}, {"mean": True}],
     "iso-cts": [{}, {"common": 0.5}, {"common": 0.0, "mean": True}],
 }
-CASES = [(name, each) for name, listed in SETTINGS.items() for each in listed]
+CASES = [(name, settings) for name, variants in SETTINGS.items() for settings in variants]
 every_method = pytest.mark.parametrize(("method", "settings"), CASES, ids=str)
 
 

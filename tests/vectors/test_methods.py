@@ -1,4 +1,4 @@
-"""Methods to add vectors: each against brute force in numpy, written from its paper's definition, and its promises."""
+"""Merge methods against brute force in numpy, written from the papers' definitions, and their invariants."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ BRUTE = {"ties": brute_ties, "tsv": brute_tsv, "iso": brute_iso, "iso-cts": brut
 
 @pytest.mark.parametrize(("method", "settings"), [case for case in CASES if case[0] in BRUTE], ids=str)
 @pytest.mark.parametrize("alphas", [(1.0, 1.0, 1.0), (0.5, -2.0, 1.5), (0.7,)], ids=str)
-def test_it_is_what_its_paper_defines(method, settings, alphas):
+def test_the_result_is_that_of_the_paper(method, settings, alphas):
     vectors = drawn(len(alphas))
     parts = [arrays(tau, alpha) for tau, alpha in zip(vectors, alphas, strict=True)]
     assert_same(kp.add(vectors, method, alphas, **settings), BRUTE[method](parts, **settings))
 
 
-def test_sum_is_what_python_adds_up(tmp_path):
+def test_sum_equals_arithmetic_on_vectors(tmp_path):
     one, two, three = drawn(3)
     found = kp.add([one, two, three], alpha=[1, 0.5, -2])
     by_hand = one + 0.5 * two - 2 * three
@@ -157,8 +157,8 @@ def test_one_vector_alone():
     assert np.abs(kept[kept != 0]).min() >= np.abs(values[kept == 0]).max()
 
 
-def test_ties_keeps_the_largest_whatever_their_bits():
-    """Tiny and huge magnitudes, equal ones, zeros: the threshold is that of sorting."""
+def test_the_threshold_of_ties_is_exact():
+    """Tiny, huge, equal and zero magnitudes: the threshold is the same as by sorting."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "spread": torch.randn(999, generator=generator) * 10 ** torch.empty(999).uniform_(-38, 30, generator=generator),
@@ -177,7 +177,7 @@ def test_ties_elects_no_sign_where_none_wins():
     assert kp.add([one, two], "ties", keep=1.0, mean=True)["a"].tolist() == [0.0, 2.0]
 
 
-def test_dare_drops_and_makes_up_for_it():
+def test_dare_drops_and_rescales():
     one, two = (made(task, {"a": torch.full((200, 300), value)}) for task, value in (("one", 1.0), ("two", 10.0)))
     assert_same(kp.add([one, two], "dare", drop=0.0), arrays(one + two))
     found = kp.add([one, two], "dare", drop=0.75)["a"].numpy()
@@ -187,7 +187,7 @@ def test_dare_drops_and_makes_up_for_it():
     assert found.mean() == pytest.approx(11, rel=0.03)
 
 
-def test_dares_chances_are_those_of_seed_vector_and_parameter():
+def test_dare_depends_on_seed_vector_and_parameter_only():
     one, two = drawn(2)
     both, alone = kp.add([one, two], "dare", drop=0.5), kp.add([one], "dare", drop=0.5)
     other = kp.add([two], "dare", drop=0.5)
@@ -209,8 +209,8 @@ def test_tasks_that_are_orthogonal_are_added_up_by_tsv():
     assert_same(kp.add([one, two], "tsv"), arrays(one + two), 1e-6)
 
 
-def test_directions_that_are_not_there_are_not_made_up():
-    """Of matrices of low rank, singular vectors beyond the rank are arbitrary; tasks may share theirs, or be zero."""
+def test_no_directions_are_added_beyond_the_rank():
+    """Singular vectors beyond the rank are arbitrary; tasks may share directions, or be zero."""
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(8, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
     one, same, none = made("one", {"a": low}), made("two", {"a": 2 * low}), made("none", {"a": torch.zeros(8, 6)})
@@ -238,7 +238,7 @@ def test_more_tasks_than_singular_values():
 @pytest.mark.parametrize("r", [1, 2, 5, 9, 64])
 @pytest.mark.parametrize("tasks", [1, 2, 3, 8])
 @pytest.mark.parametrize("common", [0.0, 0.3, 0.8, 1.0])
-def test_common_and_own_directions_are_all_there_are(r, tasks, common):
+def test_common_and_task_directions_sum_to_the_rank(r, tasks, common):
     k, own = split_rank(r, tasks, common)
     assert k >= 0
     assert own >= 0
@@ -249,6 +249,6 @@ def test_common_and_own_directions_are_all_there_are(r, tasks, common):
 
 def test_the_nearest_orthonormal_columns():
     X = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    near = tsv.orthogonalized(X)
+    near = tsv.orthogonalize(X)
     torch.testing.assert_close(near.T @ near, torch.eye(4, dtype=torch.float64))
     np.testing.assert_allclose(near.numpy(), whitened(X.numpy()), atol=1e-12)

@@ -1,4 +1,4 @@
-"""Task vectors: arithmetic that equals that of tensors, sums that remember, and models that are not theirs refused."""
+"""Task vectors: arithmetic equals that of tensors, sums record their addends, other models are rejected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_arithmetic_is_that_of_tensors():
 
 
 @pytest.mark.parametrize("half", [0.5, np.float64(0.5), np.float32(0.5), np.float16(0.5), Fraction(1, 2)], ids=repr)
-def test_numbers_of_any_library_make_vectors(half):
+def test_real_numbers_of_any_type_can_be_factors(half):
     one = vector("one", 1)
     for made in (half * one, one * half, one / 2, one / np.int64(2), one / (1 / half)):
         assert isinstance(made, kp.TaskVector)
@@ -46,17 +46,17 @@ def test_numbers_of_any_library_make_vectors(half):
             one / wrong
 
 
-def test_numbers_that_are_too_large_are_refused(tmp_path):
+def test_coefficients_that_are_too_large_are_rejected(tmp_path):
     one = vector("one", 1)
-    for wrong, words in (
-        (lambda: 10**400 * one, "multiplied by a number that is larger than any float"),
-        (lambda: 1e30 * (1e30 * one), r"coefficient would be 1e\+60, float32 holds 3.4e\+38 at most"),
-        (lambda: 3e38 * one + 3e38 * one, r"coefficient would be 6e\+38"),
+    for wrong, *facts in (
+        (lambda: 10**400 * one, "multiplied", "too large"),
+        (lambda: 1e30 * (1e30 * one), "coefficient would be 1e+60", "3.4e+38"),
+        (lambda: 3e38 * one + 3e38 * one, "coefficient would be 6e+38"),
         (lambda: one / 0, "divided by 0"),
         (lambda: one / 1e-320, "coefficient would be inf"),
         (lambda: one / float("nan"), "divided by nan"),
     ):
-        with pytest.raises(kp.TaskVectorError, match=words):
+        with refused(kp.TaskVectorError, *facts):
             wrong()
     base = one.about.model_copy(update={"addends": ({"sha256": "b" * 64, "coefficient": 1e30},)})
     with refused(kp.TaskVectorError, "1e", "60"):
@@ -64,7 +64,7 @@ def test_numbers_that_are_too_large_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_sums_remember_what_they_are_sums_of(tmp_path):
+def test_sums_record_their_addends(tmp_path):
     one, two = vector("one", 1), vector("two", 2)
     (0.3 * one + 2 * two).save(tmp_path / "sum.safetensors")
     read = kp.TaskVector.load(tmp_path / "sum.safetensors")
@@ -79,7 +79,7 @@ def test_sums_remember_what_they_are_sums_of(tmp_path):
     assert len(twice.about.addends) == 2
 
 
-def test_a_vector_is_a_task_vector_to_a_curvature():
+def test_a_curvature_accepts_a_vector():
     model = network()
     curvature = kp.estimate(model, [torch.randn(6, 4)])
     tau = vector()
@@ -88,7 +88,7 @@ def test_a_vector_is_a_task_vector_to_a_curvature():
     assert torch.equal(kp.Regularizer(curvature).value(tau), kp.Regularizer(curvature).value(plain))
 
 
-def test_applied_to_its_model():
+def test_apply():
     model, tau = network(), vector()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     edited = tau.apply(model)
@@ -107,8 +107,8 @@ def test_applied_to_its_model():
         tau.apply(model)
 
 
-def test_a_state_dict_keeps_its_ties():
-    """Under its second name, the old weight would be loaded over the new one."""
+def test_tied_weights_stay_tied():
+    """Otherwise the old weight would be loaded over the new one under its second name."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     names = [name for name, _ in model.named_parameters()]
@@ -133,7 +133,7 @@ def test_half_precision_is_rounded_once():
     assert torch.equal(edited[0].weight, expected)
 
 
-def test_another_model_is_refused_by_its_numbers():
+def test_models_with_other_weights_are_rejected():
     other = network()
     with torch.no_grad():
         other[1].bias[2] += 1
@@ -143,15 +143,14 @@ def test_another_model_is_refused_by_its_numbers():
         vector().apply(nn.Linear(2, 2))
 
 
-def test_sums_that_mean_nothing_are_refused():
+def test_incompatible_vectors_cannot_be_added():
     one = vector("one")
-    refused = {
-        r"different base models \(network 0 and network 1\): '0.weight'": vector("two", base=1),
-        "different regimes: 'linear' and 'full'": vector("two", regime="full"),
-        "different f: normalised embedding of width 3; normalised embedding of width 4": vector("two", width=4),
-    }
-    for words, other in refused.items():
-        with pytest.raises(kp.TaskVectorError, match=words):
+    for other, *facts in (
+        (vector("two", base=1), "base models (network 0 and network 1)", "'0.weight'"),
+        (vector("two", regime="full"), "regimes: 'linear' and 'full'"),
+        (vector("two", width=4), "normalised embedding of width 3; normalised embedding of width 4"),
+    ):
+        with refused(kp.TaskVectorError, *facts):
             one + other
     tensors = {name: value for name, value in one.items() if name != "2.bias"}
     base = kp.identify(network(), list(tensors), family="test", name="network 0")
@@ -163,13 +162,13 @@ def test_sums_that_mean_nothing_are_refused():
 def test_heads_of_one_task_must_be_the_same():
     one = vector("toy")
     tensors = dict(one)
-    for other, words in ((head(9), "weights are not the same numbers"), (head(3, classes=3), "2 and 3 classes")):
+    for other, words in ((head(9), "weight"), (head(3, classes=3), "2 and 3 classes")):
         with refused(kp.TaskVectorError, "toy", words):
             one + kp.TaskVector(tensors, one.about, {"toy": other})
     assert set((one + kp.TaskVector(tensors, one.about)).heads) == {"toy"}
 
 
-def test_what_does_not_fit_is_refused():
+def test_tensors_and_heads_must_match_the_base_model():
     one = vector()
     tensors = dict(one)
     with refused(kp.TaskVectorError, "0.bias"):

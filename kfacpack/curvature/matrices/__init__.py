@@ -1,4 +1,4 @@
-"""The ways to hold a symmetric matrix, one file each. `bundle/layout.py` says what each looks like in a file."""
+"""Forms of a symmetric matrix. `kfacpack/format/schema.py` defines the layout of each form in a file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from kfacpack.curvature.matrices.matrix import Matrix
 from kfacpack.curvature.matrices.sparse import Sparse
 from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank
 
-FORMS: dict[str, type[Matrix]] = {
-    each.form: each
-    for each in (
-        Dense,
-        Packed,
-        BlockDiagonal,
-        LowRank,
-        Sparse,
-        Diagonal,
-    )
-}
+FORMS: dict[str, type[Matrix]] = {cls.form: cls for cls in (Dense, Packed, BlockDiagonal, LowRank, Sparse, Diagonal)}
+"""Matrix classes by the name of their form."""
 
 __all__ = ["FORMS", "BlockDiagonal", "Dense", "Diagonal", "LowRank", "Matrix", "Packed", "Sparse"]

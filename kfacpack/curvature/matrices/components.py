@@ -1,11 +1,10 @@
-"""Symmetric matrices as their lower triangles, row by row: m[0,0], m[1,0], m[1,1], m[2,0], …
+"""The tensors of a matrix (its components), and packing of symmetric matrices as lower triangles.
 
-Shapes: a full matrix is (..., n, n), its triangle (..., n(n+1)/2); leading dimensions are carried along.
+A triangle is stored row by row: m[0,0], m[1,0], m[1,1], m[2,0], … Shapes: a full matrix is (..., n, n), its triangle
+(..., n(n+1)/2); leading dimensions are batch dimensions.
 
-The tensors a matrix is held in: in memory, in a bundle, or made when the file is written.
-
-A matrix asks its components for `specs` (name -> dtype and shape, free of charge) and for a tensor by name (which may
-read or compute). So a curvature in memory and one on disk are the same object to everybody else.
+Components are in memory, in a bundle, or computed on demand. `specs` has the dtype and shape of each tensor and is
+available without reading anything; getting a tensor by name may read or compute it.
 """
 
 from __future__ import annotations
@@ -28,21 +27,29 @@ if TYPE_CHECKING:
 
 
 _TILE = 512
+"""Side of the tiles in which large matrices are traversed."""
 
 
 def pack(full: Tensor) -> Tensor:
-    """(..., n, n) -> (..., n(n+1)/2). What stands above the diagonal is not looked at."""
+    """Packs (..., n, n) to (..., n(n+1)/2). Values above the diagonal are not read."""
     if full.device.type != "cpu":
         return pack(full.cpu()).to(full.device)
     side = full.shape[-1]
     packed = full.new_empty((*full.shape[:-2], triangle_length(side)))
-    _copy_rows(_for_copying(full), _for_copying(packed), range(side))
+    _copy_rows(_numpy_view(full), _numpy_view(packed), range(side))
     return packed
 
 
 def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
-    """Put a part of a full matrix, from its row `row` and column `left` on, to its place in the triangle."""
-    source, target = _for_copying(part), _for_copying(packed)
+    """Copies a part of a full matrix to its place in a triangle.
+
+    Args:
+        part: Rows of the full matrix, (k, w).
+        row: Index of the first row of `part`.
+        left: Index of the first column of `part`.
+        packed: The triangle to write to, (n(n+1)/2,).
+    """
+    source, target = _numpy_view(part), _numpy_view(packed)
     width = part.shape[1]
     for values in source:
         start, count = triangle_length(row) + left, min(width, row + 1 - left)
@@ -51,16 +58,16 @@ def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
 
 
 def pack_in_parts(full: Tensor, limit: int) -> Iterator[Tensor]:
-    """The numbers of `pack(full)`, some rows at a time: at most `limit` numbers, or one row."""
+    """Yields the values of `pack(full)` in parts of whole rows: at most `limit` values, or one row."""
     full = full.cpu()
     side, start = full.shape[-1], 0
-    source = _for_copying(full)
+    source = _numpy_view(full)
     while start < side:
         stop = start + 1
         while stop < side and triangle_length(stop + 1) - triangle_length(start) <= limit:
             stop += 1
         part = full.new_empty(triangle_length(stop) - triangle_length(start))
-        _copy_rows(source, _for_copying(part), range(start, stop))
+        _copy_rows(source, _numpy_view(part), range(start, stop))
         yield part
         start = stop
 
@@ -73,23 +80,32 @@ def _copy_rows(source: Any, target: Any, rows: range) -> None:
 
 
 def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
-    """(..., n(n+1)/2) -> (..., n, n), symmetric; with `scale`, (..., n), row i of the triangle times scale[i]."""
-    if packed.device.type != "cpu" or not _has_memory(packed):
+    """Unpacks a triangle to a symmetric matrix.
+
+    Args:
+        packed: Triangle, (..., n(n+1)/2).
+        side: n.
+        scale: Factors (..., n), by which the rows of the triangle are multiplied.
+
+    Returns:
+        The full matrix, (..., n, n), in the dtype of `scale` if there is one, else of `packed`.
+    """
+    if packed.device.type != "cpu" or not _has_storage(packed):
         if scale is not None:
             packed = packed * scale[..., row_indices(side).to(scale.device)]
-        # One gather; n small copies would be n kernels.
+        # One gather instead of n small copies, which would be n kernels.
         i, j = torch.meshgrid(*(torch.arange(side, device=packed.device),) * 2, indexing="ij")
         high, low = torch.maximum(i, j), torch.minimum(i, j)
         return packed[..., high * (high + 1) // 2 + low]
     full = packed.new_empty((*packed.shape[:-1], side, side), dtype=packed.dtype if scale is None else scale.dtype)
-    source, target = _for_copying(packed), _for_copying(full)
-    factors = None if scale is None else _for_copying(scale)
+    source, target = _numpy_view(packed), _numpy_view(full)
+    factors = None if scale is None else _numpy_view(scale)
     for row in range(side):
-        values, place = source[..., triangle_length(row) : triangle_length(row + 1)], target[..., row, : row + 1]
+        values, destination = source[..., triangle_length(row) : triangle_length(row + 1)], target[..., row, : row + 1]
         if factors is None:
-            place[...] = values
+            destination[...] = values
         else:
-            np.multiply(values, factors[..., row, None], out=place)
+            np.multiply(values, factors[..., row, None], out=destination)
     for rows in _tiles(side):
         for columns in _tiles(rows.start):
             full[..., columns, rows] = full[..., rows, columns].mT
@@ -98,8 +114,8 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
     return full
 
 
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether numpy may look at a tensor's memory; inside torch.func's transforms it may not."""
+def _has_storage(tensor: Tensor) -> bool:
+    """Returns whether a tensor has storage that numpy can view; tensors of torch.func transforms have none."""
     try:
         tensor.data_ptr()
     except RuntimeError:
@@ -107,19 +123,19 @@ def _has_memory(tensor: Tensor) -> bool:
     return True
 
 
-def _for_copying(tensor: Tensor) -> Any:
-    """A numpy view: copying a row costs a quarter of what torch takes. It has no bfloat16; its bits travel as int16."""
+def _numpy_view(tensor: Tensor) -> Any:
+    """Returns a numpy view, which copies a row in a quarter of the time torch takes; bfloat16 is viewed as int16."""
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
 
 def row_indices(side: int) -> Tensor:
-    """For every number of a triangle, the row it stands in: 0, 1, 1, 2, 2, 2, …"""
+    """Returns the row of every value of a triangle, that is 0, 1, 1, 2, 2, 2 and so on."""
     rows = torch.arange(side)
     return rows.repeat_interleave(rows + 1)
 
 
 def asymmetry(full: Tensor) -> float:
-    """Largest |m - mᵀ| of (n, n); NaN where there is one."""
+    """Returns the largest |m - mᵀ| of a (n, n) tensor; NaN if it contains NaN."""
     gaps = [
         (full[rows, columns] - full[columns, rows].mT).abs().amax()
         for rows in _tiles(full.shape[-1])
@@ -129,7 +145,7 @@ def asymmetry(full: Tensor) -> float:
 
 
 def _tiles(side: int) -> list[slice]:
-    """Square tiles that stay in a core's cache while they are read along rows and columns."""
+    """Returns slices for square tiles that fit a core's cache, so that reading along columns is fast too."""
     return [slice(start, min(start + _TILE, side)) for start in range(0, side, _TILE)]
 
 
@@ -145,33 +161,47 @@ TORCH_TYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+"""Torch dtypes by their names in safetensors files."""
 FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
-
+"""Names in safetensors files by torch dtype."""
 
 CHUNK_NUMBERS = 2**21
-"""How many numbers of a tensor are written at a time: they are still in the cache when they are hashed."""
+"""Number of values that are written at a time, small enough to be in the cache when they are hashed."""
 
 
 class MatrixTensors(ABC):
+    """The components of a matrix, by name."""
+
     specs: Mapping[str, Spec]
+    """Dtype and shape of each component."""
 
     @abstractmethod
     def __getitem__(self, name: str) -> Tensor: ...
 
-    def refuse(self, name: str, problem: str) -> None:
-        """Say that a tensor is not what it should be, in words that lead to it."""
+    def raise_error(self, name: str, problem: str) -> None:
+        """Raises an error about a component.
+
+        Args:
+            name: Name of the component.
+            problem: What is wrong with it.
+
+        Raises:
+            MatrixError: Always; for components in a bundle, a `CorruptTensor` that names the file and the tensor.
+        """
         raise MatrixError(f"{name!r} {problem}")
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
-        """Some of the tensor's numbers, in row-major order."""
+        """Returns the values `start` to `stop` of a component, in row-major order."""
         return self[name].reshape(-1)[start:stop]
 
     def parts(self, name: str) -> Iterator[Tensor]:
-        """The tensor's numbers in row-major order, a part at a time."""
+        """Yields the values of a component in row-major order, in parts."""
         yield from self[name].reshape(-1).split(CHUNK_NUMBERS)
 
 
 class InMemoryTensors(MatrixTensors):
+    """Components in memory."""
+
     def __init__(self, **tensors: Tensor):
         self._tensors = tensors
         self.specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
@@ -181,7 +211,7 @@ class InMemoryTensors(MatrixTensors):
 
 
 class LazyTensors(MatrixTensors):
-    """The component `data`, made when it is first touched, and kept from then on."""
+    """The component `data`, computed when it is first used and then kept."""
 
     def __init__(self, spec: Spec, make: Callable[[], Tensor]):
         self.specs = {"data": spec}
@@ -197,7 +227,7 @@ class LazyTensors(MatrixTensors):
 
 
 class BundleTensors(MatrixTensors):
-    """Tensors of an open bundle, mapped from its file. Every touch is a checked one (see `Bundle.bytes_of`)."""
+    """Tensors of an open bundle, mapped from its file. Every access is checked; see `Bundle.bytes_of`."""
 
     def __init__(self, bundle: Bundle, names: Mapping[str, str]):
         self._bundle = bundle
@@ -210,22 +240,24 @@ class BundleTensors(MatrixTensors):
         if not data:
             return torch.empty(shape, dtype=TORCH_TYPES[dtype])
         if self._bundle.tensors[self._names[name]].start % ITEM_BYTES[dtype]:
-            data = memoryview(bytearray(data))  # other writers may lay tensors at odd places
+            data = memoryview(bytearray(data))  # other writers may store tensors unaligned
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
+        """Reads the values `start` to `stop` of a component."""
         dtype, _ = self.specs[name]
         if start == stop:
             return torch.empty(0, dtype=TORCH_TYPES[dtype])
         data = self._bundle.read(self._names[name], start * ITEM_BYTES[dtype], stop * ITEM_BYTES[dtype])
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype])
 
-    def refuse(self, name: str, problem: str) -> None:
+    def raise_error(self, name: str, problem: str) -> None:
+        """Raises `CorruptTensor` with the file and the name of the tensor."""
         raise CorruptTensor(self._bundle.path, problem, f"tensor {self._names[name]!r}")
 
 
 class LazyPackedTensors(MatrixTensors):
-    """The triangle of a full matrix, packed each time it is read, and not kept."""
+    """The triangle of a full matrix, packed whenever it is read, and not kept."""
 
     def __init__(self, full: MatrixTensors):
         dtype, (side, _) = full.specs["data"]
@@ -236,21 +268,28 @@ class LazyPackedTensors(MatrixTensors):
         return torch.cat(list(self.parts(name)))
 
     def parts(self, name: str) -> Iterator[Tensor]:
+        """Yields the triangle in parts of whole rows."""
         return pack_in_parts(self._full[name], CHUNK_NUMBERS)
 
 
 def spec_of(tensor: Tensor) -> Spec:
+    """Returns the dtype and shape of a tensor as in a file.
+
+    Raises:
+        MatrixError: If the file format does not have the dtype.
+    """
     if tensor.dtype not in FILE_TYPES:
-        known = ", ".join(map(str, FILE_TYPES))
-        raise MatrixError(f"a tensor of {tensor.dtype} cannot be stored; expected one of {known}")
+        supported = ", ".join(map(str, FILE_TYPES))
+        raise MatrixError(f"cannot store a tensor of dtype {tensor.dtype}; expected one of {supported}")
     return FILE_TYPES[tensor.dtype], tuple(tensor.shape)
 
 
 def nbytes_of(spec: Spec) -> int:
+    """Returns the size in bytes of a tensor of this dtype and shape."""
     dtype, shape = spec
     return prod(shape) * ITEM_BYTES[dtype]
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
-    """A tensor's bytes in row-major order, without a copy where it already lies so on the CPU."""
+    """Returns the bytes of a tensor in row-major order, without a copy if it is contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,6 +1,7 @@
-"""The lower triangle: half the bytes of a symmetric matrix, no loss. What a bundle holds unless told otherwise.
+"""Matrices that keep all values: `Packed`, the lower triangle, and `Dense`, all n² values.
 
-All n² numbers. The form of a matrix being computed, or one in use where memory is no concern.
+`Packed` is the default form in files: half the bytes of a symmetric matrix, without loss. `Dense` is the form of a
+matrix that is being computed, or that is in use.
 """
 
 from __future__ import annotations
@@ -24,31 +25,55 @@ from kfacpack.errors import MatrixError
 
 
 class PackedOperator(Operator):
-    """All n² numbers."""
+    """Product with a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Returns M x."""
         (full,) = self.tensors
         return full @ x
 
 
 class Packed(Matrix):
+    """A symmetric matrix as its lower triangle, row by row: `data` (n(n+1)/2,).
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> kp.Packed.from_dense(torch.eye(3)).nbytes
+        24
+    """
+
     form = "packed"
 
     @classmethod
     def from_dense(cls, matrix: Tensor, *, psd: bool = True) -> Packed:
-        """From a (n, n) tensor; only its lower triangle is looked at."""
+        """Packs a (n, n) tensor.
+
+        Args:
+            matrix: Square floating-point tensor; only its lower triangle is read.
+            psd: Whether the matrix is declared to be positive semi-definite.
+
+        Returns:
+            The packed matrix.
+
+        Raises:
+            MatrixError: If `matrix` is not square or not of a floating-point dtype.
+        """
         return cls(require_square(matrix), InMemoryTensors(data=pack(matrix)), psd=psd)
 
-    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
+    def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
         return PackedOperator(self._full(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns M as a (n, n) tensor."""
         return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
+        """Yields M."""
         yield self.dense(torch.float64)
 
     def row_index(self) -> Tensor:
+        """Returns the row of every value of the triangle."""
         return row_indices(self.side)
 
     def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -57,44 +82,69 @@ class Packed(Matrix):
 
 
 class Dense(Matrix):
+    """A symmetric matrix with all its values: `data` (n, n).
+
+    Example:
+        >>> import torch
+        >>> import kfacpack as kp
+        >>> kp.Dense.of(torch.eye(3)).nbytes
+        36
+    """
+
     form = "dense"
 
     @classmethod
     def of(
         cls, matrix: Tensor, *, psd: bool = True, examples: int | None = None, positions: int | None = None
     ) -> Dense:
-        """From a symmetric (n, n) tensor, which must not be changed afterwards.
+        """Wraps a symmetric (n, n) tensor, which must not be modified afterwards.
 
-        It is not copied, unless m[i,j] and m[j,i] differ by rounding: then the lower triangle counts.
+        The tensor is not copied, unless m[i,j] and m[j,i] differ by rounding; then the lower triangle is used for both.
+
+        Args:
+            matrix: Symmetric floating-point tensor.
+            psd: Whether the matrix is declared to be positive semi-definite.
+            examples: Number of examples that the matrix is a mean over, if known.
+            positions: Number of positions that the matrix is a mean over, if known.
+
+        Returns:
+            The matrix.
+
+        Raises:
+            MatrixError: If `matrix` is not square, not symmetric, or contains NaN or Inf.
         """
         side = require_square(matrix)
         if isnan(gap := asymmetry(matrix)):
-            raise MatrixError("the matrix has numbers that are not finite")
+            raise MatrixError("the matrix contains NaN or Inf")
         if gap:
-            # Some kernels add up m[i,j] in another order than m[j,i]: a few roundings of the largest are no fault.
+            # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few roundings of the largest value.
             eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
             if gap > 8 * eps * float(matrix.abs().amax()):
                 problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
-                raise MatrixError(f"{problem}. If that is meant to be rounding, pass (m + m.T) / 2")
+                raise MatrixError(f"{problem}. If this is rounding, pass (m + m.T) / 2")
             matrix = unpack(pack(matrix), side)
-        made = cls(side, InMemoryTensors(data=matrix), psd=psd, examples=examples, positions=positions)
-        made._sound = True
-        return made
+        wrapped = cls(side, InMemoryTensors(data=matrix), psd=psd, examples=examples, positions=positions)
+        wrapped.take_for_sound()
+        return wrapped
 
-    def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
+    def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
         return PackedOperator(self.numbers(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns M as a (n, n) tensor, without a copy if it has this dtype."""
         return self.numbers(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
+        """Yields M."""
         yield self.numbers(torch.float64)
 
     def violation(self) -> tuple[str, str] | None:
+        """Checks that the matrix is symmetric."""
         if gap := asymmetry(self.components["data"]):
             return "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
         return None
 
     def for_storage(self) -> Matrix:
+        """Returns the lower triangle, packed when it is read."""
         triangle = LazyPackedTensors(self.components)
         return Packed(self.side, triangle, psd=self.psd, examples=self.examples, positions=self.positions)

@@ -1,4 +1,4 @@
-"""Models by name: a family is one file and one line here."""
+"""Model families and the registry that loads a model by name. Adding a family is one module and one entry here."""
 
 from __future__ import annotations
 
@@ -15,42 +15,38 @@ from kfacpack.models.families.encoder import EncoderFamily
 from kfacpack.models.families.open_clip import OpenClipFamily
 from kfacpack.models.families.t5 import T5Family
 from kfacpack.models.families.timm import TimmFamily
-from kfacpack.models.model import (
-    Batch,
-    Model,
-    ModelFamily,
-    ModelRequest,
-    UnknownModel,
-    WeightsSource,
-    cached_repositories,
-)
+from kfacpack.models.model import Model, ModelFamily, ModelRequest, UnknownModel, WeightsSource, cached_repositories
 from kfacpack.models.prompts import PromptStyle
-
-__all__ = ["EMBEDDED", "FAMILIES", "FORMS", "Batch", "Family", "Model", "downloaded", "load_model", "split_spec"]
+from kfacpack.tasks.task import did_you_mean
 
 FAMILIES: dict[str, ModelFamily] = {
     family.prefix: family for family in (OpenClipFamily(), TimmFamily(), T5Family(), EncoderFamily())
 }
-"""By what stands before the colon; a name without one is open_clip's."""
+"""Prefix before the colon to family; names without a prefix belong to open_clip."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
-"""What `--model` may say."""
+"""Accepted forms of `--model`, for messages."""
+_EXPECTED = f"Expected {FORMS}. Run `kfacpack models` for a list"
 
 
-class Downloaded(NamedTuple):
+class DownloadedModel(NamedTuple):
     """A model whose weights are on this machine."""
 
     model: str
-    """As `--model` names it."""
+    """Name for `--model`."""
     family: str
+    """Name of the family."""
     repository: str
+    """Hub repository of the weights."""
     revision: str
+    """Commit of the repository."""
     nbytes: int
+    """Size of the repository's files in bytes."""
 
 
-def downloaded() -> list[Downloaded]:
-    """The models that need no network: what of the Hub's is in its cache. A repository may serve several names."""
+def downloaded() -> list[DownloadedModel]:
+    """Lists the models whose weights are in the local Hub cache. One repository may serve several names."""
     return [
-        Downloaded(model, family.name, repository.name, repository.revision, repository.nbytes)
+        DownloadedModel(model, family.name, repository.name, repository.revision, repository.nbytes)
         for repository in cached_repositories()
         for family in FAMILIES.values()
         for model in family.downloaded(repository)
@@ -58,12 +54,25 @@ def downloaded() -> list[Downloaded]:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """The prefix of a family, empty for open_clip's, and the name that the family knows."""
+    """Splits a model specification into the family's prefix and the name within the family.
+
+    Args:
+        spec: Value of `--model`, such as `"ViT-B-32"` or `"timm:vit_tiny_patch16_224"`.
+
+    Returns:
+        The prefix, empty for open_clip, and the name. A leading `~` is expanded.
+
+    Raises:
+        KfacpackError: The prefix is unknown or the name is empty.
+    """
     prefix, colon, name = spec.partition(":")
     if not colon:
         prefix, name = "", spec
-    if prefix not in FAMILIES or not name:
-        raise KfacpackError(f"{printable(spec)!r} names no model. A model is {FORMS}")
+    if not name:
+        raise KfacpackError(f"{printable(spec)!r} has no model name. {_EXPECTED}")
+    if prefix not in FAMILIES:
+        prefixes = [f"{prefix}:" for prefix in FAMILIES if prefix]
+        raise KfacpackError(f"unknown model {printable(spec)!r}{did_you_mean(f'{prefix}:', prefixes)} {_EXPECTED}")
     return prefix, str(expand_user(name)) if name.startswith("~") else name
 
 
@@ -77,26 +86,43 @@ def load_model(
     seed: int = 0,
     prompts: PromptStyle | None = None,
 ) -> Model:
-    """The model that `spec` names, with the weights it stands for.
+    """Loads a pretrained model by name.
 
-    `weights`: a safetensors file in their place, or the word "random", to initialise from `seed`. A file that is called
-    random is ./random. `image_size`: pixels of a side; position embeddings are resampled by the model's own library.
-    `prompts`: the prompt style of a text-to-text model, "t5" or "flan"; by default the one it was trained with.
+    Args:
+        spec: `"tiny"`, an open_clip name (`"ViT-B-32"`, `"ViT-B-16/laion2b_s34b_b88k"`), `"timm:NAME"`,
+            `"t5:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
+        weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
+            A file that is named random is `"./random"`.
+        image_size: Side of the input images in pixels; the model's library resamples position embeddings.
+        dtype: Dtype of the module.
+        device: Device of the module.
+        seed: Seed of a random initialisation.
+        prompts: Prompt style of a text-to-text model, `"t5"` or `"flan"`; by default the one it was trained with.
+
+    Returns:
+        The model, in eval mode.
+
+    Raises:
+        KfacpackError: The name, the device or an option is invalid, or the weights cannot be loaded.
+
+    Example:
+        >>> model = kp.load_model("tiny")
+        >>> model.function.width
+        128
     """
     prefix, name = split_spec(spec)
     if image_size is not None and image_size < 1:
-        raise KfacpackError(f"an image size of {image_size} pixels; expected a positive number")
+        raise KfacpackError(f"image size {image_size}: expected a positive number of pixels")
     styles = FAMILIES[prefix].prompt_styles
     if prompts is not None and prompts not in styles:
         expected = f"expected {' or '.join(styles)}" if styles else "only t5: models have prompt styles"
         raise KfacpackError(f"prompt style {printable(prompts)!r} for {printable(spec)}: {expected}")
     try:
         source: WeightsSource = None if weights is None else "random" if weights == "random" else Path(weights)
-        return FAMILIES[prefix].load(
-            ModelRequest(name, source, image_size, dtype, _check_device(device), seed, prompts)
-        )
+        request = ModelRequest(name, source, image_size, dtype, _check_device(device), seed, prompts)
+        return FAMILIES[prefix].load(request)
     except UnknownModel as error:
-        raise UnknownModel(f"{error}. A model is {FORMS}") from error
+        raise UnknownModel(f"{error} {_EXPECTED}") from error
     except ModuleNotFoundError as error:
         raise KfacpackError(f"{spec} needs the package {error.name!r}, which is not installed") from error
 
@@ -105,4 +131,4 @@ def _check_device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, ValueError) as error:
-        raise KfacpackError(f"device {str(device)!r} cannot be used here: {first_line(error)}") from error
+        raise KfacpackError(f"device {str(device)!r} is not available: {first_line(error)}") from error

@@ -1,4 +1,7 @@
-"""Text encoders like BERT: `hf:sentence-transformers/all-MiniLM-L6-v2`, `hf:DIR`. f is their mean, normalised."""
+"""Text encoders like BERT, such as `hf:sentence-transformers/all-MiniLM-L6-v2` or `hf:DIR`.
+
+f is the normalised mean of the last hidden state over the tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import Function
 from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
-    folder_of,
     load_pretrained,
     max_length,
     public_name,
-    texts,
+    text_columns,
+    transformers_checkpoint,
 )
 from kfacpack.models.model import CachedRepository, Model, ModelRequest
 from kfacpack.models.prompts import PromptStyle
@@ -24,6 +27,8 @@ from kfacpack.tasks.task import Example
 
 
 class EncoderFamily:
+    """Text encoders of transformers."""
+
     prefix = name = "hf"
     form = "hf:NAME_OR_DIR"
     takes_folder = True
@@ -31,37 +36,38 @@ class EncoderFamily:
     head = "prototypes"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
-    def load(self, asked: ModelRequest) -> Model:
-        name, weights, image_size, dtype, device, seed, _ = asked
+    def load(self, request: ModelRequest) -> Model:
+        """Loads an encoder. Its pooler, which f does not use, may be missing from the weights."""
+        name, weights, image_size, dtype, device, seed, _ = request
         if image_size is not None:
-            raise KfacpackError(f"hf:{name} reads text: it takes no image size")
+            raise KfacpackError(f"hf:{name} is a text model and takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)
         encoder_class = _encoder_class(config, name)
         module, missing = load_pretrained(encoder_class, config, name, weights, dtype, seed, unused="pooler.")
         module = module.to(device).eval()
         limit = max_length(tokenizer, config)
 
-        def forward(input_ids: Tensor, attention_mask: Tensor, **more: Tensor) -> Tensor:
-            """All (N, length) -> (N, hidden): the mean over the tokens that are no padding."""
+        def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
+            """Returns the mean over the tokens that are not padding: all (N, length) to (N, hidden)."""
             mask = attention_mask.to(device)
-            more = {key: value.to(device) for key, value in more.items()}
-            hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **more).last_hidden_state
-            counted = mask.unsqueeze(-1).to(hidden.dtype)
-            return normalize((hidden * counted).sum(1) / counted.sum(1), dim=-1)
+            inputs = {key: value.to(device) for key, value in inputs.items()}
+            hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **inputs).last_hidden_state
+            weight = mask.unsqueeze(-1).to(hidden.dtype)
+            return normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
 
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-            """One column is a sentence, two are a pair of sentences, as BERT reads pairs."""
-            columns = texts(examples, f"hf:{name}", task)
+            """Tokenizes a sentence (one column) or a pair of sentences (two columns), as BERT reads them."""
+            columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
-                problem = f"reads one text or a pair, an example of {task!r} has {', '.join(columns)}"
-                raise KfacpackError(f"hf:{name} {problem}: leave the other columns out of the data")
+                problem = f"expects one text or a pair, but examples of {task!r} have {', '.join(columns)}"
+                raise KfacpackError(f"hf:{name} {problem}; leave the other columns out of the data")
             tokens = tokenizer(*columns.values(), padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return dict(tokens)
 
         return Model(
             family=self.name,
             name=public_name(name),
-            revision=asked.revision(getattr(config, "_commit_hash", None)),
+            revision=request.revision(getattr(config, "_commit_hash", None)),
             module=module,
             forward=forward,
             function=Function(
@@ -70,13 +76,14 @@ class EncoderFamily:
                 width=int(config.hidden_size),
                 detail="mean of the last hidden state over the attention mask, normalised",
             ),
-            frozen=(*_embeddings(module), "pooler.*"),
+            frozen=(*_embedding_names(module), "pooler.*"),
             prepare=prepare,
-            checkpoint=folder_of(module, tokenizer, missing),
+            checkpoint=transformers_checkpoint(module, tokenizer, missing),
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
 
     def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the name of a cached repository that holds a text encoder."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
         config = repository.config
@@ -89,16 +96,16 @@ class EncoderFamily:
 
 
 def _encoder_class(config: Any, name: str) -> Any:
-    """The class that AutoModel would choose."""
+    """Returns the class that AutoModel would choose."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
-    # A causal or a vision model would give numbers too, but no mean over a text that means anything.
+    # Causal and vision models would run as well, but the mean over their tokens is no text embedding.
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        remedy = "t5: takes T5 models, timm: and open_clip names take vision models"
+        remedy = "use t5: for T5 models, and timm: or open_clip names for vision models"
         raise KfacpackError(f"hf:{name} is a {config.model_type!r} model, expected a text encoder like BERT; {remedy}")
     return MODEL_MAPPING[type(config)]
 
 
-def _embeddings(module: nn.Module) -> tuple[str, ...]:
-    """Words, positions, token types; not the norm behind them."""
-    return tuple(f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Embedding))
+def _embedding_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
+    return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))

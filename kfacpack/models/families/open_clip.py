@@ -1,4 +1,7 @@
-"""open_clip's models, `ViT-B-32`, `ViT-B-16/laion2b_s34b_b88k`, and ours. f is the normalised embedding of an image."""
+"""Models of open_clip, such as `ViT-B-32` or `ViT-B-16/laion2b_s34b_b88k`, and the embedded ones.
+
+f is the normalised image embedding.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from kfacpack.models.weights import (
     check_safetensors,
     download_weights,
     mismatched_tensors,
-    refuse_weights,
-    safe_name,
+    safetensors_name,
+    weights_error,
 )
 
 EMBEDDINGS = (
@@ -38,13 +41,19 @@ EMBEDDINGS = (
     "visual.trunk.patch_embed.*",
     "visual.trunk.pos_embed",
 )
-"""Patch and position embeddings, of open_clip's own vision towers and of a timm trunk."""
+"""Patch and position embeddings of open_clip's own vision towers and of timm trunks."""
 RESIZED = ("*positional_embedding", "*pos_embed")
+"""Tensors that open_clip resamples to another image size."""
 DEFAULT_TAG = "openai"
-TEXTS_AT_ONCE = 256
+"""Pretrained tag of a name without one."""
+TEXT_BATCH_SIZE = 256
+"""Texts that are embedded at once."""
+_PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
 
 
 class OpenClipFamily:
+    """Models of open_clip and the embedded models."""
+
     prefix = ""
     name = "open_clip"
     form = "NAME or NAME/TAG of open_clip (ViT-B-32, ViT-B-16/laion2b_s34b_b88k)"
@@ -53,55 +62,60 @@ class OpenClipFamily:
     head = "text"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
-    def load(self, asked: ModelRequest) -> Model:
-        """A tag says where weights are and what they were trained with; with a weights file, only the latter counts.
+    def load(self, request: ModelRequest) -> Model:
+        """Loads a model.
 
-        A file does not show which activation it was trained with, so `ViT-B-32` with a file is the architecture as
-        open_clip configures it, and `ViT-B-32/openai` with a file has QuickGELU, as those weights need.
+        A tag names the published weights and the activation and preprocessing they were trained with; with a weights
+        file, only the latter apply. A file does not record its activation: `ViT-B-32` with a file is the architecture
+        as open_clip configures it, and `ViT-B-32/openai` with a file uses QuickGELU, as those weights need.
         """
-        spec, weights, image_size, dtype, device, seed, _ = asked
+        spec, weights, image_size, dtype, device, seed, _ = request
         with compiler_deferred():
             make_torchvision_importable()
             import open_clip
             from open_clip.transform import PreprocessCfg, image_transform_v2
 
         register()
-        name, trained, tokenizer, published = _entry(spec, needs_tag=weights is None)
+        name, pretrained, tokenizer, published = _open_clip_config(spec, needs_tag=weights is None)
         file, revision = published() if weights is None else (None, None)
         if isinstance(weights, Path):
             file = check_safetensors(weights)
+        preprocessing = {key: pretrained[key] for key in _PREPROCESSING if key in pretrained}
 
         def build(file: Path | None) -> Any:
             return open_clip.create_model(
                 name,
                 pretrained=None if file is None else str(file),
-                # Where a tag needs QuickGELU and the name's config says otherwise, open_clip only warns.
-                force_quick_gelu=trained.get("quick_gelu", False),
+                # open_clip only warns if a tag needs QuickGELU and the name's config does not have it.
+                force_quick_gelu=pretrained.get("quick_gelu", False),
                 force_image_size=image_size,
-                force_preprocess_cfg={key: trained[key] for key in _PREPROCESSING if key in trained},
+                force_preprocess_cfg=preprocessing,
                 pretrained_text=False,
             )
 
         def how_to_load(path: Path) -> str:
-            if spec in EMBEDDED_MODELS or alone:
+            if spec in EMBEDDED_MODELS or vision_only:
                 return as_call("kfacpack.load_model", spec, weights=str(path), image_size=image_size)
             return as_call(
                 "open_clip.create_model",
                 name,
                 pretrained=str(path),
-                force_quick_gelu=trained.get("quick_gelu") or None,
+                force_quick_gelu=pretrained.get("quick_gelu") or None,
                 force_image_size=image_size,
-                force_preprocess_cfg={key: trained[key] for key in _PREPROCESSING if key in trained} or None,
+                force_preprocess_cfg=preprocessing or None,
             )
 
-        # Beside a vision tower's weights alone, the text tower is random: it has nothing to say, and is not saved.
-        alone = file is not None and _vision_alone(file)
+        # If the file holds only the vision tower, the text tower is random: it is neither used nor saved.
+        vision_only = file is not None and _is_vision_only(file)
         with silence_logging(), seeded_rng(seed):
-            module = _built(build, name) if file is None else _loaded(build, file, name, resized=image_size is not None)
+            if file is None:
+                module = _build(build, name)
+            else:
+                module = _build_from_file(build, file, name, resized=image_size is not None)
         module = module.to(device=device, dtype=dtype).eval()
         setting = PreprocessCfg(**open_clip.get_model_preprocess_cfg(module))
         height, width = setting.input_size[1:]
-        activation = "; QuickGELU" if _quick_gelu(module) else ""
+        activation = "; QuickGELU" if _uses_quick_gelu(module) else ""
 
         def forward(images: Tensor) -> Tensor:
             f: Tensor = module.encode_image(images.to(device, dtype), normalize=True)
@@ -110,7 +124,7 @@ class OpenClipFamily:
         return Model(
             family=self.name,
             name=name,
-            revision=asked.revision(revision),
+            revision=request.revision(revision),
             module=module,
             forward=forward,
             function=Function(
@@ -119,134 +133,138 @@ class OpenClipFamily:
                 width=int(open_clip.get_model_config(name)["embed_dim"]),
                 detail=f"encode_image(x, normalize=True) of {height}x{width} pixels{activation}",
             ),
-            frozen=(*EMBEDDINGS, *_outside_vision(module)),
+            frozen=(*EMBEDDINGS, *_patterns_outside_vision(module)),
             prepare=image_batches(image_transform_v2(setting, is_train=False), name),
             preprocessing=f"open_clip: RGB, resize ({setting.resize_mode}, {setting.interpolation}) "
             f"to {height}x{width}, normalize mean {list(setting.mean)} std {list(setting.std)}",
-            checkpoint=CheckpointFile(module, how_to_load, only="visual." if alone else ""),
-            encode_text=None if alone else _text_encoder(module, name, device, tokenizer),
+            checkpoint=CheckpointFile(module, how_to_load, only="visual." if vision_only else ""),
+            encode_text=None if vision_only else _text_encoder(module, name, device, tokenizer),
             logit_scale=float(module.logit_scale.detach().exp()),
         )
 
     def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the names whose weights are in a cached repository."""
         make_torchvision_importable()
         import open_clip
 
         for name, tag in open_clip.list_pretrained():
-            place, filename = _place(open_clip.get_pretrained_cfg(name, tag))
-            if place.partition("@")[0] == repository.name and safe_name(filename) in repository.files:
+            hub_repository, filename = _hub_file(open_clip.get_pretrained_cfg(name, tag))
+            same = hub_repository.partition("@")[0] == repository.name
+            if same and safetensors_name(filename) in repository.files:
                 yield f"{name}/{tag}"
 
 
 class OpenClipConfig(NamedTuple):
-    """What a name stands for."""
+    """What a model name stands for."""
 
     name: str
-    trained: Mapping[str, Any]
-    """What open_clip's registry says of its weights: their activation, their pictures, their place."""
+    """Name of open_clip's model config."""
+    pretrained: Mapping[str, Any]
+    """open_clip's registry entry of the weights: activation, preprocessing, place on the Hub."""
     tokenizer: Mapping[str, Any]
+    """Arguments for `open_clip.get_tokenizer`."""
     published: Callable[[], tuple[Path, str | None]]
-    """The file of its weights, and which they are."""
+    """Returns the weights file, downloaded if necessary, and its revision."""
 
 
-def _entry(spec: str, needs_tag: bool) -> OpenClipConfig:
+def _open_clip_config(spec: str, needs_tag: bool) -> OpenClipConfig:
     import open_clip
 
     if spec in EMBEDDED_MODELS:
-        own = EMBEDDED_MODELS[spec]
+        embedded = EMBEDDED_MODELS[spec]
         return OpenClipConfig(
-            spec, own.trained, {"bpe_path": str(own.merges)}, lambda: (check_safetensors(own.weights), own.revision)
+            spec,
+            embedded.trained,
+            {"bpe_path": str(embedded.merges)},
+            lambda: (check_safetensors(embedded.weights), embedded.revision),
         )
     name, tag = _name_and_tag(spec, needs_tag)
-    trained = open_clip.get_pretrained_cfg(name, tag) if tag else {}
-    return OpenClipConfig(name, trained, {}, lambda: (_published(trained, f"{name}/{tag}"), tag))
-
-
-_PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
+    pretrained = open_clip.get_pretrained_cfg(name, tag) if tag else {}
+    return OpenClipConfig(name, pretrained, {}, lambda: (_download(pretrained, f"{name}/{tag}"), tag))
 
 
 def _name_and_tag(spec: str, needs_tag: bool) -> tuple[str, str | None]:
     import open_clip
 
     name, _, tag = spec.partition("/")
-    if name not in (known := open_clip.list_models()):
-        raise unknown_model("open_clip", spec, known)
+    if name not in (names := open_clip.list_models()):
+        raise unknown_model("open_clip", spec, names)
     tags = open_clip.list_pretrained_tags_by_model(name)
     if tag and not open_clip.is_pretrained_cfg(name, tag):
-        raise KfacpackError(f"{name} has no tag {tag!r} in open_clip; its tags are {', '.join(tags) or 'none'}")
+        raise KfacpackError(f"unknown open_clip tag {tag!r} of {name}; its tags are {', '.join(tags) or 'none'}")
     if tag or not needs_tag:
         return name, tag or None
     if DEFAULT_TAG in tags:
         return name, DEFAULT_TAG
-    choice = f"choose one: {', '.join(f'{name}/{each}' for each in tags)}" if tags else "none is published"
-    raise KfacpackError(f"{name} stands for no weights by itself; {choice}. {LOCAL_WEIGHTS}")
+    choice = f"choose one: {', '.join(f'{name}/{tag}' for tag in tags)}" if tags else "open_clip lists none"
+    raise KfacpackError(f"{name} has no default weights; {choice}. {LOCAL_WEIGHTS}")
 
 
-def _published(trained: Mapping[str, Any], model: str) -> Path:
-    """The file behind a tag. open_clip's own download falls back to a pickle, so only the safetensors is asked for."""
-    repository, filename = _place(trained)
+def _download(pretrained: Mapping[str, Any], model: str) -> Path:
+    """Downloads the safetensors file of a tag; open_clip's own download may fall back to a pickle."""
+    repository, filename = _hub_file(pretrained)
     if not repository:
         raise KfacpackError(f"{model} is not published as safetensors on the Hub. {LOCAL_WEIGHTS}")
     return download_weights(repository, filename, model)
 
 
-def _place(trained: Mapping[str, Any]) -> tuple[str, str]:
-    """The repository of a tag's weights, or nothing, and their file there."""
-    repository, _, filename = trained.get("hf_hub", "").rpartition("/")
+def _hub_file(pretrained: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the Hub repository of a tag's weights, or an empty string, and the file name."""
+    repository, _, filename = pretrained.get("hf_hub", "").rpartition("/")
     return repository, filename or "open_clip_pytorch_model.bin"
 
 
-def _built(build: Callable[[Path | None], Any], name: str) -> Any:
+def _build(build: Callable[[Path | None], Any], name: str) -> Any:
     try:
         return build(None)
     except (RuntimeError, ValueError, AssertionError, OSError) as error:
         raise KfacpackError(f"open_clip cannot build {name}: {first_line(error)}") from error
 
 
-def _loaded(build: Callable[[Path | None], Any], path: Path, name: str, resized: bool) -> Any:
-    """The model with a file's weights: all of them, or the vision tower's, the text tower then staying random."""
-    if _vision_alone(path):
-        return _with_vision(_built(build, name), path, name)
+def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str, resized: bool) -> Any:
+    """Builds the model with a file's weights: all, or the vision tower's with a random text tower."""
+    if _is_vision_only(path):
+        return _load_vision_tower(_build(build, name), path, name)
     try:
         with _resizable(path) if resized else nullcontext(path) as file:
             return build(file)
     except (RuntimeError, KeyError, ValueError, AssertionError, OSError) as error:
-        raise refuse_weights(path, name, error, lambda: _built(build, name).state_dict(), RESIZED) from error
+        raise weights_error(path, name, error, lambda: _build(build, name).state_dict(), RESIZED) from error
 
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """The file, or a copy of it in float32: on a CPU, torch resamples nothing in half precision."""
+    """Yields the file, or a copy in float32: on a CPU, torch does not resample in half precision."""
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
         return
     with TemporaryDirectory(prefix="kfacpack-") as folder:
         copy = Path(folder) / path.name
-        save_file(_in_float32(path), copy)
+        save_file(_load_float32(path), copy)
         yield copy
 
 
-def _in_float32(path: Path) -> dict[str, Tensor]:
+def _load_float32(path: Path) -> dict[str, Tensor]:
     return {name: value.float() if value.is_floating_point() else value for name, value in load_file(path).items()}
 
 
-def _vision_alone(path: Path) -> bool:
+def _is_vision_only(path: Path) -> bool:
     return all(key.startswith("visual.") for key in Container(path).tensors)
 
 
-def _with_vision(module: Any, path: Path, name: str) -> Any:
+def _load_vision_tower(module: Any, path: Path, name: str) -> Any:
     from open_clip.model import resize_pos_embed
 
-    own = module.state_dict()
-    vision = {key: tensor for key, tensor in own.items() if key.startswith("visual.")}
+    initial = module.state_dict()
+    vision = {key: tensor for key, tensor in initial.items() if key.startswith("visual.")}
     if problem := mismatched_tensors(path, vision, RESIZED):
-        raise KfacpackError(f"{path}: these are not the weights of {name}'s vision tower: {problem}")
-    state = _in_float32(path)
+        raise KfacpackError(f"{path}: does not contain the weights of {name}'s vision tower: {problem}")
+    state = _load_float32(path)
     resize_pos_embed(state, module)
     try:
-        module.load_state_dict({**own, **state})
+        module.load_state_dict({**initial, **state})
     except RuntimeError as error:
-        raise refuse_weights(path, name, error, lambda: vision) from error
+        raise weights_error(path, name, error, lambda: vision) from error
     return module
 
 
@@ -255,29 +273,29 @@ def _text_encoder(
 ) -> Callable[[Sequence[str]], Tensor]:
     @cache
     def tokenizer() -> Any:
-        """Not before it is needed: some models' tokenizers are on the Hub."""
+        """Loads the tokenizer on first use: those of some models are on the Hub."""
         import open_clip
 
         with silence_logging():
             try:
                 return open_clip.get_tokenizer(name, **options)
-            except Exception as error:  # the Hub's, transformers' and tokenizers' errors have no common base
-                problem = f"{name}: its tokenizer cannot be loaded: {first_line(error)}"
-                raise KfacpackError(f"{problem}. Without texts, classes have prototypes: --head prototypes") from error
+            except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
+                problem = f"{name}: the tokenizer cannot be loaded: {first_line(error)}"
+                raise KfacpackError(f"{problem}. Use --head prototypes, which needs no texts") from error
 
     @torch.no_grad()
     def encode_text(texts: Sequence[str]) -> Tensor:
-        tokens = tokenizer()(list(texts)).split(TEXTS_AT_ONCE)
-        return torch.cat([module.encode_text(each.to(device), normalize=True) for each in tokens])
+        batches = tokenizer()(list(texts)).split(TEXT_BATCH_SIZE)
+        return torch.cat([module.encode_text(tokens.to(device), normalize=True) for tokens in batches])
 
     return encode_text
 
 
-def _outside_vision(module: nn.Module) -> tuple[str, ...]:
-    """Patterns for all that is no part of f."""
+def _patterns_outside_vision(module: nn.Module) -> tuple[str, ...]:
+    """Returns patterns of all parameters outside the vision tower."""
     tops = dict.fromkeys(name.partition(".")[::2] for name in module.state_dict() if not name.startswith("visual."))
     return tuple(dict.fromkeys(f"{top}.*" if rest else top for top, rest in tops))
 
 
-def _quick_gelu(module: nn.Module) -> bool:
-    return any(type(each).__name__ == "QuickGELU" for each in module.modules())
+def _uses_quick_gelu(module: nn.Module) -> bool:
+    return any(type(child).__name__ == "QuickGELU" for child in module.modules())

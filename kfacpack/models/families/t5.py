@@ -1,4 +1,4 @@
-"""T5: `t5:google-t5/t5-base`, `t5:DIR`. f is the decoder's hidden state where the label is predicted."""
+"""T5 models, such as `t5:google-t5/t5-base` or `t5:DIR`. f is the decoder's hidden state that predicts the label."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import Function
 from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
-    folder_of,
     load_pretrained,
     max_length,
     public_name,
-    texts,
+    text_columns,
+    transformers_checkpoint,
 )
 from kfacpack.models.model import CachedRepository, Model, ModelRequest
 from kfacpack.models.prompts import CONFIG_KEY, PROMPT_STYLES, PromptStyle, label_words, prompt_style, prompts
 from kfacpack.tasks.task import Example
 
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
+"""Embeddings, position biases and the output layer."""
 
 
 class T5Family:
+    """T5, T5 v1.1 and flan-T5 models of transformers."""
+
     prefix = name = "t5"
     form = "t5:NAME_OR_DIR"
     takes_folder = True
@@ -32,45 +35,46 @@ class T5Family:
     head = "words"
     prompt_styles: tuple[PromptStyle, ...] = PROMPT_STYLES
 
-    def load(self, asked: ModelRequest) -> Model:
-        name, weights, image_size, dtype, device, seed, asked_style = asked
+    def load(self, request: ModelRequest) -> Model:
+        """Loads a model. The prompt style is recorded in the module's config, so that checkpoints keep it."""
+        name, weights, image_size, dtype, device, seed, requested_style = request
         if image_size is not None:
-            raise KfacpackError(f"t5:{name} reads text: it takes no image size")
+            raise KfacpackError(f"t5:{name} is a text model and takes no image size")
         config, tokenizer = config_and_tokenizer(name, self.prefix)
         if config.model_type != "t5":
-            raise KfacpackError(f"t5:{name} is a {config.model_type!r} model, expected 't5'; hf: takes text encoders")
+            raise KfacpackError(f"t5:{name} is a {config.model_type!r} model, expected 't5'; use hf: for text encoders")
         from transformers import T5ForConditionalGeneration
 
         module, missing = load_pretrained(T5ForConditionalGeneration, config, name, weights, dtype, seed)
         module = module.to(device).eval()
         limit = max_length(tokenizer, config)
-        style = asked_style or prompt_style(public_name(name), config)
+        style = requested_style or prompt_style(public_name(name), config)
         setattr(module.config, CONFIG_KEY, style)
-        first = getattr(config, "decoder_start_token_id", None)
-        first = config.pad_token_id if first is None else first  # as transformers does for configs that do not say it
+        start_token = getattr(config, "decoder_start_token_id", None)
+        start_token = config.pad_token_id if start_token is None else start_token  # transformers' own default
 
         def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            """Both (N, length) -> (N, d_model). A label is the first word out, so the decoder has only its start."""
+            """Returns f: both (N, length) to (N, d_model). The decoder input is the start token alone."""
             ids, mask = input_ids.to(device), attention_mask.to(device)
-            start = torch.full((len(ids), 1), first, device=device)
-            read = module.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+            start = torch.full((len(ids), 1), start_token, device=device)
+            encoded = module.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
             decoded = module.decoder(
-                input_ids=start, encoder_hidden_states=read, encoder_attention_mask=mask, use_cache=False
+                input_ids=start, encoder_hidden_states=encoded, encoder_attention_mask=mask, use_cache=False
             )
             f: Tensor = decoded.last_hidden_state[:, 0]
             return f
 
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-            """Prompts in the model's style, tokenized."""
-            rows = prompts(texts(examples, f"t5:{name}", task), task, style)
+            """Tokenizes the examples as prompts in the model's style."""
+            rows = prompts(text_columns(examples, f"t5:{name}", task), task, style)
             tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
         def word_weights(words: Sequence[str]) -> Tensor:
-            """Rows of the output layer. The first token stands for a word, since the decoder has said nothing yet."""
+            """Returns the rows of the output layer for the first token of each word."""
             ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
-            if unspeakable := [word for word, each in zip(words, ids, strict=True) if not each]:
-                raise KfacpackError(f"t5:{name} has no token for the class {unspeakable[0]!r}; use --head prototypes")
+            if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
+                raise KfacpackError(f"t5:{name} has no token for class {without_token[0]!r}; use --head prototypes")
             rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
             # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no attribute of
             # its own for this.
@@ -81,7 +85,7 @@ class T5Family:
         return Model(
             family=self.name,
             name=public_name(name),
-            revision=asked.revision(getattr(config, "_commit_hash", None)),
+            revision=request.revision(getattr(config, "_commit_hash", None)),
             module=module,
             forward=forward,
             function=Function(
@@ -93,12 +97,13 @@ class T5Family:
             ),
             frozen=FROZEN,
             prepare=prepare,
-            checkpoint=folder_of(module, tokenizer, missing),
+            checkpoint=transformers_checkpoint(module, tokenizer, missing),
             word_weights=word_weights,
             label_words=lambda classes, task: label_words(classes, task, style),
             preprocessing=f"prompts in the style of {style!r}, at most {limit} tokens",
         )
 
     def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the name of a cached repository that holds a T5 model."""
         if repository.config.get("model_type") == "t5" and repository.is_for_transformers:
             yield f"t5:{repository.name}"

@@ -1,4 +1,4 @@
-"""timm's models: `timm:vit_tiny_patch16_224`. f is the pooled feature before the classifier, normalised."""
+"""Models of timm, such as `timm:vit_tiny_patch16_224`. f is the normalised pooled feature before the classifier."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from kfacpack.models.weights import (
     as_call,
     check_safetensors,
     download_weights,
-    refuse_weights,
-    safe_name,
+    safetensors_name,
+    weights_error,
 )
 
 RESIZED = ("*pos_embed*",)
+"""Tensors that timm resamples to another image size."""
 
 
 class TimmFamily:
+    """Models of timm."""
+
     prefix = name = "timm"
     form = "timm:NAME"
     takes_folder = False
@@ -37,23 +40,23 @@ class TimmFamily:
     head = "prototypes"
     prompt_styles: tuple[PromptStyle, ...] = ()
 
-    def load(self, asked: ModelRequest) -> Model:
-        name, weights, image_size, dtype, device, seed, _ = asked
+    def load(self, request: ModelRequest) -> Model:
+        """Loads a model. A weights file may have another classifier than the published weights, or none."""
+        name, weights, image_size, dtype, device, seed, _ = request
         with compiler_deferred():
             make_torchvision_importable()
             from timm.data.config import resolve_model_data_config
             from timm.data.transforms_factory import create_transform
 
-        trained = _trained(name)
-        # Models that fix their input size take it as an argument; the others take pictures of any size.
-        size = {"img_size": image_size} if image_size and trained.fixed_input_size else {}
+        pretrained = _pretrained_config(name)
+        # Models with a fixed input size take it as an argument; the others accept images of any size.
+        size = {"img_size": image_size} if image_size and pretrained.fixed_input_size else {}
         with silence_logging(), seeded_rng(seed):
             if weights == "random":
-                module = _built(name, size)
+                module = _build(name, size)
             else:
-                module = _loaded(
-                    name, check_safetensors(weights) if weights else _published(trained, name), trained, size
-                )
+                file = check_safetensors(weights) if weights else _download(pretrained, name)
+                module = _build_from_file(name, file, pretrained, size)
         module = module.to(device=device, dtype=dtype).eval()
         setting = resolve_model_data_config(module, {"img_size": image_size} if image_size else {})
         height, width = setting["input_size"][1:]
@@ -65,11 +68,11 @@ class TimmFamily:
         def how_to_load(path: Path) -> str:
             return as_call("timm.create_model", name, num_classes=module.num_classes, checkpoint_path=str(path), **size)
 
-        tag = name.partition(".")[2] or (trained.tag if weights is None else "")
+        tag = name.partition(".")[2] or (pretrained.tag if weights is None else "")
         return Model(
             family=self.name,
             name=name,
-            revision=asked.revision(tag or None),
+            revision=request.revision(tag or None),
             module=module,
             forward=forward,
             function=Function(
@@ -78,7 +81,7 @@ class TimmFamily:
                 width=int(getattr(module, "head_hidden_size", module.num_features)),
                 detail=f"normalize(forward_head(forward_features(x), pre_logits=True)) of {height}x{width} pixels",
             ),
-            frozen=("patch_embed.*", "pos_embed", *(f"{head}.*" for head in _classifiers(trained))),
+            frozen=("patch_embed.*", "pos_embed", *(f"{head}.*" for head in _classifiers(pretrained))),
             prepare=image_batches(create_transform(**setting, is_training=False), name),
             preprocessing=f"timm: RGB, resize ({setting['interpolation']}) and crop ({setting['crop_mode']}, "
             f"{setting['crop_pct']}) to {height}x{width}, "
@@ -87,64 +90,66 @@ class TimmFamily:
         )
 
     def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the names whose weights are in a cached repository."""
         make_torchvision_importable()
         import timm
 
         for name in timm.list_pretrained():
-            trained = timm.get_pretrained_cfg(name)
-            if trained and trained.hf_hub_id == repository.name and safe_name(_filename(trained)) in repository.files:
+            pretrained = timm.get_pretrained_cfg(name)
+            same = pretrained and pretrained.hf_hub_id == repository.name
+            if same and safetensors_name(_filename(pretrained)) in repository.files:
                 yield f"timm:{name}"
 
 
-def _trained(name: str) -> Any:
-    """What timm knows of a model's pretrained weights: their size, classifier, place on the Hub."""
+def _pretrained_config(name: str) -> Any:
+    """Returns timm's config of a model's pretrained weights: input size, classifier, place on the Hub."""
     import timm
 
     base, _, tag = name.partition(".")
-    if base not in (known := timm.list_models()):
-        raise unknown_model("timm", base, known)
-    tags = [each.partition(".")[2] for each in timm.list_pretrained(f"{base}.*")]
+    if base not in (names := timm.list_models()):
+        raise unknown_model("timm", base, names)
+    tags = [model.partition(".")[2] for model in timm.list_pretrained(f"{base}.*")]
     if tag and tag not in tags:
-        raise KfacpackError(f"{base} has no tag {tag!r} in timm; its tags are {', '.join(tags) or 'none'}")
+        raise KfacpackError(f"unknown timm tag {tag!r} of {base}; its tags are {', '.join(tags) or 'none'}")
     return timm.get_pretrained_cfg(name)
 
 
-def _classifiers(trained: Any) -> tuple[str, ...]:
-    heads = trained.classifier or ()
+def _classifiers(pretrained: Any) -> tuple[str, ...]:
+    heads = pretrained.classifier or ()
     return (heads,) if isinstance(heads, str) else tuple(heads)
 
 
-def _published(trained: Any, name: str) -> Path:
-    """The file behind a name. timm's own download falls back to a pickle, so only the safetensors is asked for."""
-    if not trained.hf_hub_id:
-        raise KfacpackError(f"timm:{name} stands for no weights that are on the Hub. {LOCAL_WEIGHTS}")
-    return download_weights(trained.hf_hub_id, _filename(trained), f"timm:{name}")
+def _download(pretrained: Any, name: str) -> Path:
+    """Downloads the safetensors file of a model; timm's own download may fall back to a pickle."""
+    if not pretrained.hf_hub_id:
+        raise KfacpackError(f"timm:{name} has no weights on the Hub. {LOCAL_WEIGHTS}")
+    return download_weights(pretrained.hf_hub_id, _filename(pretrained), f"timm:{name}")
 
 
-def _filename(trained: Any) -> str:
-    return trained.hf_hub_filename or "pytorch_model.bin"
+def _filename(pretrained: Any) -> str:
+    return pretrained.hf_hub_filename or "pytorch_model.bin"
 
 
-def _built(name: str, size: dict[str, Any], **how: Any) -> Any:
+def _build(name: str, size: dict[str, Any], **options: Any) -> Any:
     import timm
 
     try:
-        return timm.create_model(name, **size, **how)
+        return timm.create_model(name, **size, **options)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise KfacpackError(f"timm cannot build {name}: {first_line(error)}") from error
 
 
-def _loaded(name: str, path: Path, trained: Any, size: dict[str, Any]) -> Any:
-    """The model with a file's weights, its position embedding resampled by timm where the size asks for it."""
+def _build_from_file(name: str, path: Path, pretrained: Any, size: dict[str, Any]) -> Any:
+    """Builds the model with a file's weights; timm resamples the position embedding to the image size."""
     import timm
 
-    # The file may have another classifier, or none. timm would drop it and from then on forgive every missing key, so
-    # the model is told to have the file's.
-    heads = [Container(path).tensors.get(f"{head}.weight") for head in _classifiers(trained)]
+    # The file may have another classifier, or none. timm would drop it and then ignore every missing key, so the model
+    # is built with the number of classes in the file.
+    heads = [Container(path).tensors.get(f"{head}.weight") for head in _classifiers(pretrained)]
     classes = next((head.shape[0] for head in heads if head is not None), 0)
-    file = {"file": str(path), "num_classes": classes, "label_offset": 0, "custom_load": False}
+    overlay = {"file": str(path), "num_classes": classes, "label_offset": 0, "custom_load": False}
     try:
-        return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=file, **size)
+        return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **size)
     except (RuntimeError, KeyError, ValueError, TypeError, AssertionError) as error:
-        plain = _built(name, size, num_classes=classes)
-        raise refuse_weights(path, f"timm:{name}", error, plain.state_dict, RESIZED) from error
+        untrained = _build(name, size, num_classes=classes)
+        raise weights_error(path, f"timm:{name}", error, untrained.state_dict, RESIZED) from error

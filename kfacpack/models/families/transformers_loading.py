@@ -1,4 +1,4 @@
-"""What `t5:` and `hf:` share: a config, a tokenizer and weights by transformers' own loaders, and texts of examples."""
+"""Loads configs, tokenizers and weights with transformers; shared by the `t5:` and `hf:` families."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from kfacpack._compat import make_torchvision_importable, silence_logging
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.models.model import WeightsSource, seeded_rng
-from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, as_call, check_safetensors, refuse_weights
+from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, as_call, check_safetensors, weights_error
 from kfacpack.tasks.task import Example
 
-LONGEST = 512
-"""Tokens of a text that are read at most, whatever a tokenizer would allow."""
-# Neither a pickle nor code that comes with a model is ever run.
+MAX_TOKENS = 512
+"""Maximum length of a text in tokens, even if the tokenizer allows more."""
+# Never load pickles or run code that comes with a model.
 _SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
 
 @contextmanager
 def transformers_quiet() -> Iterator[None]:
+    """Temporarily disables transformers' progress bars and logging."""
     make_torchvision_importable()
     from transformers.utils import logging
 
@@ -37,24 +38,32 @@ def transformers_quiet() -> Iterator[None]:
 
 
 def public_name(name: str) -> str:
-    """What a bundle calls the model: of a directory its own name alone, not where it lies on this machine."""
+    """Returns the name that manifests record: for a folder, its own name without its location."""
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
 def config_and_tokenizer(name: str, prefix: str) -> tuple[Any, Any]:
-    """Of a directory, if there is one of that name, or else of a Hub repository."""
+    """Loads the config and the tokenizer of a model.
+
+    Args:
+        name: A folder, or a Hub repository if there is no such folder.
+        prefix: The family's prefix, for errors.
+
+    Raises:
+        KfacpackError: They cannot be loaded.
+    """
     looks_local = name.startswith((".", "/", "~"))
     if looks_local and not Path(name).is_dir():
-        raise KfacpackError(f"{prefix}:{name}: no such directory; expected one that holds config.json and a tokenizer")
+        raise KfacpackError(f"{prefix}:{name}: no such directory; expected one with config.json and a tokenizer")
     with transformers_quiet():
         from transformers import AutoConfig, AutoTokenizer
 
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # whatever a damaged directory makes transformers, tokenizers or the Hub raise
-            expected = "Expected a directory with config.json, a tokenizer and model.safetensors, or such a Hub name"
-            problem = f"{prefix}:{name}: its config and tokenizer cannot be loaded: {first_line(error)}"
+        except Exception as error:  # a damaged folder can raise any error of transformers, tokenizers or the Hub
+            expected = "Expected a directory with config.json, a tokenizer and model.safetensors, or a Hub repository"
+            problem = f"{prefix}:{name}: the config and tokenizer cannot be loaded: {first_line(error)}"
             raise KfacpackError(f"{problem}. {expected}") from error
     return config, tokenizer
 
@@ -68,9 +77,22 @@ def load_pretrained(
     seed: int,
     unused: str = "",
 ) -> tuple[Any, frozenset[str]]:
-    """A model with all its weights: transformers would fill in random numbers for those it does not find.
+    """Loads a model and checks that all its weights are there; transformers would initialise missing ones randomly.
 
-    `unused`: the prefix of parameters that f does not use, which may be missing; those that are come with the model.
+    Args:
+        model_class: Class of transformers.
+        config: The model's config.
+        name: A folder or Hub repository.
+        weights: A safetensors file, `"random"`, or None for the weights in `name`.
+        dtype: Dtype of the module.
+        seed: Seed of random weights.
+        unused: Prefix of parameters that f does not use and that may be missing.
+
+    Returns:
+        The module, and the names of the missing parameters.
+
+    Raises:
+        KfacpackError: The weights cannot be loaded, or some that f uses are missing.
     """
     from safetensors.torch import load_file
 
@@ -79,30 +101,36 @@ def load_pretrained(
             return model_class(config).to(dtype), frozenset()
         for file in [weights] if weights else sorted(Path(name).glob("*.safetensors")):
             check_safetensors(file)
-        given = load_file(weights) if weights else {}
+        state = load_file(weights) if weights else {}
         try:
             if weights:
-                model, found = model_class.from_pretrained(
-                    None, config=config, state_dict=given, dtype=dtype, output_loading_info=True
+                model, info = model_class.from_pretrained(
+                    None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
                 )
             else:
-                model, found = model_class.from_pretrained(
+                model, info = model_class.from_pretrained(
                     name, config=config, dtype=dtype, output_loading_info=True, **_SAFE
                 )
-        except Exception as error:  # the Hub's, transformers' and safetensors' errors have no common base
+        except Exception as error:  # errors of the Hub, transformers and safetensors have no common base class
             if weights:
-                # A file leaves tied weights out, so that only those it has can be compared.
-                expected = {key: each for key, each in model_class(config).state_dict().items() if key in given}
-                raise refuse_weights(weights, name, error, lambda: expected) from error
-            problem = f"{name}: its weights cannot be loaded as safetensors: {first_line(error)}"
+                # A file does not contain tied weights, so only the tensors that it has can be compared.
+                expected = {key: tensor for key, tensor in model_class(config).state_dict().items() if key in state}
+                raise weights_error(weights, name, error, lambda: expected) from error
+            problem = f"{name}: the weights cannot be loaded as safetensors: {first_line(error)}"
             raise KfacpackError(f"{problem}. {LOCAL_WEIGHTS}") from error
-    if missing := sorted(key for key in found["missing_keys"] if not (unused and key.startswith(unused))):
-        raise KfacpackError(f"{weights or name}: these are not the weights of this model: {missing[0]!r} is missing")
-    return model, frozenset(found["missing_keys"])
+    if missing := sorted(key for key in info["missing_keys"] if not (unused and key.startswith(unused))):
+        raise KfacpackError(f"{weights or name}: does not contain the weights of this model: {missing[0]!r} is missing")
+    return model, frozenset(info["missing_keys"])
 
 
-def folder_of(module: Any, tokenizer: Any, missing: frozenset[str]) -> CheckpointFolder:
-    """Config, weights and tokenizer, as transformers lays them out. What is random because it was missing stays out."""
+def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]) -> CheckpointFolder:
+    """Returns a checkpoint with config, weights and tokenizer in transformers' layout.
+
+    Args:
+        module: Module to save.
+        tokenizer: Tokenizer to save.
+        missing: Names to leave out: they were missing when the model was loaded and have random values.
+    """
 
     def fill(folder: Path) -> None:
         with transformers_quiet():
@@ -115,17 +143,30 @@ def folder_of(module: Any, tokenizer: Any, missing: frozenset[str]) -> Checkpoin
     )
 
 
-def texts(examples: Sequence[Example], model: str, task: str) -> dict[str, list[str]]:
-    """Column -> the N examples' strings."""
+def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str, list[str]]:
+    """Collects the texts of N examples by column.
+
+    Args:
+        examples: Examples with the same columns.
+        model: Name of the model, for errors.
+        task: Name of the task, for errors.
+
+    Returns:
+        Column name to N strings.
+
+    Raises:
+        KfacpackError: A column holds something else than strings.
+    """
     columns = list(examples[0]) if examples else []
     for example in examples:
         for column, value in example.items():
             if not isinstance(value, str):
-                found = f"{printable(column)!r} holds {type(value).__name__}"
-                raise KfacpackError(f"{model} takes texts, in an example of {task!r} {found}: choose an image model")
+                problem = f"column {printable(column)!r} of {task!r} holds {type(value).__name__}"
+                raise KfacpackError(f"{model} expects texts, but {problem}; use an image model")
     return {column: [example[column] for example in examples] for column in columns}
 
 
 def max_length(tokenizer: Any, config: Any) -> int:
-    allowed = (LONGEST, tokenizer.model_max_length, getattr(config, "max_position_embeddings", None) or LONGEST)
-    return int(min(allowed))
+    """Returns the maximum length of a text in tokens: the least of the model's, the tokenizer's and `MAX_TOKENS`."""
+    positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
+    return int(min(MAX_TOKENS, tokenizer.model_max_length, positions))

@@ -1,4 +1,4 @@
-"""The methods, one file each."""
+"""Methods to merge task vectors, one file each."""
 
 from __future__ import annotations
 
@@ -9,15 +9,8 @@ from kfacpack.vectors.methods.ties import TiesMethod
 from kfacpack.vectors.methods.tsv import TsvMethod
 
 METHODS: dict[str, type[MergeMethod]] = {
-    each.name: each
-    for each in (
-        SumMethod,
-        TiesMethod,
-        DareMethod,
-        TsvMethod,
-        IsoMethod,
-        IsoCtsMethod,
-    )
+    method.name: method for method in (SumMethod, TiesMethod, DareMethod, TsvMethod, IsoMethod, IsoCtsMethod)
 }
+"""Method name -> method."""
 
-__all__ = ["METHODS", "Input", "Method"]
+__all__ = ["METHODS"]

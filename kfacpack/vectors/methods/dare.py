@@ -1,8 +1,8 @@
-"""DARE (Yu et al., 2024): of each vector, numbers are dropped at random and the rest made larger to make up for it.
+"""DARE (Yu et al., 2024): drops entries of each vector at random and rescales the others.
 
-Each number is dropped with probability `drop`, what is left divided by 1 − drop, so that the expectation is τ; then
-the vectors are added up. Which numbers are dropped follows from the seed, the vector's digest and the parameter's name:
-the same whatever else is added, and in whatever order.
+Each entry is dropped with probability `drop` and the others are divided by 1 − drop, so that the expectation is τ;
+then the vectors are summed. Which entries are dropped depends only on the seed, the vector's digest and the
+parameter's name, not on the other vectors or their order.
 """
 
 from __future__ import annotations
@@ -23,25 +23,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DareMethod(MergeMethod):
+    """Sum of vectors with randomly dropped entries."""
+
     name = "dare"
     scale = (
-        "α is the scaling coefficient of task arithmetic, by which the paper merges what it has dropped and rescaled"
+        "α is the scaling coefficient of task arithmetic, with which the paper merges the dropped and rescaled vectors"
     )
 
     drop: float = 0.9
-    """The probability; the paper's p."""
+    """Probability of dropping an entry; the paper's p."""
     seed: int = 0
+    """Seed of the random choice."""
 
     def __post_init__(self) -> None:
         self.require_share("drop", zero=True, one=False)
         if type(self.seed) is not int or not 0 <= self.seed < 2**64:
-            raise KfacpackError(f"dare: seed is {self.seed!r}, expected a whole number from 0 to 2^64 - 1")
+            raise KfacpackError(f"dare: seed is {self.seed!r}, expected an integer from 0 to 2^64 - 1")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Merges one parameter."""
         total = torch.zeros(())
-        for each in inputs:
-            part = each.read(name)
-            dropped = CounterRandom(f"dare/{self.seed}/{each.digest}/{name}").chance(self.drop, tuple(part.shape))
+        for vector in inputs:
+            part = vector.read(name)
+            dropped = CounterRandom(f"dare/{self.seed}/{vector.digest}/{name}").chance(self.drop, tuple(part.shape))
             part[torch.from_numpy(dropped).to(part.device)] = 0.0
             total = total.to(part.device) + part / (1 - self.drop)
         return total

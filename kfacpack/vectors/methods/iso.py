@@ -1,15 +1,14 @@
-"""Iso-C (Marczak et al., 2025): the sum with a flat spectrum.
+"""Isotropic merging (Marczak et al., 2025): Iso-C and Iso-CTS.
 
-The matrices are added up, and all singular values of the sum replaced by their mean, so that its nuclear norm stays.
-The paper multiplies the result by α, chosen on validation data. Its code averages the parameters that are no matrices;
-`mean` does so, too, and else they are added up.
+Iso-C sums the matrices and replaces all singular values of the sum by their mean, which preserves the nuclear norm.
 
-Iso-CTS (Marczak et al., 2025): a flat spectrum over common and task-specific directions.
+Iso-CTS combines common and task-specific directions. The share `common` of the sum's singular vectors is kept. From
+each task's matrix the part in the span U of the common left vectors is removed, Δ_t − U Uᵀ Δ_t, and the largest
+singular vectors of the rest are added, equally many for each task, so that there are r in total. All are made
+orthogonal to each other, as in TSV-M, and get the mean of their singular values. For a single vector this is Iso-C.
 
-Of the sum's singular vectors, the share `common` stays. Each task's matrix loses what the common left vectors see of
-it, Δ_t − U Uᵀ Δ_t, and of what is left gives its largest singular vectors, equally many of each task, so that there are
-r in all. All are made orthogonal to each other, as in TSV-M, and get the mean of their singular values. Of one vector
-alone it is Iso-C. α and `mean` are as for Iso-C.
+The paper multiplies the result by α, chosen on validation data. Its code averages the parameters that are not
+matrices, as does `mean`; otherwise they are summed.
 """
 
 from __future__ import annotations
@@ -21,68 +20,90 @@ from typing import TYPE_CHECKING
 import torch
 
 from kfacpack.vectors.methods.method import MergeMethod, MethodInput, weighted_sum
-from kfacpack.vectors.methods.tsv import SingularVectors, decomposed, joined
+from kfacpack.vectors.methods.tsv import SingularVectors, decompose, join_orthogonal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 SCALE = (
-    "α is the paper's, which chooses it on validation data; parameters that are no matrices are added up, in its code "
-    "averaged: with 'mean', here too"
+    "α is the paper's, which is chosen on validation data; parameters that are not matrices are summed, with 'mean' "
+    "averaged as in the authors' code"
 )
 
 
 @dataclass(frozen=True)
 class IsoMethod(MergeMethod):
+    """Iso-C: the sum with a flat spectrum."""
+
     name = "iso"
     scale = SCALE
 
     mean: bool = False
+    """Whether parameters that are not matrices are averaged."""
 
     def __post_init__(self) -> None:
         self.require_switch("mean")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Merges one parameter."""
         if inputs[0].tensors[name].ndim != 2:
             return weighted_sum(inputs, name, mean=self.mean)
         total = weighted_sum(inputs, name)
-        U, s, Vh = decomposed(total)
-        return s.mean() * (U @ Vh) if len(s) else total
+        return _flatten_spectrum(decompose(total), total)
 
 
 @dataclass(frozen=True)
 class IsoCtsMethod(MergeMethod):
+    """Iso-CTS: a flat spectrum over common and task-specific directions."""
+
     name = "iso-cts"
     scale = SCALE
 
     common: float = 0.8
-    """The share of directions that the sum gives; the paper's k / r."""
+    """Share of the directions that come from the sum; the paper's k / r."""
     mean: bool = False
+    """Whether parameters that are not matrices are averaged."""
 
     def __post_init__(self) -> None:
         self.require_share("common", zero=True, one=True)
         self.require_switch("mean")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Merges one parameter."""
         shape = inputs[0].tensors[name].shape
         if len(shape) != 2:
             return weighted_sum(inputs, name, mean=self.mean)
-        k, each_gives = split_rank(min(shape), len(inputs), self.common)
+        k, s = split_rank(min(shape), len(inputs), self.common)
         total = weighted_sum(inputs, name)
-        common = decomposed(total).first(k)
-        parts = [common, *(_task_specific(each.read(name), common).first(each_gives) for each in inputs)]
-        U, s, Vh = joined(parts)
-        return s.mean() * (U @ Vh) if len(s) else total
+        common = decompose(total).first(k)
+        parts = [common, *(_task_specific(vector.read(name), common).first(s) for vector in inputs)]
+        return _flatten_spectrum(join_orthogonal(parts), total)
+
+
+def _flatten_spectrum(vectors: SingularVectors, total: Tensor) -> Tensor:
+    """Returns U mean(s) Vh, or `total` if it is zero and so has no singular vectors."""
+    U, s, Vh = vectors
+    return s.mean() * (U @ Vh) if len(s) else total
 
 
 def split_rank(r: int, tasks: int, common: float) -> tuple[int, int]:
-    """How many directions the sum gives and how many each task: k + T · s = r, with k as near to `common` · r."""
+    """Divides r directions between the sum and the tasks.
+
+    Args:
+        r: Number of directions.
+        tasks: Number of tasks T.
+        common: Desired share of directions from the sum.
+
+    Returns:
+        k and s with k + T · s = r: k directions from the sum, with k / r as close to `common` as possible, and s from
+        each task.
+    """
     s = min(round((r - int(r * common)) / tasks), r // tasks)
     return r - s * tasks, s
 
 
 def _task_specific(matrix: Tensor, common: SingularVectors) -> SingularVectors:
-    """What a task has beside the common directions. What is left by rounding alone counts as nothing."""
+    """Decomposes the part of a task's matrix outside of the common directions, ignoring rounding errors."""
     U = common.U.to(matrix.device)
-    return decomposed(matrix - U @ (U.T @ matrix), torch.linalg.matrix_norm(matrix, 2))
+    return decompose(matrix - U @ (U.T @ matrix), torch.linalg.matrix_norm(matrix, 2))

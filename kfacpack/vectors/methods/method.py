@@ -1,9 +1,10 @@
-"""What a method is given, and what it gives.
+"""The base class of merge methods for task vectors, and the sum.
 
-T vectors, each with its α. A method gives a vector on the scale of their sum: at α = 1 it is used as it is, and no
-method averages unless it is told to (`mean`). It is odd and homogeneous: all α times c is the result times c.
+A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum: it is used at α = 1, and
+no method averages unless its setting `mean` is on. A method is odd and homogeneous: multiplying every α by c
+multiplies the result by c.
 
-Task arithmetic (Ilharco et al., 2023): Σ α_t τ_t.
+Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.
 """
 
 from __future__ import annotations
@@ -20,76 +21,117 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     MergedParameter = Callable[[str], Tensor]
-
-    """The merged change of the parameter of this name."""
+    """Returns the merged change of the parameter of a given name."""
 
 
 class MethodInput(NamedTuple):
+    """A task vector to be merged."""
+
     alpha: float
     tensors: Mapping[str, Tensor]
     digest: str
 
     def read(self, name: str) -> Tensor:
-        """α τ of one parameter, float64."""
+        """Returns α τ of one parameter in float64."""
         return self.alpha * self.tensors[name].double()
 
 
 @dataclass(frozen=True)
 class MergeMethod(ABC):
-    """Its fields are its settings."""
+    """A merge method. Its dataclass fields are its settings."""
 
     name: ClassVar[str]
     scale: ClassVar[str]
-    """What α means, and what constant the publication has in its place."""
+    """The meaning of α, and the constant that the publication uses for it."""
     is_sum: ClassVar[bool] = False
-    """Whether it is what `+` does to vectors."""
+    """Whether the method is the plain sum."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> MergeMethod:
-        known = [field.name for field in fields(cls)]
-        if unknown := [each for each in settings if each not in known]:
-            has = f"it has {', '.join(known)}" if known else "it has none"
-            raise KfacpackError(f"the method {cls.name!r} has no setting {printable(unknown[0])!r}; {has}")
+        """Creates the method from settings.
+
+        Raises:
+            KfacpackError: If a setting is unknown or invalid.
+        """
+        names = [field.name for field in fields(cls)]
+        if unknown := [setting for setting in settings if setting not in names]:
+            expected = f"its settings are {', '.join(names)}" if names else "it has no settings"
+            raise KfacpackError(f"the method {cls.name!r} has no setting {printable(unknown[0])!r}; {expected}")
         return cls(**settings)
 
     @property
     def settings(self) -> dict[str, Any]:
+        """All settings with their values."""
         return asdict(self)
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
-        """What gives the merged parameters, one at a time, after whatever has to be known of all of them."""
+        """Returns a function that merges one parameter, after computing what depends on all parameters."""
         return partial(self.parameter, inputs)
 
     @abstractmethod
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
-        """The merged change of one parameter, float64."""
+        """Merges one parameter.
+
+        Args:
+            inputs: The task vectors.
+            name: The parameter.
+
+        Returns:
+            The merged change in float64.
+        """
 
     def require_share(self, setting: str, *, zero: bool, one: bool) -> None:
-        """Refuse a setting that is no number between 0 and 1. `zero`, `one`: whether these will do."""
-        found = getattr(self, setting)
-        number = isinstance(found, int | float) and not isinstance(found, bool)
-        if not (number and ((0 < found < 1) or (zero and found == 0) or (one and found == 1))):
-            ends = f"{'from' if zero else 'above'} 0 {'to' if one else 'and below'} 1"
-            raise KfacpackError(f"{self.name}: {setting} is {found!r}, expected a number {ends}")
+        """Checks that a setting is a number between 0 and 1.
+
+        Args:
+            setting: Name of the setting.
+            zero: Whether 0 is allowed.
+            one: Whether 1 is allowed.
+
+        Raises:
+            KfacpackError: If it is not.
+        """
+        value = getattr(self, setting)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and ((0 < value < 1) or (zero and value == 0) or (one and value == 1))):
+            interval = f"{'[' if zero else '('}0, 1{']' if one else ')'}"
+            raise KfacpackError(f"{self.name}: {setting} is {value!r}, expected a number in {interval}")
 
     def require_switch(self, setting: str) -> None:
-        if not isinstance(found := getattr(self, setting), bool):
-            raise KfacpackError(f"{self.name}: {setting} is {found!r}, expected true or false")
+        """Checks that a setting is a boolean.
+
+        Raises:
+            KfacpackError: If it is not.
+        """
+        if not isinstance(value := getattr(self, setting), bool):
+            raise KfacpackError(f"{self.name}: {setting} is {value!r}, expected true or false")
 
 
 def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False) -> Tensor:
-    """Σ α τ of one parameter, or that over T: two tensors at a time, however many vectors."""
+    """Sums one parameter over the vectors, holding two tensors at a time.
+
+    Args:
+        inputs: T task vectors.
+        name: The parameter.
+        mean: Divides the sum by T.
+
+    Returns:
+        Σ α τ, or Σ α τ / T, in float64.
+    """
     total = inputs[0].read(name)
-    for each in inputs[1:]:
-        total += each.read(name).to(total.device)
+    for vector in inputs[1:]:
+        total += vector.read(name).to(total.device)
     return total / len(inputs) if mean else total
 
 
 @dataclass(frozen=True)
 class SumMethod(MergeMethod):
+    """Task arithmetic: Σ α τ."""
+
     name = "sum"
-    scale = "α is the paper's scaling coefficient λ, which it chooses on validation data"
+    scale = "α is the paper's scaling coefficient λ, which is chosen on validation data"
     is_sum = True
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Sums one parameter."""
         return weighted_sum(inputs, name)

@@ -1,12 +1,13 @@
-"""TIES (Yadav et al., 2023): trim, elect a sign, add up what agrees with it.
+"""TIES (Yadav et al., 2023): trim, elect signs, and sum the entries that agree.
 
-Of each vector, the share `keep` of its numbers that are largest in magnitude stays, counted over all its parameters
-together (numbers equal to the smallest of these stay, too). For each number of the model, the sign of Σ α_t τ_t of what
-stays is elected; vectors of that sign are added up, the others left out. Where the sum is zero, no sign is elected and
-the result is zero.
+For each vector, the share `keep` of its entries that are largest in magnitude is kept, counted over all its
+parameters together (entries equal to the smallest of these are kept as well). For each entry of the model, the sign
+of Σ α_t τ_t over the kept entries is elected; entries of that sign are summed and the others left out. If the sum is
+zero, no sign is elected and the result is zero.
 
-The paper takes the mean of those that agree, and multiplies it by λ (1 without validation data). Here it is their sum:
-vectors that do not overlap are then added, as by task arithmetic. `mean` gives the paper's, and α is then its λ.
+The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). Here it is
+their sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`, the result is that of the
+paper and α is its λ.
 """
 
 from __future__ import annotations
@@ -26,43 +27,48 @@ if TYPE_CHECKING:
 
 
 _HALF = 16
-"""Bits of a magnitude that are counted at a time."""
+"""Number of bits of a magnitude that are counted at a time."""
 
 
 @dataclass(frozen=True)
 class TiesMethod(MergeMethod):
+    """Sum of the largest entries that agree in sign."""
+
     name = "ties"
     scale = (
-        "α multiplies the sum of the numbers that agree in sign; the paper multiplies their mean by λ, "
-        "1 without validation data: with 'mean', α is that λ"
+        "α multiplies the sum of the entries that agree in sign; the paper multiplies their mean by λ, which is 1 "
+        "without validation data: with 'mean', α is that λ"
     )
 
     keep: float = 0.2
-    """The share of a vector's numbers that stays; the paper's k is 20 %."""
+    """Share of a vector's entries that is kept; the paper's k is 20 %."""
     mean: bool = False
+    """Whether the entries that agree are averaged."""
 
     def __post_init__(self) -> None:
         self.require_share("keep", zero=False, one=True)
         self.require_switch("mean")
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
-        return partial(self._of_trimmed, inputs, [threshold(each.tensors, self.keep) for each in inputs])
+        """Computes the thresholds and returns a function that merges one parameter."""
+        return partial(self._merge_trimmed, inputs, [threshold(vector.tensors, self.keep) for vector in inputs])
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Merges one parameter."""
         return self.begin(inputs)(name)
 
-    def _of_trimmed(self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str) -> Tensor:
-        # Each vector is read twice, so that two tensors at a time are enough.
+    def _merge_trimmed(self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str) -> Tensor:
+        # Each vector is read twice, so that only two tensors are in memory at a time.
         elected = self._total(inputs, thresholds, name).sign_()
         return self._total(inputs, thresholds, name, elected)
 
     def _total(
         self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str, elected: Tensor | None = None
     ) -> Tensor:
-        """The sum of what stays of the vectors; with elected signs, of what agrees with them."""
+        """Sums the kept entries of all vectors; with elected signs, only those that agree with them."""
         total, count = torch.zeros(()), torch.zeros(())
-        for each, smallest in zip(inputs, thresholds, strict=True):
-            part = each.read(name).where(each.tensors[name].abs() >= smallest, 0.0)
+        for vector, smallest in zip(inputs, thresholds, strict=True):
+            part = vector.read(name).where(vector.tensors[name].abs() >= smallest, 0.0)
             if elected is not None:
                 agrees = (part * elected.to(part.device)) > 0
                 part = part.where(agrees, 0.0)
@@ -72,19 +78,29 @@ class TiesMethod(MergeMethod):
 
 
 def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
-    """The smallest magnitude that stays: exact, over all parameters, holding one of them at a time.
+    """Finds the smallest magnitude that is kept, exactly and over all parameters, reading one at a time.
 
-    Magnitudes in float32 are in the order of their bits, read as whole numbers: one pass counts the upper half of the
-    bits, a second one the lower half of those numbers that share the upper half of the one that is looked for.
+    Magnitudes in float32 have the same order as their bits read as integers. One pass counts the upper half of the
+    bits; a second pass counts the lower half of the magnitudes that share the upper half of the threshold.
+
+    Args:
+        tensors: Parameter name -> tensor.
+        keep: The share of the entries to keep, in (0, 1].
+
+    Returns:
+        The threshold.
     """
     size = sum(tensors[name].numel() for name in tensors)
-    upper, left = _nth_largest(_counted(tensors), max(1, round(keep * size)))
-    lower, _ = _nth_largest(_counted(tensors, upper), left)
+    upper, rank = _nth_largest(_count_halves(tensors), max(1, round(keep * size)))
+    lower, _ = _nth_largest(_count_halves(tensors, upper), rank)
     return float(torch.tensor(upper << _HALF | lower, dtype=torch.int32).view(torch.float32))
 
 
-def _counted(tensors: Mapping[str, Tensor], upper: int | None = None) -> Tensor:
-    """(2^16,): how many magnitudes have which upper half; with `upper`, which lower half those have that share it."""
+def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Tensor:
+    """Counts magnitudes by the upper half of their bits, or by the lower half of those with the given upper half.
+
+    Returns counts of shape (2^16,).
+    """
     counts = torch.zeros(1 << _HALF, dtype=torch.int64)
     for name in tensors:
         bits = tensors[name].float().abs().contiguous().view(-1).view(torch.int32)
@@ -96,8 +112,8 @@ def _counted(tensors: Mapping[str, Tensor], upper: int | None = None) -> Tensor:
 
 
 def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
-    """Where the n-th largest, from 1, is counted, and the how many-th largest it is there."""
+    """Returns the bin of the n-th largest value, from 1, and its rank among the values of that bin."""
     from_above = counts.flip(0).cumsum(0)
-    place = int(torch.searchsorted(from_above, n))
-    before = int(from_above[place - 1]) if place else 0
-    return len(counts) - 1 - place, n - before
+    index = int(torch.searchsorted(from_above, n))
+    before = int(from_above[index - 1]) if index else 0
+    return len(counts) - 1 - index, n - before

@@ -1,17 +1,13 @@
-"""Singular vectors, for the methods that merge matrices by them. A matrix is (m, n), r = min(m, n).
+"""TSV-M (Gargiulo et al., 2025): merges task singular vectors after making them orthogonal to each other.
 
-Parameters of two dimensions are matrices, as in the authors' codes; all others (biases, norms, tokens, kernels of
-convolutions) are added up, or averaged where `mean` is asked for, as there.
+A matrix has shape (m, n), and r = min(m, n). Of each task's matrix, the largest ⌊r / T⌋ singular values (at least
+one) and their vectors are kept. The left vectors of all tasks, side by side, are replaced by the nearest matrix with
+orthonormal columns, and so are the right vectors; the result is U diag(s) Vᵀ. Nothing is averaged: tasks whose
+singular vectors are orthogonal to each other are added unchanged, and a single vector is not changed.
 
-TSV-M (Gargiulo et al., 2025): task singular vectors, made orthogonal to each other.
-
-Of each task's matrix, the largest ⌊r / T⌋ singular values stay (one at least), with their vectors. Left vectors of all
-tasks, side by side, are replaced by the nearest matrix with orthonormal columns, and so are the right ones; then
-U diag(s) Vᵀ. Nothing is averaged: tasks whose singular vectors are orthogonal to each other are added up as they are.
-One vector alone stays what it is.
-
-The paper multiplies the result by α, and finds that 1 serves without validation data. Its code averages the parameters
-that are no matrices; `mean` does so, too, and else they are added up.
+The paper multiplies the result by α and finds that 1 works without validation data. As in the authors' code,
+parameters with two dimensions are matrices. All others (biases, norms, tokens, convolution kernels) are averaged
+there, as they are with `mean`; otherwise they are summed.
 """
 
 from __future__ import annotations
@@ -26,64 +22,81 @@ from torch import Tensor
 from kfacpack.vectors.methods.method import MergeMethod, MethodInput, weighted_sum
 
 ROUNDING = torch.finfo(torch.float32).eps
-"""Singular values below this share of the largest are what rounding the numbers to float32 makes of zero.
+"""Singular values below this share of the largest are rounding errors of zero in float32.
 
-Their vectors are arbitrary: a method that gave them weight would add noise, and would not know its own result again.
+Their vectors are arbitrary; a method that gave them weight would add noise.
 """
 
 
 class SingularVectors(NamedTuple):
-    """U diag(s) Vh, of the k largest singular values: (m, k), (k,), (k, n)."""
+    """The k largest singular values and their vectors, U diag(s) Vh: (m, k), (k,), (k, n)."""
 
     U: Tensor
     s: Tensor
     Vh: Tensor
 
     def first(self, k: int) -> SingularVectors:
-        """A copy, so that the rest can be forgotten."""
+        """Returns a copy of the k largest, so that the memory of the others can be freed."""
         return SingularVectors(self.U[:, :k].clone(), self.s[:k].clone(), self.Vh[:k].clone())
 
 
-def decomposed(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
-    """Without directions that the matrix does not have: k is its rank. `largest`: what zero is measured by."""
+def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
+    """Computes the singular value decomposition, truncated to the numerical rank.
+
+    Args:
+        matrix: A matrix of shape (m, n).
+        largest: The value that singular values are compared with to decide whether they are zero; by default the
+            largest of them.
+
+    Returns:
+        The singular values and vectors.
+    """
     U, s, Vh = torch.linalg.svd(matrix, full_matrices=False)
     rank = int((s > ROUNDING * (s[:1] if largest is None else largest)).sum())
     return SingularVectors(U, s, Vh).first(rank)
 
 
-def orthogonalized(columns: Tensor) -> Tensor:
-    """The matrix (m, k) with orthonormal columns that is nearest to this one (Procrustes): P Qᵀ of its P D Qᵀ.
+def orthogonalize(columns: Tensor) -> Tensor:
+    """Returns the nearest matrix with orthonormal columns (Procrustes): P Qᵀ of the decomposition P D Qᵀ.
 
-    Of columns that depend on each other, the part that every nearest one has in common: they share a direction.
+    For linearly dependent columns the nearest matrix is not unique; the part that all of them have in common is
+    returned, in which such columns share a direction.
+
+    Args:
+        columns: A matrix of shape (m, k).
     """
-    P, _, Qh = decomposed(columns)
+    P, _, Qh = decompose(columns)
     return P @ Qh
 
 
-def joined(parts: list[SingularVectors]) -> SingularVectors:
-    """Side by side, made orthogonal again."""
-    U = orthogonalized(torch.cat([part.U for part in parts], 1))
-    V = orthogonalized(torch.cat([part.Vh for part in parts]).T)
+def join_orthogonal(parts: list[SingularVectors]) -> SingularVectors:
+    """Concatenates singular vectors and makes them orthogonal to each other."""
+    U = orthogonalize(torch.cat([part.U for part in parts], 1))
+    V = orthogonalize(torch.cat([part.Vh for part in parts]).T)
     return SingularVectors(U, torch.cat([part.s for part in parts]), V.T)
 
 
 @dataclass(frozen=True)
 class TsvMethod(MergeMethod):
+    """TSV-M: task singular vectors, made orthogonal to each other."""
+
     name = "tsv"
     scale = (
-        "α is the paper's, which finds that 1 serves; parameters that are no matrices are added up, in its code "
-        "averaged: with 'mean', here too"
+        "α is the paper's, which recommends 1; parameters that are not matrices are summed, with 'mean' averaged as "
+        "in the authors' code"
     )
 
     mean: bool = False
+    """Whether parameters that are not matrices are averaged."""
 
     def __post_init__(self) -> None:
         self.require_switch("mean")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Merges one parameter."""
         shape = inputs[0].tensors[name].shape
         if len(shape) != 2:
             return weighted_sum(inputs, name, mean=self.mean)
         share = max(1, min(shape) // len(inputs))
-        U, s, Vh = joined([decomposed(each.read(name)).first(share) for each in inputs])
+        U, s, Vh = join_orthogonal([decompose(vector.read(name)).first(share) for vector in inputs])
         return (U * s) @ Vh

@@ -1,0 +1,383 @@
+"""Everything of torch that is not public API, behind functions of ours.
+
+No other module of the package may use a private name of torch, except `_compat`, which imports other libraries.
+Each function names the private part that it reads. All of them are tested with torch 2.13;
+`tests/test_torch_private.py` has one test per function, which fails with the function's name when torch changes.
+
+Two features depend on this module. `kp.estimate` reads the arguments that autograd nodes have saved, and has no
+other way to obtain them. `kp.linearize` computes tangents below autograd; where a part that it needs is missing
+(`missing_jvp_parts`), it falls back to `torch.func.jvp`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import enable_reentrant_dispatch
+
+from kfacpack.errors import KfacpackError
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+_NODE_SUFFIX = "Backward0"
+
+RESHAPING_OPERATIONS = frozenset(
+    ("T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "ToCopy", "Alias")
+)
+"""Names (see `operation_name`) of operations that only rearrange or cast a tensor."""
+
+VIEW_OPERATIONS = frozenset(("View", "UnsafeView", "ReshapeAlias", "Alias"))
+"""Names of operations that change the shape of a tensor and keep the order of its elements."""
+
+
+# Autograd nodes
+
+
+def operation_name(node: Node) -> str:
+    """Returns the name of an operation, such as `Addmm` or `NativeLayerNorm`.
+
+    Reads `node.name()`, which is public; the names themselves (`AddmmBackward0`) are not. Names of other overloads
+    (`MulBackward1`) and of custom autograd functions (`MyFunctionBackward`) are returned unchanged.
+    Known to work with torch 2.13.
+    """
+    return node.name().removesuffix(_NODE_SUFFIX)
+
+
+def accumulated_leaf(node: Node) -> Tensor | None:
+    """Returns the leaf tensor that an `AccumulateGrad` node adds gradients to; None for any other node.
+
+    Reads `AccumulateGrad.variable`. Known to work with torch 2.13.
+    """
+    leaf: Tensor | None = getattr(node, "variable", None)
+    return leaf
+
+
+def saved(node: Node, name: str) -> Any:
+    """Returns a tensor or number that an operation has saved for its backward pass.
+
+    Reads `node._saved_<name>`. Known to work with torch 2.13.
+
+    Args:
+        node: The operation.
+        name: Name of the argument in torch's `derivatives.yaml`: `mat1`, `other`, `alpha`, ...
+
+    Raises:
+        KfacpackError: If the operation has no such attribute, as in a torch version that saves other arguments.
+    """
+    try:
+        return getattr(node, f"_saved_{name}")
+    except AttributeError as error:
+        problem = f"torch {torch.__version__} does not save {name!r} of {node.name()!r} for the backward pass"
+        raise KfacpackError(f"{problem}; use a torch version that kfacpack is tested with (2.13)") from error
+
+
+def product_scales(node: Node) -> tuple[Any, Any]:
+    """Returns (alpha, beta) of a matrix product; 1 where the operation has no such argument.
+
+    Reads `node._saved_alpha` and `node._saved_beta`. Known to work with torch 2.13.
+    """
+    return getattr(node, "_saved_alpha", 1), getattr(node, "_saved_beta", 1)
+
+
+def slice_start(node: Node) -> int | None:
+    """Returns the first index of a slice; None if the operation is not a slice.
+
+    Reads `node._saved_start`. Known to work with torch 2.13.
+    """
+    start: int | None = getattr(node, "_saved_start", None)
+    return start
+
+
+def output_count(node: Node) -> int:
+    """Returns the number of outputs of an operation.
+
+    Reads `node._input_metadata`: the inputs of a backward function are the outputs of the operation.
+    Known to work with torch 2.13.
+    """
+    return len(node._input_metadata)
+
+
+def output_shape(node: Node, output: int = 0) -> tuple[int, ...]:
+    """Returns the shape of one output of an operation.
+
+    Reads `node._input_metadata[output].shape`. Known to work with torch 2.13.
+    """
+    return tuple(node._input_metadata[output].shape)
+
+
+def input_shape(node: Node, slot: int) -> tuple[int, ...]:
+    """Returns the shape of input number `slot` of an operation, which must be computed from a leaf.
+
+    Reads `_input_metadata` of the node that computed the input. Known to work with torch 2.13.
+    """
+    producer, output = node.next_functions[slot]
+    assert producer is not None
+    return output_shape(producer, output)
+
+
+def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tensor:
+    """Runs the backward function of one operation, outside autograd's engine.
+
+    Calls the node itself. Known to work with torch 2.13.
+
+    Args:
+        node: The operation.
+        output: Which of its outputs `gradient` belongs to; the gradients of the others are zero.
+        slot: Which of its inputs to return the gradient of.
+        gradient: The gradient at the output.
+
+    Returns:
+        The gradient at the input, of the shape of the input.
+
+    Raises:
+        KfacpackError: If the operation is a custom autograd function or comes from torch.compile.
+    """
+    call: Any = node
+    if not callable(call):
+        problem = f"{node.name()!r} is not an operation of torch, and its backward function cannot be called"
+        raise KfacpackError(f"{problem}; estimate the model without torch.compile and custom autograd functions")
+    gradients: list[Tensor | None] = [None] * output_count(node)
+    gradients[output] = gradient
+    with torch.no_grad():
+        results = call(*gradients)
+    result: Tensor = results[slot] if isinstance(results, tuple) else results
+    # Broadcasting is undone by autograd's engine, not by the operation itself.
+    return result.sum_to_size(input_shape(node, slot))
+
+
+class ConvolutionArguments(NamedTuple):
+    """Arguments of a convolution, as autograd saved them."""
+
+    input: Tensor
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool
+    groups: int
+
+
+def convolution_arguments(node: Node) -> ConvolutionArguments:
+    """Returns the arguments of a convolution; `kernel` is the spatial shape of the weight.
+
+    Reads `_saved_input`, `_saved_weight`, `_saved_stride`, `_saved_padding`, `_saved_dilation`, `_saved_transposed`
+    and `_saved_groups`. Known to work with torch 2.13.
+    """
+    return ConvolutionArguments(
+        input=saved(node, "input"),
+        kernel=tuple(saved(node, "weight").shape[2:]),
+        stride=saved(node, "stride"),
+        padding=saved(node, "padding"),
+        dilation=saved(node, "dilation"),
+        transposed=saved(node, "transposed"),
+        groups=saved(node, "groups"),
+    )
+
+
+class EmbeddingArguments(NamedTuple):
+    """Arguments of an embedding lookup, as autograd saved them."""
+
+    indices: Tensor
+    padding_index: int
+    scale_grad_by_freq: bool
+
+
+def embedding_arguments(node: Node) -> EmbeddingArguments:
+    """Returns the arguments of an embedding lookup; `padding_index` is -1 if there is none.
+
+    Reads `_saved_indices`, `_saved_padding_idx` and `_saved_scale_grad_by_freq`. Known to work with torch 2.13.
+    """
+    padding_index = saved(node, "padding_idx")
+    # Some versions of torch return -1 as an unsigned number.
+    padding_index = padding_index - 2**64 if padding_index >= 2**63 else padding_index
+    return EmbeddingArguments(saved(node, "indices"), padding_index, saved(node, "scale_grad_by_freq"))
+
+
+def layer_norm_rows(node: Node) -> Tensor:
+    """Returns the normalized input of a layer norm, before scale and shift.
+
+    Reads `_saved_input`, `_saved_result1` (mean) and `_saved_result2` (1 / sqrt(variance + eps)).
+    Known to work with torch 2.13.
+    """
+    rows: Tensor = (saved(node, "input") - saved(node, "result1")) * saved(node, "result2")
+    return rows
+
+
+# Dispatch below autograd
+
+
+def _find(path: str) -> Any:
+    """Returns the object at a dotted path that begins with `torch`; None if this torch version does not have it."""
+    value: Any = torch
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    return value
+
+
+_JVP_PARTS = (
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._C._DisableAutocast",
+    "torch._C._DisableTorchDispatch",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch.autograd.forward_ad._set_fwd_grad_enabled",
+    "torch.Tensor._is_view",
+    "torch.Tensor._is_zerotensor",
+    "torch.Tensor._base",
+    "torch.Tensor._version",
+)
+
+
+def missing_jvp_parts() -> tuple[str, ...]:
+    """Returns the private parts that the fast path of `kp.linearize` needs and this torch version does not have.
+
+    Looks up the names in `_JVP_PARTS`, and `_schema` of an operator. Known to work with torch 2.13, where the result
+    is empty.
+    """
+    missing = [path for path in _JVP_PARTS if _find(path) is None]
+    if not hasattr(torch.ops.aten.mm.default, "_schema"):
+        missing.append("torch.ops.OpOverload._schema")
+    return tuple(missing)
+
+
+autocast_disabled: Any = _find("torch._C._DisableAutocast")
+"""Context manager: no operation is autocast.
+
+Is `torch._C._DisableAutocast`, without a function around it because it is entered for every operation. Unlike
+`torch.autocast(enabled=False)`, it also works below autograd's dispatch key. Known to work with torch 2.13.
+"""
+
+_dispatch_disabled: Any = _find("torch._C._DisableTorchDispatch")
+_forward_grad_enabled: Any = _find("torch.autograd.forward_ad._set_fwd_grad_enabled")
+_graph_is_kept: Any = _find("torch._C._autograd._get_current_graph_task_keep_graph")
+
+
+class DispatchMode(_find("torch.utils._python_dispatch.TorchDispatchMode") or object):  # type: ignore[misc]
+    """Base of context managers that intercept operations below autograd, in `__torch_dispatch__`.
+
+    Is `torch.utils._python_dispatch.TorchDispatchMode`. `_should_skip_dynamo` is overridden because torch would
+    otherwise import its compiler, which takes seconds. Known to work with torch 2.13.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+@contextmanager
+def forward_ad_below_autograd() -> Iterator[None]:
+    """Enables forward-mode differentiation inside `__torch_dispatch__`, without recording a graph.
+
+    Uses `torch._C._DisableTorchDispatch`, `torch._C._DisableAutocast` and `forward_ad._set_fwd_grad_enabled`; custom
+    autograd functions switch forward-mode off while they run. Known to work with torch 2.13.
+    """
+    with (
+        torch.no_grad(),
+        enable_reentrant_dispatch(),
+        _dispatch_disabled(),
+        autocast_disabled(),
+        _forward_grad_enabled(True),
+        forward_ad.dual_level(),
+    ):
+        yield
+
+
+def tangent_of_dual(tensor: Tensor) -> Tensor | None:
+    """Returns the tangent of a dual tensor; None if it is zero. Call it inside a `dual_level`.
+
+    Reads `Tensor._is_zerotensor()`. Known to work with torch 2.13.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return None
+    tangent = forward_ad.unpack_dual(tensor).tangent
+    return None if tangent is None or tangent._is_zerotensor() else tangent
+
+
+def is_mutating(operator: Any) -> bool:
+    """Returns whether an operator writes to one of its arguments.
+
+    Reads `OpOverload._schema.is_mutable`. Known to work with torch 2.13.
+    """
+    mutable: bool = operator._schema.is_mutable
+    return mutable
+
+
+def writes_first_argument_only(operator: Any) -> bool:
+    """Returns whether a mutating operator writes to its first argument and to no other.
+
+    Reads `alias_info` of `OpOverload._schema.arguments`. Known to work with torch 2.13.
+    """
+    first, *others = operator._schema.arguments
+    return _is_written(first) and not any(_is_written(argument) for argument in others)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a call by name, with defaults for those that were left out.
+
+    Reads names and defaults in `OpOverload._schema.arguments`. Known to work with torch 2.13.
+    """
+    arguments = operator._schema.arguments
+    bound = {argument.name: argument.default_value for argument in arguments} | dict(kwargs)
+    return bound | {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+
+
+def attention_operators() -> list[Any]:
+    """Returns the fused kernels of scaled dot-product attention, which have no forward-mode derivative.
+
+    Looks up `torch.ops.aten._scaled_dot_product_*`; leaves out those that this torch version does not have.
+    Known to work with torch 2.13.
+    """
+    kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    packets = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}", None) for kernel in kernels]
+    return [packet.default for packet in packets if packet is not None]
+
+
+# Tensors, and the state of autograd
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor that a view is a view of; the tensor itself if it is not a view.
+
+    Reads `Tensor._is_view()` and `Tensor._base`. Known to work with torch 2.13.
+    """
+    base = tensor._base if tensor._is_view() else None
+    return tensor if base is None else base
+
+
+def tensor_version(tensor: Tensor) -> int:
+    """Returns the number of times that the memory of a tensor was written to.
+
+    Reads `Tensor._version`. Known to work with torch 2.13.
+    """
+    return tensor._version
+
+
+def backward_retains_graph() -> bool:
+    """Returns whether the backward pass that is running was started with `retain_graph=True`.
+
+    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. Where torch does not have it, returns True, which
+    is always correct but keeps memory. Known to work with torch 2.13.
+    """
+    return True if _graph_is_kept is None else bool(_graph_is_kept())
+
+
+def eager_mode() -> AbstractContextManager[Any]:
+    """Returns a context manager in which functions made by `torch.compile` run uncompiled.
+
+    Uses `torch.compiler.set_stance` (public since torch 2.6), only if `torch._dynamo` is imported already: importing
+    it takes seconds, and without it nothing is compiled. Known to work with torch 2.13.
+    """
+    if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance

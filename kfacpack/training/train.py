@@ -1,0 +1,259 @@
+"""Training a task vector in one call: what `kfacpack train`, the stages of a plan and `kp.train` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.models.families import load_model
+from kfacpack.models.heads import Head, head_for
+from kfacpack.models.model import Model
+from kfacpack.tasks.registry import load_task
+from kfacpack.training.data_penalty import DataPenalty
+from kfacpack.training.regimes import REGIMES
+from kfacpack.training.regularizer import Regularizer
+from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from kfacpack.format.units import OnProgress
+    from kfacpack.format.vector_manifest import RegimeName
+    from kfacpack.merging.inputs import Mergeable
+    from kfacpack.models.heads import HeadKind
+    from kfacpack.tasks.task import Task
+    from kfacpack.training.metrics import Metrics
+    from kfacpack.training.penalty_weights import Preset
+    from kfacpack.vectors.task_vector import TaskVector
+
+
+def train(
+    model: Model | str,
+    task: Task | str,
+    *,
+    reg: Sequence[Mergeable] | Mergeable = (),
+    reg_data: Sequence[Task | str] = (),
+    strength: float | None = None,
+    reg_every: int = 1,
+    weights: Mapping[str, float] | None = None,
+    preset: Preset | None = None,
+    offload: bool = False,
+    regime: RegimeName = "linear",
+    params: Sequence[str] | str | None = None,
+    head: Head | HeadKind = "auto",
+    steps: int | None = None,
+    epochs: float | None = None,
+    batch_size: int = 32,
+    at_once: int | None = None,
+    lr: float | None = None,
+    warmup: float = 0.1,
+    weight_decay: float = 0.1,
+    autocast: bool | None = None,
+    seed: int = 0,
+    output: str | os.PathLike[str] | None = None,
+    resume: bool = False,
+    on_progress: Callable[[Metrics, int], None] = lambda metrics, steps: None,
+    stopped: Callable[[], bool] = lambda: False,
+) -> TaskVector:
+    """Trains a task vector, with or without a penalty that protects other tasks.
+
+    Args:
+        model: A model of `kp.load_model`, or its name.
+        task: A task of `kp.load_task`, or its name.
+        reg: Bundles of the other tasks' curvature: curvatures, paths or `hf://` references. The trained task is left
+            out of bundles that contain it, where that is possible.
+        reg_data: Other tasks whose drift is penalised on their own data instead of by bundles (τJp).
+        strength: λ. By default 80, 1 with `reg_data`, or the preset's.
+        reg_every: Apply the penalty at every N-th step only.
+        weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
+        preset: `"tak"` for the published scaling, strength and weights.
+        offload: Keep the factors on the CPU and move one block at a time.
+        regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only.
+        params: Names or patterns of the trained parameters; by default all that the model family does not freeze.
+        head: A frozen head, or how to make one: `"auto"`, `"text"`, `"words"` or `"prototypes"`.
+        steps: Number of steps; 500 if neither `steps` nor `epochs` is given.
+        epochs: Passes over the training examples, instead of `steps`.
+        batch_size: Examples of one step, over all processes.
+        at_once: Examples computed at a time; the gradients of a step are accumulated.
+        lr: Peak learning rate; by default one that fits the model.
+        warmup: Fraction of the steps in which the learning rate rises.
+        weight_decay: AdamW's weight decay on τ.
+        autocast: Whether to compute the model in bfloat16; by default only on CUDA.
+        seed: Seed for the order of the examples.
+        output: File to write. Metrics of each step go beside it, and so does the state of an interrupted run.
+            Without it, nothing is kept on disk.
+        resume: Resume an interrupted run of the same `output`.
+        on_progress: Called after each step with its metrics and the number of steps.
+        stopped: Checked after each step; once it returns True the state is stored and `Interrupted` is raised.
+
+    Returns:
+        The task vector, with its head.
+
+    Raises:
+        KfacpackError: If the model, the task, the bundles or the settings do not fit together.
+
+    Example:
+        >>> vector = kp.train("tiny", "digits", reg=["others.kfac"], steps=50)
+        >>> vector.save("digits.safetensors")
+    """
+    trainer = build_trainer(
+        load_model(model) if isinstance(model, str) else model,
+        load_task(task) if isinstance(task, str) else task,
+        reg=reg,
+        reg_data=[load_task(other) if isinstance(other, str) else other for other in reg_data],
+        strength=strength,
+        reg_every=reg_every,
+        weights=weights,
+        preset=preset,
+        offload=offload,
+        regime=regime,
+        params=params,
+        head=head,
+        settings=TrainingSettings(
+            steps=steps,
+            epochs=epochs,
+            batch_size=batch_size,
+            at_once=at_once,
+            lr=lr,
+            warmup=warmup,
+            weight_decay=weight_decay,
+            seed=seed,
+        ),
+        autocast=autocast,
+    )
+    if output is not None:
+        return trainer.run(Path(output), resume=resume, on_progress=on_progress, stopped=stopped)
+    if resume:
+        raise KfacpackError("resume needs an output: without one, nothing is kept on disk")
+    with TemporaryDirectory() as folder:
+        return trainer.run(Path(folder) / "vector.safetensors", on_progress=on_progress, stopped=stopped)
+
+
+def build_trainer(
+    model: Model,
+    task: Task,
+    *,
+    settings: TrainingSettings,
+    reg: Sequence[Mergeable] | Mergeable = (),
+    reg_data: Sequence[Task] = (),
+    strength: float | None = None,
+    reg_every: int = 1,
+    weights: Mapping[str, float] | None = None,
+    preset: Preset | None = None,
+    offload: bool = False,
+    regime: RegimeName = "linear",
+    params: Sequence[str] | str | None = None,
+    head: Head | HeadKind = "auto",
+    autocast: bool | None = None,
+    on_head: OnProgress = lambda done, total: None,
+) -> Trainer:
+    """Assembles a training run without starting it.
+
+    Args:
+        model: The base model.
+        task: The task to train.
+        settings: Length, batches, learning rate and seed.
+        reg: See `train`.
+        reg_data: See `train`.
+        strength: See `train`.
+        reg_every: See `train`.
+        weights: See `train`.
+        preset: See `train`.
+        offload: See `train`.
+        regime: See `train`.
+        params: See `train`.
+        head: See `train`.
+        autocast: See `train`.
+        on_head: Called with the examples done and their number while a head of prototypes is made.
+
+    Returns:
+        A trainer that is ready to `run`.
+
+    Raises:
+        KfacpackError: If a penalty option is given without its penalty, or if model, task and bundles do not fit.
+    """
+    bundles = as_bundle_list(reg)
+    check_penalty_options(
+        bundles, reg_data, strength=strength, weights=weights, preset=preset, reg_every=reg_every, offload=offload
+    )
+    chosen = REGIMES[regime](model, params)
+    regularizer = None
+    if bundles:
+        regularizer = Regularizer(
+            bundles,
+            strength,
+            weights=weights,
+            preset=preset,
+            every=reg_every,
+            offload=offload,
+            leaving_out=task.name,
+        )
+        regularizer.check(model)  # before the head, which may take long
+    return Trainer(
+        chosen,
+        task,
+        head if isinstance(head, Head) else head_for(model, task, head, on_progress=on_head),
+        settings,
+        regularizer,
+        _data_penalty(reg_data, strength, task, settings),
+        torch.bfloat16 if uses_autocast(model, autocast) else None,
+    )
+
+
+def as_bundle_list(reg: Sequence[Mergeable] | Mergeable) -> list[Mergeable]:
+    """Returns one bundle or several as a list."""
+    return list(reg) if isinstance(reg, Sequence) and not isinstance(reg, str) else [reg]
+
+
+def check_penalty_options(
+    bundles: Sequence[object],
+    reg_data: Sequence[object],
+    *,
+    strength: float | None,
+    weights: Mapping[str, float] | None,
+    preset: Preset | None,
+    reg_every: int,
+    offload: bool,
+) -> None:
+    """Refuses options of a penalty that is not there; needs no model, so that it can run first.
+
+    Args:
+        bundles: The bundles of the penalty, if any.
+        reg_data: The tasks of a penalty on data, if any.
+        strength: See `train`.
+        weights: See `train`.
+        preset: See `train`.
+        reg_every: See `train`.
+        offload: See `train`.
+
+    Raises:
+        KfacpackError: If both kinds of penalty are given, or an option without its penalty.
+    """
+    if bundles and reg_data:
+        raise KfacpackError("the penalty comes from bundles (--reg) or from data (--reg-data), got both")
+    if strength is not None and not (bundles or reg_data):
+        raise KfacpackError("--strength needs a penalty: give --reg FILE.kfac or --reg-data TASK")
+    if not bundles and (weights or preset or reg_every != 1 or offload):
+        options = "--weight, --preset, --reg-every and --offload"
+        raise KfacpackError(f"{options} belong to a penalty of bundles: give --reg FILE.kfac")
+
+
+def uses_autocast(model: Model, autocast: bool | None = None) -> bool:
+    """Returns whether a training computes the model in bfloat16: as requested, or by default on CUDA only."""
+    return next(model.module.parameters()).device.type == "cuda" if autocast is None else autocast
+
+
+def _data_penalty(
+    others: Sequence[Task], strength: float | None, task: Task, settings: TrainingSettings
+) -> DataPenalty | None:
+    names = [other.name for other in others]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise KfacpackError(f"--reg-data {printable(repeated[0])} is given twice and would count twice")
+    if task.name in names:
+        raise KfacpackError(f"--reg-data {printable(task.name)} is the task that is trained; name the other tasks")
+    return DataPenalty(others, strength, settings.batch_size, settings.seed) if others else None
