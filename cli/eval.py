@@ -14,6 +14,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
 from kfacpack.format.units import parse_alphas
+from kfacpack.format.vector_manifest import HeadKind
 from kfacpack.models.prompts import PromptStyle
 
 from .console import loading, print_json, print_line, show_note
@@ -34,7 +35,6 @@ from .options import (
     WEIGHTS,
     WORKERS,
     File,
-    HeadKind,
     check_output,
     data_folders,
     duplicate,

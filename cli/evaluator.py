@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import printable
+from kfacpack.format.vector_manifest import HeadKind
 from kfacpack.format.writer import write_atomically
 
 from .console import examples_bar, name_cell, out, percent, plain_table, print_line
-from .options import HeadKind
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet, Score

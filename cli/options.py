@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
@@ -72,7 +72,6 @@ DTYPE = option(
     "--dtype",
     help="Compute dtype of the model; accumulation and training use at least float32.",
 )
-HeadKind = Literal["auto", "text", "words", "prototypes"]
 HEAD = option(
     MODEL,
     "auto",

@@ -12,7 +12,7 @@ from rich.text import Text
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
-from kfacpack.format.vector_manifest import RegimeName
+from kfacpack.format.vector_manifest import HeadKind, RegimeName
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_ON_DATA, Preset
 
@@ -33,7 +33,6 @@ from .options import (
     WEIGHTS,
     WORKERS,
     File,
-    HeadKind,
     check_output,
     load_model_option,
     load_task_option,

@@ -1,29 +1,69 @@
 from .compression.compress import compress
-from .curvature.blocks import CurvatureBlock, Kronecker, Whole
+from .curvature.blocks import BlockForm, CurvatureBlock, Kronecker, Whole
 from .curvature.curvature import Curvature, identify, load
 from .curvature.export import export
 from .curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
-from .curvature.verification import verify
-from .errors import BundleError, CorruptTensor, KfacpackError, MatrixError, TaskVectorError
+from .curvature.matrices.matrix import Matrix
+from .curvature.verification import Verification, verify
+from .errors import (
+    BundleError,
+    CorruptTensor,
+    HubError,
+    KfacpackError,
+    MatrixError,
+    NotFiniteError,
+    SubtractionError,
+    TaskVectorError,
+    VerificationError,
+)
 from .estimation.estimate import estimate
-from .evaluation.accuracy import evaluate
+from .estimation.resume import Interrupted
+from .estimation.task_estimate import estimate_task
+from .evaluation.accuracy import EvaluationSet, Score, evaluate
 from .evaluation.bundle_quality import drift, spectra
 from .evaluation.disentanglement import disentanglement
 from .evaluation.localisation import localisation
 from .evaluation.sweep import sweep
 from .experiments.report import report
-from .format.manifest import EXPAND, REDUCE, About, Base, Estimate, Function, Join, Piece, Source
+from .experiments.run import run
+from .format.container import Container
+from .format.manifest import (
+    EXPAND,
+    REDUCE,
+    About,
+    Base,
+    DenseEntry,
+    Estimate,
+    Function,
+    Join,
+    KroneckerEntry,
+    Loss,
+    Merge,
+    OutputScale,
+    Parameter,
+    Piece,
+    Scaling,
+    Source,
+)
 from .format.reader import Bundle
+from .format.reference import Reference
+from .format.vector_manifest import AboutVector
+from .hub.importer import ImportResult
 from .hub.mammoth import import_mammoth
-from .hub.push import push
-from .hub.repository import pull
-from .linearization.linearize import linearize
+from .hub.push import PushResult, push
+from .hub.repository import PullResult, SearchResult, pull, search
+from .linearization.linearize import Linearized, SlowLinearizationWarning, linearize
 from .merging.merge import merge
 from .models.families import load_model
 from .models.heads import Head, head_for
+from .models.model import Model
 from .tasks.registry import load_task
-from .training.regularizer import Regularizer
+from .tasks.task import Split, Task
+from .training.metrics import Metrics, MetricsWarning, PenaltyWarning
+from .training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularizer
+from .training.train import train
 from .vectors.add import add
+from .vectors.storage import VectorStorage
 from .vectors.task_vector import TaskVector
 
 __version__: str
@@ -31,36 +71,72 @@ __all__ = [
     "EXPAND",
     "REDUCE",
     "About",
+    "AboutVector",
     "Base",
     "BlockDiagonal",
+    "BlockForm",
     "Bundle",
     "BundleError",
+    "Container",
     "CorruptTensor",
     "Curvature",
     "CurvatureBlock",
     "Dense",
+    "DenseEntry",
     "Diagonal",
     "Estimate",
+    "EvaluationSet",
     "Function",
     "Head",
+    "HubError",
+    "ImportResult",
+    "Interrupted",
     "Join",
     "KfacpackError",
     "Kronecker",
+    "KroneckerEntry",
+    "Linearized",
+    "Loss",
     "LowRank",
+    "Matrix",
     "MatrixError",
+    "Merge",
+    "Metrics",
+    "MetricsWarning",
+    "Model",
+    "NotFiniteError",
+    "OutputScale",
+    "OutputScaleWarning",
+    "OwnTaskWarning",
     "Packed",
+    "Parameter",
+    "PenaltyWarning",
     "Piece",
+    "PullResult",
+    "PushResult",
+    "Reference",
     "Regularizer",
+    "Scaling",
+    "Score",
+    "SearchResult",
+    "SlowLinearizationWarning",
     "Source",
     "Sparse",
+    "Split",
+    "SubtractionError",
+    "Task",
     "TaskVector",
     "TaskVectorError",
+    "VectorStorage",
+    "Verification",
+    "VerificationError",
     "Whole",
     "add",
     "compress",
     "disentanglement",
     "drift",
     "estimate",
+    "estimate_task",
     "evaluate",
     "export",
     "head_for",
@@ -75,7 +151,10 @@ __all__ = [
     "pull",
     "push",
     "report",
+    "run",
+    "search",
     "spectra",
     "sweep",
+    "train",
     "verify",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -66,6 +67,60 @@ def test_every_public_name_is_there():
         assert getattr(kp, name) is not None
     with pytest.raises(AttributeError):
         _ = kp.nothing
+
+
+def public_names() -> dict[str, str]:
+    """Public name to the module that defines it."""
+    tree = ast.parse((ROOT / "kfacpack" / "__init__.pyi").read_text(encoding="utf-8"))
+    return {
+        alias.name: f"kfacpack/{(node.module or '').replace('.', '/')}"
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def test_types_of_public_functions_are_public():
+    """Every class of ours that a public function takes or returns has a public name."""
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "kfacpack").rglob("*.py")}
+    classes = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
+    public = public_names()
+    for name, module in public.items():
+        path = ROOT / f"{module}.py"
+        tree = trees[path if path.exists() else ROOT / module / "__init__.py"]
+        for node in tree.body:
+            if isinstance(node, ast.FunctionDef) and node.name == name:
+                arguments = [*node.args.args, *node.args.kwonlyargs]
+                annotations = [argument.annotation for argument in arguments if argument.annotation]
+                used = {
+                    leaf.id
+                    for annotation in [*annotations, *([node.returns] if node.returns else [])]
+                    for leaf in ast.walk(annotation)
+                    if isinstance(leaf, ast.Name) and leaf.id in classes
+                }
+                assert used <= public.keys(), f"{name}: {used - public.keys()}"
+
+
+def test_public_functions_document_their_arguments():
+    for name in kp.__all__:
+        value = getattr(kp, name)
+        if inspect.isfunction(value) and len(inspect.signature(value).parameters):
+            assert "Args:" in (value.__doc__ or ""), name
+
+
+def test_no_class_name_is_defined_twice():
+    seen: dict[str, Path] = {}
+    for path in [*(ROOT / "kfacpack").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in seen, f"{node.name}: {seen[node.name]} and {path}"
+                seen[node.name] = path
+
+
+def test_modules_are_few_and_short():
+    paths = [*(ROOT / "kfacpack").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]
+    assert len(paths) <= 170
+    assert all(len(path.read_text(encoding="utf-8").splitlines()) <= 500 for path in paths)
 
 
 def test_pickles_are_read_in_one_place():

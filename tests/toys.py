@@ -1,4 +1,4 @@
-"""A small model and a small task, as the library sees models and tasks."""
+"""A small model and small tasks with the interfaces of the library."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, CLASSES = 6, ("round", "square", "flat")
 
 
 class Attentive(nn.Module):
-    """One attention layer and one feed-forward one, over five positions of four numbers."""
+    """One attention layer and one feed-forward layer, over five positions of width four."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ class ToyTask:
 
 
 class NoFloat64(torch.Tensor):
-    """A tensor as on a device without float64, such as MPS: it becomes float64 only on the CPU."""
+    """Emulates a tensor on a device without float64, such as MPS: it can become float64 only on the CPU."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -112,6 +112,6 @@ class ValidatedTask(ToyTask):
 
 
 def toy_subjects(model: Model, seeds: dict[str, int], size: int = 60) -> list[SelectionTask]:
-    """A task of each name, with the model's own head for it."""
+    """Returns a task for each name, with the model's default head for it."""
     tasks = [ValidatedTask(name, seed, size) for name, seed in seeds.items()]
     return [SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task)) for task in tasks]

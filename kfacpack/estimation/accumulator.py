@@ -281,7 +281,8 @@ class CurvatureAccumulator:
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
         variance = (square - float(mean.square().sum())) * count / max(count - 1, 1)
-        return OutputScale(mean_square=square, variance=max(variance, 0.0))
+        # Six digits: the last ones depend on the order of additions, which several processes change.
+        return OutputScale(mean_square=float(f"{square:.6g}"), variance=float(f"{max(variance, 0.0):.6g}"))
 
     def finish(self) -> list[CurvatureBlock]:
         """Returns the blocks, scaled as the true GGN. The sums cannot be used afterwards.

@@ -30,9 +30,8 @@ from kfacpack.format.identity import share_classes
 from kfacpack.format.manifest import Fisher, FloatType, Probe
 from kfacpack.format.reference import expand_user
 from kfacpack.format.units import parse_alphas
-from kfacpack.format.vector_manifest import RegimeName
+from kfacpack.format.vector_manifest import HeadKind, RegimeName
 from kfacpack.models.families import FAMILIES
-from kfacpack.models.heads import HeadKind
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.tasks.task import parse_count
 from kfacpack.training.penalty_weights import resolve_strength

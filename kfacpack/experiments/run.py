@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import resource
 import sys
 import time
@@ -20,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfacpack.errors import KfacpackError
+from kfacpack.estimation.distributed import local_device
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.evaluation.accuracy import EvaluationSet
+from kfacpack.experiments.plan_file import read_plan
 from kfacpack.experiments.results import results
 from kfacpack.experiments.stage import StageProgress
 from kfacpack.experiments.stage_graph import StageGraph
@@ -173,6 +176,40 @@ class RunContext:
 RESULTS, TIMES = "results.json", "times.json"
 _PROBE_EXAMPLES = 32
 """Number of examples on which the speed of the model is measured."""
+
+
+def run(
+    plan: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    device: str = "auto",
+    show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
+    stopped: Callable[[], bool] = lambda: False,
+) -> dict[str, Any]:
+    """Runs a plan: estimates, merges, trains, adds and measures, as `kfacpack run` does.
+
+    Args:
+        plan: The plan, a YAML file.
+        output: Folder of the run; by default the plan's name in the current folder. Files that are there already are
+            not made again.
+        device: Device of the model; `"auto"` is the first GPU, if there is one.
+        show: Called for each stage that is executed; returns a context manager with the progress callback.
+        stopped: Returns True when the run is to stop. A second call resumes.
+
+    Returns:
+        The content of `results.json`.
+
+    Raises:
+        Interrupted: If `stopped` returned True.
+        KfacpackError: If the plan, a task or the model cannot be used, or the folder cannot be written.
+
+    Example:
+        >>> results = kp.run("examples/eight_tasks.yaml", "eight")
+        >>> kp.report("eight", "eight/report.html")
+    """
+    parsed, text = read_plan(Path(plan))
+    root = Path(plan).stem if output is None else output
+    return Run(parsed, text, Path(root), local_device(device)).execute(show, stopped)
 
 
 class Run:

@@ -19,6 +19,8 @@ VERSION = "1.0"
 HEAD = "kfacpack.head"
 """Prefix of the names of a head's tensors, which no parameter may have."""
 
+HeadKind = Literal["auto", "text", "words", "prototypes"]
+"""How a head is made; "auto" depends on the model and the task."""
 RegimeName = Literal["linear", "full", "attention"]
 HeadOrigin = Literal["text", "prototypes", "words"]
 Setting = StrictBool | StrictInt | StrictFloat | Text

@@ -238,7 +238,7 @@ def block_of(files: Mapping[str, UnpickledTensors], layer: MammothLayer, example
     def matrix(part: str, factor: float, positions: int | None) -> Dense:
         components = ScaledTensors(files[part], layer.theirs, factor)
         dense = Dense(components.specs["data"][1][0], components, examples=examples, positions=positions)
-        dense.take_for_sound()
+        dense.skip_validation()
         return dense
 
     if not layer.kronecker:

@@ -179,13 +179,12 @@ class Linearized:
         caller = _ForwardModule(self._module, lambda: call_model(self._forward, batch))
         parameters = {f"module.{name}": self._parameters[name] for name in tangents}
         directions = {f"module.{name}": tangent for name, tangent in tangents.items()}
-        f: Tensor
-        change: Tensor
         # Fused attention and the fast path of nn.MultiheadAttention have no forward-mode derivative.
         with sdpa_kernel(SDPBackend.MATH), _no_attention_fast_path():
-            f, change = torch.func.jvp(
+            outputs: Any = torch.func.jvp(
                 lambda values: torch.func.functional_call(caller, values, ()), (parameters,), (directions,)
             )
+        f, change = outputs
         return f, change.detach()
 
 

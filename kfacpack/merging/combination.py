@@ -146,7 +146,7 @@ class MatrixCombiner:
                 positions=_total_count([matrix.positions for matrix in used], values),
             )
             # The inputs are checked when they are read; checking the sum would compute and cache it.
-            combined.take_for_sound()
+            combined.skip_validation()
             self._combined[key] = combined, used
         return self._combined[key][0]
 

@@ -24,8 +24,7 @@ from kfacpack.format.schema import triangle_length, widest_block
 
 if TYPE_CHECKING:
     from kfacpack.curvature.matrices.components import MatrixTensors
-
-    Shape = tuple[int, ...]
+    from kfacpack.format.schema import Shape
 
     Numbers = np.ndarray[Any, np.dtype[np.float64]]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from kfacpack.models.model import Model
 from kfacpack.tasks.task import Split, Task, parent_task
 
 if TYPE_CHECKING:
-    from kfacpack.format.vector_manifest import HeadOrigin
+    from kfacpack.format.vector_manifest import HeadKind, HeadOrigin
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,6 @@ class Head:
         return None
 
 
-HeadKind = Literal["auto", "text", "words", "prototypes"]
 MAX_PER_CLASS = 256
 """Maximum number of training examples per class that prototypes are computed from."""
 

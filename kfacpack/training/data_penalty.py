@@ -1,6 +1,6 @@
 """The data penalty (τJp): the change of f by τ on examples of other tasks, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
 
-s is 1 if f is normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
+s is 1 if f is normalised; otherwise it is the mean of ‖f‖², measured on a few examples of each task, so that λ does
 not depend on the scale of f. In the linearised model the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
 bundle approximates. Each step uses one batch of one task, sampled in proportion to the sizes of the data sets, so that
 the mean over steps is the sum above.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SCALE_EXAMPLES = 64
-"""Examples per task on which the variance of f is measured."""
+"""Examples per task on which the mean of ‖f‖² is measured."""
 
 
 class DataPenalty:
@@ -61,14 +61,14 @@ class DataPenalty:
         self._next: tuple[int, int | None] = 0, None
 
     def measure_output_scale(self, model: Model) -> None:
-        """Measures the variance of f on the first examples of each task, unless f is normalised."""
+        """Measures the mean of ‖f‖² on the first examples of each task, unless f is normalised."""
         if model.function.normalized:
             return
         scale = 0.0
         for task, split, share in zip(self.tasks, self._splits, self._shares, strict=True):
             numbers = range(min(len(split), _SCALE_EXAMPLES))
             f = torch.cat([part for _, part in outputs(model, split, task, numbers, self._batch_size)])
-            scale += float(share) * float((f - f.mean(0)).square().sum()) / max(len(f) - 1, 1)
+            scale += float(share) * float(f.square().sum()) / len(f)
         self.output_scale = scale or 1.0
 
     @property

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
-    from kfacpack.curvature.blocks import CurvatureBlock
-    from kfacpack.curvature.matrices.matrix import Matrix, Operator
-
-    Multiply = Callable[[Matrix, Tensor], Tensor]
+    from kfacpack.curvature.blocks import CurvatureBlock, Multiply
+    from kfacpack.curvature.matrices.matrix import Operator
 
     Operators = dict[int, Operator]
     """Operators by the `id` of their matrix."""

@@ -44,7 +44,7 @@ class Regularizer:
     """Quadratic penalty λ/s Σ τᵀ G τ over one or several curvature bundles.
 
     A merged bundle represents Σ w_t G_t with weights w_t that average one. s makes λ independent of the scale of f: it
-    is 1 if f is normalised, otherwise the variance of f that the bundles record.
+    is 1 if f is normalised, otherwise the mean of ‖f‖² that the bundles record.
 
     Args:
         bundles: One or several curvatures, paths or `hf://` references, of one base model and one f.
@@ -310,7 +310,7 @@ class _Penalty(torch.autograd.Function):
 
 
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
-    """Returns the variance of f over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
+    """Returns the mean of ‖f‖² over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
 
     Bundles that do not record it take the mean of the others. If none records it, the penalty is not divided.
     """
@@ -318,8 +318,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
         return 1.0
     recorded = [bundle for bundle in inputs if bundle.curvature.about.output_scale]
     scale = mean_output_scale(recorded, [1.0] * len(recorded)) if recorded else None
-    # The variance of a single example, or of a constant f, is zero.
-    reference = (scale.variance or scale.mean_square) if scale else 0.0
+    reference = scale.mean_square if scale else 0.0
     for bundle in inputs:
         if bundle not in recorded:
             instead = "that of the other bundles is used" if reference else "λ multiplies the absolute drift"

@@ -19,13 +19,12 @@ from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.regularizer import Regularizer
 from kfacpack.training.settings import TrainingSettings
-from kfacpack.training.trainer import Trainer
+from kfacpack.training.trainer import Trainer, identify_base
 
 if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
-    from kfacpack.format.vector_manifest import RegimeName
+    from kfacpack.format.vector_manifest import HeadKind, RegimeName
     from kfacpack.merging.inputs import Mergeable
-    from kfacpack.models.heads import HeadKind
     from kfacpack.tasks.task import Task
     from kfacpack.training.metrics import Metrics
     from kfacpack.training.penalty_weights import Preset
@@ -193,7 +192,7 @@ def build_trainer(
             offload=offload,
             leaving_out=task.name,
         )
-        regularizer.check(model)  # before the head, which may take long
+    base = identify_base(chosen, regularizer)  # before the head, which may take long
     return Trainer(
         chosen,
         task,
@@ -202,6 +201,7 @@ def build_trainer(
         regularizer,
         _data_penalty(reg_data, strength, task, settings),
         torch.bfloat16 if uses_autocast(model, autocast) else None,
+        base=base,
     )
 
 

@@ -1,4 +1,4 @@
-"""Glyphs, filled by our own hand, are those that Pillow draws."""
+"""Glyphs equal those that Pillow draws."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FONTS = Path(find_spec("matplotlib").submodule_search_locations[0]) / "mpl-data"
 
 
 def by_pillow(character: str, font: str) -> np.ndarray:
-    """Drawn very large, cut out, and shrunk to fit."""
+    """Returns a glyph drawn at a large size, cropped and reduced to fit."""
     large = ImageFont.truetype(str(FONTS / f"{font}.ttf"), 1000, layout_engine=ImageFont.Layout.BASIC)
     box = large.getbbox(character)
     picture = Image.new("L", (box[2] - box[0], box[3] - box[1]))
@@ -37,7 +37,7 @@ def by_pillow(character: str, font: str) -> np.ndarray:
 
 @pytest.mark.parametrize("font", ["DejaVuSans", "DejaVuSerif-Italic", "cmr10", "STIXGeneral"])
 @pytest.mark.parametrize("character", ["0", "8", "a", "g", "R", "?", "%"])
-def test_a_stamp_is_the_glyph(character, font):
+def test_a_glyph_equals_that_of_pillow(character, font):
     difference = np.abs(render_glyph(character, font) - by_pillow(character, font))
     assert difference.mean() < 0.02
 
@@ -47,18 +47,18 @@ def test_other_alphabets(character):
     assert np.abs(render_glyph(character, "DejaVuSans") - by_pillow(character, "DejaVuSans")).mean() < 0.02
 
 
-def test_a_stamp_fills_its_room_and_is_centred():
+def test_a_glyph_fills_its_image_and_is_centred():
     covered = np.argwhere(render_glyph("H", "DejaVuSans") > 0)
     assert covered.min(axis=0)[0] == MARGIN
     assert covered.max(axis=0)[0] == SIDE - MARGIN - 1
     assert (covered.min(axis=0) + covered.max(axis=0)) / 2 == pytest.approx([(SIDE - 1) / 2] * 2, abs=0.51)
 
 
-def test_stamps_come_in_order():
+def test_glyphs_are_in_order():
     assert np.array_equal(render_glyphs([("a", "cmr10"), ("b", "cmr10")])[1], render_glyph("b", "cmr10"))
 
 
-def test_characters_that_are_not_there_are_refused():
+def test_missing_and_blank_characters_are_refused():
     assert has_glyph("a", "DejaVuSans")
     assert not has_glyph("\u4e00", "DejaVuSans")
     with refused(KfacpackError):

@@ -1,4 +1,4 @@
-"""Accuracy: the share of examples whose own class has the largest logit."""
+"""Accuracy: the fraction of examples whose class has the largest logit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("colours")
     counts = {"train": dict.fromkeys(CLASSES, 6), "test": {"red": 4, "green": 3, "blue_sky": 5}}
     paint(folder, counts)
-    # Two red pictures that somebody put among the green ones.
+    # Two red images with the label green.
     for number in (0, 1):
         (folder / "test" / "red" / f"{number:03}.png").rename(folder / "test" / "green" / f"wrong{number}.png")
     return load_task("colours", folder)
@@ -49,7 +49,7 @@ def by_colour():
     return Head(torch.eye(3).flip(0), torch.zeros(3), CLASSES, "prototypes")
 
 
-def test_wrong_answers_are_counted_by_hand(eye, task, by_colour):
+def test_the_score_equals_counting_by_hand(eye, task, by_colour):
     found = evaluate(eye, task, by_colour)
     assert found == Score(correct=10, examples=12)
     assert found.accuracy == 10 / 12
@@ -63,11 +63,11 @@ def test_the_score_does_not_depend_on_the_batch_size(tiny, task):
     assert len({evaluate(tiny, task, head, batch_size=size) for size in (1, 5, 12, 100)}) == 1
 
 
-def test_prototypes_tell_colours_apart_even_through_random_weights(tiny, task):
+def test_prototypes_separate_colours_with_random_weights(tiny, task):
     assert evaluate(tiny, task, head_for(tiny, task, "prototypes")).correct == 10
 
 
-def test_a_part_of_the_split_is_always_the_same(eye, task, by_colour):
+def test_a_selection_of_examples_is_reproducible(eye, task, by_colour):
     exams = [EvaluationSet.of(task, examples="50%") for _ in range(2)]
     assert exams[0].numbers == exams[1].numbers
     assert len(set(exams[0].numbers)) == 6
@@ -75,9 +75,9 @@ def test_a_part_of_the_split_is_always_the_same(eye, task, by_colour):
 
 
 def test_progress_counts_the_examples(eye, task, by_colour):
-    heard = []
-    evaluate(eye, task, by_colour, batch_size=8, on_progress=lambda done, total: heard.append((done, total)))
-    assert heard == [(0, 12), (8, 12), (12, 12)]
+    progress = []
+    evaluate(eye, task, by_colour, batch_size=8, on_progress=lambda done, total: progress.append((done, total)))
+    assert progress == [(0, 12), (8, 12), (12, 12)]
 
 
 def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):

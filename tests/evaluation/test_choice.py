@@ -1,4 +1,4 @@
-"""The best α is one of validation's; test is asked at it alone."""
+"""α is selected on validation examples; test examples are evaluated at that α only."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ def subjects(model):
 @pytest.mark.parametrize("regime", ["linear", "full"])
 def test_by_brute_force(model, subjects, regime):
     vector = made_up(model, regime=regime, size=0.8)
-    heard = []
-    found = choose_alpha(model, subjects, vector, ALPHAS, on_progress=lambda done, total: heard.append((done, total)))
+    progress = []
+    found = choose_alpha(
+        model, subjects, vector, ALPHAS, on_progress=lambda done, total: progress.append((done, total))
+    )
 
     def accuracies(alpha, split):
         return [score(model, each.head, getattr(each, split), vector=alpha * vector).accuracy for each in subjects]
@@ -42,35 +44,35 @@ def test_by_brute_force(model, subjects, regime):
     assert found.alphas == tuple(ALPHAS)
     for k, alpha in enumerate(ALPHAS):
         assert [found.validation[name][k].accuracy for name in ("one", "two")] == accuracies(alpha, "validation")
-    assert heard[-1][0] == heard[-1][1] == 120 * (1 if regime == "linear" else 5) + 120
-    assert sorted(done for done, _ in heard) == [done for done, _ in heard]
+    assert progress[-1][0] == progress[-1][1] == 120 * (1 if regime == "linear" else 5) + 120
+    assert sorted(done for done, _ in progress) == [done for done, _ in progress]
 
 
-def test_of_equal_ones_the_nearest_to_one_is_taken(model, subjects):
+def test_ties_are_broken_towards_one(model, subjects):
     nothing = made_up(model, size=0.0)
     assert choose_alpha(model, subjects, nothing, [0.0, 0.5, 1.1, 2.0]).alpha == 1.1
 
 
-def test_test_is_never_asked_at_another_alpha(model, subjects):
-    asked = []
+def test_test_examples_are_evaluated_at_the_selected_alpha_only(model, subjects):
+    read = []
 
     class Watching(ValidatedTask):
         def split(self, name):
             found = super().split(name)
             if name == "test":
                 label = found.label
-                found.label = lambda index: (asked.append(index), label(index))[1]
+                found.label = lambda index: (read.append(index), label(index))[1]
             return found
 
     task = Watching("one", 1, 20)
     subject = SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task))
     found = choose_alpha(model, [subject], made_up(model), ALPHAS)
-    assert len(asked) == 20, "each label of test is looked at once"
+    assert len(read) == 20, "each label of test is looked at once"
     assert set(found.test) == {"one"}
     assert len(found.validation["one"]) == len(ALPHAS)
 
 
-def test_without_a_validation_split_there_is_nothing_to_choose_on():
+def test_a_task_without_a_validation_split_is_refused():
     with refused(KfacpackError, "validation"):
         validation_set(ToyTask())
 

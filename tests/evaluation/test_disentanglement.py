@@ -32,7 +32,7 @@ def answers(model, vectors, task, a, b):
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
 @pytest.mark.parametrize("batch_size", [7, 64])
-def test_the_grid_is_every_combination_by_itself(model, regime, batch_size):
+def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
     vectors = pair(model, regime)
     found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, ALPHAS, batch_size=batch_size)
     assert (found["tasks"], found["alphas"], found["examples"]) == (["one", "two"], ALPHAS, {"one": 20, "two": 20})
@@ -51,29 +51,29 @@ def test_the_grid_is_every_combination_by_itself(model, regime, batch_size):
     assert found["xi"][1][1] == 0
 
 
-def test_the_model_is_given_back(model):
+def test_the_model_is_restored(model):
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     for regime in ("linear", "full"):
         disentanglement(model, (EXAMS["one"], EXAMS["two"]), pair(model, regime), [1.0])
     assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
 
 
-# Elsewhere than on the line, each example is seen with all four combinations, and with its own task's vector alone.
+# Outside the linear regime, each example is processed with all four combinations and with its own vector alone, twice.
 @pytest.mark.parametrize(("regime", "looks"), [("linear", 1), ("full", 6)])
-def test_progress_ends_where_it_said(model, regime, looks):
-    heard = []
+def test_progress_ends_at_its_total(model, regime, looks):
+    progress = []
     disentanglement(
         model,
         (EXAMS["one"], EXAMS["two"]),
         pair(model, regime),
         [1.0, 2.0],
-        on_progress=lambda done, total: heard.append((done, total)),
+        on_progress=lambda done, total: progress.append((done, total)),
     )
-    assert heard[0] == (0, 40 * looks)
-    assert heard[-1] == (40 * looks, 40 * looks)
+    assert progress[0] == (0, 40 * looks)
+    assert progress[-1] == (40 * looks, 40 * looks)
 
 
-def test_another_head_may_be_given(model):
+def test_heads_can_be_replaced(model):
     vectors = pair(model, "linear")
     own = vectors[0].heads["one"]
     blind = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
@@ -96,7 +96,7 @@ def test_a_device_without_float64_gives_the_same_grid(regime, monkeypatch):
     assert disentanglement(model, both, vectors, ALPHAS, heads=heads) == expected
 
 
-def test_what_does_not_belong_together_is_refused(model):
+def test_incompatible_inputs_are_refused(model):
     one, two = pair(model, "linear")
     both = (EXAMS["one"], EXAMS["two"])
     with refused(kp.KfacpackError, "linear", "full"):

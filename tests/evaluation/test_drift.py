@@ -1,4 +1,4 @@
-"""Predicted drift is τᵀ G τ, measured drift E ‖J τ‖²; where a bundle is exact, they are the same number."""
+"""Predicted drift is τᵀ G τ, measured drift E ‖J τ‖²; for an exact bundle they are equal."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def model():
     return toy_model()
 
 
-def test_a_bundle_that_is_exact_predicts_what_is_measured():
-    """In a deep linear net every block is; of its own examples, of which G is the mean."""
+def test_an_exact_bundle_predicts_the_measured_drift():
+    """In a deep linear net, every block is exact on the examples that it was estimated from."""
     model = linear_model()
     vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "two")}
     found = drift(
@@ -51,10 +51,10 @@ def test_a_bundle_that_is_exact_predicts_what_is_measured():
         assert pair["predicted"] != pytest.approx(pair["measured"], rel=1e-3)
 
 
-def test_every_vector_is_put_to_every_bundle(model):
+def test_every_vector_is_compared_with_every_bundle(model):
     vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "three")}
     bundles = {name: bundle_of(model, TASKS[name]) for name in ("two", "one")}
-    heard = []
+    progress = []
     found = drift(
         model,
         list(EXAMS.values()),
@@ -62,10 +62,10 @@ def test_every_vector_is_put_to_every_bundle(model):
         bundles,
         layer_examples=8,
         batch_size=5,
-        on_progress=lambda done, total: heard.append((done, total)),
+        on_progress=lambda done, total: progress.append((done, total)),
     )
     total = 2 * 20 + 8 * 2 * sum(len(bundle.blocks) for bundle in bundles.values())
-    assert (heard[0], heard[-1]) == ((0, total), (total, total))
+    assert (progress[0], progress[-1]) == ((0, total), (total, total))
     assert [(each["vector"], each["task"]) for each in found["pairs"]] == [
         (vector, task) for task in bundles for vector in vectors
     ]
@@ -85,12 +85,12 @@ def test_every_vector_is_put_to_every_bundle(model):
 
 
 def brute_force(model, exam, count, tau):
-    """E ‖J τ‖² over the first examples."""
+    """Returns E ‖J τ‖² over the first examples."""
     first = EvaluationSet(exam.task, exam.split, exam.numbers[:count], exam.labels[:count])
     return float(change(model, inputs(model, first), tau).square().sum() / count)
 
 
-def test_of_a_projection_that_two_blocks_share_each_has_its_rows():
+def test_blocks_that_share_a_projection_are_measured_on_their_rows():
     model = crossed_model()
     vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
     found = drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle}, layer_examples=5)
@@ -105,7 +105,7 @@ def test_of_a_projection_that_two_blocks_share_each_has_its_rows():
             assert row["measured"] == pytest.approx(brute_force(model, EXAMS["two"], 5, kept), rel=1e-5)
 
 
-def test_other_regimes_are_measured_as_they_are_used(model):
+def test_nonlinear_vectors_are_measured_in_the_edited_model(model):
     vector = task_vector(model, TASKS["one"], "attention", params="attn.in_proj")
     found = drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle_of(model, TASKS["two"])}, layer_examples=3)
     x = inputs(model, EXAMS["two"])
@@ -129,7 +129,7 @@ def test_layers_may_be_left_out(model):
     assert not drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle}, layer_examples=0)["layers"]
 
 
-def test_what_does_not_belong_together_is_refused(model):
+def test_incompatible_inputs_are_refused(model):
     vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
     with refused(kp.KfacpackError):
         drift(model, [EXAMS["one"]], {"one": vector}, {"two": bundle})

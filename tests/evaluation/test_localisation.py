@@ -1,4 +1,4 @@
-"""How far a vector moves examples, against the whole Jacobian; AUROC, against counting pairs."""
+"""Localisation against the full Jacobian, and AUROC against counting pairs."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ def sizes(model, vector, exam):
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
-def test_it_is_what_the_jacobian_says(model, regime):
+def test_changes_equal_those_of_the_full_jacobian(model, regime):
     # "three" has examples, but no vector.
     vectors = {name: task_vector(model, TASKS[name], regime, size=0.1 * k) for k, name in enumerate(NAMES[:2], 1)}
-    heard = []
+    progress = []
     found = localisation(
         model,
         list(EXAMS.values()),
         vectors,
         batch_size=8,
-        on_progress=lambda done, total: heard.append((done, total)),
+        on_progress=lambda done, total: progress.append((done, total)),
     )
     looks = 60 if regime == "linear" else 180
-    assert (heard[0], heard[-1]) == ((0, looks), (looks, looks))
+    assert (progress[0], progress[-1]) == ((0, looks), (looks, looks))
     assert list(found["vectors"]) == list(NAMES[:2])
     for name, vector in vectors.items():
         expected = {task: sizes(model, vector, exam) for task, exam in EXAMS.items()}
         off = torch.cat([each for task, each in expected.items() if task != name])
-        said = found["vectors"][name]
-        assert list(said["by_task"]) == list(NAMES)
-        for summary, numbers in [(said["on"], expected[name]), (said["off"], off), *zip_by_task(said, expected)]:
+        result = found["vectors"][name]
+        assert list(result["by_task"]) == list(NAMES)
+        for summary, numbers in [(result["on"], expected[name]), (result["off"], off), *zip_by_task(result, expected)]:
             assert summary["examples"] == len(numbers)
             assert summary["mean"] == pytest.approx(float(numbers.mean()), rel=1e-5)
             ordered = numbers.sort().values
@@ -57,7 +57,7 @@ def test_it_is_what_the_jacobian_says(model, regime):
                 float(ordered[len(ordered) // 2 - 1 :][:2].mean()), rel=1e-5
             )
             assert summary["quantiles"] == sorted(summary["quantiles"])
-        assert said["auroc"] == pytest.approx(counted(expected[name].tolist(), off.tolist()), abs=1e-3)
+        assert result["auroc"] == pytest.approx(counted(expected[name].tolist(), off.tolist()), abs=1e-3)
     assert found["auroc"] == pytest.approx(sum(each["auroc"] for each in found["vectors"].values()) / 2)
 
 
@@ -70,8 +70,8 @@ def test_a_device_without_float64_gives_the_same_result(regime, monkeypatch):
     assert localisation(model, list(EXAMS.values()), vectors) == expected
 
 
-def zip_by_task(said, expected):
-    return [(said["by_task"][task], numbers) for task, numbers in expected.items()]
+def zip_by_task(result, expected):
+    return [(result["by_task"][task], numbers) for task, numbers in expected.items()]
 
 
 def counted(on, off):
@@ -86,7 +86,7 @@ def test_auroc_counts_pairs_and_halves_ties(on, off):
     assert auroc(torch.tensor(on), torch.tensor(off)) == pytest.approx(counted(on, off), abs=1e-12)
 
 
-def test_what_cannot_be_told_apart_is_refused(model):
+def test_missing_examples_or_vectors_are_refused(model):
     vector = task_vector(model, TASKS["one"])
     with refused(kp.KfacpackError):
         localisation(model, [EXAMS["one"]], {"one": vector})

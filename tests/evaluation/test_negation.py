@@ -1,4 +1,4 @@
-"""Negation takes what the control bears, and not more."""
+"""Negation removes as much of a task as the control task permits."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def subjects(model):
 def test_by_brute_force(model, subjects, regime, keep):
     vector = made_up(model, regime=regime, size=0.5)
     *targets, control = subjects
-    heard = []
-    tell = lambda done, total: heard.append((done, total))  # noqa: E731
+    progress = []
+    tell = lambda done, total: progress.append((done, total))  # noqa: E731
     found = negate(model, targets, control, vector, ALPHAS, keep=keep, on_progress=tell)
 
     def accuracy(subject, alpha, split):
@@ -54,10 +54,10 @@ def test_by_brute_force(model, subjects, regime, keep):
             "control": accuracy(control, alpha, "test"),
             "control_before": accuracy(control, 0.0, "test"),
         }
-    assert heard[-1][0] == heard[-1][1]
+    assert progress[-1][0] == progress[-1][1]
 
 
-def test_the_choice():
+def test_the_selected_alpha():
     control = [Score(k, 100) for k in (80, 79, 76, 75, 90)]
     target = [Score(k, 50) for k in (40, 30, 20, 1, 20)]
     assert choose_negation_alpha([target], control, 0.95, [100]) == 2, (
@@ -73,7 +73,7 @@ def test_the_choice():
     assert choose_negation_alpha([target, other], control, 0.95, [100, 100]) == 1, "the mean over the targets counts"
 
 
-def test_where_there_is_no_margin_nothing_is_removed(model, subjects):
+def test_without_a_margin_nothing_is_removed(model, subjects):
     worst = SelectionTask(
         kp.Head(torch.zeros(3, 6), torch.tensor([1.0, 0.0, 0.0]), subjects[0].head.classes, "prototypes"),
         subjects[0].validation,
@@ -83,7 +83,7 @@ def test_where_there_is_no_margin_nothing_is_removed(model, subjects):
     assert (entry["accuracy"], entry["before"], entry["removed"], entry["alpha"]) == (1 / 3, 1 / 3, None, 0.0)
 
 
-def test_what_makes_no_sense_is_refused(model, subjects):
+def test_invalid_settings_are_refused(model, subjects):
     vector = made_up(model)
     with refused(KfacpackError, "-0.5"):
         negate(model, subjects[:1], subjects[2], vector, [-0.5])

@@ -1,4 +1,4 @@
-"""Eigenvalues of a curvature's matrices, however they are held, against those of the dense matrix."""
+"""Eigenvalues of every form of matrix equal those of the dense matrix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kfacpack.evaluation.bundle_quality import MAX_EIGENVALUES, effective_rank, 
 
 @pytest.mark.parametrize("hold", HOLDS)
 @pytest.mark.parametrize("side", [1, 7, 12])
-def test_every_form_knows_its_eigenvalues(hold, side):
+def test_every_form_has_the_eigenvalues_of_its_dense_matrix(hold, side):
     matrix = HOLDS[hold](random_psd(side, 3))
     expected = torch.linalg.eigvalsh(matrix.dense(torch.float64)).flip(0)
     found = matrix.eigenvalues()
@@ -21,7 +21,7 @@ def test_every_form_knows_its_eigenvalues(hold, side):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_diagonals_and_low_ranks_stay_what_they_are(monkeypatch):
+def test_structured_matrices_are_not_converted_to_dense(monkeypatch):
     for form in (kp.Diagonal, kp.BlockDiagonal, kp.LowRank):
         monkeypatch.setattr(form, "dense", lambda *_: pytest.fail("was made dense"))
     assert kp.Diagonal.of(torch.arange(100_000.0)).eigenvalues()[0] == 99_999
@@ -29,13 +29,13 @@ def test_diagonals_and_low_ranks_stay_what_they_are(monkeypatch):
     assert len(kp.LowRank.from_dense(random_psd(10, 0), 0).eigenvalues()) == 10
 
 
-def test_each_matrix_of_each_block():
+def test_every_matrix_of_every_block_is_listed():
     curvature = small_curvature("packed")
-    heard = []
-    found = spectra(curvature, on_progress=lambda done, total: heard.append((done, total)))["blocks"]
+    progress = []
+    found = spectra(curvature, on_progress=lambda done, total: progress.append((done, total)))["blocks"]
     listed = [(block.name, *each) for block in curvature.blocks for each in block.structure.matrices()]
     assert len(found) == len(listed)
-    assert heard[-1] == (len({id(matrix) for _, _, matrix in listed}),) * 2
+    assert progress[-1] == (len({id(matrix) for _, _, matrix in listed}),) * 2
     assert {(each["name"], each["side"]) for each in found} >= {
         ("one.weight", "A"),
         ("one.weight", "B"),
@@ -50,7 +50,7 @@ def test_each_matrix_of_each_block():
         assert each["eigenvalues"] == pytest.approx(torch.linalg.eigvalsh(dense).flip(0).tolist(), abs=1e-12)
 
 
-def test_of_a_large_matrix_some_are_listed():
+def test_some_eigenvalues_of_a_large_matrix_are_listed():
     values = torch.linspace(5000, 1, 5000, dtype=torch.float64)
     block = kp.CurvatureBlock(
         "w",

@@ -1,4 +1,4 @@
-"""A sweep is what its α give one by one, to the bit; and in the linearised model, f + α J τ."""
+"""A sweep is bitwise equal to separate evaluations; in the linear regime it evaluates f + α J τ."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def batch_of(model, exam):
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
-def test_a_sweep_is_its_evaluations(model, head, exam, regime):
+def test_a_sweep_equals_separate_evaluations(model, head, exam, regime):
     vector = made_up(model, regime=regime, size=1.5)
     found = scores(model, head, exam, vector, ALPHAS, batch_size=32)
     assert len({each.correct for each in found}) > 2, "α makes a difference"
@@ -57,7 +57,7 @@ def test_a_sweep_is_its_evaluations(model, head, exam, regime):
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
-def test_alpha_and_a_multiple_are_the_same_to_the_bit(model, exam, regime):
+def test_alpha_and_a_multiple_are_bitwise_equal(model, exam, regime):
     sum_ = 0.7 * made_up(model, regime=regime) + 0.3 * made_up(model, "other", regime, seed=2)
     x = batch_of(model, exam)
     for alpha in (0.3, -1.1, 1 / 3):
@@ -67,7 +67,7 @@ def test_alpha_and_a_multiple_are_the_same_to_the_bit(model, exam, regime):
             assert torch.equal(first, other(x))
 
 
-def test_it_is_f_plus_alpha_j_tau(exam):
+def test_a_linear_vector_is_evaluated_as_f_plus_alpha_j_tau(exam):
     model = toy_model(dtype=torch.float64)
     vector = made_up(model)
     x = batch_of(model, exam)
@@ -89,8 +89,8 @@ def test_alpha_zero_is_the_model_itself(model, head, exam):
         assert scores(model, head, exam, made_up(model, regime=regime), [0.0, 1.0])[0] == score(model, head, exam)
 
 
-def test_pictures_are_read_once(model, head):
-    asked = []
+def test_examples_are_read_once(model, head):
+    read = []
 
     class Counting(ToyTask):
         def split(self, name):
@@ -102,24 +102,24 @@ def test_pictures_are_read_once(model, head):
             self.x = x
 
         def __getitem__(self, index):
-            asked.append(index)
+            read.append(index)
             return self.x[index]
 
     exam = EvaluationSet.of(Counting())
     found = scores(model, head, exam, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
-    assert asked == list(range(30))
+    assert read == list(range(30))
     assert [each.examples for each in found] == [30] * 3
 
 
-def test_progress_goes_over_every_pass(model, head):
+def test_progress_counts_every_pass(model, head):
     exam = EvaluationSet.of(ToyTask())
     for regime, passes in (("linear", 1), ("full", 3)):
-        heard = []
-        vector, tell = made_up(model, regime=regime), lambda *counts, heard=heard: heard.append(counts)
+        progress = []
+        vector, tell = made_up(model, regime=regime), lambda *counts, progress=progress: progress.append(counts)
         scores(model, head, exam, vector, [0, 1, 2], batch_size=20, on_progress=tell)
-        assert heard[0] == (0, 30 * passes)
-        assert heard[-1] == (30 * passes, 30 * passes)
-        assert len(heard) == 1 + 2 * passes
+        assert progress[0] == (0, 30 * passes)
+        assert progress[-1] == (30 * passes, 30 * passes)
+        assert len(progress) == 1 + 2 * passes
 
 
 def test_another_f_is_refused(model, head, exam):
@@ -131,7 +131,7 @@ def test_another_f_is_refused(model, head, exam):
             score(other, head, exam, vector=vector)
 
 
-def test_what_makes_no_sense_is_refused(model, head, exam):
+def test_invalid_alphas_and_vectors_are_refused(model, head, exam):
     vector = made_up(model)
     with refused(KfacpackError):
         scores(model, head, exam, vector, [])
@@ -143,8 +143,8 @@ def test_what_makes_no_sense_is_refused(model, head, exam):
         score(model, head, exam, vector=made_up(model, size=float("inf")))
 
 
-def test_what_overflows_on_the_way_to_an_answer_is_told(model, head, exam):
-    """J τ is finite there, but what it is multiplied by, or the head, is too much for float32."""
+def test_overflow_of_outputs_or_logits_is_reported(model, head, exam):
+    """J τ is finite, but α J τ or the logits overflow float32."""
     _, change = kp.linearize(model).outputs(batch_of(model, exam), dict(made_up(model)))
     vector = made_up(model, size=1e36 / float(change.abs().max()))
     for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
@@ -153,7 +153,7 @@ def test_what_overflows_on_the_way_to_an_answer_is_told(model, head, exam):
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("text", "alphas"),
     [
         ("1.0", [1.0]),
         ("0:2:0.1", [float(f"{k // 10}.{k % 10}") for k in range(21)]),
@@ -165,12 +165,12 @@ def test_what_overflows_on_the_way_to_an_answer_is_told(model, head, exam):
         ("1e-1", [0.1]),
     ],
 )
-def test_alphas_as_people_write_them(said, meant):
-    assert parse_alphas(said) == meant
+def test_valid_alphas(text, alphas):
+    assert parse_alphas(text) == alphas
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("text", "words"),
     [
         ("", "'' is not a number"),
         ("a lot", "'a lot' is not a number"),
@@ -186,9 +186,9 @@ def test_alphas_as_people_write_them(said, meant):
         ("0:1:0.5,", "'' is not a number"),
     ],
 )
-def test_other_alphas_are_refused(said, words):
-    with refused(KfacpackError, said, words):
-        parse_alphas(said)
+def test_invalid_alphas_are_refused(text, words):
+    with refused(KfacpackError, text, words):
+        parse_alphas(text)
 
 
 def test_the_best_alpha():

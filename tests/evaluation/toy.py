@@ -1,4 +1,4 @@
-"""Two or three toy tasks, their exams and their vectors, and brute force to compare with."""
+"""Toy tasks with examples and vectors, and brute-force references."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMS = {name: EvaluationSet.of(task, "test") for name, task in TASKS.items()}
 
 
 def task_vector(model, task, regime="linear", *, size=0.3, seed=None, params=None):
-    """Random numbers, and the task's own head."""
+    """Returns a random vector with the task's head."""
     generator = torch.Generator().manual_seed(task.seed if seed is None else seed)
     wanted = {name: p for name, p in model.module.named_parameters() if params is None or name.startswith(params)}
     tensors = {name: size * torch.randn(p.shape, generator=generator) for name, p in wanted.items()}
@@ -39,7 +39,7 @@ def inputs(model, exam):
 
 
 def change(model, x, tau):
-    """J τ, (N, C), with J as torch.func makes it: all of it."""
+    """Returns J τ, (N, C), from the full Jacobian of torch.func."""
     parameters = {name: p.detach() for name, p in model.module.named_parameters()}
     with sdpa_kernel(SDPBackend.MATH):
         jacobian = jacrev(lambda given: functional_call(model.module, {**parameters, **given}, (x,)))(
@@ -49,14 +49,14 @@ def change(model, x, tau):
 
 
 def bundle_of(model, task, split="train"):
-    """Exact curvature over all examples of a split."""
+    """Returns the exact curvature over all examples of a split."""
     exam = EvaluationSet.of(task, split)
     about = {"name": model.name, "function": model.function, "source": kp.Source(task=task.name, dataset_size=20)}
     return kp.estimate(model.module, [inputs(model, exam)], fisher="exact", forward=model.forward, **about)
 
 
 def linear_model():
-    """A deep linear net of one position, where Kronecker factors are the whole of G."""
+    """Returns a deep linear net with one position, for which Kronecker factors are exact."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(20, 5, bias=False), torch.nn.Linear(5, 6, bias=False)).double()
@@ -70,7 +70,7 @@ def linear_model():
 
 
 class Crossed(Attentive):
-    """Queries from elsewhere than keys and values: one projection that is used in two ways."""
+    """Queries have another source than keys and values, so two blocks share the input projection."""
 
     def forward(self, x):
         other = x.flip(1)

@@ -226,7 +226,7 @@ def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
     assert left["seq-8vision_task_1_ggT.pt"] == "of dtd"
     import_fails(tmp_path, model, tmp_path, tmp_path, "seq-8vision_task_0_aaT.pt")
     import_fails(tmp_path / "nowhere", model, tmp_path, tmp_path / "nowhere", "folder")
-    import_fails("~nosuch/x", model, tmp_path, "~nosuch/x: ")
+    import_fails("~nosuch/x", model, tmp_path, "~nosuch/x: ", "home directory")
 
 
 @pytest.mark.usefixtures("in_process")
@@ -296,7 +296,7 @@ def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F
             kp.import_mammoth(f"hf://owner/{place}", model, tmp_path / "made.kfac", files=PREFIX, fisher="exact")
             assert kp.Bundle(tmp_path / "made.kfac").manifest.source.revision == commit
     place = "hf://owner/TAK/vitb16/kfac"
-    import_fails(place, model, tmp_path, f"{place}: ", "(http")
+    import_fails(place, model, tmp_path, f"{place}: the Hub (http", "cannot be reached")
 
 
 @pytest.mark.parametrize("about", [None, {"private": True}, {"gated": True}])
@@ -306,10 +306,10 @@ def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, unplug, 
         hub.put("owner/TAK", files, **about)
     out = tmp_path / "out"
     out.mkdir()
-    problem = "owner/TAK is gated" if about == {"gated": True} else "repository owner/TAK"
+    problem = "owner/TAK is gated" if about == {"gated": True} else "the repository owner/TAK does not exist"
     import_fails("hf://owner/TAK", model, out, problem, "hf auth login", "pass the folder")
     unplug()
-    import_fails("hf://owner/TAK", model, out, "hf://owner/TAK: ", "(http", "pass the folder")
+    import_fails("hf://owner/TAK", model, out, "hf://owner/TAK: the Hub (http", "cannot be reached", "pass the folder")
 
 
 @pytest.mark.usefixtures("in_process")

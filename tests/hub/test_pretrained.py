@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from hub.repositories import card_problems
-from kit import refused
+from kit import random_tau, refused
 
 import kfacpack as kp
 from kfacpack.errors import HubError
@@ -59,17 +59,25 @@ def test_push_and_load_from_the_hub(owner, shelf, unplug, kind):
     assert pretrained.from_pretrained(cls, "owner/repo").digest == artifact.digest
 
 
-def test_the_methods_of_a_curvature(owner, shelf, tmp_path):
-    curvature = kp.load(shelf / "one.kfac")
-    assert curvature.save_pretrained(tmp_path / "local") == tmp_path / "local" / "curvature.kfac"
-    assert kp.Curvature.from_pretrained(tmp_path / "local").digest == curvature.digest
-    curvature.push_to_hub("owner/repo", revision="next", private=True, filename="mine.kfac")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_methods_of_the_classes(owner, shelf, tmp_path, kind):
+    cls, artifact, default = opened(shelf, kind)
+    assert artifact.save_pretrained(tmp_path / "local") == tmp_path / "local" / default
+    assert cls.from_pretrained(tmp_path / "local").digest == artifact.digest
+    name = f"mine{(tmp_path / default).suffix}"
+    artifact.push_to_hub("owner/repo", revision="next", private=True, filename=name)
     assert owner.repos["owner/repo"].private
-    assert "mine.kfac" in owner.files("owner/repo", "next")
-    loaded = kp.Curvature.from_pretrained("owner/repo", revision="next", filename="mine.kfac")
-    assert loaded.digest == curvature.digest
-    tau = {name: torch.ones(shape) for name, shape in ((p.name, p.shape) for p in curvature.about.base.parameters)}
-    assert torch.equal(loaded.quadratic(tau), curvature.quadratic(tau))
+    assert name in owner.files("owner/repo", "next")
+    loaded = cls.from_pretrained("owner/repo", revision="next", filename=name)
+    assert type(loaded) is cls
+    assert loaded.digest == artifact.digest
+
+
+def test_a_curvature_from_the_hub_computes_the_same(owner, shelf):
+    curvature = kp.load(shelf / "one.kfac")
+    curvature.push_to_hub("owner/repo")
+    tau = random_tau(curvature)
+    assert torch.equal(kp.Curvature.from_pretrained("owner/repo").quadratic(tau), curvature.quadratic(tau))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,6 +188,6 @@ def test_a_scaled_final_norm_gives_the_same_vector(constant, untied_folder, tmp_
         )
         vectors.append(job.run(tmp_path / f"{factor}.safetensors"))
         scales.append(regularizer.output_scale)
-    assert scales[1] == pytest.approx(constant**2 * scales[0], rel=1e-6)
+    assert scales[1] == pytest.approx(constant**2 * scales[0], rel=1e-5)
     for name in vectors[0]:
         torch.testing.assert_close(vectors[1][name], vectors[0][name], rtol=1e-3, atol=1e-7)

@@ -1,4 +1,4 @@
-"""A training run: the same whatever its batches are cut into, whenever it is stopped, and honest when it fails."""
+"""Training runs: results do not depend on batching or interruptions, and failures are reported."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def other():
 
 
 @pytest.mark.parametrize("regime", list(REGIMES))
-def test_it_learns_and_the_file_says_how(regime, tmp_path):
-    made = job(regime).run(tmp_path / "t.safetensors")
+def test_training_reduces_the_loss_and_records_its_settings(regime, tmp_path):
+    trained = job(regime).run(tmp_path / "t.safetensors")
     lines = [json.loads(line) for line in (tmp_path / "t.metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert lines[-1]["loss"] < lines[0]["loss"] / 2
     assert all(line["penalty"] is None for line in lines)
     vector = kp.TaskVector.load(tmp_path / "t.safetensors")
-    assert vector.digest == made.digest
+    assert vector.digest == trained.digest
     assert (vector.regime, vector.tasks) == (regime, ("toy",))
     (entry,) = vector.about.tasks
     assert entry.training.seed == 0
@@ -70,14 +70,14 @@ def test_it_learns_and_the_file_says_how(regime, tmp_path):
 
 @pytest.mark.parametrize("regime", list(REGIMES))
 @pytest.mark.parametrize("at_once", [1, 3, 7])
-def test_a_batch_may_be_computed_in_parts(regime, at_once, tmp_path):
+def test_gradient_accumulation_gives_the_same_vector(regime, at_once, tmp_path):
     whole = job(regime).run(tmp_path / "whole.safetensors")
     parts = job(regime, replace(SETTINGS, at_once=at_once)).run(tmp_path / "parts.safetensors")
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_penalty_keeps_the_other_task_where_it_is(other, tmp_path):
+def test_a_penalty_reduces_the_drift_on_the_other_task(other, tmp_path):
     plain = job().run(tmp_path / "plain.safetensors")
     held = job(regularizer=kp.Regularizer(other, 1000.0)).run(tmp_path / "held.safetensors")
     assert float(other.quadratic(dict(held))) < 0.2 * float(other.quadratic(dict(plain)))
@@ -90,7 +90,7 @@ def test_a_penalty_keeps_the_other_task_where_it_is(other, tmp_path):
     assert entry.training.settings["reg_data"] == "other (30)"
 
 
-def test_the_bundles_are_named_in_the_file(other, tmp_path):
+def test_bundles_and_penalty_settings_are_recorded(other, tmp_path):
     other.save(tmp_path / "other.kfac")
     regularizer = kp.Regularizer(tmp_path / "other.kfac", 3.0, every=2, weights={"norm": 2.0})
     job(regularizer=regularizer).run(tmp_path / "t.safetensors")
@@ -112,7 +112,7 @@ def test_the_bundles_are_named_in_the_file(other, tmp_path):
         (6, "full", None),
     ],
 )
-def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, regime, penalty, tmp_path):
+def test_an_interrupted_and_resumed_run_gives_the_same_bytes(other, seed, regime, penalty, tmp_path):
     def run(name, stop=None, **more):
         steps = []
         kinds = {
@@ -120,8 +120,8 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, regime,
             "data": lambda: {"drift": DataPenalty([ToyTask("other", seed=5), ToyTask("third", seed=6)], 3.0, 10, 0)},
             None: dict,
         }
-        made = job(regime, **kinds[penalty]())
-        made.run(
+        trainer = job(regime, **kinds[penalty]())
+        trainer.run(
             tmp_path / name,
             on_progress=lambda metrics, total: steps.append(metrics.step),
             stopped=lambda: steps[-1:] == [stop],
@@ -141,7 +141,7 @@ def test_stopped_anywhere_and_resumed_it_has_the_same_bytes(other, seed, regime,
     assert not (tmp_path / "parts.safetensors.partial").exists()
 
 
-def test_a_run_under_another_penalty_is_not_taken_up(other, tmp_path):
+def test_a_run_with_another_penalty_is_not_resumed(other, tmp_path):
     with pytest.raises(Interrupted):
         job(regularizer=kp.Regularizer(other, 3.0)).run(tmp_path / "t.safetensors", stopped=lambda: True)
     for wrong, words in (
@@ -154,7 +154,7 @@ def test_a_run_under_another_penalty_is_not_taken_up(other, tmp_path):
             job(**wrong).run(tmp_path / "t.safetensors", resume=True)
 
 
-def test_another_run_is_not_taken_up(tmp_path):
+def test_a_run_with_other_settings_is_not_resumed(tmp_path):
     with pytest.raises(Interrupted):
         job().run(tmp_path / "t.safetensors", stopped=lambda: True)
     with refused(kp.KfacpackError):
@@ -164,15 +164,15 @@ def test_another_run_is_not_taken_up(tmp_path):
     (tmp_path / "t.safetensors.partial").write_bytes(b"cut off")
     with refused(kp.KfacpackError):
         job().run(tmp_path / "t.safetensors", resume=True)
-    for said in ("[]", '{"request": [], "batches": 1}', "[" * 100_000):
-        save_file({"a": torch.ones(1)}, tmp_path / "t.safetensors.partial", {"kfacpack_partial": said})
+    for content in ("[]", '{"request": [], "batches": 1}', "[" * 100_000):
+        save_file({"a": torch.ones(1)}, tmp_path / "t.safetensors.partial", {"kfacpack_partial": content})
         with refused(kp.KfacpackError):
             job().run(tmp_path / "t.safetensors", resume=True)
 
 
 @dataclass
 class Relabelled(ToyTask):
-    """The same examples, one of them of another class."""
+    """The same examples, one of them with another label."""
 
     changed: int = 17
 
@@ -182,8 +182,8 @@ class Relabelled(ToyTask):
         return found
 
 
-def test_a_run_on_other_data_of_the_same_name_and_size_is_not_taken_up(tmp_path):
-    head = kp.head_for(toy_model(), ToyTask())  # as a text tower's: the same, whatever the data
+def test_a_run_on_other_data_of_the_same_name_and_size_is_not_resumed(tmp_path):
+    head = kp.head_for(toy_model(), ToyTask())  # does not depend on the data, like a text head
     with pytest.raises(Interrupted):
         job(head=head).run(tmp_path / "t.safetensors", stopped=lambda: True)
     for wrong in (ToyTask(seed=1), Relabelled()):
@@ -198,7 +198,7 @@ def test_a_run_on_other_data_of_the_same_name_and_size_is_not_taken_up(tmp_path)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
-def test_what_is_no_number_stops_it_and_the_last_good_state_is_kept(tmp_path, poison):
+def test_nan_or_inf_stops_training_and_keeps_the_last_stored_state(tmp_path, poison):
     settings, steps = replace(SETTINGS, steps=9), []
     wild = job("full", settings)
     learn = wild._add_loss_gradient
@@ -241,37 +241,37 @@ def test_a_vector_that_overflows_at_its_last_step_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["weights", "data"])
-def test_a_rate_is_not_blamed_for_what_it_has_no_part_in(where, tmp_path):
+def test_the_learning_rate_is_not_blamed_for_nan_in_weights_or_data(where, tmp_path):
     model, task = toy_model(), ToyTask()
     head = kp.head_for(model, task)
     if where == "weights":
         with torch.no_grad():
             model.module.mlp.bias[0] = float("nan")
-    made = job(model=model, task=task, head=head)
+    trainer = job(model=model, task=task, head=head)
     if where == "data":
-        made.split.x.fill_(float("nan"))
+        trainer.split.x.fill_(float("nan"))
     with refused(kp.KfacpackError, "1") as caught:
-        made.run(tmp_path / "t.safetensors")
+        trainer.run(tmp_path / "t.safetensors")
     assert ("'mlp.bias'" if where == "weights" else "check the data") in str(caught.value)
     assert "--lr" not in str(caught.value)
 
 
 @pytest.mark.parametrize("lr", [None, 0.1])
 @pytest.mark.parametrize("regime", ["linear", "full"])
-def test_parameters_that_f_does_not_depend_on_are_told(regime, lr, tmp_path):
+def test_parameters_that_f_does_not_depend_on_are_reported(regime, lr, tmp_path):
     model = toy_model()
     model.module.unused = torch.nn.Linear(2, 2).double()
     chosen = REGIMES[regime](model, ["unused.*"])
     task = ToyTask()
-    made = Trainer(chosen, task, kp.head_for(model, task), replace(SETTINGS, lr=lr))
+    trainer = Trainer(chosen, task, kp.head_for(model, task), replace(SETTINGS, lr=lr))
     with refused(kp.KfacpackError):
-        made.run(tmp_path / "t.safetensors")
+        trainer.run(tmp_path / "t.safetensors")
     assert not (tmp_path / "t.safetensors").exists()
-    some = Trainer(REGIMES[regime](model, ["unused.*", "mlp.bias"]), task, made.head, replace(SETTINGS, lr=lr))
+    some = Trainer(REGIMES[regime](model, ["unused.*", "mlp.bias"]), task, trainer.head, replace(SETTINGS, lr=lr))
     assert not some.run(tmp_path / "some.safetensors")["unused.weight"].any()
 
 
-def test_every_vector_has_metrics_of_its_own(tmp_path):
+def test_every_vector_has_its_own_metrics_file(tmp_path):
     names = ["v1", "v1.0", "v1.1", "v1.safetensors", "v1.0.safetensors", "v1.metrics", "v1-metrics.safetensors", ".v1"]
     paths = [metrics_path(tmp_path / name) for name in names]
     assert len(set(paths)) == len(names)
@@ -281,13 +281,13 @@ def test_every_vector_has_metrics_of_its_own(tmp_path):
         job().run(tmp_path / "v1.1")
 
 
-def test_metrics_that_are_gone_are_told_of(tmp_path):
+def test_missing_metrics_of_a_resumed_run_are_reported(tmp_path):
     output, metrics = tmp_path / "t.safetensors", tmp_path / "t.metrics.jsonl"
     steps = []
 
     def run(stop=None, **more):
-        made = job(settings=replace(SETTINGS, steps=6))
-        made.run(
+        trainer = job(settings=replace(SETTINGS, steps=6))
+        trainer.run(
             output,
             on_progress=lambda metrics, total: steps.append(metrics.step),
             stopped=lambda: steps[-1:] == [stop],
@@ -386,19 +386,19 @@ def test_a_device_without_float64_gives_the_same_vector(tmp_path):
 
 
 @pytest.mark.parametrize("normalized", [False, True])
-def test_a_rate_is_found_that_moves_f_by_its_own_size(normalized):
-    """The length of a normalised f; the deviation from the mean of any other."""
+def test_the_default_learning_rate_moves_f_by_its_own_size(normalized):
+    """The size is the norm of a normalised f, otherwise the deviation from the mean."""
     model = toy_model()
     function = model.function.model_copy(update={"normalized": normalized})
-    made = job(settings=replace(SETTINGS, lr=None), model=replace(model, function=function))
-    model, numbers = made.regime.model, made._order.batch(0)
-    x = made._batch(numbers)
+    trainer = job(settings=replace(SETTINGS, lr=None), model=replace(model, function=function))
+    model, numbers = trainer.regime.model, trainer._order.batch(0)
+    x = trainer._batch(numbers)
     lin = kp.linearize(model)
     tau = {name: value.requires_grad_() for name, value in lin.zeros().items()}
-    torch.nn.functional.cross_entropy(made.head.logits(lin(x, tau)), made._labels(numbers)).backward()
+    torch.nn.functional.cross_entropy(trainer.head.logits(lin(x, tau)), trainer._labels(numbers)).backward()
     f, change = lin.outputs(x, {name: value.grad.sign() for name, value in tau.items() if value.grad is not None})
     size = f.norm() if normalized else (f - f.mean(0)).norm()
-    assert made.lr * float(change.norm() / size) == pytest.approx(1.0, rel=0.05)
+    assert trainer.lr * float(change.norm() / size) == pytest.approx(1.0, rel=0.05)
 
 
 def test_what_cannot_be_trained_is_refused(other, tmp_path):
@@ -416,7 +416,7 @@ def test_what_cannot_be_trained_is_refused(other, tmp_path):
         job(model=replace(wide, function=function), regularizer=kp.Regularizer(other))
 
 
-def test_a_full_disk_loses_nothing_that_was_stored(tmp_path, monkeypatch):
+def test_a_full_disk_keeps_the_stored_state(tmp_path, monkeypatch):
     from kfacpack.estimation import resume
 
     with pytest.raises(Interrupted):

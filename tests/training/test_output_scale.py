@@ -1,4 +1,4 @@
-"""The penalty is relative to the scale of f: multiplying f by a constant changes nothing that is trained."""
+"""The penalty is relative to the scale of f: multiplying f by a constant does not change the trained vector."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ def test_an_estimate_records_the_scale_of_f():
     }
     for parts in (1, 4, len(x)):
         found = kp.estimate(model, list(x.chunk(parts))).about.output_scale
-        assert found.model_dump() == pytest.approx(expected, rel=1e-9)
+        assert found.model_dump() == pytest.approx(expected, rel=1e-5)
     single = kp.estimate(model, [x[:1]]).about.output_scale
     assert single.variance == 0
-    assert single.mean_square == pytest.approx(float(f[0].square().sum()))
+    assert single.mean_square == pytest.approx(float(f[0].square().sum()), rel=1e-5)
 
 
 def with_scale(curvature, scale, normalized=False):
@@ -114,7 +114,7 @@ def test_shards_have_the_scale_of_the_whole():
     whole = kp.estimate(model, [x], source=source, fisher="exact").about.output_scale
     shards = [kp.estimate(model, [part], source=source, fisher="exact") for part in (x[:12], x[12:])]
     joined = kp.merge(shards, "shards").about.output_scale
-    assert joined.mean_square == pytest.approx(whole.mean_square, rel=1e-9)
+    assert joined.mean_square == pytest.approx(whole.mean_square, rel=1e-5)
     assert joined.variance == pytest.approx(whole.variance, rel=0.1)
 
 
@@ -123,14 +123,14 @@ def test_several_bundles_have_the_scale_of_their_merge():
     tau = random_tau(one, dtype=torch.float64)
     apart = kp.Regularizer([one, two], 2.0)
     together = kp.Regularizer(kp.merge([one, two], "stack", weights=[1, 1]), 2.0)
-    assert apart.output_scale == together.output_scale == 12.5
+    assert apart.output_scale == together.output_scale == 450.0
     torch.testing.assert_close(apart.value(tau), together.value(tau))
-    expected = 2.0 / 12.5 * (one.quadratic(tau) + two.quadratic(tau))
+    expected = 2.0 / 450.0 * (one.quadratic(tau) + two.quadratic(tau))
     torch.testing.assert_close(apart.value(tau), expected)
-    assert apart.settings["output_scale"] == 12.5
+    assert apart.settings["output_scale"] == 450.0
 
 
-def test_without_a_record_the_drift_is_used_as_it_is():
+def test_without_a_record_the_penalty_is_not_scaled():
     plain = small_curvature("packed")
     tau = random_tau(plain, dtype=torch.float64)
     with pytest.warns(OutputScaleWarning):
@@ -138,10 +138,10 @@ def test_without_a_record_the_drift_is_used_as_it_is():
     torch.testing.assert_close(regularizer.value(tau), 2.0 * plain.quadratic(tau))
     with pytest.warns(OutputScaleWarning):
         mixed = kp.Regularizer([task_with("one", 1, 600.0, 20.0), with_scale(of_task("two", seed=2), None)], 2.0)
-    assert mixed.output_scale == 20.0
+    assert mixed.output_scale == 600.0
 
 
-def test_a_normalised_f_and_the_preset_keep_their_numbers():
+def test_a_normalised_f_and_presets_are_not_scaled():
     plain = small_curvature("packed")
     tau = random_tau(plain, dtype=torch.float64)
     with warnings.catch_warnings():
@@ -163,8 +163,8 @@ def steps(losses, penalties):
     ]
 
 
-def test_the_guard_finds_a_penalty_that_is_too_strong():
-    """It gives the λ at which the penalty of the first steps would equal their loss."""
+def test_a_penalty_that_is_too_strong_is_detected():
+    """The message contains the λ at which penalty and loss of the first steps would be equal."""
     falling = [1.0 - 0.02 * k for k in range(40)]
     assert penalty_problem(steps(falling, [0.0] + 39 * [0.1]), 80.0) is None
     problem = penalty_problem(steps([1.0] * 40, [0.0] + 39 * [20.0]), 80.0)
@@ -176,8 +176,8 @@ def test_the_guard_finds_a_penalty_that_is_too_strong():
 
 
 @pytest.mark.parametrize("stop", [None, 6])
-def test_the_guard_speaks_at_the_end_of_a_run(stop, tmp_path):
-    """Also of a run that was interrupted: the steps before count."""
+def test_a_penalty_that_is_too_strong_is_reported_after_the_run(stop, tmp_path):
+    """Steps before an interruption count as well."""
     from kfacpack.estimation.resume import Interrupted
 
     model, output = toy_model(), tmp_path / "t.safetensors"

@@ -14,7 +14,7 @@ from kfacpack.training.settings import TrainingSettings
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 50), seed=st.integers(0, 2**32))
-def test_every_example_is_taken_once_an_epoch(size, batch_size, seed):
+def test_every_example_occurs_once_per_epoch(size, batch_size, seed):
     order = BatchOrder(size, batch_size, seed)
     steps = 3 * size  # batch_size epochs' worth for three epochs of steps
     taken = [number for step in range(steps) for number in order.batch(step)]
@@ -23,7 +23,7 @@ def test_every_example_is_taken_once_an_epoch(size, batch_size, seed):
     assert Counter(taken).most_common()[0][1] - Counter(taken).most_common()[-1][1] <= 1
 
 
-def test_a_step_is_the_same_whenever_it_is_asked_for():
+def test_a_batch_depends_on_seed_and_step_only():
     order, other = BatchOrder(100, 32, 7), BatchOrder(100, 32, 7)
     ahead = other.batch(9)
     assert [order.batch(step) for step in range(10)][9] == ahead
@@ -34,7 +34,7 @@ def test_a_step_is_the_same_whenever_it_is_asked_for():
 @pytest.mark.parametrize(
     ("given_", "steps"), [({}, 500), ({"steps": 7}, 7), ({"epochs": 2}, 7), ({"epochs": 0.1}, 1), ({"epochs": 3}, 10)]
 )
-def test_the_length(given_, steps):
+def test_the_number_of_steps(given_, steps):
     assert TrainingSettings(**given_).step_count(100) == steps
 
 
@@ -65,6 +65,6 @@ def test_the_learning_rate_rises_and_falls():
         ({"warmup": 2.0}, "warmup 2.0: expected a fraction"),
     ],
 )
-def test_what_makes_no_sense_is_refused(wrong, words):
+def test_invalid_settings_are_refused(wrong, words):
     with pytest.raises(kp.KfacpackError, match=words):
         TrainingSettings(**wrong)

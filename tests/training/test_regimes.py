@@ -1,4 +1,4 @@
-"""Each regime's gradient, against autograd through the plain thing."""
+"""Outputs and gradients of each regime equal those of plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def batch(model):
 
 
 def plain(model, name, batch, tau):
-    """f at τ by torch alone, with a graph to τ."""
+    """Returns f at τ, computed by torch alone, with a graph to τ."""
     theta = {key: model.module.state_dict()[key] for key in tau}
 
     def at(moved):
@@ -62,7 +62,7 @@ def test_f_and_its_gradient_are_those_of_autograd(model, batch, name):
 
 
 @pytest.mark.parametrize("name", list(REGIMES))
-def test_the_model_is_left_as_it_was(model, batch, name):
+def test_the_model_is_not_modified(model, batch, name):
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
     flags = [parameter.requires_grad for parameter in model.module.parameters()]
     regime = REGIMES[name](model)
@@ -71,7 +71,7 @@ def test_the_model_is_left_as_it_was(model, batch, name):
     assert flags == [parameter.requires_grad for parameter in model.module.parameters()]
 
 
-def test_attention_moves_attention_alone(model):
+def test_attention_trains_attention_layers_only(model):
     assert list(REGIMES["attention"](model).parameters) == [
         "attn.in_proj_weight",
         "attn.in_proj_bias",
@@ -95,15 +95,15 @@ def test_attention_moves_attention_alone(model):
         ("attn_pool.probe", True),
     ],
 )
-def test_what_counts_as_attention(name, moves):
+def test_names_of_attention_parameters(name, moves):
     from kfacpack.training.regimes import ATTENTION, NORM
 
     assert bool(ATTENTION.search(name) and not NORM.search(name)) == moves
 
 
 @pytest.mark.parametrize("name", ["linear", "full"])
-def test_the_drift_on_data_is_what_moving_does_to_f(model, name):
-    """Over a whole epoch of each task: λ Σ w ‖Δf‖², and its gradient by autograd."""
+def test_the_data_penalty_is_the_squared_change_of_f(model, name):
+    """Over one epoch: λ Σ w ‖Δf‖², and its gradient by autograd."""
     regime = REGIMES[name](model)
     generator = torch.Generator().manual_seed(5)
     tau = {
@@ -124,7 +124,7 @@ def test_the_drift_on_data_is_what_moving_does_to_f(model, name):
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
 
 
-def test_the_drift_takes_tasks_by_their_sizes(model):
+def test_the_data_penalty_weights_tasks_by_their_sizes(model):
     regime = REGIMES["linear"](model)
     tau = {key: 0.1 * torch.ones_like(each) for key, each in regime.parameters.items()}
     tasks = [ToyTask("large", seed=1, size=24), ToyTask("small", seed=2, size=8)]

@@ -1,4 +1,4 @@
-"""The penalty: equal to autograd of the dense quadratic form, in every form a block may take, and refused elsewhere."""
+"""The curvature penalty equals autograd of the dense quadratic form, for every form of a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfacpack.training.regularizer import OwnTaskWarning
 
 
 def brute(curvatures, tau, strength, factor=lambda block: 1.0):
-    """λ Σ factor τᵀ G τ and its gradient, by building every G and asking autograd."""
+    """Returns λ Σ factor τᵀ G τ and its gradient, from dense G by autograd."""
     leaves = {name: tensor.detach().double().requires_grad_() for name, tensor in tau.items()}
     total = torch.zeros((), dtype=torch.float64)
     for curvature in curvatures:
@@ -51,7 +51,7 @@ def test_every_form_equals_autograd_of_the_dense_form(hold, offload):
 
 @pytest.mark.parametrize("hold", HOLDS)
 def test_as_a_term_of_a_loss_it_has_the_same_gradient(hold):
-    """Through whatever τ is made of; and only where a gradient is asked for."""
+    """Gradients flow through what τ is computed from, and only to tensors that require them."""
     curvature = small_curvature(hold)
     tau = random_tau(curvature, dtype=torch.float64)
     value, expected = brute([curvature], tau, 3.0)
@@ -71,7 +71,7 @@ def test_as_a_term_of_a_loss_it_has_the_same_gradient(hold):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("hold", HOLDS)
-def test_factors_brought_to_a_gpu_are_the_same(hold):
+def test_offloaded_factors_give_the_same_result_on_a_gpu(hold):
     curvature = small_curvature(hold)
     tau = random_tau(curvature, dtype=torch.float64)
     expected = brute([curvature], tau, 3.0)
@@ -85,7 +85,7 @@ def test_factors_brought_to_a_gpu_are_the_same(hold):
 
 
 @pytest.mark.parametrize("hold", ["packed", "block", "block-int8", "sparse"])
-def test_float32_is_float32(hold):
+def test_float32_is_accurate(hold):
     curvature = small_curvature(hold)
     tau = random_tau(curvature)
     agree(kp.Regularizer(curvature, 3.0), tau, brute([curvature], tau, 3.0), rtol=1e-5)
@@ -119,7 +119,7 @@ def test_bundles_from_files_add_up(tmp_path):
     assert regularizer.digests == tuple(kp.load(path).digest for path in paths)
 
 
-def test_gradients_are_added_to_what_is_there():
+def test_gradients_are_added_to_existing_ones():
     curvature = small_curvature("packed")
     tau = {name: tensor.requires_grad_() for name, tensor in random_tau(curvature, dtype=torch.float64).items()}
     tau["proj"].grad = torch.ones_like(tau["proj"])
@@ -134,7 +134,7 @@ def test_gradients_are_added_to_what_is_there():
 
 
 def test_gradients_that_would_be_lost_are_refused():
-    """A task vector's tensors are made when they are asked for: a `.grad` on one of them nobody would ever see."""
+    """A task vector creates its tensors at each access, so their `.grad` would be lost."""
     from vectors.small import network, vector
 
     curvature, tau = kp.estimate(network(), [torch.randn(6, 4)]), vector()
@@ -152,7 +152,7 @@ def test_gradients_that_would_be_lost_are_refused():
         regularizer.add_grad(tau, {"0.bias": torch.zeros(3)})
 
 
-def test_a_part_of_the_parameters_and_others():
+def test_a_subset_of_the_parameters_and_uncovered_ones():
     curvature = small_curvature("packed")
     whole = random_tau(curvature, dtype=torch.float64)
     tau = {name: whole[name] for name in ("one.bias", "attn.in_proj_weight", "scale")}
@@ -163,7 +163,7 @@ def test_a_part_of_the_parameters_and_others():
     assert grads.keys() == tau.keys()
 
 
-def test_the_middle_of_mixed_precision_does_not_matter():
+def test_autocast_does_not_affect_the_penalty():
     curvature = small_curvature("packed")
     tau = random_tau(curvature)
     with torch.autocast("cpu", torch.bfloat16):
@@ -239,7 +239,7 @@ class Tokens(torch.nn.Module):
 
 
 def test_preset_is_the_published_weighting():
-    """Their formulas, from inputs and gradients: A and B both means over examples and positions."""
+    """The published formulas, from inputs and gradients: A and B are means over examples and positions."""
     N, R, C = 6, 5, 3
     model, x = Tokens(), torch.randn(N, R - 1, 4, generator=torch.Generator().manual_seed(1))
     curvature = kp.estimate(
@@ -300,7 +300,7 @@ def test_another_model_or_another_f_is_refused():
         kp.Regularizer([of_task("one"), of_task("one")])
 
 
-def test_a_model_of_ours_is_checked_with_its_own_f():
+def test_a_kfacpack_model_is_checked_with_its_own_f():
     curvature = small_curvature("packed")
     generator = torch.Generator().manual_seed(0)
     state = {p.name: torch.randn(p.shape, generator=generator) for p in curvature.about.base.parameters}
@@ -338,7 +338,7 @@ def test_a_vector_that_does_not_fit_is_refused():
         kp.Regularizer(small_curvature("packed"), every=0)
 
 
-def test_the_trained_task_is_subtracted_where_it_can_be():
+def test_the_trained_task_is_subtracted_if_possible():
     parts = [of_task(name, size, seed) for name, size, seed in (("one", 10, 1), ("two", 20, 2), ("three", 30, 3))]
     merged, others = kp.merge(parts), kp.merge(parts[1:])
     tau = random_tau(merged, dtype=torch.float64)
@@ -351,7 +351,7 @@ def test_the_trained_task_is_subtracted_where_it_can_be():
     assert apart.tasks == ("one", "three")
 
 
-def test_the_trained_task_is_warned_of_where_it_cannot_be_subtracted():
+def test_a_trained_task_that_cannot_be_subtracted_causes_a_warning():
     parts = [of_task(name, 10, seed) for seed, name in enumerate(("one", "two"))]
     merged = kp.merge(parts)
     tau = random_tau(merged)

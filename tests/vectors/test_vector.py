@@ -162,7 +162,7 @@ def test_incompatible_vectors_cannot_be_added():
 def test_heads_of_one_task_must_be_the_same():
     one = vector("toy")
     tensors = dict(one)
-    for other, words in ((head(9), "weight"), (head(3, classes=3), "2 and 3 classes")):
+    for other, words in ((head(9), "weight tensors differ"), (head(3, classes=3), "2 and 3 classes")):
         with refused(kp.TaskVectorError, "toy", words):
             one + kp.TaskVector(tensors, one.about, {"toy": other})
     assert set((one + kp.TaskVector(tensors, one.about)).heads) == {"toy"}

@@ -124,7 +124,7 @@ class Dense(Matrix):
                 raise MatrixError(f"{problem}. If this is rounding, pass (m + m.T) / 2")
             matrix = unpack(pack(matrix), side)
         wrapped = cls(side, InMemoryTensors(data=matrix), psd=psd, examples=examples, positions=positions)
-        wrapped.take_for_sound()
+        wrapped.skip_validation()
         return wrapped
 
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:

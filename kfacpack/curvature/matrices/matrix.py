@@ -207,7 +207,7 @@ class Matrix(ABC):
             return "scale", "contains negative factors"
         return None
 
-    def take_for_sound(self) -> None:
+    def skip_validation(self) -> None:
         """Skips validation, for values that are computed from validated ones."""
         self._validated = True
 
