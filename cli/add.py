@@ -222,7 +222,7 @@ def add(
     options = {"keep": keep, "drop": drop, "seed": seed, "common": common, "mean": mean or None}
     settings = {name: value for name, value in options.items() if value is not None}
     alphas = alpha or [1.0]
-    tau = add_vectors(vectors, method, alphas[0] if len(alphas) == 1 else alphas, **settings)
+    tau = add_vectors(vectors, method, alpha=alphas[0] if len(alphas) == 1 else alphas, **settings)
     result = write(tau, output, target, show=not (quiet or as_json), quiet=quiet)
     if as_json:
         used = METHODS[method].of(settings)

@@ -158,7 +158,7 @@ class Evaluator:
         if self.kind == "auto" and (own := vector_head(task, vector)):
             return own
         with examples_bar(f"{task.name}: head", show=self.show) as advance:
-            return head_for(self.model, task, self.kind, batch_size=self.batch_size, on_progress=advance)
+            return head_for(self.model, task, kind=self.kind, batch_size=self.batch_size, on_progress=advance)
 
     def individual_accuracies(
         self, individual: Mapping[str, float | TaskVector], sets: Mapping[str, EvaluationSet]

@@ -208,7 +208,9 @@ def measure(
             settings: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
             if what == "disentanglement":
                 first, second = taus.values()
-                result = kp.disentanglement(loaded_model, (sets[0], sets[1]), (first, second), alphas, **settings)
+                result = kp.disentanglement(
+                    loaded_model, (sets[0], sets[1]), (first, second), alphas=alphas, **settings
+                )
             elif what == "localisation":
                 result = kp.localisation(loaded_model, sets, taus, **settings)
             else:

@@ -80,8 +80,8 @@ def merge(
         merged = merge_and_report(
             bundles,
             rule,
-            rank,
-            _parse_weights(weights),
+            rank=rank,
+            weights=_parse_weights(weights),
             without=without or (),
             allow_partial=allow_partial,
             progress=advance,

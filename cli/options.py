@@ -188,7 +188,7 @@ def load_task_option(name: str, data: str | None, columns: str | None, model: st
     """Loads the task that the options describe and prints its warnings to stderr, unless `quiet`."""
     from kfacpack.tasks.registry import load_task
 
-    task = load_task(name, data, columns)
+    task = load_task(name, data, columns=columns)
     for notice in () if quiet else task.notices(model):
         show_note(f"warning: {notice}")
     return task

@@ -62,7 +62,7 @@ def tasks(
         rows = _published_rows(definition)
         print_json(_published_as_json(definition)) if as_json else out.print(key_value_table(rows))
         return
-    task = load_task(name, data, columns)
+    task = load_task(name, data, columns=columns)
     drawn = _draw(task, split or "train", sheet) if sheet else {}
     if as_json:
         print_json(_as_json(task) | drawn)

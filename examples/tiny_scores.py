@@ -68,8 +68,8 @@ def scores(model: Model, task: Task) -> Scores:
     train, test = task.split("train"), task.split("test")
     train_labels, test_labels = labels(train), labels(test)
     return Scores(
-        kp.evaluate(model, task, kp.head_for(model, task), batch_size=256).accuracy,
-        kp.evaluate(model, task, kp.head_for(model, replace(task, templates=UNSEEN)), batch_size=256).accuracy,
+        kp.evaluate(model, task, head=kp.head_for(model, task), batch_size=256).accuracy,
+        kp.evaluate(model, task, head=kp.head_for(model, replace(task, templates=UNSEEN)), batch_size=256).accuracy,
         nearest_mean(features(model, train, task), train_labels, features(model, test, task), test_labels),
         nearest_mean(pixels(train), train_labels, pixels(test), test_labels),
     )

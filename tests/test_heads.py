@@ -135,7 +135,7 @@ def test_auto_chooses_the_first_kind_that_is_possible(model, vision_only, task):
     assert head_for(model, task).origin == "text"
     assert head_for(model, ChangedTask(task, templates=())).origin == "prototypes"
     assert head_for(vision_only, task).origin == "prototypes"
-    assert head_for(model, task, "prototypes").origin == "prototypes"
+    assert head_for(model, task, kind="prototypes").origin == "prototypes"
 
 
 def test_a_class_without_examples_is_named(vision_only, tmp_path):
@@ -147,11 +147,11 @@ def test_a_class_without_examples_is_named(vision_only, tmp_path):
 
 def test_impossible_heads_are_refused(model, vision_only, task):
     with refused(KfacpackError, "--head"):
-        head_for(vision_only, task, "text")
+        head_for(vision_only, task, kind="text")
     with refused(KfacpackError):
-        head_for(model, ChangedTask(task, templates=()), "text")
+        head_for(model, ChangedTask(task, templates=()), kind="text")
     for kind in ("text", "prototypes"):
         with refused(KfacpackError):
-            head_for(model, ChangedTask(task, classes=None), kind)
+            head_for(model, ChangedTask(task, classes=None), kind=kind)
     with refused(KfacpackError, "guess"):
-        head_for(model, task, "guess")
+        head_for(model, task, kind="guess")

@@ -41,6 +41,7 @@ class Verification:
 def verify(
     path: str | os.PathLike[str],
     model: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
+    *,
     progress: CheckProgress = lambda check, done, total: None,
 ) -> Verification:
     """Checks hashes, finite values, symmetry and positive semi-definiteness of a bundle.

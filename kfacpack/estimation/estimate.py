@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 def estimate(
     model: nn.Module | Model,
     batches: Iterable[ModelInput],
+    *,
     fisher: Fisher = "mc",
     samples: int = 1,
     probe: Probe = "orthogonal",
     params: Iterable[str] | str | None = None,
     seed: int = 0,
-    *,
     forward: Forward | None = None,
     sharing: Sharing = "expand",
     structure: EstimateStructure = "kronecker",

@@ -96,9 +96,9 @@ class Score:
 def evaluate(
     model: Model,
     task: Task,
+    *,
     head: Head | None = None,
     split: str = "test",
-    *,
     vector: TaskVector | None = None,
     alpha: float = 1.0,
     examples: str = "all",

@@ -130,7 +130,7 @@ class MergeStage(SealedStage):
     def make(self, monitor: StageProgress) -> None:
         """Makes the file."""
         paths, monitor = [bundle.path for bundle in self.bundles], monitor.interruptible()
-        merged = merge_and_report(paths, self.rule, self.rank, progress=monitor.counted)
+        merged = merge_and_report(paths, self.rule, rank=self.rank, progress=monitor.counted)
         merged.curvature.save(self.path, progress=monitor.counted)
 
     def cost(self) -> float:

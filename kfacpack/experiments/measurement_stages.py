@@ -258,7 +258,7 @@ class DisentanglementStage(AnalysisStage):
         first, second = self.evaluation_sets()
         one, two = self.load_vectors().values()
         options = self.evaluation_options(monitor)
-        return disentanglement(self.context.model, (first, second), (one, two), self.alphas, **options)
+        return disentanglement(self.context.model, (first, second), (one, two), alphas=self.alphas, **options)
 
 
 @dataclass(frozen=True, eq=False)

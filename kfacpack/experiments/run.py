@@ -115,7 +115,7 @@ class RunContext:
             with self.plan.at("tasks", number):
                 local = section.data is not None and not is_dataset_address(section.data)
                 data = self.plan.resolve_path(str(section.data)) if local else section.data
-                self._tasks[name] = load_task(name, data, section.columns)
+                self._tasks[name] = load_task(name, data, columns=section.columns)
         return self._tasks[name]
 
     def data_key(self, task: str, split: str) -> str:
@@ -155,7 +155,9 @@ class RunContext:
         """Returns the classification head of a task."""
         if task not in self._heads:
             kind, size = self.plan.model.head, self.plan.evaluation.batch_size
-            self._heads[task] = head_for(self.model, self.task(task), kind, batch_size=size, on_progress=on_progress)
+            self._heads[task] = head_for(
+                self.model, self.task(task), kind=kind, batch_size=size, on_progress=on_progress
+            )
         return self._heads[task]
 
     def evaluation_set(self, task: str, split: str = "test", examples: str | None = None) -> EvaluationSet:

@@ -101,9 +101,9 @@ class MergeResult:
 def merge(
     curvatures: Iterable[Mergeable],
     rule: str = "tak",
+    *,
     rank: int = 1,
     weights: Sequence[float] | None = None,
-    *,
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
@@ -135,15 +135,17 @@ def merge(
         >>> merged.save("merged.kfac")
         >>> others = kp.merge(["merged.kfac", "svhn.kfac"], without="svhn")
     """
-    return merge_and_report(curvatures, rule, rank, weights, without=without, allow_partial=allow_partial).curvature
+    return merge_and_report(
+        curvatures, rule, rank=rank, weights=weights, without=without, allow_partial=allow_partial
+    ).curvature
 
 
 def merge_and_report(
     curvatures: Iterable[Mergeable],
     rule: str = "tak",
+    *,
     rank: int = 1,
     weights: Sequence[float] | None = None,
-    *,
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,

@@ -85,8 +85,8 @@ MAX_PER_CLASS = 256
 def head_for(
     model: Model,
     task: Task,
-    kind: HeadKind = "auto",
     *,
+    kind: HeadKind = "auto",
     batch_size: int = 64,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Head:

@@ -47,7 +47,7 @@ TASKS: dict[str, Callable[[], Task]] = {
 """Name to loader of the tasks in the package. Their data is created or read when a split is used."""
 
 
-def load_task(name: str, data: str | os.PathLike[str] | None = None, columns: str | None = None) -> Task:
+def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns: str | None = None) -> Task:
     """Loads a task by name. Reads nothing of the data but the names of its files.
 
     Args:
@@ -68,7 +68,7 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, columns: st
         1000
     """
     if part := parse_class_split(name):
-        return ClassSplitTask(load_task(part.whole, data, columns), part.k, part.n)
+        return ClassSplitTask(load_task(part.whole, data, columns=columns), part.k, part.n)
     definition = PUBLISHED[name]() if name in PUBLISHED else None
     requested = parse_columns(columns) if columns is not None else None
     if data is not None:

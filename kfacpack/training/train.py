@@ -196,7 +196,7 @@ def build_trainer(
     return Trainer(
         chosen,
         task,
-        head if isinstance(head, Head) else head_for(model, task, head, on_progress=on_head),
+        head if isinstance(head, Head) else head_for(model, task, kind=head, on_progress=on_head),
         settings,
         regularizer,
         _data_penalty(reg_data, strength, task, settings),

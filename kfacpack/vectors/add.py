@@ -54,7 +54,7 @@ class MergedVector(VectorStorage):
 
 
 def add(
-    vectors: Iterable[Addable], method: str = "sum", alpha: float | Sequence[float] = 1.0, **settings: Any
+    vectors: Iterable[Addable], method: str = "sum", *, alpha: float | Sequence[float] = 1.0, **settings: Any
 ) -> TaskVector:
     """Merges task vectors into one on the scale of their sum.
 

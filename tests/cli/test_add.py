@@ -86,7 +86,7 @@ def test_every_method_with_its_settings(method, options, settings, three, tmp_pa
     result = json.loads(run("add", *three, "-o", output, "--method", method, *options, *alphas, "--json").stdout)
     assert (result["method"], result["settings"], result["alphas"]) == (method, settings, [0.5, 1.0, -2.0])
     assert result["scale"] == METHODS[method].scale
-    expected = kp.add(three, method, [0.5, 1, -2], **settings)
+    expected = kp.add(three, method, alpha=[0.5, 1, -2], **settings)
     read = kp.TaskVector.load(output)
     assert read.digest == expected.digest == result["sha256"]
     assert read.about.method.settings == settings

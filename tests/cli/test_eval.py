@@ -131,7 +131,7 @@ def vectors(tmp_path_factory, folder):
     for seed, name in enumerate(("morning", "evening")):
         task = load_task(name, folder)
         bare = made_up(model, name, size=0.02, seed=seed, params="visual.transformer.resblocks.3.*")
-        both.append(kp.TaskVector(dict(bare), bare.about, {name: kp.head_for(model, task, "prototypes")}))
+        both.append(kp.TaskVector(dict(bare), bare.about, {name: kp.head_for(model, task, kind="prototypes")}))
         both[-1].save(made / f"{name}.safetensors")
     (both[0] + both[1]).save(made / "sum.safetensors")
     return made

@@ -50,46 +50,46 @@ def by_colour():
 
 
 def test_the_score_equals_counting_by_hand(eye, task, by_colour):
-    found = evaluate(eye, task, by_colour)
+    found = evaluate(eye, task, head=by_colour)
     assert found == Score(correct=10, examples=12)
     assert found.accuracy == 10 / 12
-    assert evaluate(eye, task, by_colour, "train").accuracy == 1
+    assert evaluate(eye, task, head=by_colour, split="train").accuracy == 1
     always_blue = Head(torch.zeros(3, 3), torch.tensor([1.0, 0.0, 0.0]), CLASSES, "prototypes")
-    assert evaluate(eye, task, always_blue).correct == 5
+    assert evaluate(eye, task, head=always_blue).correct == 5
 
 
 def test_the_score_does_not_depend_on_the_batch_size(tiny, task):
-    head = head_for(tiny, task, "text")
-    assert len({evaluate(tiny, task, head, batch_size=size) for size in (1, 5, 12, 100)}) == 1
+    head = head_for(tiny, task, kind="text")
+    assert len({evaluate(tiny, task, head=head, batch_size=size) for size in (1, 5, 12, 100)}) == 1
 
 
 def test_prototypes_separate_colours_with_random_weights(tiny, task):
-    assert evaluate(tiny, task, head_for(tiny, task, "prototypes")).correct == 10
+    assert evaluate(tiny, task, head=head_for(tiny, task, kind="prototypes")).correct == 10
 
 
 def test_a_selection_of_examples_is_reproducible(eye, task, by_colour):
     exams = [EvaluationSet.of(task, examples="50%") for _ in range(2)]
     assert exams[0].numbers == exams[1].numbers
     assert len(set(exams[0].numbers)) == 6
-    assert evaluate(eye, task, by_colour, examples="5").examples == 5
+    assert evaluate(eye, task, head=by_colour, examples="5").examples == 5
 
 
 def test_progress_counts_the_examples(eye, task, by_colour):
     progress = []
-    evaluate(eye, task, by_colour, batch_size=8, on_progress=lambda done, total: progress.append((done, total)))
+    evaluate(eye, task, head=by_colour, batch_size=8, on_progress=lambda done, total: progress.append((done, total)))
     assert progress == [(0, 12), (8, 12), (12, 12)]
 
 
 def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):
     with refused(KfacpackError, "dev"):
-        evaluate(eye, task, by_colour, "dev")
+        evaluate(eye, task, head=by_colour, split="dev")
     with refused(KfacpackError):
-        evaluate(eye, task, replace(by_colour, classes=("a", "b", "c")))
+        evaluate(eye, task, head=replace(by_colour, classes=("a", "b", "c")))
     with refused(KfacpackError, "some"):
-        evaluate(eye, task, by_colour, examples="some")
+        evaluate(eye, task, head=by_colour, examples="some")
     blind = replace(eye, forward=lambda images: images.mean((2, 3)) / 0 * 0)
     with refused(KfacpackError, "test", "0", "11"):
-        evaluate(blind, task, by_colour)
+        evaluate(blind, task, head=by_colour)
 
 
 @pytest.mark.parametrize("labelled", [False, True])
@@ -106,4 +106,4 @@ def test_texts_without_labels_are_refused(eye, by_colour, tmp_path, labelled):
         data.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     words = "row 1: label -1 is not a class" if labelled else "words: unknown class names"
     with pytest.raises(KfacpackError, match=words):
-        evaluate(eye, load_task("words", tmp_path), by_colour)
+        evaluate(eye, load_task("words", tmp_path), head=by_colour)

@@ -34,7 +34,7 @@ def answers(model, vectors, task, a, b):
 @pytest.mark.parametrize("batch_size", [7, 64])
 def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
     vectors = pair(model, regime)
-    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, ALPHAS, batch_size=batch_size)
+    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, alphas=ALPHAS, batch_size=batch_size)
     assert (found["tasks"], found["alphas"], found["examples"]) == (["one", "two"], ALPHAS, {"one": 20, "two": 20})
     expected = [
         [
@@ -54,7 +54,7 @@ def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
 def test_the_model_is_restored(model):
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     for regime in ("linear", "full"):
-        disentanglement(model, (EXAMS["one"], EXAMS["two"]), pair(model, regime), [1.0])
+        disentanglement(model, (EXAMS["one"], EXAMS["two"]), pair(model, regime), alphas=[1.0])
     assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
 
 
@@ -66,7 +66,7 @@ def test_progress_ends_at_its_total(model, regime, looks):
         model,
         (EXAMS["one"], EXAMS["two"]),
         pair(model, regime),
-        [1.0, 2.0],
+        alphas=[1.0, 2.0],
         on_progress=lambda done, total: progress.append((done, total)),
     )
     assert progress[0] == (0, 40 * looks)
@@ -78,7 +78,7 @@ def test_heads_can_be_replaced(model):
     own = vectors[0].heads["one"]
     blind = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
     heads = {"one": blind, "two": kp.Head(blind.weight, blind.bias, TASKS["two"].classes, "prototypes")}
-    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, ALPHAS, heads=heads)
+    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, alphas=ALPHAS, heads=heads)
     assert found["xi"] == [[0.0] * 4] * 4
 
 
@@ -86,26 +86,26 @@ def test_heads_can_be_replaced(model):
 def test_a_device_without_float64_gives_the_same_grid(regime, monkeypatch):
     model = toy_model(dtype=torch.float32)
     vectors, both = pair(model, regime), (EXAMS["one"], EXAMS["two"])
-    expected = disentanglement(model, both, vectors, ALPHAS)
+    expected = disentanglement(model, both, vectors, alphas=ALPHAS)
     heads = {
         name: kp.Head(*on_device(head.weight, head.bias), head.classes, head.origin)
         for vector in vectors
         for name, head in vector.heads.items()
     }
     emulate_device(monkeypatch)
-    assert disentanglement(model, both, vectors, ALPHAS, heads=heads) == expected
+    assert disentanglement(model, both, vectors, alphas=ALPHAS, heads=heads) == expected
 
 
 def test_incompatible_inputs_are_refused(model):
     one, two = pair(model, "linear")
     both = (EXAMS["one"], EXAMS["two"])
     with refused(kp.KfacpackError, "linear", "full"):
-        disentanglement(model, both, (one, task_vector(model, TASKS["two"], "full")), ALPHAS)
+        disentanglement(model, both, (one, task_vector(model, TASKS["two"], "full")), alphas=ALPHAS)
     with refused(kp.KfacpackError):
-        disentanglement(model, both, (two, one), ALPHAS)
+        disentanglement(model, both, (two, one), alphas=ALPHAS)
     with refused(kp.KfacpackError):
-        disentanglement(model, (EXAMS["one"], EXAMS["one"]), (one, one), ALPHAS)
+        disentanglement(model, (EXAMS["one"], EXAMS["one"]), (one, one), alphas=ALPHAS)
     with refused(kp.KfacpackError):
-        disentanglement(model, both, (one, two), [])
+        disentanglement(model, both, (one, two), alphas=[])
     with refused(kp.TaskVectorError):
-        disentanglement(toy_model(seed=3), both, (one, two), ALPHAS)
+        disentanglement(toy_model(seed=3), both, (one, two), alphas=ALPHAS)

@@ -51,9 +51,9 @@ def test_a_sweep_equals_separate_evaluations(model, head, exam, regime):
         assert each == score(model, head, exam, vector=alpha * vector, batch_size=32)
     halves = scores(model, head, exam, 0.5 * vector, ALPHAS, batch_size=32)
     assert halves == [score(model, head, exam, vector=0.5 * alpha * vector, batch_size=32) for alpha in ALPHAS]
-    public = kp.sweep(model, exam.task, vector, ALPHAS, head, batch_size=32)
+    public = kp.sweep(model, exam.task, vector, ALPHAS, head=head, batch_size=32)
     assert public == found
-    assert public[3] == kp.evaluate(model, exam.task, head, vector=vector, alpha=ALPHAS[3], batch_size=32)
+    assert public[3] == kp.evaluate(model, exam.task, head=head, vector=vector, alpha=ALPHAS[3], batch_size=32)
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])

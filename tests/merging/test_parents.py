@@ -64,7 +64,7 @@ def test_parents_are_listed_with_weights_that_average_one(paths):
     weights = [parent.weight for parent in merge.parents]
     assert sum(weights) == pytest.approx(4)
     assert weights == pytest.approx([4 * size / 820 for size in (100, 170, 240, 310)])
-    assert kp.merge(paths, "optimal", 2).about.merge.rank == 2
+    assert kp.merge(paths, "optimal", rank=2).about.merge.rank == 2
 
 
 def test_weights_replace_data_set_sizes_and_only_their_ratios_matter(paths):
@@ -95,7 +95,7 @@ def test_merging_in_steps_is_merging_at_once(rule, seed):
 
 def test_a_merged_bundle_can_be_loaded_and_verified(paths, tmp_path):
     for rule, rank in (("tak", 1), ("stack", 1), ("optimal", 3)):
-        merged = kp.merge(paths, rule, rank)
+        merged = kp.merge(paths, rule, rank=rank)
         merged.save(tmp_path / "m.kfac")
         loaded = kp.load(tmp_path / "m.kfac")
         assert loaded.about == merged.about

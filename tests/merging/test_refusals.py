@@ -184,7 +184,7 @@ def test_subtractions_that_would_not_be_exact(one, two, tmp_path):
 
 def test_what_tak_cannot_merge_again(one, two, tmp_path):
     three = save(of_task("three", seed=62), tmp_path / "three.kfac")
-    pair = kp.merge([one, two], "optimal", 2)
+    pair = kp.merge([one, two], "optimal", rank=2)
     merge_fails([pair, three], "input 1", "'optimal' at rank 2")
     assert len(kp.merge([pair, three], "stack").blocks) == len(pair.blocks)
 

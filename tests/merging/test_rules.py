@@ -44,7 +44,7 @@ def errors(merged):
 @given(seed=seeds, by=st.sampled_from([("tak", 1), ("stack", 1), ("optimal", 1), ("optimal", 2)]))
 def test_the_reported_errors_are_those_of_brute_force(hold, seed, by):
     curvatures = some_tasks(3, seed, hold)
-    merged = merge_and_report(curvatures, *by)
+    merged = merge_and_report(curvatures, by[0], rank=by[1])
     expected = targets(curvatures, data_set_weights(curvatures))
     lost = [dense_block(block) - target for block, target in zip(merged.curvature.blocks, expected, strict=True)]
     sizes = [float(target.norm()) for target in expected]
@@ -71,11 +71,11 @@ def test_optimal_is_at_least_as_close_as_tak_which_is_within_its_bound(seed, cou
 def test_the_error_decreases_with_the_rank_and_vanishes_at_full_rank(seed, count):
     curvatures = some_tasks(count, seed)
     # One of the blocks has two terms for each task, all others one.
-    found = [errors(kp.merge(curvatures, "optimal", rank)) for rank in range(1, 2 * count + 1)]
+    found = [errors(kp.merge(curvatures, "optimal", rank=rank)) for rank in range(1, 2 * count + 1)]
     for block in zip(*found, strict=True):
         assert all(later <= before + 1e-7 for before, later in pairwise(block))
         assert block[-1] == 0
-    everything = kp.merge(curvatures, "optimal", 2 * count)
+    everything = kp.merge(curvatures, "optimal", rank=2 * count)
     tau = random_tau(everything, seed)
     assert everything.quadratic(tau) == kp.merge(curvatures, "stack").quadratic(tau)
 
@@ -88,7 +88,7 @@ def test_no_sum_of_two_products_is_closer_than_the_optimal_one(seed):
     rearranged = target.reshape(5, 7, 5, 7).permute(0, 2, 1, 3).reshape(25, 49)
     s = torch.linalg.svdvals(rearranged)
     nearest = float(s[2:].norm() / s.norm())
-    assert errors(kp.merge(curvatures, "optimal", 2))[0] == pytest.approx(nearest, rel=1e-5)
+    assert errors(kp.merge(curvatures, "optimal", rank=2))[0] == pytest.approx(nearest, rel=1e-5)
 
 
 @given(seed=seeds, count=counts)

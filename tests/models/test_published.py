@@ -63,7 +63,7 @@ def check_pipeline(model, task, head, params, folder):
     )
     assert set(vector) == set(bundle.parameters)
     assert any(value.abs().max() > 0 for value in vector.values())
-    scored = kp.evaluate(model, task, head, vector=vector, examples="4")
+    scored = kp.evaluate(model, task, head=head, vector=vector, examples="4")
     assert 0 <= scored.accuracy <= 1
 
 

@@ -82,7 +82,7 @@ def test_logits_of_the_label_words_are_transformers_own(folder, request):
     task = PairTask("mnli", 0)
     split = task.split("train")
     batch = model.prepare([split[n] for n in range(4)], task.name)
-    head = kp.head_for(model, task, "words")
+    head = kp.head_for(model, task, kind="words")
     with torch.no_grad():
         expected = stock(**batch, decoder_input_ids=torch.zeros((4, 1), dtype=torch.long)).logits[:, 0]
         found = head.logits(model.forward(**batch))
@@ -182,7 +182,7 @@ def test_a_scaled_final_norm_gives_the_same_vector(constant, untied_folder, tmp_
         batch = model.prepare([split[n] for n in range(len(split))], "other")
         regularizer = kp.Regularizer(kp.estimate(model, [batch], params=trained))
         task = PairTask("mnli", 0)
-        head = kp.head_for(model, task, "words")
+        head = kp.head_for(model, task, kind="words")
         job = Trainer(
             REGIMES["linear"](model, trained), task, head, TrainingSettings(steps=12, batch_size=4), regularizer
         )

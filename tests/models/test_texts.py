@@ -185,8 +185,8 @@ def test_labels_with_the_same_first_token_are_refused(t5_folder, bert_folder):
     model = load_model(f"t5:{t5_folder}")
     alike = Labels(("dog", "dog runs", "field"))
     with refused(KfacpackError, "dog", "dog runs"):
-        head_for(model, alike, "words")
+        head_for(model, alike, kind="words")
     with refused(KfacpackError):
-        head_for(model, Labels(("dog", "")), "words")
+        head_for(model, Labels(("dog", "")), kind="words")
     with refused(KfacpackError):
-        head_for(load_model(f"hf:{bert_folder}"), alike, "words")
+        head_for(load_model(f"hf:{bert_folder}"), alike, kind="words")

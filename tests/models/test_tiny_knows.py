@@ -44,4 +44,4 @@ def test_unseen_tasks_are_not_recognised_zero_shot(scores):
 @pytest.mark.parametrize("template", ["{}", "a poster of {}", "it may be {} or not", "seven words with {} among them"])
 def test_digits_are_recognised_with_other_prompts(template):
     model, task = load_model("tiny"), replace(load_task("mnist"), templates=(template,))
-    assert evaluate(model, task, head_for(model, task), examples="300").accuracy >= 2 * CHANCE
+    assert evaluate(model, task, head=head_for(model, task), examples="300").accuracy >= 2 * CHANCE

@@ -143,7 +143,7 @@ def test_a_private_repository_at_a_revision(hub, log_in, unplug, tmp_path, revis
 
 
 def test_a_config_in_the_address(hub, glue):  # noqa: F811
-    task = load_task("mine", "hf://datasets/nyu-mll/glue/rte", "text=sentence1,label=label")
+    task = load_task("mine", "hf://datasets/nyu-mll/glue/rte", columns="text=sentence1,label=label")
     assert dict(task.split("train")[0]) == {"text": pairs("rte", "train")[0]["sentence1"]}
     assert refusal("--task", "mine", "--data", "hf://datasets/nyu-mll/glue").endswith(
         "several configs; there are ax, mnli, qnli, rte, stsb. Choose one: --data hf://datasets/nyu-mll/glue/ax\n"

@@ -179,7 +179,7 @@ def test_a_part_has_the_prototypes_of_the_whole(folder):
     from kfacpack.evaluation.accuracy import vector_head
 
     model = kp.load_model("tiny")
-    heads = [kp.head_for(model, kp.load_task(name), "prototypes") for name in ("digits", "digits@2/5")]
+    heads = [kp.head_for(model, kp.load_task(name), kind="prototypes") for name in ("digits", "digits@2/5")]
     assert heads[0].difference(heads[1]) is None
     vectors = [kp.TaskVector.load(folder / f"{k}.safetensors") for k in (1, 2)]
     own = vector_head(kp.load_task("digits"), vectors[0] + vectors[1])

@@ -62,7 +62,7 @@ def test_training_reduces_the_loss_and_records_its_settings(regime, tmp_path):
     assert vector.heads["toy"].classes == CLASSES
     assert not list(tmp_path.glob("*.partial"))
     model = toy_model()
-    before = kp.evaluate(model, ToyTask(), vector.heads["toy"]).accuracy
+    before = kp.evaluate(model, ToyTask(), head=vector.heads["toy"]).accuracy
     assert kp.evaluate(model, ToyTask(), vector=vector).accuracy >= before
     if regime == "attention":
         assert all(name.startswith("attn.") for name in vector)
@@ -381,7 +381,7 @@ def test_a_device_without_float64_gives_the_same_vector(tmp_path):
         for name, choice in (("plain", model), ("device", device))
     ]
     assert vectors[0].digest == vectors[1].digest
-    accuracies = [kp.sweep(choice, ToyTask(), vectors[0], [0.0, 0.5, 1.0], head) for choice in (model, device)]
+    accuracies = [kp.sweep(choice, ToyTask(), vectors[0], [0.0, 0.5, 1.0], head=head) for choice in (model, device)]
     assert accuracies[0] == accuracies[1]
 
 

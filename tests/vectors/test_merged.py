@@ -21,7 +21,7 @@ from kfacpack.vectors.methods import METHODS
 @every_method
 def test_the_file_records_the_method(method, settings, tmp_path):
     one, two = drawn(2)
-    merged = kp.add([one, two], method, [1.0, 0.5], **settings)
+    merged = kp.add([one, two], method, alpha=[1.0, 0.5], **settings)
     merged.save(tmp_path / "merged.safetensors")
     read = kp.TaskVector.load(tmp_path / "merged.safetensors")
     assert read.about == merged.about
@@ -100,7 +100,7 @@ def test_vectors_that_do_not_belong_together_are_rejected(method, tmp_path):
 
 def test_a_merged_vector_can_be_applied():
     model = network()
-    merged = kp.add([vector("one", 1), vector("two", 2)], "tsv", 0.5)
+    merged = kp.add([vector("one", 1), vector("two", 2)], "tsv", alpha=0.5)
     edited = merged.apply(model)
     torch.testing.assert_close(edited[0].weight, model[0].weight + merged["0.weight"])
     assert merged.regime == "linear"

@@ -103,7 +103,7 @@ BRUTE = {"ties": brute_ties, "tsv": brute_tsv, "iso": brute_iso, "iso-cts": brut
 def test_the_result_is_that_of_the_paper(method, settings, alphas):
     vectors = drawn(len(alphas))
     parts = [arrays(tau, alpha) for tau, alpha in zip(vectors, alphas, strict=True)]
-    assert_same(kp.add(vectors, method, alphas, **settings), BRUTE[method](parts, **settings))
+    assert_same(kp.add(vectors, method, alpha=alphas, **settings), BRUTE[method](parts, **settings))
 
 
 def test_sum_equals_arithmetic_on_vectors(tmp_path):
@@ -127,8 +127,8 @@ def test_a_vector_and_its_negative_are_exactly_zero(tmp_path):
 @every_method
 def test_order_does_not_matter(method, settings):
     one, two, three = drawn(3)
-    found = kp.add([one, two, three], method, [1, 0.5, 2], **settings)
-    assert_same(kp.add([three, one, two], method, [2, 1, 0.5], **settings), arrays(found), 1e-6)
+    found = kp.add([one, two, three], method, alpha=[1, 0.5, 2], **settings)
+    assert_same(kp.add([three, one, two], method, alpha=[2, 1, 0.5], **settings), arrays(found), 1e-6)
 
 
 @every_method
@@ -136,9 +136,9 @@ def test_order_does_not_matter(method, settings):
 def test_alpha_multiplies_the_result(method, settings, factor):
     vectors = drawn(3)
     once = kp.add(vectors, method, **settings)
-    assert_same(kp.add(vectors, method, factor, **settings), arrays(once, factor), 1e-6)
-    assert_same(kp.add(vectors, method, [factor] * 3, **settings), arrays(once, factor), 1e-6)
-    assert (factor * once).about == kp.add(vectors, method, factor, **settings).about
+    assert_same(kp.add(vectors, method, alpha=factor, **settings), arrays(once, factor), 1e-6)
+    assert_same(kp.add(vectors, method, alpha=[factor] * 3, **settings), arrays(once, factor), 1e-6)
+    assert (factor * once).about == kp.add(vectors, method, alpha=factor, **settings).about
 
 
 def test_one_vector_alone():

@@ -1,0 +1,80 @@
+"""`kp.train` and `kp.estimate_task` give the same files as the commands, and `kp.run` the same results."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from experiments.small import TEXT
+from kfacpack_cli.main import app
+from kit import refused
+from typer.testing import CliRunner
+
+import kfacpack as kp
+from kfacpack.training.settings import TrainingSettings
+
+FEW = ["visual.transformer.resblocks.3.mlp.*"]
+OPTIONS = ["--params", FEW[0]]
+
+
+def command(*arguments):
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+
+
+def test_the_function_and_the_command_give_the_same_bundle(tmp_path):
+    made = kp.estimate_task("tiny", "faces", examples=12, params=FEW, seed=3, output=tmp_path / "function.kfac")
+    estimate = ("estimate", "--task", "faces", "--examples", 12, *OPTIONS, "--seed", 3, "-q")
+    command(*estimate, "-o", tmp_path / "command.kfac")
+    assert kp.load(tmp_path / "function.kfac").digest == kp.load(tmp_path / "command.kfac").digest == made.digest
+    assert kp.estimate_task("tiny", "faces", examples=12, params=FEW, seed=3).digest == made.digest
+
+
+def test_the_function_and_the_command_give_the_same_vector(tmp_path):
+    bundle = tmp_path / "faces.kfac"
+    kp.estimate_task("tiny", "faces", examples=12, params=FEW, output=bundle)
+    settings = {"reg": bundle, "params": FEW, "steps": 3, "batch_size": 8, "seed": 2, "strength": 5}
+    made = kp.train("tiny", "digits", output=tmp_path / "function.safetensors", **settings)
+    training = ("--steps", 3, "--batch-size", 8, "--seed", 2, "--strength", 5, "-q")
+    command("train", "--task", "digits", "--reg", bundle, *OPTIONS, *training, "-o", tmp_path / "command.safetensors")
+    digests = {kp.TaskVector.load(tmp_path / f"{name}.safetensors").digest for name in ("function", "command")}
+    assert digests == {made.digest}
+    steps = []
+    again = kp.train("tiny", "digits", on_progress=lambda metrics, total: steps.append(metrics.step), **settings)
+    assert again.digest == made.digest
+    assert steps == [1, 2, 3]
+
+
+def test_defaults_are_those_of_the_settings():
+    defaults = TrainingSettings()
+    for name, parameter in inspect.signature(kp.train).parameters.items():
+        if hasattr(defaults, name):
+            assert parameter.default == getattr(defaults, name), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"strength": 3.0},
+        {"preset": "tak"},
+        {"reg_every": 2},
+        {"resume": True},
+        {"reg_data": ["digits"]},
+        {"reg_data": ["faces", "faces"]},
+        {"reg": ["no.kfac"], "reg_data": ["faces"]},
+        {"steps": 2, "epochs": 1.0},
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings):
+    with refused(kp.KfacpackError):
+        kp.train("tiny", "digits", params=FEW, **settings)
+
+
+def test_a_plan_runs_from_python(tmp_path):
+    (tmp_path / "plan.yaml").write_text(TEXT.split("evaluation:")[0] + "evaluation: {examples: 4, alphas: '0,1'}\n")
+    results = kp.run(tmp_path / "plan.yaml", tmp_path / "out", device="cpu")
+    assert (tmp_path / "out" / "results.json").exists()
+    assert {line["arm"] for line in results["summary"]} == {"without", "kfac"}
+    asked = []
+    kp.run(tmp_path / "plan.yaml", tmp_path / "out", device="cpu", show=lambda *stage: asked.append(stage))
+    assert not asked
