@@ -45,7 +45,7 @@ SAVE_MODEL = option(
     "hf:. Uses --model, --weights and --image-size.",
 )
 LINEARISED_NOTE = (
-    "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ and gives other "
+    "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ and different "
     "outputs. eval --vector uses the vector as it was trained"
 )
 
@@ -103,7 +103,7 @@ def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, qui
     if show:
         size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"
         print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}")
-    # The saved vector is used: its tensors are computed already.
+    # The saved vector is used, because its tensors are already computed.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
         tasks = [word for task in vector.tasks for word in ("--task", task)]
@@ -128,7 +128,7 @@ def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Mod
         return None
     from kfacpack.curvature.matrices.components import TORCH_TYPES
 
-    # In the dtype that the vector was trained with; the weights would differ otherwise.
+    # Loaded in the dtype that the vector was trained with; the weights would differ otherwise.
     dtype: Any = str(TORCH_TYPES[tau.about.base.parameters[0].dtype]).removeprefix("torch.")
     with loading(target.model, show=show):
         model = load_model_option(target.model, target.weights, target.image_size, dtype)
@@ -141,7 +141,7 @@ def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet:
     tau.apply(model.module, in_place=True)
     model.checkpoint.save(path)
     note = LINEARISED_NOTE if tau.is_linear else None
-    load = model.checkpoint.how_to_load(path)
+    load = model.checkpoint.load_command(path)
     if show:
         print_line(f"wrote {path}: the model with the vector added; load it with {load}")
     if note and not quiet:
@@ -209,7 +209,7 @@ def add(
 ) -> None:
     """Add task vectors, or merge them by another method. The result has the heads of all of them.
 
-    Vectors with different base models, regimes or f, or with different heads for one task, are refused.
+    Vectors with different base models, regimes or f, or with different heads for one task, are rejected.
 
     Memory does not grow with the number of vectors, except that tsv and iso hold one layer of all vectors at a time.
     """
@@ -225,8 +225,8 @@ def add(
     tau = add_vectors(vectors, method, alpha=alphas[0] if len(alphas) == 1 else alphas, **settings)
     result = write(tau, output, target, show=not (quiet or as_json), quiet=quiet)
     if as_json:
-        used = METHODS[method].of(settings)
-        details: dict[str, Any] = {"method": method, "settings": used.settings, "scale": used.scale}
+        merge_method = METHODS[method].of(settings)
+        details: dict[str, Any] = {"method": method, "settings": merge_method.settings, "scale": merge_method.scale}
         print_json({**details, "alphas": alphas * len(vectors) if len(alphas) == 1 else alphas, **result})
 
 
@@ -241,7 +241,7 @@ def negate(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Negate a task vector, so that a model it is added to forgets the task. The heads are kept.
+    """Negate a task vector: adding the result to a model makes it forget the task. The heads are kept.
 
     A vector plus its negation is exactly zero.
     """

@@ -55,7 +55,7 @@ def compress(
     semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16; check the others with 'verify'.
     """
     # Imported here so that --help does not wait for torch.
-    from kfacpack.compression.compress import choice_of, compress_by
+    from kfacpack.compression.compress import choose_codecs, compress_with
     from kfacpack.curvature.curvature import from_bundle
     from kfacpack.curvature.saving import file_size
     from kfacpack.vectors.tensor_file import read_vector_tensors
@@ -69,9 +69,9 @@ def compress(
     tau = read_vector_tensors(vector, curvature) if vector else None
     show = not (quiet or as_json)
     with steps_bar("trying codecs", show=show and budget is not None) as advance:
-        choice = choice_of(curvature, spec, budget, advance, with_vector=tau is not None)
+        choice = choose_codecs(curvature, spec, budget, advance, with_vector=tau is not None)
     with steps_bar("compressing", show=show) as advance:
-        compressed, report = compress_by(curvature, choice, vector=tau, progress=advance)
+        compressed, report = compress_with(curvature, choice, vector=tau, progress=advance)
     file: dict[str, Any] = {"path": None, "sha256": None, "bytes": file_size(compressed)}
     if output is not None and not dry_run:
         compressed.save(output)

@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from kfacpack.training.metrics import Metrics
 
 
-# If stdout is not a terminal, lines may be long: a name that is split over two lines cannot be searched for.
+# If stdout is not a terminal, lines may be long, so that names are not split over two lines.
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 err = Console(stderr=True, highlight=False)
 
 
 def show_error(message: str) -> None:
     """Prints an error to stderr."""
-    err.print(Text.assemble(("error: ", "bold red"), printable(message, longest=8000)), soft_wrap=True)
+    err.print(Text.assemble(("error: ", "bold red"), printable(message, max_length=8000)), soft_wrap=True)
 
 
 def show_note(message: str) -> None:
     """Prints a note or warning to stderr."""
-    err.print(Text(printable(message, longest=8000)), soft_wrap=True)
+    err.print(Text(printable(message, max_length=8000)), soft_wrap=True)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def show_warnings(*kinds: type[Warning], show: bool) -> Iterator[None]:
 
 def print_line(text: str, *, style: str = "") -> None:
     """Prints one line to stdout without wrapping it."""
-    out.print(Text(printable(text, longest=8000), style=style), soft_wrap=True)
+    out.print(Text(printable(text, max_length=8000), style=style), soft_wrap=True)
 
 
 def print_next(*words: object) -> None:
@@ -113,12 +113,12 @@ def key_value_table(facts: Iterable[tuple[str, str]]) -> Table:
     table.add_column(style="bold cyan")
     table.add_column(overflow="fold")
     for label, value in facts:
-        table.add_row(label, Text(printable(value, longest=8000)))
+        table.add_row(label, Text(printable(value, max_length=8000)))
     return table
 
 
 def percent(share: float | None) -> str:
-    """Formats a share: 0.9312 becomes '93.1%', None becomes ''."""
+    """Formats a fraction: 0.9312 becomes '93.1%', None becomes ''."""
     return "" if share is None else f"{share:.1%}"
 
 
@@ -218,10 +218,10 @@ def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
     """Stops long work cleanly: the first Ctrl-C or SIGTERM lets the current batch finish, the second stops at once.
 
     Args:
-        message: What is printed after "interrupted; " when the work has stopped. The command then exits with code 130.
+        message: Text to print after "interrupted; " when the work has stopped. The command then exits with code 130.
 
     Yields:
-        A function that tells whether a stop was requested.
+        A function that returns whether a stop was requested.
     """
     from kfacpack.estimation.resume import Interrupted
 

@@ -8,9 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-from rich.text import Text
-
 from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import EstimateStructure, Fisher, FloatType, Probe, Sharing
 from kfacpack.format.reader import Bundle
@@ -18,7 +15,17 @@ from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.models.prompts import PromptStyle
 
 from .compress import print_report, report_json
-from .console import examples_bar, loading, out, print_json, stop_on_interrupt
+from .console import (
+    examples_bar,
+    loading,
+    name_cell,
+    out,
+    plain_table,
+    print_json,
+    print_line,
+    print_next,
+    stop_on_interrupt,
+)
 from .options import (
     COLUMNS,
     DATA,
@@ -43,12 +50,18 @@ if TYPE_CHECKING:
     from kfacpack.estimation.task_estimate import TaskEstimate
 
 
-ESTIMATE_PANEL = "The estimate"
+ESTIMATE_PANEL = "Estimate"
 
 
 def estimate(
     model: str = MODEL_NAME,
-    task: str = option(DATA, ..., "--task", help="Task name, as listed by `kfacpack tasks`, or any name with --data."),
+    task: str = option(
+        DATA,
+        ...,
+        "--task",
+        metavar="TASK",
+        help="Task name, as listed by `kfacpack tasks`, or any name with --data.",
+    ),
     output: Path | None = option(
         RUN, None, "--output", "-o", metavar="FILE.kfac", help="Bundle to write. [default: TASK.kfac]"
     ),
@@ -60,7 +73,7 @@ def estimate(
     dtype: FloatType = DTYPE,
     data: str | None = DATA_FOLDER,
     columns: str | None = COLUMNS,
-    split: str = option(DATA, "train", "--split", help="Split to sample examples from."),
+    split: str = option(DATA, "train", "--split", metavar="SPLIT", help="Split to sample examples from."),
     examples: str = option(
         DATA, "256", "--examples", metavar="N|P%|all", help="Number of examples, sampled without replacement."
     ),
@@ -69,15 +82,18 @@ def estimate(
         None,
         "--shard",
         metavar="K/N",
-        help="Take every N-th example from the K-th on; `merge --rule shards` joins the parts.",
+        help="Use every N-th example, starting at the K-th; `merge --rule shards` combines the shards.",
     ),
     fisher: Fisher = option(
-        ESTIMATE_PANEL, "mc", "--fisher", help="mc: random probes of f; exact: all of its directions."
+        ESTIMATE_PANEL, "mc", "--fisher", help="mc: random probes of f; exact: all directions of f."
     ),
     samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Probes per example, with mc."),
     probe: Probe = option(ESTIMATE_PANEL, "orthogonal", "--probe", help="Distribution of the probes, with mc."),
     sharing: Sharing = option(
-        ESTIMATE_PANEL, "expand", "--sharing", help="KFAC-expand or KFAC-reduce where positions share a weight."
+        ESTIMATE_PANEL,
+        "expand",
+        "--sharing",
+        help="KFAC-expand or KFAC-reduce, for weights that are shared by several positions.",
     ),
     structure: EstimateStructure = option(
         ESTIMATE_PANEL, "kronecker", "--structure", help="Kronecker factors, or the diagonal of G."
@@ -90,7 +106,7 @@ def estimate(
         help="Codec to apply, as for `compress`: block:8, svd:32+int8, … With block:K only the blocks are computed.",
     ),
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the examples and the probes."),
-    batch_size: int = option(RUN, 32, "--batch-size", min=1, help="Examples computed at a time."),
+    batch_size: int = option(RUN, 32, "--batch-size", min=1, help="Examples per forward pass."),
     offload: bool = option(RUN, False, "--offload", help="Accumulate on the CPU, whatever the device."),
     resume: bool = option(RUN, False, "--resume", help="Resume an interrupted run."),
     dry_run: bool = option(RUN, False, "--dry-run", help="Show blocks, bytes, time and memory; write nothing."),
@@ -115,11 +131,13 @@ def estimate(
     with distributed.process_group(place):
         show = distributed.rank() == 0 and not (quiet or as_json)
         with loading(model, show=show):
-            # The task first: a typo should not wait for the model.
+            # The task is loaded first, so that a misspelt name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=quiet or distributed.rank() != 0)
             loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
-        chosen = tuple(params) if params else None
-        run = TaskEstimate(loaded_model, loaded_task, options, examples, batch_size, split, chosen, _parse_shard(shard))
+        patterns = tuple(params) if params else None
+        run = TaskEstimate(
+            loaded_model, loaded_task, options, examples, batch_size, split, patterns, _parse_shard(shard)
+        )
         if dry_run:
             forecast = run.forecast()
             if distributed.rank() == 0 and (as_json or not quiet):
@@ -168,29 +186,28 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
         )
     elif show:
         size = f"{len(curvature.blocks)} blocks, {human_bytes(bundle.nbytes)}"
-        out.print(Text(f"wrote {output}: {size}, from {len(run.indices)} examples in {human_seconds(seconds)}"))
+        print_line(f"wrote {output}: {size}, from {len(run.indices)} examples in {human_seconds(seconds)}")
         if run.report:
             print_report(run.report, f"compressed by {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
-                out.print(Text("entries outside the diagonal blocks were not computed, so their loss is not measured"))
-        out.print(Text(f"next: kfacpack inspect {output}, or kfacpack merge with other tasks' bundles"))
+                print_line("entries outside the diagonal blocks were not computed, so their error is not measured")
+        print_next("inspect", output)
 
 
 def _print_forecast(forecast: Forecast) -> None:
-    table = Table("block", "operation", "ΔW", "structure", box=None, header_style="bold", pad_edge=False)
-    table.add_column("bytes", justify="right")
+    table = plain_table("block", "operation", "ΔW", "structure", numbers=("bytes",))
     for block in forecast.blocks:
-        name = Text(" + ".join(block.parameters), overflow="fold")
+        name = name_cell(" + ".join(block.parameters))
         table.add_row(name, block.operation, f"{block.rows}×{block.columns}", block.structure, human_bytes(block.bytes))
     out.print(table)
     for heading, names in (("frozen", forecast.frozen), ("f does not depend on", forecast.unused)):
         if names:
-            out.print(Text(f"{heading}: {', '.join(names)}"), soft_wrap=True)
-    out.print(
+            print_line(f"{heading}: {', '.join(names)}")
+    print_line(
         f"{len(forecast.blocks)} blocks, {human_bytes(forecast.bytes)}; "
         f"{forecast.examples} examples in {forecast.batches} batches"
     )
-    out.print(
-        f"about {human_seconds(forecast.seconds)} for the batches, by the time of one; peak memory about "
-        f"{human_bytes(forecast.peak_memory)} on top of what Python and its libraries take"
+    print_line(
+        f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; peak memory about "
+        f"{human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
     )

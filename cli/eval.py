@@ -101,14 +101,14 @@ def _from_json(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, float
         entries = {task: (_accuracy(value, str(tasks[task]["accuracy"])), tasks[task]["examples"]) for task in tasks}
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _invalid_individual(value, "expected the output of eval --json for one α") from error
-    used = {task: entry for task, entry in entries.items() if task in sets}
-    if not used:
+    evaluated = {task: entry for task, entry in entries.items() if task in sets}
+    if not evaluated:
         raise _invalid_individual(value, f"contains none of the evaluated tasks, only {', '.join(entries)}")
-    for task, (_, examples) in used.items():
+    for task, (_, examples) in evaluated.items():
         if examples != (own := len(sets[task].numbers)):
             problem = f"{task!r} was evaluated on {examples} examples, expected {own}"
             raise _invalid_individual(value, f"{problem}; evaluate it with the same --split and --examples")
-    return {task: accuracy for task, (accuracy, _) in used.items()}
+    return {task: accuracy for task, (accuracy, _) in evaluated.items()}
 
 
 def _require_evaluated(value: str, task: str, sets: Mapping[str, EvaluationSet]) -> str:
@@ -257,9 +257,9 @@ def evaluate(
         own_vectors = read_individual(individual or [], sets)
         tau = TaskVector.load(vector) if vector else None
         loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
-    for used in (tau, *own_vectors.values()):
-        if isinstance(used, TaskVector):
-            used.check(loaded_model.module, loaded_model.function)  # before any long computation
+    for added in (tau, *own_vectors.values()):
+        if isinstance(added, TaskVector):
+            added.check(loaded_model.module, loaded_model.function)  # before any long computation
     evaluator = Evaluator(loaded_model, head, batch_size, show)
     heads = {loaded.name: evaluator.head(loaded, tau) for loaded in tasks}
     if vector and tau and head == "auto" and not quiet:

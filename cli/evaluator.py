@@ -91,7 +91,7 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     print_line(f"−{first['alpha']:g} τ, chosen on validation, where the control keeps {negation['keep']:.0%}")
     out.print(table)
     if not first["alpha"]:
-        print_line("no α above zero removes anything while the control keeps that much", style="dim")
+        print_line("no α above zero lowers the accuracy while the control keeps enough of its own", style="dim")
 
 
 def csv_rows(result: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
@@ -117,7 +117,7 @@ def _is_normalized(results: Sequence[Result]) -> bool:
 
 
 def _split_columns(names: Sequence[str]) -> list[list[str]]:
-    """Splits tasks into groups that fit into one table each, beside α, the means and the mark."""
+    """Splits tasks into groups that each fit into one table, next to the columns for α, means and the marker."""
     groups: list[list[str]] = [[]]
     free = available = TABLE_WIDTH - len("-0.05 100.0% normalised ← best ")
     for name in names:
@@ -205,9 +205,9 @@ class Evaluator:
         if len(alphas) == 1:
             return EvaluationOutput(results[0], rows, lambda: print_result(results[0]))
         index = best(alphas, list(scores.values()))
-        largest = {"alpha": alphas[index], "split": split, "mean": results[index]["mean"]}
+        best_result = {"alpha": alphas[index], "split": split, "mean": results[index]["mean"]}
         return EvaluationOutput(
-            {"sweep": _by_alpha(results, alphas), "best": largest},
+            {"sweep": _by_alpha(results, alphas), "best": best_result},
             rows,
             lambda: print_sweep(alphas, results, index, split),
         )
@@ -262,7 +262,7 @@ class Evaluator:
         alphas: Sequence[float],
         keep: float,
     ) -> EvaluationOutput:
-        """Subtracts the vector as far as the control task allows and evaluates on test.
+        """Chooses how far to subtract the vector, subject to the accuracy of the control task, and evaluates on test.
 
         Args:
             heads: Task -> head; the control is the last task.

@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 
 
 SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_kept")
-"""Keys of the summary that are shares."""
+"""Keys of the summary whose values are fractions."""
 
 
 def run(
-    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan; its paths are relative to its folder."),
+    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan file; paths in it are relative to its folder."),
     output: Path | None = option(
         RUN, None, "--output", "-o", metavar="DIR", help="Output folder. [default: the plan's name]"
     ),
@@ -52,9 +52,9 @@ def run(
 ) -> None:
     """Run a plan: estimate, merge, train, add, negate, measure, and write a report.
 
-    Files are named after everything that determines their content. A second run therefore computes only what has
+    File names contain a hash of everything that determines the content. A second run therefore computes only what has
     changed, and an interrupted run continues where it stopped. The results are in DIR/results.json, the report is
-    DIR/report.html; both list the commands that make the files.
+    DIR/report.html; both list the commands that write the files.
 
     'kfacpack demo' writes a plan to start from.
     """
@@ -130,7 +130,7 @@ def _stage_reporter(show: bool, explain: bool) -> Callable[[Stage, int, int], Ab
     def watch(stage: Stage, number: int, total: int) -> Iterator[Advance]:
         if explain and show and stage.kind not in explained:
             explained.add(stage.kind)
-            print_line(f"{stage.kind}: {stage.why}")
+            print_line(f"{stage.kind}: {stage.purpose}")
         with work_bar(f"{number}/{total} {stage.kind}/{stage.name}", show=show) as advance:
             yield advance
 

@@ -1,6 +1,6 @@
 """`kfacpack export`: writes the factors of a bundle as plain safetensors.
 
-`kfacpack import`: converts factors that others have published to a bundle.
+`kfacpack import`: converts published factors to a bundle.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def export(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Write the factors of a bundle as plain safetensors, for programs without kfacpack.
+    """Write the factors of a bundle as plain safetensors, for use without kfacpack.
 
     All matrices are dense, however the bundle stores them: PARAMETER/A and PARAMETER/B, or PARAMETER/G; diagonal ones
     are vectors. The file's metadata describes how parameters form the matrix that the factors act on, how the factors
@@ -115,7 +115,7 @@ def import_(
     """Convert factors that were published as pickles to a bundle.
 
     The pickles are read in a separate process that has limited memory and time and can only build tensors. Give the
-    model the factors were computed with; its weights are compared with what the factors reveal of them. From the Hub,
+    model the factors were computed with; its weights are checked against the factors. From the Hub,
     only the five files of one task are downloaded.
 
     kfacpack import mammoth hf://aimagelab-ta/TAK/vitb16/fisher_8vision/kfac/mc_full --model ViT-B-16/openai --task dtd
@@ -161,8 +161,8 @@ def import_(
     elif show:
         size = f"{imported.blocks} blocks, {human_bytes(bundle.nbytes)}, from {imported.examples} examples"
         print_line(f"wrote {output}: {imported.task} of {loaded_model.name}: {size}")
-        for what, why in imported.left_out:
-            print_line(f"not imported: {what} ({why})")
+        for name, reason in imported.left_out:
+            print_line(f"not imported: {name} ({reason})")
         if dataset_size is None:
-            print_line("the dataset size is unknown (--dataset-size), so 'merge' will need --weights")
+            print_line("the dataset size is unknown (--dataset-size), so 'merge' requires --weights")
         print_next("merge", output, "OTHER.kfac", "-o", "merged.kfac")

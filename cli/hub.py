@@ -57,7 +57,7 @@ def push(
         None,
         "--license",
         metavar="ID",
-        help="License of the files, as an identifier of the Hub: apache-2.0, mit.",
+        help="License of the files, as a Hub identifier such as apache-2.0 or mit.",
     ),
     base_model: str | None = option(
         CARD_PANEL,
@@ -72,7 +72,7 @@ def push(
 ) -> None:
     """Publish bundles and task vectors on the Hub, with a model card.
 
-    The files are verified first; if a check does not hold, nothing is uploaded and the exit code is 1. The repository
+    The files are verified first; if a check fails, nothing is uploaded and the exit code is 1. The repository
     is created if it does not exist. Files and card form one commit. Unchanged files are not uploaded again, so an
     interrupted push can be repeated.
 
@@ -146,7 +146,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
 def pull(
     source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository."),
     files: list[str] | None = typer.Argument(
-        None, metavar="FILE...", help="Files of the repository. Default: all bundles and task vectors."
+        None, metavar="FILE...", help="Files of the repository. [default: all bundles and task vectors]"
     ),
     output: Path | None = option(
         RUN, None, "--output", "-o", metavar="DIR|FILE", help="Output folder or file. [default: current folder]"
@@ -159,7 +159,7 @@ def pull(
     """Download bundles and task vectors, verify them and show what they contain.
 
     OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is checked against
-    the Hub's SHA-256 and by 'verify'; if a check does not hold, the file is not saved and the exit code is 1. For
+    the Hub's SHA-256 and by 'verify'; if a check fails, the file is not saved and the exit code is 1. For
     private repositories, log in with: hf auth login
     """
     if listing:

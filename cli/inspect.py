@@ -66,7 +66,7 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
         "bytes": bundle.nbytes,
         "dense_bytes": bundle.dense_bytes,
         "weights": sum(map(_weights, bundle.manifest.blocks)),
-        "manifest": bundle.said,
+        "manifest": bundle.manifest_json,
     }
 
 
@@ -155,7 +155,7 @@ def verify(
 ) -> None:
     """Check the hashes of bundles, and that their matrices are finite, symmetric and positive semi-definite.
 
-    Exit code 0: all checks hold. 1: a check does not hold; the tensor is named. 2: a file is not a bundle.
+    Exit code 0: all checks passed. 1: a check failed; the tensor is named. 2: a file is not a bundle.
     """
     if model is None and (weights or image_size):
         raise KfacpackError("--weights and --image-size need a model; name it with --model")
@@ -235,10 +235,10 @@ def _print_result(result: Verification, model: str | None, quiet: bool) -> None:
     if quiet:
         return
     if result.holds:
-        word, names = ("holds ", "bold green"), [_count(check) for check in result.checks]
+        verdict, names = ("holds ", "bold green"), [_count(check) for check in result.checks]
     else:
-        word, names = ("fails ", "bold red"), [check.name for check in result.checks if check.failures]
-    out.print(Text.assemble(word, printable(f"{result.path}: {', '.join(names)}")), soft_wrap=True)
+        verdict, names = ("fails ", "bold red"), [check.name for check in result.checks if check.failures]
+    out.print(Text.assemble(verdict, printable(f"{result.path}: {', '.join(names)}")), soft_wrap=True)
 
 
 def _count(check: CheckResult) -> str:

@@ -1,6 +1,6 @@
 """The `kfacpack` command: its subcommands, their help panels, and the exit codes.
 
-Exit codes: 0 done, 1 a check does not hold, 2 bad input or usage, 130 interrupted.
+Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PlainHelp:
     """Help without a value type after flags."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters, flags without a metavar."""
+        """Returns the parameters, with the metavars of flags removed."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -89,7 +89,7 @@ def main(
 
     Bundles and vectors are read from paths or from hf://OWNER/REPO/FILE. Start with: kfacpack demo.
 
-    Exit codes: 0 done, 1 a check does not hold, 2 bad input or usage, 130 interrupted.
+    Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupted.
     """
 
 
@@ -114,11 +114,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Hub": {"push": hub.push, "pull": hub.pull, "search": hub.search},
     "Lists": {"models": models.models, "tasks": tasks.tasks},
 }
-"""Panel of the help -> command -> function."""
+"""Help panel -> command -> function."""
 
 
 def _unwrap_help(text: str) -> str:
-    """Removes the line breaks of the source from each paragraph; the help is wrapped to the terminal."""
+    """Joins the lines of each paragraph; the help is wrapped to the width of the terminal."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
@@ -141,7 +141,7 @@ for panel, commands in COMMANDS.items():
 
 def run_app() -> None:
     """Runs the command line."""
-    # If the reader of a pipe has gone (as with `| head`), end quietly like other programs.
+    # If a pipe is closed by its reader (as with `| head`), exit silently like other programs.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Characters such as Δ and ─ that an output encoding lacks are replaced by question marks.
     for stream in (sys.stdout, sys.stderr):

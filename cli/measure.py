@@ -162,7 +162,7 @@ def measure(
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
-    """Measure how task vectors affect each other's tasks, or how well a bundle predicts it.
+    """Measure how task vectors affect each other's tasks, or how well a bundle predicts the effect.
 
     disentanglement: share of predictions on the tasks of two vectors that change when the other vector is added, for
     every pair of α.

@@ -59,7 +59,7 @@ def merge(
         MERGE_PANEL,
         False,
         "--allow-partial",
-        help="Merge blocks that some bundles lack over the bundles that have them.",
+        help="Merge blocks that some bundles lack from the bundles that have them.",
     ),
     blocks: bool = option(RUN, False, "--blocks", help="List the error of every block."),
     as_json: bool = AS_JSON,
@@ -67,9 +67,10 @@ def merge(
 ) -> None:
     """Merge bundles of several tasks into one for Σ w_t G_t, and report the approximation error.
 
-    By default, the weights w_t are the dataset sizes, scaled to average one.
+    By default, the weights w_t are the dataset sizes, scaled to a mean of one.
 
-    One bundle of all tasks serves to train each of them: kfacpack merge all.kfac dtd.kfac --without dtd -o others.kfac
+    One bundle of all tasks can be used to train each of them:
+    kfacpack merge all.kfac dtd.kfac --without dtd -o others.kfac
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.merging.merge import merge_and_report
@@ -149,7 +150,9 @@ def _print_errors(report: MergeReport, rule: str) -> None:
     else:
         print_line("exact: no approximation error")
     for block in report.partial:
-        print_line(f"partial: block {block.name} is missing in {', '.join(block.missing)}; merged without")
+        print_line(
+            f"partial: block {block.name} is missing in {', '.join(block.missing)}; merged from the other bundles"
+        )
 
 
 def _print_blocks(report: MergeReport) -> None:

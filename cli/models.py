@@ -68,9 +68,9 @@ def _families() -> Iterator[dict[str, str]]:
 
 
 def _downloaded() -> Iterator[dict[str, Any]]:
-    from kfacpack.models.families import downloaded
+    from kfacpack.models.families import downloaded_models
 
-    for model in downloaded():
+    for model in downloaded_models():
         yield {
             "model": model.model,
             "family": model.family,

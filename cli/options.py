@@ -1,4 +1,4 @@
-"""Options shared by several commands, declared once so that they mean the same everywhere."""
+"""Options shared by several commands, declared once so that they have the same meaning everywhere."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 File = str
-"""A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. Not a Path, which would drop a slash."""
+"""A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. Not a Path, which would remove a slash."""
 
 MODEL, DATA, RUN = "Model", "Data", "Run"
-"""Panels of the help."""
+"""Help panels."""
 
 
 def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any:
     """Declares an option.
 
     Args:
-        panel: Panel of the help in which the option is listed.
+        panel: Help panel in which the option is listed.
         default: Default value; `...` makes the option required.
         *names: Flags, such as "--output", "-o".
         help: Help text; square brackets are literal.
@@ -51,7 +51,9 @@ MODEL_NAME = option(
     metavar="MODEL",
     help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR.",
 )
-WEIGHTS = option(MODEL, None, "--weights", metavar="FILE", help="Safetensors file with the model's weights, or random.")
+WEIGHTS = option(
+    MODEL, None, "--weights", metavar="FILE", help="Safetensors file with the model's weights; random: random weights."
+)
 IMAGE_SIZE = option(
     MODEL, None, "--image-size", min=1, metavar="N", help="Image side in pixels. [default: the model's own]"
 )
@@ -94,7 +96,7 @@ COLUMNS = option(
     metavar="KEY=COLUMN,…",
     help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: detected]",
 )
-BATCH_SIZE = option(RUN, 64, "--batch-size", min=1, metavar="N", help="Examples computed at a time.")
+BATCH_SIZE = option(RUN, 64, "--batch-size", min=1, metavar="N", help="Examples per forward pass.")
 WORKERS = option(
     RUN,
     None,

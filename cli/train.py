@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
@@ -16,8 +14,19 @@ from kfacpack.format.vector_manifest import HeadKind, RegimeName
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_ON_DATA, Preset
 
-from .console import examples_bar, loading, out, print_json, show_note, show_warnings, stop_on_interrupt, training_bar
+from .console import (
+    examples_bar,
+    loading,
+    print_json,
+    print_line,
+    print_next,
+    show_note,
+    show_warnings,
+    stop_on_interrupt,
+    training_bar,
+)
 from .options import (
+    AS_JSON,
     COLUMNS,
     DATA,
     DATA_FOLDER,
@@ -36,6 +45,7 @@ from .options import (
     check_output,
     load_model_option,
     load_task_option,
+    model_arguments,
     option,
     task_and_folder,
 )
@@ -44,12 +54,18 @@ if TYPE_CHECKING:
     from kfacpack.training.trainer import Trainer
 
 
-TRAINING_PANEL, PENALTY_PANEL = "The training", "The penalty"
+TRAINING_PANEL, PENALTY_PANEL = "Training", "Penalty"
 
 
 def train(
     model: str = MODEL_NAME,
-    task: str = option(DATA, ..., "--task", help="Task name, as listed by `kfacpack tasks`, or any name with --data."),
+    task: str = option(
+        DATA,
+        ...,
+        "--task",
+        metavar="TASK",
+        help="Task name, as listed by `kfacpack tasks`, or any name with --data.",
+    ),
     output: Path | None = option(
         RUN,
         None,
@@ -75,8 +91,8 @@ def train(
         None,
         "--strength",
         metavar="λ",
-        help="λ, which multiplies the drift of f relative to the scale of f. "
-        f"Default: {STRENGTH:g}, or {STRENGTH_ON_DATA:g} with --reg-data.",
+        help="λ, the factor of the drift of f relative to the scale of f. "
+        f"[default: {STRENGTH:g}, or {STRENGTH_ON_DATA:g} with --reg-data]",
     ),
     reg_every: int = option(
         PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty at every N-th step only."
@@ -99,7 +115,7 @@ def train(
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Penalise the drift on another task's data instead of by bundles (τJp); repeatable.",
+        help="Penalise the drift measured on another task's data, instead of using bundles (τJp); repeatable.",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
@@ -108,13 +124,18 @@ def train(
         help="linear: the linearised model. full: the model itself. attention: its attention layers only.",
     ),
     steps: int | None = option(
-        TRAINING_PANEL, None, "--steps", min=1, help="Number of steps; 500 if neither --steps nor --epochs is given."
+        TRAINING_PANEL,
+        None,
+        "--steps",
+        min=1,
+        metavar="N",
+        help="Number of steps; 500 if neither --steps nor --epochs is given.",
     ),
     epochs: float | None = option(
-        TRAINING_PANEL, None, "--epochs", help="Passes over the training examples, instead of --steps."
+        TRAINING_PANEL, None, "--epochs", metavar="X", help="Passes over the training examples, instead of --steps."
     ),
     batch_size: int = option(
-        TRAINING_PANEL, 32, "--batch-size", min=1, help="Examples of one step, over all processes."
+        TRAINING_PANEL, 32, "--batch-size", min=1, help="Examples per step, summed over all processes."
     ),
     at_once: int | None = option(
         TRAINING_PANEL,
@@ -122,23 +143,23 @@ def train(
         "--at-once",
         min=1,
         metavar="N",
-        help="Compute N examples at a time and accumulate the gradients of a step.",
+        help="Examples per forward pass; the gradients of a step are accumulated.",
     ),
     lr: float | None = option(
-        TRAINING_PANEL, None, "--lr", help="Peak learning rate; by default one that fits the model."
+        TRAINING_PANEL, None, "--lr", metavar="X", help="Peak learning rate. [default: derived from the model]"
     ),
     warmup: float = option(
-        TRAINING_PANEL, 0.1, "--warmup", help="Fraction of the steps in which the learning rate rises."
+        TRAINING_PANEL, 0.1, "--warmup", help="Fraction of the steps over which the learning rate increases linearly."
     ),
     weight_decay: float = option(
         TRAINING_PANEL, 0.1, "--weight-decay", help="Weight decay of AdamW on the task vector."
     ),
     autocast: bool | None = option(
-        TRAINING_PANEL, None, "--autocast/--no-autocast", help="Compute the model in bfloat16. [default: on CUDA only]"
+        TRAINING_PANEL, None, "--autocast/--no-autocast", help="Run the model in bfloat16. [default: on CUDA only]"
     ),
     seed: int = option(TRAINING_PANEL, 0, "--seed", min=0, help="Seed for the order of the examples."),
     resume: bool = option(RUN, False, "--resume", help="Resume an interrupted run."),
-    as_json: bool = option(RUN, False, "--json", help="Print the result as JSON."),
+    as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
@@ -186,10 +207,10 @@ def train(
         silent = quiet or distributed.rank() != 0
         show = not (silent or as_json)
         with loading(f"{task}, {model}", show=show):
-            # The task first: a typo should not wait for the model.
+            # The task is loaded first, so that a misspelt name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=silent)
             folders = [task_and_folder("--reg-data", text, bare=True) for text in reg_data or ()]
-            others = [load_task_option(name, folder, None, model, quiet=silent) for name, folder in folders]
+            other_tasks = [load_task_option(name, folder, None, model, quiet=silent) for name, folder in folders]
             loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
         with (
             show_warnings(OwnTaskWarning, OutputScaleWarning, show=not silent),
@@ -200,7 +221,7 @@ def train(
                 loaded_task,
                 settings=settings,
                 reg=reg or (),
-                reg_data=others,
+                reg_data=other_tasks,
                 regime=regime,
                 params=tuple(params) if params else None,
                 head=head,
@@ -220,7 +241,7 @@ def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
     for text in texts:
         name, _, number = text.partition("=")
         if name in weights:
-            raise KfacpackError(f"--weight {printable(text)}: {printable(name)} is given twice; give it once")
+            raise KfacpackError(f"--weight {printable(text)}: {printable(name)} is given twice")
         try:
             weights[name] = float(number)
         except ValueError as error:
@@ -229,7 +250,7 @@ def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
 
 
 def _protected_tasks(trainer: Trainer) -> tuple[str, ...]:
-    """Returns the tasks that the penalty protects; after a subtraction, not all parents of a bundle."""
+    """Returns the tasks that the penalty protects; tasks that were subtracted from a bundle are not included."""
     penalty = trainer.regularizer or trainer.drift
     return penalty.tasks if penalty else ()
 
@@ -270,10 +291,10 @@ def _run(trainer: Trainer, output: Path, resume: bool, *, show: bool, quiet: boo
         print_json(result)
     elif show:
         size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}"
-        out.print(Text(f"wrote {output}: {size}, after {trainer.steps} steps in {human_seconds(seconds)}"))
+        print_line(f"wrote {output}: {size}, after {trainer.steps} steps in {human_seconds(seconds)}")
         if protected := _protected_tasks(trainer):
-            out.print(Text(f"protected tasks: {printable(', '.join(protected))}"))
+            print_line(f"protected tasks: {', '.join(protected)}")
         if last:
             penalty = "" if last.penalty is None else f", penalty {last.penalty:.3g}"
-            out.print(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
-        out.print(Text(f"next: kfacpack eval --vector {output}, or kfacpack add with other tasks' vectors"))
+            print_line(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
+        print_next("eval", *model_arguments(vector.about.base), "--vector", output, "--task", trainer.task.name)

@@ -55,8 +55,8 @@ def compiler_deferred() -> Iterator[None]:
     """Defers the import of torch's compiler while other libraries are imported.
 
     torchvision imports a function of torch._dynamo.utils that only `roi_align` calls, and timm decorates methods with
-    `torch.compiler.disable`. Inside this context both get replacements that import the compiler when they are called.
-    Everything is restored on exit. Does nothing if the compiler is loaded already.
+    `torch.compiler.disable`. Inside this context, both are replaced by functions that import the compiler when called.
+    Both are restored on exit. Does nothing if the compiler is already loaded.
 
     Yields:
         None.

@@ -21,7 +21,7 @@ def philox_key(name: str, number: int = 0) -> tuple[int, int]:
 
     Args:
         name: Name of the stream.
-        number: Number of the stream among those of the same name.
+        number: Index of the stream among those with the same name.
 
     Returns:
         A key derived from both by SHA-256, so that different streams are independent.
@@ -46,24 +46,24 @@ class CounterRandom:
         unit = (raw >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
         return np.asarray(np.float32(low) + unit * np.float32(high - low), dtype=np.float32)
 
-    def below(self, bound: int, shape: int | tuple[int, ...]) -> NDArray[np.int64]:
+    def integers(self, bound: int, shape: int | tuple[int, ...]) -> NDArray[np.int64]:
         """Returns uniform integers from 0 to `bound - 1`."""
         raw = self._source.random_raw(_count(shape)).reshape(shape)
         return np.asarray((raw >> np.uint64(32)) * np.uint64(bound) >> np.uint64(32), dtype=np.int64)
 
-    def chance(self, probability: float, shape: int | tuple[int, ...]) -> NDArray[np.bool_]:
+    def bernoulli(self, probability: float, shape: int | tuple[int, ...]) -> NDArray[np.bool_]:
         """Returns booleans, each True with the given probability."""
         return np.asarray(self.uniform(shape) < np.float32(probability))
 
-    def choice(self, among: Sequence[T]) -> T:
-        """Returns one item of a sequence, each with the same probability."""
-        return among[int(self.below(len(among), 1)[0])]
+    def choice(self, items: Sequence[T]) -> T:
+        """Returns one item of a sequence, chosen uniformly."""
+        return items[int(self.integers(len(items), 1)[0])]
 
-    def order(self, count: int) -> NDArray[np.int64]:
+    def permutation(self, count: int) -> NDArray[np.int64]:
         """Returns a random permutation of 0 to `count - 1`."""
         return np.argsort(self._source.random_raw(count), kind="stable")
 
-    def grain(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    def normal(self, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """Returns approximately Gaussian noise of mean 0 and variance 1.
 
         Each number is the scaled sum of four uniform 16-bit numbers, the quarters of one raw 64-bit number.

@@ -1,12 +1,12 @@
-"""Everything of torch that is not public API, behind functions of ours.
+"""Wrappers around all parts of torch that are not public API.
 
-No other module of the package may use a private name of torch, except `_compat`, which imports other libraries.
-Each function names the private part that it reads. All of them are tested with torch 2.13;
+No other module of the package may use private names of torch, except `_compat`, which imports other libraries.
+Each docstring names the private attribute or function that is used. All of them are tested with torch 2.13;
 `tests/test_torch_private.py` has one test per function, which fails with the function's name when torch changes.
 
 Two features depend on this module. `kp.estimate` reads the arguments that autograd nodes have saved, and has no
-other way to obtain them. `kp.linearize` computes tangents below autograd; where a part that it needs is missing
-(`missing_jvp_parts`), it falls back to `torch.func.jvp`.
+other way to obtain them. `kp.linearize` computes tangents below autograd; if a private name that it needs is missing
+(see `missing_jvp_parts`), it falls back to `torch.func.jvp`.
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
 
     Args:
         node: The operation.
-        output: Which of its outputs `gradient` belongs to; the gradients of the others are zero.
-        slot: Which of its inputs to return the gradient of.
-        gradient: The gradient at the output.
+        output: Index of the output that `gradient` belongs to; the gradients of the other outputs are zero.
+        slot: Index of the input whose gradient is returned.
+        gradient: The gradient with respect to the output.
 
     Returns:
-        The gradient at the input, of the shape of the input.
+        The gradient with respect to the input, in the shape of the input.
 
     Raises:
         KfacpackError: If the operation is a custom autograd function or comes from torch.compile.
@@ -213,7 +213,7 @@ def layer_norm_rows(node: Node) -> Tensor:
 # Dispatch below autograd
 
 
-def _find(path: str) -> Any:
+def _lookup(path: str) -> Any:
     """Returns the object at a dotted path that begins with `torch`; None if this torch version does not have it."""
     value: Any = torch
     for name in path.split(".")[1:]:
@@ -235,34 +235,34 @@ _JVP_PARTS = (
 
 
 def missing_jvp_parts() -> tuple[str, ...]:
-    """Returns the private parts that the fast path of `kp.linearize` needs and this torch version does not have.
+    """Returns the private names that the fast path of `kp.linearize` needs and this torch version does not have.
 
     Looks up the names in `_JVP_PARTS`, and `_schema` of an operator. Known to work with torch 2.13, where the result
     is empty.
     """
-    missing = [path for path in _JVP_PARTS if _find(path) is None]
+    missing = [path for path in _JVP_PARTS if _lookup(path) is None]
     if not hasattr(torch.ops.aten.mm.default, "_schema"):
         missing.append("torch.ops.OpOverload._schema")
     return tuple(missing)
 
 
-autocast_disabled: Any = _find("torch._C._DisableAutocast")
-"""Context manager: no operation is autocast.
+autocast_disabled: Any = _lookup("torch._C._DisableAutocast")
+"""Context manager that disables autocast.
 
-Is `torch._C._DisableAutocast`, without a function around it because it is entered for every operation. Unlike
+An alias of `torch._C._DisableAutocast`, not a wrapper, because it is entered for every operation. Unlike
 `torch.autocast(enabled=False)`, it also works below autograd's dispatch key. Known to work with torch 2.13.
 """
 
-_dispatch_disabled: Any = _find("torch._C._DisableTorchDispatch")
-_forward_grad_enabled: Any = _find("torch.autograd.forward_ad._set_fwd_grad_enabled")
-_graph_is_kept: Any = _find("torch._C._autograd._get_current_graph_task_keep_graph")
+_dispatch_disabled: Any = _lookup("torch._C._DisableTorchDispatch")
+_forward_grad_enabled: Any = _lookup("torch.autograd.forward_ad._set_fwd_grad_enabled")
+_graph_is_kept: Any = _lookup("torch._C._autograd._get_current_graph_task_keep_graph")
 
 
-class DispatchMode(_find("torch.utils._python_dispatch.TorchDispatchMode") or object):  # type: ignore[misc]
+class DispatchMode(_lookup("torch.utils._python_dispatch.TorchDispatchMode") or object):  # type: ignore[misc]
     """Base of context managers that intercept operations below autograd, in `__torch_dispatch__`.
 
-    Is `torch.utils._python_dispatch.TorchDispatchMode`. `_should_skip_dynamo` is overridden because torch would
-    otherwise import its compiler, which takes seconds. Known to work with torch 2.13.
+    A subclass of `torch.utils._python_dispatch.TorchDispatchMode`. It overrides `_should_skip_dynamo`, because torch
+    would otherwise import its compiler, which takes seconds. Known to work with torch 2.13.
     """
 
     @classmethod
@@ -322,7 +322,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call by name, with defaults for those that were left out.
+    """Returns the arguments of a call by name, with defaults for omitted arguments.
 
     Reads names and defaults in `OpOverload._schema.arguments`. Known to work with torch 2.13.
     """
@@ -334,7 +334,7 @@ def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 def attention_operators() -> list[Any]:
     """Returns the fused kernels of scaled dot-product attention, which have no forward-mode derivative.
 
-    Looks up `torch.ops.aten._scaled_dot_product_*`; leaves out those that this torch version does not have.
+    Looks up `torch.ops.aten._scaled_dot_product_*`; skips those that this torch version does not have.
     Known to work with torch 2.13.
     """
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
@@ -342,7 +342,7 @@ def attention_operators() -> list[Any]:
     return [packet.default for packet in packets if packet is not None]
 
 
-# Tensors, and the state of autograd
+# Tensors and the state of autograd
 
 
 def base_of(tensor: Tensor) -> Tensor:
@@ -355,7 +355,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Returns the number of times that the memory of a tensor was written to.
+    """Returns the version counter of a tensor, which every in-place operation increments.
 
     Reads `Tensor._version`. Known to work with torch 2.13.
     """
@@ -365,14 +365,14 @@ def tensor_version(tensor: Tensor) -> int:
 def backward_retains_graph() -> bool:
     """Returns whether the backward pass that is running was started with `retain_graph=True`.
 
-    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. Where torch does not have it, returns True, which
-    is always correct but keeps memory. Known to work with torch 2.13.
+    Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide it, returns
+    True, which is always correct but uses more memory. Known to work with torch 2.13.
     """
     return True if _graph_is_kept is None else bool(_graph_is_kept())
 
 
 def eager_mode() -> AbstractContextManager[Any]:
-    """Returns a context manager in which functions made by `torch.compile` run uncompiled.
+    """Returns a context manager in which functions compiled by `torch.compile` run eagerly.
 
     Uses `torch.compiler.set_stance` (public since torch 2.6), only if `torch._dynamo` is imported already: importing
     it takes seconds, and without it nothing is compiled. Known to work with torch 2.13.

@@ -1,6 +1,6 @@
-"""Exceptions that kfacpack raises for invalid input, and helpers that make foreign text safe to print.
+"""Exceptions that kfacpack raises for invalid input, and helpers that make untrusted text safe to print.
 
-Every message names the file or object, what was found, what was expected and, where there is one, the remedy.
+Every message names the file or object, the actual and the expected value and, if there is one, a remedy.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class BundleError(KfacpackError):
 
     Attributes:
         path: The file, as a path or an `hf://` reference.
-        problem: What is wrong, without the path and the remedy.
-        where: The tensor, parameter, block or manifest key at fault, or None if the whole file is.
+        problem: Description of the problem, without the path and the remedy.
+        where: The invalid tensor, parameter, block or manifest key, or None if the problem concerns the whole file.
         remedy: What the user can do about it, or None.
 
     Example:
@@ -72,7 +72,7 @@ class BundleError(KfacpackError):
 
 
 class CorruptTensor(BundleError):  # noqa: N818 - part of the public API under this name
-    """Raised when a tensor's bytes do not match the SHA-256 in the manifest, or hold invalid values.
+    """Raised when a tensor's bytes do not match the SHA-256 in the manifest, or contain invalid values.
 
     It has the attributes of `BundleError`; `where` names the tensor.
 
@@ -84,29 +84,29 @@ class CorruptTensor(BundleError):  # noqa: N818 - part of the public API under t
     """
 
 
-def printable(text: str, longest: int = 400) -> str:
+def printable(text: str, max_length: int = 400) -> str:
     """Makes text from an untrusted file safe to print.
 
     Args:
         text: Any text.
-        longest: Number of characters after which the text is cut off.
+        max_length: Maximum number of characters; longer text is truncated.
 
     Returns:
-        The text, at most `longest` characters of it, with non-printable characters such as terminal escapes replaced
+        The text, truncated to `max_length` characters, with non-printable characters such as terminal escapes replaced
         by their escape sequences.
     """
-    short = text if len(text) <= longest else f"{text[: longest - 1]}…"
+    short = text if len(text) <= max_length else f"{text[: max_length - 1]}…"
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
 
 
 def first_line(message: object) -> str:
-    """Summarises an error of another library, or a server's message, in one line.
+    """Summarises an exception of another library, or a message of a server, in one line.
 
     Args:
         message: An exception or a text.
 
     Returns:
-        The first informative line without its final period, or the type's name if there is none.
+        The first informative line without its final period, or the name of the type if there is none.
     """
     lines = [line.strip().rstrip(".:") for line in str(message).splitlines()]
     # torch's first line about a state dict only names the class of the module.
@@ -126,19 +126,19 @@ class HubError(KfacpackError):
     """Raised when a file or repository on the Hub cannot be read or written.
 
     Attributes:
-        place: The reference or repository that was requested.
-        problem: What went wrong.
+        target: The reference or repository that was requested.
+        problem: Description of the problem.
         remedy: What the user can do about it.
         unreachable: Whether the Hub did not answer, was busy, or must not be contacted (offline mode), so that a
             cached copy may be used instead.
     """
 
-    def __init__(self, place: str, problem: str, remedy: str, *, unreachable: bool = False):
-        self.place, self.problem, self.remedy, self.unreachable = place, problem, remedy, unreachable
-        super().__init__(printable(f"{place}: {problem}. {remedy}", longest=2000))
+    def __init__(self, target: str, problem: str, remedy: str, *, unreachable: bool = False):
+        self.target, self.problem, self.remedy, self.unreachable = target, problem, remedy, unreachable
+        super().__init__(printable(f"{target}: {problem}. {remedy}", max_length=2000))
 
     def __reduce__(self) -> tuple[type[HubError], tuple[str, str, str]]:
-        return type(self), (self.place, self.problem, self.remedy)
+        return type(self), (self.target, self.problem, self.remedy)
 
 
 class VerificationError(KfacpackError):

@@ -82,7 +82,9 @@ def test_values_out_of_range_are_refused_and_nothing_is_written(tmp_path):
     name = curvature.blocks[0].name
     large = kp.Curvature(
         [
-            kp.CurvatureBlock(b.name, b.operation, b.join, b.structure.replaced(lambda m: kp.Dense.of(m.dense() * 1e9)))
+            kp.CurvatureBlock(
+                b.name, b.operation, b.join, b.structure.map_matrices(lambda m: kp.Dense.of(m.dense() * 1e9))
+            )
             for b in curvature.blocks
         ],
         curvature.about,

@@ -89,7 +89,7 @@ def caption(facts: Sequence[int], dice: CounterRandom) -> tuple[str, list[int]]:
     sentence = dice.choice(FRAMES).format(phrase) if say[4] < 0.8 else phrase
     if say[5] < 0.25:
         words = sentence.split(" ")
-        words.insert(int(dice.below(len(words) + 1, 1)[0]) if say[6] < 0.3 else 0, dice.choice(FILLERS))
+        words.insert(int(dice.integers(len(words) + 1, 1)[0]) if say[6] < 0.3 else 0, dice.choice(FILLERS))
         sentence = " ".join(words)
     return " ".join(sentence.split()), told
 

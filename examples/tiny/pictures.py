@@ -65,9 +65,9 @@ def _plain(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     """Draws large glyphs, bright on black or dark on white, as in scanned writing."""
     facts, chosen = _facts(dice, count)
     coverage = _drawn(chosen, dice, np.zeros((count, 2), np.float32), dice.uniform(count, 1.2, 1.9), bend=0.3)
-    coarse = dice.chance(0.25, count)
+    coarse = dice.bernoulli(0.25, count)
     coverage = np.where(per_image(coarse), _coarsened(coverage, 9), coverage)
-    inverse = dice.chance(0.25, count)
+    inverse = dice.bernoulli(0.25, count)
     facts[:, INK] = np.where(inverse, BLACK, WHITE)
     facts[:, GROUND] = np.where(inverse, WHITE, BLACK)
     shade = np.where(per_image(inverse), 1 - coverage, coverage)
@@ -77,15 +77,15 @@ def _plain(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
 def _coloured(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     """Draws coloured glyphs on a plain background or on a pattern of two other colours."""
     facts, chosen = _facts(dice, count)
-    place = np.where(dice.chance(0.5, count), 0, dice.below(len(CENTRES), count))
+    place = np.where(dice.bernoulli(0.5, count), 0, dice.integers(len(CENTRES), count))
     extent = np.where(place == 0, dice.uniform(count, 0.9, 1.8), dice.uniform(count, 0.7, 1.0)).astype(np.float32)
     coverage = _drawn(chosen, dice, CENTRES[place], extent, bend=0.15)
     ink, ground, other = _colours(dice, count)
-    patterned = dice.chance(0.35, count)
+    patterned = dice.bernoulli(0.35, count)
     back = canvas.blend(
         canvas.constant_field(_shade(ground, dice)),
         canvas.constant_field(_shade(other, dice)),
-        _patterns(dice, dice.below(len(PATTERNS), count)),
+        _patterns(dice, dice.integers(len(PATTERNS), count)),
     )
     back = np.where(patterned[:, None, None, None], back, canvas.constant_field(_shade(ground, dice)))
     facts[:, INK], facts[:, PLACE] = ink, place
@@ -95,7 +95,7 @@ def _coloured(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]
 
 def _pattern(dice: CounterRandom, count: int) -> tuple[Field, NDArray[np.int64]]:
     facts = np.full((count, FACTS), UNTOLD, dtype=np.int64)
-    kind = dice.below(len(PATTERNS), count)
+    kind = dice.integers(len(PATTERNS), count)
     ink, ground, _ = _colours(dice, count)
     facts[:, SUBJECT] = len(GLYPHS) + kind
     # Neither colour of a pattern is the background: the first one in the palette counts as the ink.
@@ -156,7 +156,7 @@ def _drawn(chosen: list[int], dice: CounterRandom, centre: Field, extent: Field,
     x, y = canvas.bend(x, y, dice, dice.uniform(count, 0, bend))
     coverage = canvas.stamp_glyph(pictures, x, y)
     return np.where(
-        per_image(dice.chance(0.6, count)), canvas.dilate(coverage, dice.uniform(count, -0.25, 0.9)), coverage
+        per_image(dice.bernoulli(0.6, count)), canvas.dilate(coverage, dice.uniform(count, -0.25, 0.9)), coverage
     )
 
 
@@ -177,9 +177,9 @@ def _patterns(dice: CounterRandom, kind: NDArray[np.int64]) -> Field:
 
 def _colours(dice: CounterRandom, count: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Chooses three colours for each picture; in about one picture of twenty, the last two are the same."""
-    first = dice.below(len(PALETTE), count)
-    second = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
-    third = (first + 1 + dice.below(len(PALETTE) - 1, count)) % len(PALETTE)
+    first = dice.integers(len(PALETTE), count)
+    second = (first + 1 + dice.integers(len(PALETTE) - 1, count)) % len(PALETTE)
+    third = (first + 1 + dice.integers(len(PALETTE) - 1, count)) % len(PALETTE)
     return (
         first,
         second,
@@ -202,9 +202,9 @@ def _coarsened(coverage: Field, size: int) -> Field:
 def _weathered(picture: Field, dice: CounterRandom) -> NDArray[np.uint8]:
     """Applies blur, contrast and noise."""
     count = len(picture)
-    amount = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.9), np.float32(0)).astype(np.float32)
+    amount = np.where(dice.bernoulli(0.5, count), dice.uniform(count, 0, 0.9), np.float32(0)).astype(np.float32)
     channels = [canvas.blur(picture[..., channel], amount) for channel in range(3)]
     gain = dice.uniform(count, 0.7, 1.1)
-    noise = np.where(dice.chance(0.5, count), dice.uniform(count, 0, 0.08), np.float32(0)).astype(np.float32)
-    done = [channel * per_image(gain) + per_image(noise) * dice.grain(channel.shape) for channel in channels]
+    noise = np.where(dice.bernoulli(0.5, count), dice.uniform(count, 0, 0.08), np.float32(0)).astype(np.float32)
+    done = [channel * per_image(gain) + per_image(noise) * dice.normal(channel.shape) for channel in channels]
     return canvas.pixels(np.stack(done, axis=-1))

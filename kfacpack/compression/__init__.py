@@ -1,1 +1,1 @@
-"""Compression of a curvature: codecs, their errors, and the choice of a codec per matrix for a budget."""
+"""Compression of a curvature: codecs, their errors, and the choice of codecs for a budget."""

@@ -1,26 +1,26 @@
-"""Search for one option per group of matrices, so that all fit into a number of bytes with the smallest error.
+"""Searches for one option per group of matrices that minimises the total error within a number of bytes.
 
 The objective is the error of `quadratic`, which depends on the distribution of task vectors:
 
-- Random task vectors, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low rank does badly here: it
-  drops eigenvalues of one sign, so that the lost trace adds up over the blocks.
-- Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Diagonal
-  blocks do badly here, because most of this curvature is between the blocks.
+- Random task vectors, τ ~ N(0, I): E[(τᵀ (G − G') τ)²] = 2 ‖G − G'‖² + (tr(G − G'))². Low-rank codecs have large
+  errors here: they drop eigenvalues of one sign, so the lost trace adds up over the blocks.
+- Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Block
+  codecs have large errors here, because most of this curvature is outside the diagonal blocks.
 
-The result must be better on random τ than any single codec for all matrices, by a margin, and then, along the
-curvature, as good as any of them, each if possible. Among the remaining candidates, the product of both errors decides.
+If possible, the result is better on random τ than any single codec for all matrices, by a margin, and at least as good
+as any of them along the curvature. Among the remaining candidates, the product of both errors is minimised.
 The candidates minimise, for an exchange rate κ,
 
     2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|,
 
-each term relative to that of G. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. Near a lost trace μ its
-square grows by 2μ per unit, so that for a price λ per byte the contribution of a block is
+where each term is relative to that of G. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. Near a lost trace
+μ, its square grows by 2μ per unit, so that for a price λ per byte the contribution of a block is
 
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
-It is minimised for decreasing λ until the bytes are used up, with μ from the previous round, and for B and A of a block
-together, because their errors multiply. Then changes of single blocks use up the remaining bytes. The rule above
-chooses among the results for many κ and the single codecs.
+It is minimised for decreasing λ until the budget is used, with μ from the previous round, and jointly for B and A of a
+block, because their errors multiply. Then single blocks are changed to use the remaining bytes. The final choice is
+made among the results for several κ and the single codecs, by the criteria above.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TotalError:
     lost: float
     """‖G − G'‖², relative to E[(τᵀ G τ)²] for random τ."""
     trace: float
-    """tr(G − G'), relative to the root of the same."""
+    """tr(G − G'), relative to the square root of E[(τᵀ G τ)²] for random τ."""
     along: float
     """|<G − G', G>|, relative to ‖G‖²."""
 
@@ -94,14 +94,14 @@ class BudgetSearch:
             (table.groups, np.stack([m.numpy() / unit for m, unit in zip(table.moments[2:], units, strict=True)]))
             for table in candidates.tables
         ]
-        self._changes = [self._change(groups) for groups in dict.fromkeys(groups for groups, _ in self._tables)]
+        self._changes = [self._option_change(groups) for groups in dict.fromkeys(groups for groups, _ in self._tables)]
 
     def best(self, limit: int, single: Sequence[OptionIndices]) -> OptionIndices | None:
         """Finds the best choice.
 
         Args:
             limit: Maximum size of the matrices in bytes.
-            single: Choices of a single codec for all matrices that are acceptable whatever their size.
+            single: Choices of a single codec for all matrices, which are considered regardless of their size.
 
         Returns:
             The best choice, or None if no choice is small enough.
@@ -112,8 +112,8 @@ class BudgetSearch:
         within = [picks for picks in single if self.total(picks).nbytes <= limit]
         choices = set(single)
         for rate in _RATES:
-            start = min((*self._priced(limit, rate), *within), key=lambda picks: self._error(picks, rate))
-            choices.add(self._filled(start, limit, rate))
+            start = min((*self._choices_within(limit, rate), *within), key=lambda picks: self._error(picks, rate))
+            choices.add(self._use_remaining_bytes(start, limit, rate))
         totals = {picks: self.total(picks) for picks in sorted(choices)}
         allowed = max(threshold, min(total.random for total in totals.values()))
         along = min((self.total(picks).along for picks in single), default=inf)
@@ -134,8 +134,8 @@ class BudgetSearch:
         """Returns the choice of the smallest option of every group."""
         return tuple(int(sizes.argmin()) for sizes in self._bytes)
 
-    def untouched(self) -> OptionIndices:
-        """Returns the choice that leaves every matrix as it is."""
+    def unchanged(self) -> OptionIndices:
+        """Returns the choice that leaves all matrices unchanged."""
         return (0,) * len(self._bytes)
 
     def total(self, picks: OptionIndices) -> TotalError:
@@ -148,43 +148,43 @@ class BudgetSearch:
         total = self.total(picks)
         return float(_objective(total.lost, total.trace, total.along, rate))
 
-    def _priced(self, limit: int, rate: float) -> Iterator[OptionIndices]:
+    def _choices_within(self, limit: int, rate: float) -> Iterator[OptionIndices]:
         """Yields choices within the limit, with μ updated after each of them."""
         mu = 0.0
         for _ in range(_ROUNDS):
-            picks = self._affordable(limit, mu, rate)
+            picks = self._minimize_within(limit, mu, rate)
             yield picks
             # Damped, because otherwise the choices would alternate between two values of μ.
             mu = (mu + self.total(picks).trace) / 2
 
-    def _affordable(self, limit: int, mu: float, rate: float) -> OptionIndices:
+    def _minimize_within(self, limit: int, mu: float, rate: float) -> OptionIndices:
         """Minimises the sum of all contributions at the smallest price per byte at which it is within the limit."""
         picks = self.smallest()
         low, high = 1e-24, 1.0
         for _ in range(_PRICES):
             price = (low * high) ** 0.5
-            candidate = self._at_price(picks, price, mu, rate)
+            candidate = self._minimize_at_price(picks, price, mu, rate)
             if self.total(candidate).nbytes <= limit:
                 picks, high = candidate, price
             else:
                 low = price
         return picks
 
-    def _at_price(self, start: OptionIndices, price: float, mu: float, rate: float) -> OptionIndices:
-        """Improves one block after the other until none has better options."""
+    def _minimize_at_price(self, start: OptionIndices, price: float, mu: float, rate: float) -> OptionIndices:
+        """Improves one block at a time until no block has a better option."""
         picks = list(start)
         for _ in range(_SWEEPS):
             before = tuple(picks)
             for change in self._changes:
                 lost, trace, along = self._losses(change, picks)
                 cost = 2 * lost + 2 * mu * trace + rate * along + price * change.nbytes
-                change.take(int(cost.argmin()), picks)
+                change.apply(int(cost.argmin()), picks)
             if tuple(picks) == before:
                 break
         return tuple(picks)
 
-    def _filled(self, start: OptionIndices, limit: int, rate: float) -> OptionIndices:
-        """Changes one block at a time, the largest reduction of the error per byte first, within the limit."""
+    def _use_remaining_bytes(self, start: OptionIndices, limit: int, rate: float) -> OptionIndices:
+        """Greedily changes the block with the largest error reduction per byte, within the limit."""
         picks = list(start)
         while True:
             total = self.total(tuple(picks))
@@ -198,15 +198,15 @@ class BudgetSearch:
                 added = change.nbytes - change.nbytes[index]
                 gain = np.where(total.nbytes + added <= limit, (current - error) / np.maximum(added, 1), -inf)
                 option = int(gain.argmax())
-                # The tolerance keeps rounding errors from causing an endless loop.
+                # The tolerance prevents an endless loop due to rounding errors.
                 if gain.flat[option] > best_gain and error.flat[option] < current * (1 - 1e-9):
                     best_gain, best = float(gain.flat[option]), (change, option)
             if best is None:
                 return tuple(picks)
             change, option = best
-            change.take(option, picks)
+            change.apply(option, picks)
 
-    def _change(self, groups: tuple[int, ...]) -> OptionChange:
+    def _option_change(self, groups: tuple[int, ...]) -> OptionChange:
         first, second = groups[0], groups[-1]
         tables = [table for table in self._tables if {first, second} & set(table[0])]
         if first == second:
@@ -214,7 +214,7 @@ class BudgetSearch:
         return OptionChange(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
 
     def _losses(self, change: OptionChange, picks: list[int]) -> FloatArray:
-        """Returns the losses of the blocks that a change affects, (3, first, second), with other groups as picked."""
+        """Returns the losses of the blocks that a change affects, (3, first, second), with the other groups fixed."""
         rows, columns = change.nbytes.shape
         free = {change.first: np.arange(rows)[:, None], change.second: np.arange(columns)}
         total = np.zeros((3, rows, columns))
@@ -241,7 +241,7 @@ class OptionChange:
         """Returns the index of the picked options in `nbytes`."""
         return picks[self.first], 0 if self.second is None else picks[self.second]
 
-    def take(self, option: int, picks: list[int]) -> None:
+    def apply(self, option: int, picks: list[int]) -> None:
         """Writes an option, given by its row-major index in `nbytes`, to `picks`."""
         row, column = divmod(option, self.nbytes.shape[1])
         picks[self.first] = row

@@ -1,7 +1,7 @@
 """Candidate codecs for each matrix of a curvature, with their sizes and errors.
 
-Matrices on the same side of a block with several terms get one codec together, because their error depends on all of
-them at once. They form a *group*. In the curvature of one task every matrix is a group of its own.
+Matrices on the same side of a block with several terms form a *group* and share one codec, because their error depends
+on all of them jointly. In the curvature of a single task, every matrix is a group of its own.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CANDIDATES = tuple(
         ),
     )
 )
-"""Codecs that are tried in addition to none. Structural codecs in float32 are not: for the same bytes, keeping twice as
-many values in two bytes each has a smaller error."""
+"""Codecs that are tried in addition to no compression. Structural codecs in float32 are not included: for the same
+size, keeping twice as many values in two bytes each has a smaller error."""
 
 
 class ShapeOnly(MatrixTensors):
-    """Components of which only dtype and shape exist."""
+    """Components that have a dtype and a shape, but no values."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs
@@ -72,7 +72,7 @@ class MatrixGroup:
     """The distinct options of a group of matrices."""
 
     options: tuple[Option, ...]
-    """The first one leaves the matrices as they are."""
+    """The first option leaves the matrices unchanged."""
     option_of: Mapping[CodecChain, int]
     """Index of the option that each candidate results in; several candidates may have the same result."""
 
@@ -143,15 +143,15 @@ def _try_candidates(matrices: list[Matrix], sides: list[tuple[Matrix, ...]]) -> 
         if applied not in options:
             keys = [tuple(map(id, side)) for side in sides]
             pairs = {key: compare([unpacked[k] for k in key], [encoded[k][1] for k in key]) for key in keys}
-            outlines = {key: (steps, _outline(matrix.for_storage())) for key, (steps, matrix) in encoded.items()}
-            size = sum(outline.nbytes for _, outline in outlines.values())
-            options[applied] = Option(chain, outlines, pairs, size)
+            stored = {key: (steps, _shapes_only(matrix.for_storage())) for key, (steps, matrix) in encoded.items()}
+            size = sum(matrix.nbytes for _, matrix in stored.values())
+            options[applied] = Option(chain, stored, pairs, size)
         option_of[chain] = list(options).index(applied)
     return MatrixGroup(tuple(options.values()), option_of)
 
 
 class CachedDense(Dense):
-    """A dense matrix that keeps its eigenpairs, because many candidates use them."""
+    """A dense matrix that caches its eigenpairs, which many candidates use."""
 
     @cached_property
     def _eigenpairs(self) -> dict[int, tuple[Tensor, Tensor]]:
@@ -171,7 +171,7 @@ def _cached_dense(matrix: Matrix) -> Matrix:
     return CachedDense(matrix.side, full, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
 
-def _outline(matrix: Matrix) -> Matrix:
+def _shapes_only(matrix: Matrix) -> Matrix:
     """Returns the matrix with shapes only."""
     components = ShapeOnly(dict(matrix.components.specs))
     return type(matrix)(matrix.side, components, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)

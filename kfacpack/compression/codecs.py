@@ -1,4 +1,4 @@
-"""Codecs: each turns a matrix into a smaller approximation of it.
+"""Codecs, which replace a matrix by a smaller approximation.
 
 A structural codec chooses which values are kept:
 
@@ -114,7 +114,7 @@ def float_type(matrix: Matrix) -> torch.dtype:
     return matrix.dtype if matrix.dtype.is_floating_point else torch.float32
 
 
-def with_counts_of(matrix: Matrix, source: Matrix) -> Matrix:
+def copy_counts(matrix: Matrix, source: Matrix) -> Matrix:
     """Copies the numbers of examples and positions from `source` to `matrix`, and returns it."""
     matrix.examples, matrix.positions = source.examples, source.positions
     return matrix
@@ -151,7 +151,7 @@ class BlockCodec(Codec):
     def encode(self, matrix: Matrix) -> Matrix:
         """Returns a block-diagonal matrix."""
         full = matrix.dense(float_type(matrix))
-        return with_counts_of(BlockDiagonal.from_dense(full, self.count, psd=matrix.psd), matrix)
+        return copy_counts(BlockDiagonal.from_dense(full, self.count, psd=matrix.psd), matrix)
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ class PruneCodec(Codec):
 
     def encode(self, matrix: Matrix) -> Matrix:
         """Returns a sparse matrix."""
-        return with_counts_of(Sparse.from_dense(matrix.dense(float_type(matrix)), self.fraction), matrix)
+        return copy_counts(Sparse.from_dense(matrix.dense(float_type(matrix)), self.fraction), matrix)
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class SvdCodec(Codec):
         rank = self.rank(matrix.side)
         values, vectors = matrix.leading_eigenpairs(width_for(matrix.side, rank))
         low_rank = LowRank.from_spectrum(values, vectors, rank, _vector_type(matrix), psd=matrix.psd)
-        return with_counts_of(low_rank, matrix)
+        return copy_counts(low_rank, matrix)
 
 
 def _vector_type(matrix: Matrix) -> torch.dtype:
@@ -270,7 +270,7 @@ class Fp16Codec(HalfCodec):
     def encode(self, matrix: Matrix) -> Matrix:
         """Returns the matrix in float16, or in bfloat16 if float16 is out of range or less accurate."""
         stored = matrix.for_storage()
-        values = stored.numbers(torch.float32)
+        values = stored.float_values(torch.float32)
         if values.numel() and float(values.abs().amax()) <= torch.finfo(torch.float16).max:
             fp16_error, bf16_error = (
                 float((values - values.to(dtype).float()).norm()) for dtype in (torch.float16, torch.bfloat16)

@@ -48,20 +48,20 @@ class CodecChoice:
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:
     """Compresses a curvature, and records the errors in its blocks.
 
-    Matrices that a codec does not make smaller are left as they are. Matrices that blocks share stay shared.
+    Matrices that a codec does not make smaller are left unchanged. Matrices shared between blocks remain shared.
 
     Args:
         curvature: The curvature to compress.
         spec: A structural codec (`block:K`, `svd:R`, `svd:P%` or `prune:P%`), a number codec (`int8`, `fp16` or
             `bf16`), or one of each joined by +, such as "block:8+int8".
         budget: Instead of `spec`, the maximum size of the saved bundle: "70MB", "10%" of dense float32, or a number of
-            bytes. Each matrix gets the codec with which the total error is smallest.
+            bytes. Codecs are chosen per matrix to minimise the total error.
 
     Returns:
         The compressed curvature.
 
     Raises:
-        KfacpackError: If not exactly one of `spec` and `budget` is given, the spec is invalid, or the budget is too
+        KfacpackError: If not exactly one of `spec` and `budget` is passed, the spec is invalid, or the budget is too
             small.
 
     Example:
@@ -73,10 +73,10 @@ def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int
     """
     if not isinstance(curvature, Curvature):
         raise KfacpackError(f"expected a curvature, such as kp.load(path), got {type(curvature).__name__}")
-    return compress_by(curvature, choice_of(curvature, spec, budget))[0]
+    return compress_with(curvature, choose_codecs(curvature, spec, budget))[0]
 
 
-def choice_of(
+def choose_codecs(
     curvature: Curvature,
     spec: str | None,
     budget: str | int | None,
@@ -93,13 +93,13 @@ def choice_of(
         spec: See `compress`.
         budget: See `compress`.
         progress: Called with the number of groups of matrices done and their total.
-        with_vector: Whether the file will also have the errors on a task vector, which take some bytes.
+        with_vector: Whether the file will also contain the errors on a task vector, which take some bytes.
 
     Returns:
         The choice.
 
     Raises:
-        KfacpackError: If not exactly one of `spec` and `budget` is given, the spec is invalid, or the budget is too
+        KfacpackError: If not exactly one of `spec` and `budget` is passed, the spec is invalid, or the budget is too
             small.
     """
     if spec is not None and budget is None:
@@ -131,11 +131,9 @@ def _fit_budget(files: _CandidateFiles, search: BudgetSearch, limit: int, budget
             return picks
         header += excess
     # If the header is larger than the matrices, a codec with more tensors may make the file larger.
-    sizes = {picks: files.size(picks) for picks in (*single, search.smallest(), search.untouched())}
+    sizes = {picks: files.size(picks) for picks in (*single, search.smallest(), search.unchanged())}
     if (smallest := min(sizes.values())) > limit:
-        raise KfacpackError(
-            f"budget {budget!r} is {limit:,} bytes, but the smallest file that was found has {smallest:,} bytes"
-        )
+        raise KfacpackError(f"budget {budget!r} is {limit:,} bytes, but the smallest file found has {smallest:,} bytes")
     return min((picks for picks in sizes if sizes[picks] <= limit), key=lambda picks: search.total(picks).random)
 
 
@@ -157,7 +155,7 @@ class _CandidateFiles:
     def size(self, picks: OptionIndices) -> int:
         """Returns the exact size in bytes: sizes follow from shapes, and the recorded losses are known.
 
-        Losses on a task vector are not known; the maximum size is assumed for them.
+        Losses on a task vector are unknown; their maximum size is assumed.
         """
         encoded: dict[int, tuple[CodecChain, Matrix]] = {}
         sides: dict[tuple[int, ...], FactorPair] = {}
@@ -171,7 +169,7 @@ class _CandidateFiles:
         return file_size(finish_report(self.curvature, blocks, reports, self.name(picks))[0])
 
 
-def compress_by(
+def compress_with(
     curvature: Curvature,
     choice: CodecChoice,
     *,
@@ -180,7 +178,7 @@ def compress_by(
 ) -> tuple[Curvature, CompressionReport]:
     """Compresses every matrix by the codec that was chosen for it, block by block.
 
-    The compressed matrices stay in memory; of the original ones, only those of the current block are unpacked.
+    The compressed matrices stay in memory; the original matrices are unpacked one block at a time.
 
     Args:
         curvature: The curvature to compress.

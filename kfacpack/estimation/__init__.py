@@ -1,1 +1,1 @@
-"""From a model and its inputs to curvature: tracing, planning, accumulation, probes, resuming, several processes."""
+"""Curvature estimation: tracing, block planning, accumulation, probes, resuming and distributed runs."""

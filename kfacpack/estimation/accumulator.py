@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, pass_back
+from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, backward_to_nodes
 from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector_for
 from kfacpack.estimation.tracing import same_output
 from kfacpack.format.manifest import OutputScale
@@ -36,7 +36,7 @@ class BlockForecast:
     rows: int
     columns: int
     bytes: int
-    """Size of its matrices in the bundle, without those shared with an earlier block."""
+    """Bytes of its matrices in the bundle, except those shared with an earlier block."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Forecast:
 
     blocks: tuple[BlockForecast, ...]
     frozen: tuple[str, ...]
-    """Parameters that are left out, because the model's family freezes them or they were not selected."""
+    """Parameters that are excluded, because the model's family freezes them or they were not selected."""
     unused: tuple[str, ...]
     """Parameters that f does not depend on."""
     examples: int
@@ -55,19 +55,19 @@ class Forecast:
     seconds: float
     """Time of one batch, times the number of batches."""
     peak_memory: int
-    """Bytes of weights, sums, and what a batch keeps between its forward and its backward pass."""
+    """Bytes of the weights, the sums, and the tensors that autograd saves for the backward pass of a batch."""
 
 
-def kept_for_backward(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
-    """Returns the bytes that autograd keeps of a batch besides the weights, measured on two examples.
+def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
+    """Estimates the bytes that autograd saves for the backward pass of a batch, without weights, from two examples.
 
-    The largest tensor counts three times: a gradient of its size comes in, and one goes out.
+    The largest tensor is counted three times, to include its incoming and outgoing gradients.
 
     Args:
         model: The module whose weights are not counted.
         forward: Function from a batch to f.
         batch: A batch with at least one example.
-        batch_size: Size of the batch to return the bytes for.
+        batch_size: Number of examples to extrapolate to.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
     kept: dict[int, int] = {}
@@ -94,7 +94,7 @@ def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
-"""By operation: the collectors that read from it, each with the path from its parameter."""
+"""Operation -> the collectors that read from it, each with the path from its parameter."""
 
 
 class CurvatureAccumulator:
@@ -106,7 +106,7 @@ class CurvatureAccumulator:
         parameters: Selected parameters, by name.
         probes: Probes to draw.
         settings: Form of the sums.
-        reference: Index of an example and its f, (C,). If the example is the first of a batch, its f must be the same.
+        reference: Index of an example and its f, (C,). If a batch begins with this example, its f must be equal.
 
     Raises:
         KfacpackError: If there are not as many orthogonal probes as requested.
@@ -146,16 +146,16 @@ class CurvatureAccumulator:
         """Number of examples added so far."""
         return int(self._examples)
 
-    def take(self, batch: ModelInput, numbers: int | Sequence[int]) -> None:
+    def add_batch(self, batch: ModelInput, numbers: int | Sequence[int]) -> None:
         """Adds a batch: one forward pass, and one backward pass per probe.
 
         Args:
             batch: The batch, on the device of the model.
-            numbers: Indices of the examples, or that of the first if they are consecutive. Probes are drawn from them.
+            numbers: Indices of the examples, or of the first if they are consecutive. They determine the probes.
 
         Raises:
-            KfacpackError: If f has another shape than expected, an example depends on its batch, or a parameter is
-                used differently than in the first batch.
+            KfacpackError: If f has an unexpected shape, an output depends on the other examples of the batch, or a
+                parameter is used differently than in the first batch.
         """
         f = call_model(self._forward, batch)
         examples, width = f.shape
@@ -177,7 +177,7 @@ class CurvatureAccumulator:
         collectors = self._collectors_by_node(graph)
         mask = padding_mask(batch)
         sinks = graph.sinks(set(collectors))
-        # Collectors that run after the backward pass still need their operation then, so nothing may be freed.
+        # Collectors that run after the backward pass still need their operation, so the graph must be retained.
         retain = any(
             not collector.immediate
             for node, at_node in collectors.items()
@@ -194,12 +194,12 @@ class CurvatureAccumulator:
     def _require_independence(output: Tensor, expected: Tensor) -> None:
         if not same_output(output, expected):
             problem = "the output of an example changes with the batch it is in; examples must be independent"
-            raise KfacpackError(f"{problem} (a softmax or a normalization over the batch makes them dependent)")
+            raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch makes them dependent)")
 
     def _collectors_by_node(self, graph: AutogradGraph) -> NodeCollectors:
         collectors: NodeCollectors = defaultdict(list)
         for collector in self._collectors:
-            steps = graph.follow(self._parameters[collector.planned.parameter], collector.planned.path)
+            steps = graph.find_path(self._parameters[collector.planned.parameter], collector.planned.path)
             if steps is None:
                 problem = "is not used as in the first batch; a model whose operations depend on its input"
                 raise KfacpackError(f"parameter {collector.planned.parameter!r} {problem} cannot be estimated")
@@ -216,7 +216,7 @@ class CurvatureAccumulator:
         *,
         retain: bool,
     ) -> None:
-        """Runs one backward pass, and the collectors on it."""
+        """Runs one backward pass and its collectors."""
         deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
         def visit(node: Node, g: Tensor, running: bool) -> None:
@@ -226,13 +226,13 @@ class CurvatureAccumulator:
                 else:
                     deferred.append((collector, steps, g))
 
-        pass_back(f, probe.to(f), collectors, sinks, visit, retain=retain)
+        backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
         with torch.no_grad():
             for collector, steps, g in deferred:
                 collector.collect(steps, g, backward_pass)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields everything that was summed, by name, to be changed in place."""
+        """Yields all sums by name; they may be modified in place."""
         yield "examples", self._examples
         yield "output_sum", self._output_sum
         yield "output_squares", self._output_squares
@@ -241,7 +241,7 @@ class CurvatureAccumulator:
                 yield f"{name}/{index}", tensor
 
     def _tallies(self) -> dict[str, FactorTally]:
-        """Every sum once, under the name of the first block that has it."""
+        """Returns every sum once, under the name of the first block that uses it."""
         tallies: dict[int, tuple[str, FactorTally]] = {}
         for collector in self._collectors:
             for role, tally in collector.tallies().items():
@@ -281,7 +281,7 @@ class CurvatureAccumulator:
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
         variance = (square - float(mean.square().sum())) * count / max(count - 1, 1)
-        # Six digits: the last ones depend on the order of additions, which several processes change.
+        # Rounded to six digits: the others depend on the order of additions, and so on the number of processes.
         return OutputScale(mean_square=float(f"{square:.6g}"), variance=float(f"{max(variance, 0.0):.6g}"))
 
     def finish(self) -> list[CurvatureBlock]:
@@ -299,7 +299,7 @@ class CurvatureAccumulator:
             for role, tally in tallies.items():
                 if id(tally) in matrices:
                     continue
-                # Inputs are collected once per batch, whatever the number of probes.
+                # Inputs are collected once per batch, regardless of the number of probes.
                 divisor = self._examples * self._probes.divisor
                 if role == "A":
                     divisor = self._examples if self._settings.reduce else tally.positions.clamp(min=1)

@@ -39,26 +39,26 @@ class GraphStep(NamedTuple):
 
     node: Node
     slot: int
-    """Which of its inputs the operation takes the previous result as."""
+    """Index of the operation's input that receives the previous result."""
     output: int
-    """Which output of the previous operation it takes."""
+    """Index of the output of the previous operation that is used."""
 
     @property
     def operand_shape(self) -> tuple[int, ...]:
-        """Shape of the input that it takes."""
+        """Shape of that input."""
         return input_shape(self.node, self.slot)
 
 
 @dataclass(frozen=True)
 class UsagePath:
-    """Description of the path from a parameter to its operation, to find it again in the graph of the next batch."""
+    """Path from a parameter to its operation, described so that it can be found in the graph of another batch."""
 
     ends: frozenset[tuple[str, int]]
-    """Name and slot of the operation. A product may be one of several, depending on the memory layout of its rows."""
+    """Possible names and slots of the operation; those of a product depend on the memory layout of its rows."""
     length: int | None
     """Number of steps; None if it depends on the memory layout."""
     parts: tuple[int, ...]
-    """Which output was taken, for every operation on the path that has several."""
+    """Index of the output that is used, for each operation on the path with several outputs."""
     count: int
     """Number of paths from this parameter."""
 
@@ -99,11 +99,11 @@ class AutogradGraph:
         """Returns whether f was computed from a parameter."""
         return id(parameter) in self._leaves
 
-    def reach(self, parameters: Iterable[Tensor]) -> set[Node]:
+    def first_operations(self, parameters: Iterable[Tensor]) -> set[Node]:
         """Returns every operation that may be the first to combine one of the parameters with anything else.
 
         That includes operations whose only differentiable input is computed from one parameter. Operations that only
-        reshape or cast a parameter are left out: seeing their gradient would require computing the parameter's.
+        reshape or cast a parameter are excluded: their gradient is only available if that of the parameter is computed.
         """
         nodes: set[Node] = set()
         stack = [self._leaves[id(parameter)] for parameter in parameters]
@@ -121,7 +121,7 @@ class AutogradGraph:
         return nodes
 
     def paths(self, parameter: Tensor, ends: Callable[[GraphSteps], bool]) -> Iterator[GraphSteps]:
-        """Yields every path outwards from a parameter.
+        """Yields all paths from a parameter outwards.
 
         Args:
             parameter: A parameter that f was computed from.
@@ -138,8 +138,8 @@ class AutogradGraph:
             else:
                 yield from self._paths_from(step.node, longer, ends)
 
-    def follow(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
-        """Returns the steps of a path in this graph; None if it is not there, or the parameter has other paths."""
+    def find_path(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
+        """Returns the steps of a path in this graph; None if it does not exist, or the parameter has others."""
         if not self.uses(parameter):
             return None
 
@@ -151,10 +151,10 @@ class AutogradGraph:
         return matches[0] if len(matches) == 1 and len(paths) == path.count else None
 
     def source(self, node: Node, slot: int, through: Collection[str]) -> Node | None:
-        """Returns the operation that computed an input, behind operations whose names are in `through`.
+        """Returns the operation that computed an input, skipping operations whose names are in `through`.
 
         Returns:
-            The operation; None if anything else uses its result, or one of the results on the way.
+            The operation; None if its result, or that of a skipped operation, is also used elsewhere.
         """
         child = node.next_functions[slot][0]
         while child is not None and len(self._consumers[child]) == 1:
@@ -164,7 +164,7 @@ class AutogradGraph:
         return None
 
     def sinks(self, nodes: set[Node]) -> set[Node]:
-        """Returns those of `nodes` from which a backward pass reaches no other of them: it can stop there."""
+        """Returns the nodes from which a backward pass reaches no other node of the set, so that it can stop there."""
         reaches: dict[Node, bool] = {}
         for node in self._inputs_first():
             children = [child for child, _ in node.next_functions if child is not None]
@@ -172,7 +172,7 @@ class AutogradGraph:
         return {node for node in nodes if not reaches[node]}
 
     def _inputs_first(self) -> Iterator[Node]:
-        """Yields every node after all nodes that its inputs were computed by."""
+        """Yields the nodes in topological order: every node after those that computed its inputs."""
         waiting = {node: _input_count(node) for node in self._nodes}
         ready = [node for node, count in waiting.items() if count == 0]
         while ready:
@@ -184,18 +184,18 @@ class AutogradGraph:
                     ready.append(step.node)
 
 
-def pass_back(
+def backward_to_nodes(
     f: Tensor, seed: Tensor, nodes: Iterable[Node], sinks: set[Node], visit: VisitFn, *, retain: bool
 ) -> None:
-    """Runs a backward pass from f down to `nodes`, and computes no gradient of a parameter.
+    """Runs a backward pass from f to `nodes`, without computing gradients of parameters.
 
     Args:
         f: Output with its graph.
         seed: Gradient at f.
         nodes: Operations to visit.
-        sinks: Those of `nodes` from which no other is reached. They are not run; they are visited last, when the
-            backward pass is done.
-        visit: Called with every operation and the gradient at its output.
+        sinks: Nodes from which no other node is reached. They are not executed, and are visited after the backward
+            pass.
+        visit: Called with each operation, the gradient at its output, and whether the backward pass is still running.
         retain: Whether to keep the graph for another pass.
 
     Raises:
@@ -225,12 +225,12 @@ def pass_back(
 
 
 def last_operation(steps: GraphSteps) -> tuple[str, int]:
-    """Returns the name of the last operation of a path, and the slot that the path enters it by."""
+    """Returns the name of the last operation of a path, and the slot at which the path enters it."""
     return operation_name(steps[-1].node), steps[-1].slot
 
 
 def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
-    """Returns which part was taken, for every operation on a path that splits a tensor."""
+    """Returns the index of the part that is used, for each operation on a path that splits a tensor."""
     parts: list[int] = []
     for before, after in pairwise(steps):
         if output_count(before.node) > 1:

@@ -1,4 +1,4 @@
-"""Decides the block of every parameter, before anything is computed.
+"""Assigns every parameter to a block, before anything is computed.
 
 A parameter that is used once, as the matrix of a product, a convolution or an embedding lookup, gets Kronecker factors,
 together with its bias. Any other parameter that is used once gets its whole G: dense up to 4096 elements, only the
@@ -55,15 +55,15 @@ class PlannedBlock:
     structure: BlockStructure
     join: Join
     parameter: str
-    """The parameter whose path leads to the operation; a bias is found beside it."""
+    """The parameter whose path leads to the operation; a bias is located relative to it."""
     path: UsagePath
     layout: ExampleLayout
     is_operand: bool
-    """Whether the gradient at the operand is that at the parameter, without any operation between them."""
+    """Whether the operand is the parameter itself, so that both have the same gradient."""
     inputs: int = 0
-    """Input group: blocks of one group have the same inputs, and share their A."""
+    """Input group: blocks of one group have the same inputs and share A."""
     few_rows: bool = False
-    """Whether most rows of the gradient are zero, as where f depends on one position only."""
+    """Whether most rows of the gradient are zero, for example because f depends on a single position."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class PlannedBlock:
 
     @property
     def bias(self) -> bool:
-        """Whether a bias is joined to the matrix."""
+        """Whether the matrix includes a bias column."""
         return len(self.join.pieces) > 1
 
 
@@ -103,11 +103,11 @@ def require_used(plan: BlockPlan, params: Iterable[str] | str | None) -> None:
         unused = [name for name in plan.unused if fnmatchcase(name, pattern)]
         if unused and not any(fnmatchcase(name, pattern) for name in covered):
             problem = f"f does not depend on {unused[0]!r}, which {pattern!r} in 'params' selects"
-            raise KfacpackError(f"{problem}. Leave it out, or choose another f")
+            raise KfacpackError(f"{problem}. Exclude it, or choose another f")
 
 
 def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: EstimateOptions) -> BlockPlan:
-    """Decides the block of every parameter.
+    """Assigns every parameter to a block.
 
     Args:
         trace: Trace of the first batch.
@@ -121,8 +121,8 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
     usages = {name: usages_of(trace, name, parameter) for name, parameter in used.items()}
     blocks, joined = _kronecker_blocks(trace, usages)
     for name, of_parameter in usages.items():
-        whole = (0, len(used[name]) if used[name].dim() else 1)
-        ranges = sorted(p.rows or whole for block in blocks for p in block.join.pieces if p.parameter == name)
+        all_rows = (0, len(used[name]) if used[name].dim() else 1)
+        ranges = sorted(p.rows or all_rows for block in blocks for p in block.join.pieces if p.parameter == name)
         if any(stop > start for (_, stop), (start, _) in pairwise(ranges)):
             raise KfacpackError(unsupported_usage(name, of_parameter))
     for name, of_parameter in usages.items():
@@ -151,13 +151,13 @@ def _check_diagonal_blocks(block: PlannedBlock, options: EstimateOptions) -> Non
     side = block.join.rows if block.one_hot else min(block.join.rows, block.join.columns)
     if block.structure == "kronecker" and options.diagonal_blocks > side:
         problem = f"block {block.name!r} has a factor of side {side}, too small for {options.diagonal_blocks} blocks"
-        raise KfacpackError(f"compress {options.compress!r}: {problem}. Use a smaller K, or leave it out of 'params'")
+        raise KfacpackError(f"compress {options.compress!r}: {problem}. Use a smaller K, or exclude it from 'params'")
 
 
 def _kronecker_blocks(
     trace: ModelTrace, usages: Mapping[str, list[ParamUsage]]
 ) -> tuple[list[PlannedBlock], set[tuple[str, GraphSteps]]]:
-    """The blocks with Kronecker factors, and the usages that they cover."""
+    """Returns the blocks with Kronecker factors, and the usages that they cover."""
     biases = [usage for of_parameter in usages.values() for usage in of_parameter if usage.parameter.dim() == 1]
     blocks: list[PlannedBlock] = []
     joined: set[tuple[str, GraphSteps]] = set()
@@ -204,12 +204,12 @@ def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...])
 
 
 def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Whether f does not depend on most positions; `gradients` are those of one in so many `examples`."""
+    """Returns whether f is independent of most positions; only one of the `examples` has nonzero gradients."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 
 def _vector_block(trace: ModelTrace, usage: ParamUsage) -> PlannedBlock:
-    """The block with a whole or diagonal G for one usage."""
+    """Returns the block with a dense or diagonal G for one usage."""
     operation, size = usage.operation, usage.parameter.numel()
     g = trace.gradients[usage.node][0]
     shared = usage.layout.fits(g, usage.steps[-1].operand_shape)

@@ -1,4 +1,4 @@
-"""Collects the share of one block in a batch, during the backward pass, and adds it to the sums of the block.
+"""Collects the contribution of a batch to one block during the backward pass, and adds it to the sums of the block.
 
 Rows are (P, features), where P counts the positions of the N examples; g is the gradient at the operation's output.
 """
@@ -36,7 +36,7 @@ class CollectorSettings:
     reduce: bool = False
     """KFAC-reduce: positions are combined before products are computed, not after."""
     blocks: int = 1
-    """Number of diagonal blocks that are kept of every Kronecker factor."""
+    """Number of diagonal blocks of each Kronecker factor that are computed."""
 
 
 @dataclass
@@ -47,13 +47,13 @@ class BackwardPass:
     mask: Tensor | None
     """(N, R), False at padded positions."""
     first: bool
-    """Whether it is the first pass of the batch, in which inputs are collected as well."""
+    """Whether this is the first pass of the batch, in which inputs are collected as well."""
     collected: dict[int, Hashable] = field(default_factory=dict)
-    """Identity of the inputs that were collected already, by input group."""
+    """Input group -> identity of the inputs that have been collected."""
 
 
 class FactorTally:
-    """A sum, and the number of positions that went into it.
+    """A sum, and the number of positions it includes.
 
     Args:
         total: The sum.
@@ -69,14 +69,14 @@ class FactorTally:
 
         Args:
             rows: As for `RunningSum.add`.
-            positions: Number of positions that the rows stand for.
+            positions: Number of positions that the rows represent.
             count: As for `RunningSum.add`.
         """
         self.total.add(rows, count)
         self.positions += positions if isinstance(positions, int) else positions.to(self.positions.device)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields everything summed so far, to be changed in place."""
+        """Yields the summed tensors, which may be modified in place."""
         yield from self.total.tensors()
         yield self.positions
 
@@ -96,7 +96,7 @@ class Collector(ABC):
 
     @abstractmethod
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
-        """Adds the share of one backward pass.
+        """Adds the contribution of one backward pass.
 
         Args:
             steps: Path from the parameter to its operation.
@@ -157,7 +157,7 @@ class KroneckerCollector(Collector):
         if self._reduce:
             gradients = sums(gradients.to(self._dtype), layout, examples, kept)
         elif kept is not None:
-            # Padded rows are zero here: dropping them only saves work.
+            # Padded rows are zero here; dropping them only saves computation.
             gradients = gradients[kept] if drops_rows(gradients.device) else gradients
         elif self.planned.few_rows:
             gradients = gradients[(gradients != 0).any(1)]
@@ -222,7 +222,7 @@ class VectorCollector(WholeCollector):
         super().__init__(planned, settings)
         assert isinstance(planned.operation, VectorOperation)
         self._operation = planned.operation
-        # Operations between the parameter and its operation return no gradient during the backward pass either.
+        # Operations on the path to the operation do not return gradients during the backward pass either.
         self.immediate = planned.operation.immediate and planned.is_operand
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
@@ -256,7 +256,7 @@ class DiagonalRowCollector(WholeCollector):
             self._G.add(self._example_gradient(example_gradients, rows).reshape(1, -1))
 
     def _example_gradient(self, gradients: Tensor, rows: Tensor) -> Tensor:
-        """(R, out) and (R, in) or (R,) -> (out, in), with a bias as last column."""
+        """Returns g aᵀ: (R, out) and (R, in) or (R,) -> (out, in), with the bias as last column."""
         columns = self.planned.join.columns
         if self.planned.one_hot:
             return gradients.new_zeros(gradients.shape[1], columns).index_add_(1, rows.clamp(min=0), gradients.T)

@@ -1,4 +1,4 @@
-"""Several processes that share one job: the rank of this process, and sums over all processes."""
+"""Distributed runs: process groups, ranks, devices, and sums over all processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def process_group(device: torch.device) -> Iterator[None]:
         yield
         return
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # the device of .cuda() and of NCCL
+        torch.cuda.set_device(device)  # used by .cuda() and NCCL
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield
@@ -50,11 +50,11 @@ def local_device(device: str) -> torch.device:
     """Returns the device of this process.
 
     Args:
-        device: A torch device, or 'auto' for the first GPU if there is one. 'cuda' without an index is another GPU for
-            every process of a machine.
+        device: A torch device, or 'auto' for the first GPU if there is one. 'cuda' without an index selects a
+            different GPU for each process of a machine.
 
     Raises:
-        KfacpackError: If torch does not know the device, or it is 'meta'.
+        KfacpackError: If the device is unknown to torch, or is 'meta'.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -72,12 +72,12 @@ def local_device(device: str) -> torch.device:
 
 
 def all_reduce_sum(tensors: Iterable[Tensor]) -> None:
-    """Replaces every tensor by its sum over all processes, in place."""
+    """Replaces each tensor with its sum over all processes, in place."""
     _synchronize(tensors, dist.all_reduce)
 
 
 def broadcast(tensors: Iterable[Tensor]) -> None:
-    """Replaces every tensor by that of the first process, in place."""
+    """Replaces each tensor with that of the first process, in place."""
     _synchronize(tensors, lambda tensor: dist.broadcast(tensor, src=0))
 
 

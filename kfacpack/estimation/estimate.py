@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kfacpack.compression.compress import choice_of, compress_by
+from kfacpack.compression.compress import choose_codecs, compress_with
 from kfacpack.curvature.curvature import Curvature, identify
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
@@ -66,12 +66,12 @@ def estimate(
         probe: Distribution of the probes: "orthogonal", "rademacher" or "gaussian".
         params: Names or patterns (`*.mlp.*`) of the parameters to cover. Defaults to all that f depends on; for a
             model from `kp.load_model`, without those that its family freezes.
-        seed: Seed of the probes, which depend on it and on the index of the example alone.
+        seed: Seed of the probes, which depend only on the seed and on the index of the example.
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
         sharing: How KFAC treats positions that share a weight: "expand" or "reduce".
         structure: "kronecker", or "diagonal" for the diagonal of G in every block.
         compress: Codecs, as for `kp.compress`. With "block:K", only the K diagonal blocks of each factor are computed.
-        offload: Whether to keep the sums on the CPU, whatever the model's device.
+        offload: Whether to keep the sums on the CPU, regardless of the model's device.
         name: Name of the model in the bundle. Defaults to its own, or to its class.
         function: Description of f in the bundle.
         source: Description of the data in the bundle.
@@ -92,7 +92,7 @@ def estimate(
     family, revision = "torch", None
     if isinstance(model, Model):
         module, frozen, family, revision = model.module, model.frozen, model.family, model.revision
-        # The model's `function` does not describe another f than its own.
+        # The model's `function` only describes its own f.
         function = function or (model.function if forward is None else None)
         forward, name = forward or model.forward, name or model.name
     elif isinstance(model, nn.Module):
@@ -109,15 +109,15 @@ def estimate(
         accumulator = begin_accumulation(forward or module, to_device(first, device), parameters, options, params)
         name = name or type(module).__name__
         base = background.submit(identify, module, accumulator.covered, family=family, name=name, revision=revision)
-        for start, batch in _own_share(chain([first], remaining), accumulator):
-            accumulator.take(to_device(batch, device), start)
+        for start, batch in _own_batches(chain([first], remaining), accumulator):
+            accumulator.add_batch(to_device(batch, device), start)
     function = function or Function(output="other", normalized=False, width=accumulator.plan.width)
     curvature = finish_curvature(accumulator, options, base.result(), function, source)
     return compress_result(curvature, options)[0] if options.compress else curvature
 
 
-def _own_share(batches: Iterable[ModelInput], accumulator: CurvatureAccumulator) -> Iterator[tuple[int, ModelInput]]:
-    """The batches of this process, each with the index of its first example."""
+def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulator) -> Iterator[tuple[int, ModelInput]]:
+    """Yields the batches of this process, each with the index of its first example."""
     if distributed.world_size() == 1:
         for batch in batches:
             yield accumulator.examples, batch
@@ -126,8 +126,8 @@ def _own_share(batches: Iterable[ModelInput], accumulator: CurvatureAccumulator)
     for index, batch in enumerate(batches):
         size = batch_size_of(batch)
         if size is None:
-            problem = "cannot distribute batches: their tensors have different first dimensions"
-            raise KfacpackError(f"{problem}; with several processes, it must be the examples in all of them")
+            problem = "cannot distribute batches over processes: their tensors have different first dimensions"
+            raise KfacpackError(f"{problem}; the first dimension of every tensor must be the examples")
         if index % distributed.world_size() == distributed.rank():
             yield start, batch
         start += size
@@ -164,14 +164,14 @@ def begin_accumulation(
 def _trace_and_plan(
     forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """Plans by the first example of a batch; by a later one, if that has gradients where the first has none."""
+    """Plans from the first example of a batch, or from a later one if it has gradients where the first has none."""
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
         trace = trace_model(forward, batch, parameters, example)
         plan = plan_blocks(trace, parameters, options)
-        if best is None or trace.silent < best[0].silent:
+        if best is None or trace.zero_gradients < best[0].zero_gradients:
             best = trace, plan
-        if not (trace.silent and trace.twice):
+        if not (trace.zero_gradients and trace.twice):
             break
     assert best is not None
     return best
@@ -180,7 +180,7 @@ def _trace_and_plan(
 def finish_curvature(
     accumulator: CurvatureAccumulator, options: EstimateOptions, base: Base, function: Function, source: Source | None
 ) -> Curvature:
-    """Adds the sums of all processes, and returns them as a curvature.
+    """Adds up the sums of all processes and returns them as a curvature.
 
     Args:
         accumulator: The sums of this process; they cannot be used afterwards.
@@ -203,19 +203,19 @@ def finish_curvature(
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """Records a loss of unknown size if off-diagonal blocks were never computed, with 'block:K'."""
+    """Records an unmeasured loss if off-diagonal blocks were not computed because of 'block:K'."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
         return replace(block, losses=(Loss(step=str(options.chain.structure)),))
     return block
 
 
 def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Curvature, CompressionReport]:
-    """Compresses an estimate by the steps of `options.compress` that are left after accumulation.
+    """Compresses an estimate by the steps of `options.compress` that accumulation did not apply.
 
     Returns:
         The compressed curvature, and a report of the approximation error of these steps.
     """
-    compressed, report = compress_by(curvature, choice_of(curvature, options.compress, None))
+    compressed, report = compress_with(curvature, choose_codecs(curvature, options.compress, None))
     if options.diagonal_blocks > 1:
         unknown = (Loss(step=str(options.chain)),)
         compressed = Curvature(compressed.blocks, compressed.about.model_copy(update={"losses": unknown}))

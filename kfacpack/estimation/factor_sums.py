@@ -1,4 +1,4 @@
-"""Running sums that become matrices: in float32 at least, in place, and without storing what is not needed.
+"""Running sums that become matrices: at least in float32, in place, and without redundant elements.
 
 Rows are (P, n). A sum yields its `tensors`, which can be stored, restored and added between processes.
 """
@@ -43,7 +43,7 @@ class RunningSum(ABC):
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """Yields everything summed so far, to be changed in place."""
+        """Yields the summed tensors, which may be modified in place."""
 
     @abstractmethod
     def is_finite(self) -> bool:
@@ -91,7 +91,7 @@ class TriangleSum:
                 part.values.add_((left.T @ right).to(part.values.device))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields everything summed so far, to be changed in place."""
+        """Yields the summed tensors, which may be modified in place."""
         return (part.values for part in self._parts)
 
     def is_finite(self) -> bool:
@@ -101,7 +101,7 @@ class TriangleSum:
         return all(bool(diagonal.isfinite().all()) for diagonal in diagonals)
 
     def pack_into(self, packed: Tensor, divisor: float) -> None:
-        """Writes the divided sum to a packed triangle, and frees every part as soon as it is written."""
+        """Writes the divided sum to a packed triangle, and frees each part after it is written."""
         while self._parts:
             part = self._parts.pop()
             pack_rows(part.values.div_(divisor).cpu(), part.row, part.left, packed)
@@ -109,7 +109,7 @@ class TriangleSum:
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """Some rows of a triangle, from column `left` on: the columns of one tile times those of another."""
+    """Rows of a triangle, starting at column `left`: the products of the columns of two tiles."""
 
     row: int
     left: int
@@ -117,7 +117,7 @@ class PackedBlock:
     tile: int
     other: int
     first: int
-    """Column within the tile that the first row belongs to."""
+    """Column within the tile that corresponds to the first row."""
 
 
 class GramSum(RunningSum):
@@ -127,12 +127,12 @@ class GramSum(RunningSum):
         width: Number of elements of x.
         dtype: Dtype of the sum.
         device: Device of the sum.
-        ones: Whether to append a one to every row. It is not part of any product: what it adds to the matrix is the
-            sum of the rows, and their number.
+        ones: Whether to append a one to every row. The ones are not materialised: they add the sum of the rows and
+            the number of rows to the matrix.
         blocks: Number of diagonal blocks.
 
     Raises:
-        KfacpackError: If the matrix does not have that many blocks.
+        KfacpackError: If the matrix is too small for this number of blocks.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class GramSum(RunningSum):
             self._count.add_(len(rows) if count is None else count.to(self._count.device))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields everything summed so far, to be changed in place."""
+        """Yields the summed tensors, which may be modified in place."""
         for triangle in self._triangles:
             yield from triangle.tensors()
         if self._sums is not None:
@@ -177,7 +177,7 @@ class GramSum(RunningSum):
         return all(triangle.is_finite() for triangle in self._triangles)
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
-        """Returns the divided sum, packed when it is read first."""
+        """Returns the divided sum, which is packed on first access."""
         form: type[Packed | BlockDiagonal] = Packed if self.blocks == 1 else BlockDiagonal
         shape = self._packed_shape if self.blocks > 1 else self._packed_shape[1:]
         # Packed on demand: saving reads the matrix once anyway, and other uses may never need it.
@@ -217,7 +217,7 @@ class DiagonalSum(RunningSum):
         self._values.add_(values.to(device=self._values.device, dtype=self._values.dtype))
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yields everything summed so far, to be changed in place."""
+        """Yields the summed tensors, which may be modified in place."""
         yield self._values
 
     @property

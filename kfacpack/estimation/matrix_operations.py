@@ -1,6 +1,6 @@
-"""Operations that use a parameter as a matrix or as a vector, and what an estimate reads from them.
+"""Operations that use a parameter as a matrix or as a vector, and the quantities that an estimate reads from them.
 
-The operand is what arrives of the parameter at the operation, after a transpose or a cast; g is the gradient at the
+The operand is the parameter as it enters the operation, after a transpose or a cast; g is the gradient at the
 operation's output. The P rows are the positions of all N examples of a batch, in the order of the operation.
 
 Matrix operations are `linear`, `x @ W`, `W @ x`, `addmm` and `einsum` where it reduces to one of them; convolutions of
@@ -34,14 +34,14 @@ class MatrixOperation(ABC):
     kind: str
     """Name of the operation in bundles."""
     bias_slot: int | None = None
-    """Input that is a bias, added to every row of the output."""
+    """Index of the input that is a bias, added to every row of the output."""
     operand_is_transposed: bool = False
     """Whether the operand is (in, out) rather than (out, in)."""
     one_hot: bool = False
     """Whether `inputs` are (P,) indices of one-hot rows. Negative indices are ignored."""
 
     @abstractmethod
-    def takes(self, node: Node) -> bool:
+    def supports(self, node: Node) -> bool:
         """Returns whether this call is supported: no groups, no scaling."""
 
     @abstractmethod
@@ -54,11 +54,11 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def identity(self, node: Node) -> Hashable:
-        """Returns a key that is equal for two operations of one graph exactly if they have the same inputs."""
+        """Returns a key that is equal for two operations of one graph if and only if they have the same inputs."""
 
 
 class VectorOperation(ABC):
-    """An operation where the gradient of every example at the operand is cheap: a dense or diagonal block."""
+    """An operation whose per-example gradients at the operand are cheap to compute: a dense or diagonal block."""
 
     kind: str
     """Name of the operation in bundles."""
@@ -71,16 +71,16 @@ class VectorOperation(ABC):
 
 
 def memory_identity(tensor: Tensor) -> Hashable:
-    """Returns a key of a tensor's memory; two tensors that autograd keeps are the same if their keys are equal."""
+    """Returns a key of a tensor's memory; two tensors saved by autograd are the same if their keys are equal."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 class MatmulRight(MatrixOperation):
-    """rows @ operand, with the operand (in, out): what `linear` and `x @ W` are executed as.
+    """rows @ operand, with the operand (in, out): the operation that executes `linear` and `x @ W`.
 
     Args:
         rows: Name under which autograd saves the rows.
-        bias_slot: Input that is a bias, if the operation has one.
+        bias_slot: Index of the input that is a bias, if the operation has one.
     """
 
     kind = "linear"
@@ -90,7 +90,7 @@ class MatmulRight(MatrixOperation):
         self._rows = rows
         self.bias_slot = bias_slot
 
-    def takes(self, node: Node) -> bool:
+    def supports(self, node: Node) -> bool:
         """Returns whether it is one product without scaling."""
         return product_scales(node) == (1, 1) and _is_single_product(node)
 
@@ -122,12 +122,12 @@ class MatmulLeft(MatmulRight):
 
 
 class LinearOperation(MatrixOperation):
-    """`linear` with the operand (out, in), on devices where it is an operation of its own."""
+    """`linear` with the operand (out, in), on devices where it is a separate operation."""
 
     kind = "linear"
     bias_slot = 2
 
-    def takes(self, node: Node) -> bool:
+    def supports(self, node: Node) -> bool:
         """Returns True."""
         return True
 
@@ -146,7 +146,7 @@ class LinearOperation(MatrixOperation):
 
 
 def _is_single_product(node: Node) -> bool:
-    """Whether it is one product, not a batch of products."""
+    """Returns whether the node is a single product, not a batch of products."""
     shape = output_shape(node)
     return len(shape) == 2 or shape[0] == 1
 
@@ -161,7 +161,7 @@ class ConvolutionOperation(MatrixOperation):
     kind = "convolution"
     bias_slot = 2
 
-    def takes(self, node: Node) -> bool:
+    def supports(self, node: Node) -> bool:
         """Returns whether it is an ordinary convolution without groups."""
         arguments = convolution_arguments(node)
         return not arguments.transposed and arguments.groups == 1
@@ -210,7 +210,7 @@ class EmbeddingOperation(MatrixOperation):
     operand_is_transposed = True
     one_hot = True
 
-    def takes(self, node: Node) -> bool:
+    def supports(self, node: Node) -> bool:
         """Returns whether gradients are not scaled by frequency."""
         return not embedding_arguments(node).scale_grad_by_freq
 

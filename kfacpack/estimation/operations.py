@@ -1,9 +1,9 @@
-"""The operations that use parameters, by their name in autograd's graph and the input that the parameter is.
+"""The operations that use parameters, by their name in autograd's graph and the slot of the parameter.
 
 Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
-`VectorOperation` each. All other uses are a `GenericOperation`: what an operation passes back is linear in the gradient
-at its output, so the gradient of one example at the operand is what it passes back when the gradient of all other
-examples is set to zero. That is exact, and takes N small steps.
+`VectorOperation` each. All other uses are a `GenericOperation`: the gradient at the operand is linear in the gradient
+at the output, so the gradient of one example is obtained by setting the output gradients of all other examples to
+zero. This is exact, and takes N small steps.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class LayerNormScale(VectorOperation):
     kind = "layer_norm"
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns g times the normalized input, summed over positions."""
+        """Returns g times the normalised input, summed over positions."""
         return layout.per_example(layer_norm_rows(step.node) * g, step.operand_shape, examples)
 
 
@@ -101,19 +101,19 @@ class GenericOperation(VectorOperation):
         kind: Name of the operation in bundles.
     """
 
-    # During the backward pass, an operation returns no gradient for inputs that none was requested of.
+    # During the backward pass, an operation returns no gradient for inputs whose gradient was not requested.
     immediate = False
 
     def __init__(self, kind: str):
         self.kind = kind
 
     def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
-        """Returns what the operation passes back for each example alone."""
+        """Returns the gradient at the operand for each example, computed separately."""
         vectors = []
         for example in range(examples):
-            alone = torch.zeros_like(g)
-            layout.by_example(alone, examples)[example] = layout.by_example(g, examples)[example]
-            vectors.append(backward_to_operand(step, alone).reshape(-1))
+            masked = torch.zeros_like(g)
+            layout.by_example(masked, examples)[example] = layout.by_example(g, examples)[example]
+            vectors.append(backward_to_operand(step, masked).reshape(-1))
         return torch.stack(vectors)
 
 
@@ -128,7 +128,7 @@ MATRIX_OPERATIONS: dict[tuple[str, int], MatrixOperation] = {
     ("Convolution", 1): ConvolutionOperation(),
     ("Embedding", 0): EmbeddingOperation(),
 }
-"""By the name of the operation and the input that the parameter is."""
+"""(name of the operation, slot of the parameter) -> operation."""
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("Add", 0): AddOperation(),
     ("Add", 1): AddOperation("alpha"),
@@ -142,9 +142,9 @@ VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("NativeLayerNorm", 1): LayerNormScale(),
     ("NativeLayerNorm", 2): LayerNormShift(),
 }
-"""By the name of the operation and the input that the parameter is."""
+"""(name of the operation, slot of the parameter) -> operation."""
 OPERATION_KINDS = {"Expand": "token", "Repeat": "token"}
-"""Names in bundles of generic operations, where they are not the lower-case name of the operation."""
+"""Names of generic operations in bundles, if they differ from the lower-case name of the operation."""
 
 
 _PRODUCTS = frozenset(key for key, operation in MATRIX_OPERATIONS.items() if operation.kind == "linear")
@@ -166,19 +166,19 @@ def matrix_operation_of(step: GraphStep) -> MatrixOperation:
     """Returns the matrix operation of a step that was planned as one.
 
     Raises:
-        KfacpackError: If it has groups or scaling now, which it had not in the first batch.
+        KfacpackError: If it has groups or scaling that it did not have in the first batch.
     """
     key = last_operation((step,))
     operation = MATRIX_OPERATIONS[key]
-    if not operation.takes(step.node):
-        raise KfacpackError(f"{key[0]!r} was a plain product in the first batch, but is scaled, grouped or batched now")
+    if not operation.supports(step.node):
+        raise KfacpackError(f"{key[0]!r} was a plain product in the first batch, but is now scaled, grouped or batched")
     return operation
 
 
 def operation_of(step: GraphStep) -> MatrixOperation | VectorOperation:
     """Returns the operation of a step. Falls back to `GenericOperation` for unknown operations."""
     key = last_operation((step,))
-    if (matrix_operation := MATRIX_OPERATIONS.get(key)) and matrix_operation.takes(step.node):
+    if (matrix_operation := MATRIX_OPERATIONS.get(key)) and matrix_operation.supports(step.node):
         return matrix_operation
     if key in VECTOR_OPERATIONS:
         return VECTOR_OPERATIONS[key]

@@ -1,8 +1,8 @@
 """Options of an estimate, and the probes that they select.
 
 Probes are random directions s in which f is differentiated, with E[s sᵀ] = I: one backward pass each. The probes of an
-example are a function of the seed and of the example's index alone. So they do not depend on the batch size, on the
-number of processes, or on the batch at which an interrupted run was resumed.
+example depend only on the seed and on the index of the example, and not on the batch size, the number of processes, or
+the batch at which an interrupted run was resumed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Probes:
             raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
 
     def check(self, width: int) -> None:
-        """Checks the number of probes for an output of a width.
+        """Checks the number of probes for an output of this width.
 
         Raises:
             KfacpackError: If there are not as many orthogonal probes as requested.
@@ -73,11 +73,11 @@ class Probes:
 
     @property
     def divisor(self) -> int:
-        """Divisor of the sum over the passes."""
+        """Number by which the sum over the passes is divided."""
         return 1 if self.fisher == "exact" else self.samples
 
     def draw(self, examples: Sequence[int], width: int) -> Iterator[Tensor]:
-        """Yields the probes of some examples, (N, C), one tensor per pass.
+        """Yields the probes of the examples, (N, C), one tensor per pass.
 
         Args:
             examples: Indices of the N examples.
@@ -95,7 +95,7 @@ class Probes:
         yield from drawn.unbind(1)
 
     def _of_example(self, example: int, width: int) -> Tensor:
-        """Random signs or normal numbers, (samples, C), in float64."""
+        """Returns the probes of one example, (samples, C), in float64."""
         generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, example]))
         shape = (self.samples, width)
         if self.kind == "rademacher":
@@ -150,7 +150,7 @@ class EstimateOptions:
 
     @property
     def diagonal_blocks(self) -> int:
-        """K of 'block:K': the number of diagonal blocks that are computed of every factor."""
+        """K of 'block:K': the number of diagonal blocks of each factor that are computed."""
         return self.chain.structure.count if isinstance(self.chain.structure, BlockCodec) else 1
 
     @property

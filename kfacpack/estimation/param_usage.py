@@ -1,4 +1,4 @@
-"""Where a parameter meets the examples, and its place in the matrix of the operation in which it does."""
+"""The operations that combine a parameter with the examples, and its position in their matrices."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-_EXCLUDE_HINT = "Leave it out by naming the other parameters in 'params'"
+_EXCLUDE_HINT = "Leave it out: list the other parameters in 'params'"
 
 
 @dataclass(frozen=True)
 class ParamUsage:
-    """One operation in which a parameter meets the examples."""
+    """An operation that combines a parameter with the examples."""
 
     name: str
     parameter: Tensor
@@ -49,10 +49,10 @@ class ParamUsage:
         return self.steps[-1].node
 
     def marked(self) -> tuple[Tensor, Tensor]:
-        """Returns nonzero marks for the elements of the operand, and what they become at the parameter.
+        """Returns nonzero marks for the elements of the operand, and the same marks at the parameter.
 
-        The marks are small integers, which every float dtype represents exactly; so the two tensors show which element
-        of the operand comes from which element of the parameter.
+        The marks are small integers, which every float dtype represents exactly. The two tensors show which element of
+        the operand comes from which element of the parameter.
         """
         shape = self.steps[-1].operand_shape
         operand = _marks(1 << (prod(shape) - 1).bit_length())[: prod(shape)].reshape(shape).to(self.parameter)
@@ -65,7 +65,7 @@ def _marks(count: int) -> Tensor:
 
 
 def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsage]:
-    """Returns every operation in which a parameter meets the examples.
+    """Returns all operations that combine a parameter with the examples.
 
     Raises:
         KfacpackError: If the parameter is used in a computation that all examples share.
@@ -90,7 +90,7 @@ def unsupported_usage(name: str, usages: list[ParamUsage]) -> str:
 
 
 def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePath:
-    """Returns the description by which a usage is found in the graph of another batch.
+    """Returns a description that locates a usage in the graph of another batch.
 
     Args:
         usage: The usage.
@@ -104,10 +104,10 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
 
 
 def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
-    """Returns the place of a parameter in the matrix (out, in) of its operation.
+    """Returns the position of a parameter in the matrix (out, in) of its operation.
 
     Returns:
-        The place; None if the matrix does not consist of elements of the parameter.
+        The position; None if the matrix does not consist of elements of the parameter.
     """
     between = [operation_name(step.node) for step in usage.steps[:-1]]
     if between in ([], ["T"]):
@@ -128,7 +128,7 @@ def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
 
 
 def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
-    """Returns the place of a bias in `column` of the joined matrix; None if the column is not made of its elements."""
+    """Returns the position of a bias in `column` of the joined matrix; None if the column has other elements."""
     operand, marks = bias.marked()
     if torch.equal(marks, operand):
         return Piece(parameter=bias.name, at=(0, column))
@@ -139,7 +139,7 @@ def bias_piece_of(bias: ParamUsage, column: int) -> Piece | None:
 
 
 def _nonzero_rows(marks: Tensor) -> tuple[int, int] | None:
-    """The range of rows that are not zero; None if it has gaps."""
+    """Returns the range of nonzero rows; None if it has gaps."""
     nonzero = (marks != 0).any(1).nonzero().flatten().tolist()
     return (nonzero[0], nonzero[-1] + 1) if nonzero and nonzero[-1] - nonzero[0] + 1 == len(nonzero) else None
 

@@ -1,4 +1,4 @@
-"""Partial files: tensors and progress of interrupted work, from which it resumes to the same bytes."""
+"""Partial files: the state of interrupted work. Resumed work gives the same bytes as uninterrupted work."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ SAVE_INTERVAL = 30.0
 """Seconds between two saves; work is saved at the end of a batch."""
 
 _SAVE_FRACTION = 20
-"""Saving takes at most one in so many seconds."""
+"""Saving takes at most one second in this many."""
 _KEY = "kfacpack_partial"
 
 
-class Interrupted(Exception):  # noqa: N818 - not an error: the user requested it, and nothing is lost
+class Interrupted(Exception):  # noqa: N818 - not an error: the user requested the stop
     """Work was stopped on request, after its state was saved."""
 
 
@@ -56,13 +56,13 @@ class PartialFile:
     _last_save: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0
 
-    def keep(self, work: Resumable, done: int, *, now: bool = False) -> None:
-        """Saves the work, if the last save is long enough ago.
+    def save(self, work: Resumable, done: int, *, now: bool = False) -> None:
+        """Saves the work if enough time has passed since the last save.
 
         Args:
             work: The work.
             done: Number of batches that are done.
-            now: Save in any case.
+            now: Save regardless of the interval.
 
         Raises:
             KfacpackError: If the file cannot be written.
@@ -104,12 +104,12 @@ class PartialFile:
                 for name, tensor in work.tensors():
                     saved = file.get_tensor(name)
                     if _digest(saved) != metadata["sha256"][name]:
-                        raise KeyError(f"{name!r} has another digest than when it was saved")
+                        raise KeyError(f"{name!r} does not match the digest that was saved with it")
                     tensor.copy_(saved)
                 return int(metadata["batches"])
-        # Metadata of a foreign or edited file may have any type and any shape.
+        # The metadata of other or edited files may have any type and shape.
         except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            problem = f"{self.path}: is damaged, or is not the state of {self.what} that was interrupted ({error})"
+            problem = f"{self.path}: is damaged, or is not the saved state of {self.what} ({error})"
             raise KfacpackError(f"{problem}. Remove it to start over") from error
 
     def require_absent(self) -> int:
@@ -133,10 +133,15 @@ class PartialFile:
     def _compare(self, saved: dict[str, Any]) -> None:
         """Checks that the file was saved with the same settings."""
         current = json.loads(json.dumps(self.request))
-        for key in sorted(current.keys() | saved.keys()):
-            if current.get(key) != saved.get(key):
-                problem = f"was saved with {key} = {saved.get(key)!r}, got {current.get(key)!r}"
-                raise KfacpackError(f"{self.path}: {problem}. Use the same options, or remove it to start over")
+        # All differences are named: a default may follow from the option that was changed, such as lr from the seed.
+        changed = [
+            f"{key} = {saved.get(key)!r}, got {current.get(key)!r}"
+            for key in sorted(current.keys() | saved.keys())
+            if current.get(key) != saved.get(key)
+        ]
+        if changed:
+            problem = f"was saved with {'; '.join(changed)}"
+            raise KfacpackError(f"{self.path}: {problem}. Use the same options, or remove it to start over")
 
 
 def _digest(tensor: Tensor) -> str:
@@ -144,10 +149,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_unfinished(output: Path) -> None:
-    """Checks, before work is resumed, that it is not finished already.
+    """Checks, before work is resumed, that it is not finished yet.
 
     Raises:
-        KfacpackError: If the output exists, and no partial file beside it.
+        KfacpackError: If the output exists and there is no partial file beside it.
     """
     if output.exists() and not any(output.parent.glob(f"{escape(output.name)}.partial*")):
         problem = "is finished: there is no partial file to resume from"

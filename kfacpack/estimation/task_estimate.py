@@ -1,7 +1,7 @@
 """Estimating the curvature of a task: sampled examples, several processes, resumable.
 
-This is what `kfacpack estimate`, the stages of a plan and `kp.estimate_task` have in common. With several processes,
-each takes every n-th batch and all end with the same curvature.
+Shared by `kfacpack estimate`, the stages of a plan and `kp.estimate_task`. With n processes, each of them processes
+every n-th batch, and all return the same curvature.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
-from kfacpack.estimation.accumulator import Forecast, kept_for_backward, weight_bytes
+from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
 from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
@@ -68,21 +68,21 @@ def estimate_task(
     """Estimates the curvature of a model on a task's data.
 
     Args:
-        model: A model of `kp.load_model`, or its name.
-        task: A task of `kp.load_task`, or its name.
-        examples: How many examples to sample: a number, a percentage such as `"30%"`, or `"all"`.
+        model: A model from `kp.load_model`, or its name.
+        task: A task from `kp.load_task`, or its name.
+        examples: Number of examples to sample: a number, a percentage such as `"30%"`, or `"all"`.
         split: The split to sample from.
-        shard: `(k, n)` takes every n-th of the examples from the k-th on. The n shards merge into the whole estimate.
+        shard: `(k, n)` uses every n-th example, starting at the k-th. The n shards merge into the full estimate.
         fisher: `"mc"` for random probes, `"exact"` for all directions of f.
         samples: Number of probes per example with `"mc"`.
         probe: Distribution of the probes: `"orthogonal"`, `"rademacher"` or `"gaussian"`.
-        sharing: KFAC-`"expand"` or `"reduce"` where positions share a weight.
+        sharing: `"expand"` or `"reduce"`: the KFAC variant for weights that are shared by several positions.
         structure: `"kronecker"`, or `"diagonal"` for the diagonal of G.
         compress: A codec such as `"block:8+int8"`, applied to the result.
         params: Names or patterns of the parameters to cover; by default all that the model family does not freeze.
         seed: Seed for the examples and the probes.
-        batch_size: Examples computed at a time.
-        offload: Accumulate on the CPU, whatever the model's device.
+        batch_size: Examples per forward pass.
+        offload: Whether to accumulate on the CPU, regardless of the model's device.
         output: File to write. The state of an interrupted run is kept beside it. Without it, nothing is written.
         resume: Resume an interrupted run of the same `output`.
         on_progress: Called with the number of examples done by this process and their total.
@@ -131,9 +131,9 @@ class TaskEstimate:
     params: tuple[str, ...] | None = None
     """Names or patterns; None covers all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
-    """(k, n): every n-th of the examples, from the k-th on."""
+    """(k, n): every n-th example, starting at the k-th."""
     report: CompressionReport | None = field(default=None, init=False)
-    """What compression lost; set by `run` if the options ask for compression."""
+    """Approximation error of the compression; set by `run` if compression is requested."""
 
     @cached_property
     def split(self) -> Split:
@@ -145,6 +145,8 @@ class TaskEstimate:
         """Indices of the sampled examples in the split."""
         size = len(self.split)
         k, n = self.shard
+        if not 1 <= k <= n:
+            raise KfacpackError(f"shard {k}/{n}: expected K/N with K from 1 to N, such as 2/8")
         indices = sample_indices(size, parse_count(self.examples, size), self.options.seed)[k - 1 :: n]
         if not indices:
             raise KfacpackError(f"shard {k}/{n} is empty: there are fewer than {k} examples")
@@ -183,24 +185,26 @@ class TaskEstimate:
 
         Raises:
             Interrupted: If `stopped` returned True.
-            KfacpackError: If the output cannot be written or a stored state does not fit.
+            KfacpackError: If the output cannot be written or a stored state has other settings.
         """
         require_writable_folder(output)
-        own = self.own_batches
-        total = sum(map(len, own))
+        own_batches = self.own_batches
+        total = sum(map(len, own_batches))
         with self._accumulator() as estimation:
             base = self.model.base(estimation.covered)
             partial = PartialFile(_partial_path(output), "an estimate", self._request(estimation, base), every)
             done = partial.restore(estimation) if resume else partial.require_absent()
             on_progress(estimation.examples, total)
-            prepared = batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own[done:]])
-            for number, (examples, batch) in enumerate(zip(own[done:], prepared, strict=True), start=done + 1):
-                estimation.take(to_device(batch, device_of(self.parameters)), examples)
+            prepared = batches(
+                self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches[done:]]
+            )
+            for number, (examples, batch) in enumerate(zip(own_batches[done:], prepared, strict=True), start=done + 1):
+                estimation.add_batch(to_device(batch, device_of(self.parameters)), examples)
                 on_progress(estimation.examples, total)
                 if stopped():
-                    partial.keep(estimation, number, now=True)
+                    partial.save(estimation, number, now=True)
                     raise Interrupted
-                partial.keep(estimation, number)
+                partial.save(estimation, number)
             curvature = finish_curvature(estimation, self.options, base, self.model.function, self._source())
         if self.options.compress:
             curvature, self.report = compress_result(curvature, self.options)
@@ -211,14 +215,14 @@ class TaskEstimate:
         return curvature
 
     def forecast(self) -> Forecast:
-        """Returns the blocks, bytes, time and memory of the estimate; runs one batch to find out."""
+        """Forecasts blocks, bytes, time and memory of the estimate by running one batch."""
         indices = self.indices[: self.batch_size]
         with self._accumulator() as estimation:
             start = time.perf_counter()
-            estimation.take(self._batch(indices), indices)
+            estimation.add_batch(self._batch(indices), indices)
             seconds = time.perf_counter() - start
             module = self.model.module
-            kept = kept_for_backward(module, self.model.forward, self._batch(indices[:1]), len(indices))
+            saved_bytes = activation_bytes(module, self.model.forward, self._batch(indices[:1]), len(indices))
         blocks = estimation.forecasts()
         return Forecast(
             blocks=blocks,
@@ -228,7 +232,7 @@ class TaskEstimate:
             batches=len(self.own_batches),
             bytes=sum(block.bytes for block in blocks),
             seconds=seconds * len(self.own_batches),
-            peak_memory=weight_bytes(module) + estimation.nbytes + kept,
+            peak_memory=weight_bytes(module) + estimation.nbytes + saved_bytes,
         )
 
     @contextmanager
@@ -245,7 +249,7 @@ class TaskEstimate:
         return batch
 
     def _request(self, estimation: CurvatureAccumulator, base: Base) -> dict[str, Any]:
-        """Returns what must be the same for a stored state to be resumed."""
+        """Returns the settings that must be unchanged for a stored state to be resumed."""
         model = self.model
         blocks = [(block.name, block.structure) for block in estimation.plan.blocks]
         return {

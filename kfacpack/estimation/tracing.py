@@ -1,11 +1,11 @@
-"""Finds out from gradients which elements of a tensor belong to which example, instead of guessing from shapes.
+"""Determines from gradients, not from shapes, which elements of a tensor belong to which example.
 
 Gradients are linear in the seed at f. If one example is passed twice, and the second copy is seeded with twice the
 direction, every element of the second copy's gradient is double that of the first. This shows where the two copies
 are: along a dimension of their own, or merged with the positions into one dimension, example by example ("outer":
-n = 0 0 0 1 1 1) or position by position ("inner": n = 0 1 0 1 0 1). If inputs cannot be cut into examples, a whole
-batch is differentiated twice, for its first and for its last example: the gradient of one is zero at the other's
-elements.
+n = 0 0 0 1 1 1) or position by position ("inner": n = 0 1 0 1 0 1). If inputs cannot be split into examples, a
+whole batch is differentiated twice, for its first and for its last example: the gradient of one is zero at the elements
+of the other.
 
 Functions on rows, (P, features), group the P positions by example. `kept` is (P,), False at padded positions; None
 keeps all.
@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.autograd_graph import AutogradGraph, pass_back
+from kfacpack.estimation.autograd_graph import AutogradGraph, backward_to_nodes
 from kfacpack.models.functional import Forward, ModelInput, batch_size_of, call_model, map_tensors
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 SYNCHRONOUS_DEVICES = ("cpu",)
-"""Device types where reading a number from a tensor does not wait for earlier operations."""
+"""Device types on which reading a value from a tensor does not require a synchronisation."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ExampleLayout:
 
     dim: int
     order: Literal["whole", "outer", "inner"]
-    """Whether the dimension is the examples alone, or examples and positions merged, with the examples as given."""
+    """Order of the dimension: examples only, or examples merged with positions as the outer or inner index."""
 
     def by_example(self, tensor: Tensor, examples: int) -> Tensor:
         """Returns a view with the examples in front: (...) -> (N, ...).
@@ -129,8 +129,8 @@ def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[ExampleLayout
 def drops_rows(device: torch.device) -> bool:
     """Returns whether padded rows are dropped on a device.
 
-    The shape of what is left depends on the mask, so on a GPU every block would wait for the device to compute it.
-    There, padded rows are set to zero instead.
+    The number of remaining rows depends on the mask, so that every block would synchronise with a GPU. There, padded
+    rows are set to zero instead.
     """
     return device.type in SYNCHRONOUS_DEVICES
 
@@ -138,8 +138,8 @@ def drops_rows(device: torch.device) -> bool:
 def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, examples: int) -> Tensor | None:
     """Returns which rows of an operation are not padding.
 
-    A mask applies to operations with as many positions, and only if f does not depend on the masked ones: others,
-    such as a decoder beside an encoder, may have as many positions by chance.
+    A mask applies to operations with as many positions if f does not depend on the masked ones. Other operations,
+    such as those of a decoder, may have the same number of positions by coincidence.
 
     Args:
         mask: (N, R), False at padded positions; None for no mask.
@@ -148,8 +148,8 @@ def kept_rows(mask: Tensor | None, layout: ExampleLayout, gradients: Tensor, exa
         examples: N.
 
     Returns:
-        (P,); None if all rows are kept. Where rows are not dropped (see `drops_rows`), all True stands for a mask
-        that does not apply, and nothing waits for the device.
+        (P,); None if all rows are kept. Where rows are not dropped (see `drops_rows`), a mask that does not
+        apply is returned as all True, which avoids a synchronisation.
     """
     if mask is None or layout.order == "whole" or len(gradients) != mask.numel() or len(mask) != examples:
         return None
@@ -166,21 +166,21 @@ def by_example(rows: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
         KfacpackError: If the layout has one position per example, and these rows have more.
     """
     if layout.order == "whole" and len(rows) != examples:
-        problem = f"an operation had one position in the first batch, and has {len(rows) // examples} now"
+        problem = f"an operation had one position in the first batch, but now has {len(rows) // examples}"
         raise KfacpackError(f"{problem}; start with a batch that has as many positions as the others")
     split = layout.by_example(rows, examples)
     return split[:, None] if layout.order == "whole" else split
 
 
 def sums(rows: Tensor, layout: ExampleLayout, examples: int, kept: Tensor | None) -> Tensor:
-    """Returns the sum of every example over its positions, (N, features)."""
+    """Returns the sum over the positions of each example, (N, features)."""
     if kept is not None:
         rows = rows * kept[:, None]
     return by_example(rows, layout, examples).sum(1)
 
 
 def means(rows: Tensor, layout: ExampleLayout, examples: int, kept: Tensor | None) -> Tensor:
-    """Returns the mean of every example over its positions, (N, features)."""
+    """Returns the mean over the positions of each example, (N, features)."""
     if kept is None:
         return by_example(rows, layout, examples).mean(1)
     counts = by_example(kept, layout, examples).sum(1).clamp(min=1)
@@ -194,13 +194,13 @@ class ModelTrace:
     graph: AutogradGraph
     f: Tensor
     twice: bool
-    """Whether f is of one example passed twice, rather than of the whole batch."""
+    """Whether f was computed from one example passed twice, rather than from the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
-    """By operation: one gradient for an example passed twice; else those of the first and the last example."""
+    """Operation -> one gradient if an example was passed twice; otherwise those of the first and last example."""
     example: int = 0
     """Index in the batch of the example that was passed twice."""
-    silent: int = 0
-    """Number of operations where this example has no gradient, so that another example may reveal more."""
+    zero_gradients: int = 0
+    """Number of operations where this example has no gradient, so that another example may be more informative."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     @property
@@ -215,7 +215,7 @@ class ModelTrace:
         return self._layouts[node]
 
     def layout_of(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
-        """Returns the layout of gradients as in `gradients`; None if examples share elements."""
+        """Returns the layout of gradients of the same form as in `gradients`; None if examples share elements."""
         if len(gradients) == 1:
             return layout_of_doubled(gradients[0])
         return layout_of_two(gradients[0], gradients[1], self.examples)
@@ -223,12 +223,12 @@ class ModelTrace:
     def layout_of_zero(self, gradients: tuple[Tensor, ...]) -> ExampleLayout | None:
         """Returns any possible layout for gradients that are zero up to rounding; None if they are not.
 
-        They are zero behind an attention over a single position, for example. Where f does not depend on elements, it
-        does not matter which example they belong to.
+        This is the case after attention over a single position, for example. If f does not depend on elements, it does
+        not matter which example they belong to.
         """
         if any(gradient.abs().amax() > self._noise for gradient in gradients):
             return None
-        self.silent += 1
+        self.zero_gradients += 1
         return any_layout(tuple(gradients[0].shape), self.examples)
 
     @cached_property
@@ -252,13 +252,13 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     """
     f, twice = _forward_twice(forward, batch, example)
     if len(f) < 2:
-        problem = "the first batch has one example, and its first dimension is not the examples'"
-        raise KfacpackError(f"{problem}; pass at least two examples, so that their layout can be found")
+        problem = "the first batch has one example, and its first dimension is not that of the examples"
+        raise KfacpackError(f"{problem}; pass at least two examples, so that their layout can be determined")
     graph = AutogradGraph(f)
-    nodes = graph.reach(parameter for parameter in parameters.values() if graph.uses(parameter))
+    nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
     if not nodes:
-        some = ", ".join(list(parameters)[:3])
-        problem = f"f does not depend on any of the chosen parameters ({some}, …)"
+        names = ", ".join(list(parameters)[:3])
+        problem = f"f does not depend on any of the chosen parameters ({names}, …)"
         raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
     direction = torch.randn(f.shape[1:], generator=torch.Generator().manual_seed(0)).to(f)
     seeds = [torch.zeros_like(f)] if twice else [torch.zeros_like(f), torch.zeros_like(f)]
@@ -270,18 +270,18 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
 
 
 def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[Tensor, bool]:
-    """Returns f of one example passed twice, and True; or, if inputs cannot be cut, f of the batch, and False."""
+    """Returns f of one example passed twice, and True; or, if inputs cannot be split, f of the batch, and False."""
     if batch_size_of(batch) is not None:
         try:
             f = call_model(forward, map_tensors(batch, lambda tensor: tensor[[example, example]]))
         except (RuntimeError, ValueError, IndexError):
-            f = None  # not a valid input if cut along the wrong dimension; other errors recur with the whole batch
+            f = None  # invalid input, split along the wrong dimension; other errors recur with the whole batch
         if f is not None and len(f) == 2 and same_output(f[0], f[1]):
             return f, True
     f = call_model(forward, batch)
     with torch.no_grad():
         if not all(map(same_output, f, call_model(forward, batch))):
-            problem = "f is different when it is computed again, so that it has no curvature"
+            problem = "f differs between two evaluations of the same input, so its curvature is not defined"
             raise KfacpackError(f"{problem}; make sure that nothing in the model is random in evaluation mode")
     return f, False
 
@@ -292,11 +292,11 @@ def same_output(output: Tensor, expected: Tensor) -> bool:
 
 
 def _gradients_at(f: Tensor, nodes: set[Node], graph: AutogradGraph, seed: Tensor) -> dict[Node, Tensor]:
-    """The gradient at the output of every node."""
+    """Returns the gradient at the output of every node."""
     gradients: dict[Node, Tensor] = {}
 
     def store(node: Node, g: Tensor, running: bool) -> None:
         gradients[node] = g
 
-    pass_back(f, seed, nodes, graph.sinks(nodes), store, retain=True)
+    backward_to_nodes(f, seed, nodes, graph.sinks(nodes), store, retain=True)
     return gradients

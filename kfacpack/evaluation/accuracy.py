@@ -58,7 +58,7 @@ class EvaluationSet:
     """Labels of these examples, as indices into the task's classes."""
 
     @classmethod
-    def of(cls, task: Task, split: str = "test", examples: str = "all", seed: int = 0) -> EvaluationSet:
+    def of(cls, task: Task, split: str = "test", examples: int | str = "all", seed: int = 0) -> EvaluationSet:
         """Selects examples of a split.
 
         Args:
@@ -74,7 +74,7 @@ class EvaluationSet:
         loaded = task.split(split)
         if not len(loaded):
             raise KfacpackError(f"{printable(task.name)}: split {split!r} has no examples")
-        numbers = sample_indices(len(loaded), parse_count(examples, len(loaded)), seed)
+        numbers = sample_indices(len(loaded), parse_count(str(examples), len(loaded)), seed)
         return cls(task, loaded, numbers, [loaded.label(number) for number in numbers])
 
 
@@ -101,7 +101,7 @@ def evaluate(
     split: str = "test",
     vector: TaskVector | None = None,
     alpha: float = 1.0,
-    examples: str = "all",
+    examples: int | str = "all",
     seed: int = 0,
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
@@ -145,7 +145,7 @@ def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
 
 
 def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
-    """Returns the vector's head for the task, or for class splits of it, whose classes are the same; None without.
+    """Returns the vector's head for the task, or for class splits of it with the same classes; None if there is none.
 
     Raises:
         KfacpackError: If the heads of several class splits differ.
@@ -153,8 +153,8 @@ def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
     heads = vector.heads if vector else {}
     if task.name in heads:
         return heads[task.name]
-    whole = base_task_name(task.name)
-    split_heads = [(name, head) for name, head in heads.items() if base_task_name(name) == whole]
+    base_name = base_task_name(task.name)
+    split_heads = [(name, head) for name, head in heads.items() if base_task_name(name) == base_name]
     if not split_heads:
         return None
     (first_name, first), *others = split_heads

@@ -1,8 +1,8 @@
 """Quality of a bundle: the drift it predicts against the drift measured on data, and the spectra of its matrices.
 
 The predicted drift is τᵀ G τ. G is the mean over examples of JᵀJ, so this is an approximation of E ‖J(x) τ‖² that
-neglects what lies between blocks and takes each block for a Kronecker product. The comparison layer by layer, with the
-change of one block's parameters alone, isolates the second approximation.
+neglects the terms between blocks and assumes that each block is a Kronecker product. The comparison by
+layer, with only the change of one block's parameters, isolates the second approximation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def drift(
 
     Raises:
         KfacpackError: If there is no bundle, or a bundle's task has no examples.
-        TaskVectorError: If a bundle is of another model or f, or does not cover what the vectors change.
+        TaskVectorError: If a bundle is for another model or f, or does not cover the parameters of the vectors.
 
     Example:
         >>> sets = [EvaluationSet.of(kp.load_task("digits"))]
@@ -135,10 +135,10 @@ def _restricted(
 
 
 def _require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None:
-    """Refuses a bundle of another model or f than the vectors', or one that does not cover what they change."""
+    """Rejects a bundle for another model or f, or one that does not cover the parameters of the vectors."""
     about, name = bundle.about, printable(task)
-    if words := function_difference(about.function, vector.about.function):
-        raise TaskVectorError(f"the bundle of {name} and the vectors are for different f: {words}")
+    if difference := function_difference(about.function, vector.about.function):
+        raise TaskVectorError(f"the bundle of {name} and the vectors are for different f: {difference}")
     covered = {parameter.name: parameter for parameter in about.base.parameters}
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:

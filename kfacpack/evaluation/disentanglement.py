@@ -108,10 +108,10 @@ def _linear_errors(
             start = f.cpu().double() @ weight.T + bias
             first, second = changes.cpu().double() @ weight.T
             columns = grid[:, None, None] * second
-            alone = (start + grid[:, None, None] * (first, second)[own]).argmax(-1)
+            single = (start + grid[:, None, None] * (first, second)[own]).argmax(-1)
             for row, alpha in enumerate(grid):
-                together = ((start + alpha * first) + columns).argmax(-1)
-                changed[row] += (together != (alone[row] if own == 0 else alone)).sum(-1)
+                combined = ((start + alpha * first) + columns).argmax(-1)
+                changed[row] += (combined != (single[row] if own == 0 else single)).sum(-1)
         errors.append(changed)
     return errors
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def edited_model(model: Model, vector: TaskVector | None, alpha: float = 1.0) -> Iterator[BatchForward]:
-    """Yields f of the model with α τ, for the duration of the context; the model is restored afterwards.
+    """Context manager that yields f of the model with α τ; the model is restored afterwards.
 
     Args:
         model: The model.
@@ -165,7 +165,7 @@ def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
     """
     if not vectors:
         raise KfacpackError("no task vector to measure")
-    sum(vectors)  # adding vectors compares all of this
+    sum(vectors)  # addition checks all of this
 
 
 def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, EvaluationSet]:

@@ -1,6 +1,6 @@
 """Localisation: whether a vector changes outputs on its own task only, measured by ‖J(x) τ_t‖² per example.
 
-If the values on the vector's own task and on other tasks do not overlap, they tell which task an example is from. The
+If the values on the vector's own task and on other tasks do not overlap, they identify the task of an example. The
 AUROC is the probability that an example of the vector's own task has a larger value than one of another task; a tie
 counts one half.
 """

@@ -36,8 +36,8 @@ def negate(
     """Selects α for −α τ on validation data and reports what it removes from the targets on test data.
 
     The selected α has the smallest mean accuracy of the targets, counted as at least chance, among those at which the
-    control keeps the fraction `keep` of its accuracy without the vector. Of several, it is the smallest; zero is always
-    a candidate. The test splits are evaluated at this α and at zero only.
+    control keeps the fraction `keep` of its accuracy without the vector. Ties are resolved in favour of the
+    smallest α; zero is always a candidate. The test splits are evaluated at this α and at zero only.
 
     Args:
         model: The model.
@@ -64,7 +64,7 @@ def negate(
     if not 0 < keep <= 1:
         raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")
     if control.name in [target.name for target in targets]:
-        raise KfacpackError(f"{control.name!r} is to be forgotten and cannot be the control as well; name another task")
+        raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; name another task")
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     subjects = [*targets, control]
     total = count_examples(model, vector, candidates, [subject.validation for subject in subjects])
@@ -96,8 +96,7 @@ def choose_negation_alpha(
 ) -> int:
     """Returns the index of the selected α.
 
-    Accuracies below chance count as chance: there is nothing left to forget, so going further does not justify a loss
-    of the control.
+    Accuracies below chance count as chance: nothing is left to forget, so a larger α would only harm the control.
 
     Args:
         targets: For each target, its scores at increasing α, the first at zero.

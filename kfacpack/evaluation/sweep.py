@@ -73,7 +73,7 @@ def sweep(
     *,
     head: Head | None = None,
     split: str = "test",
-    examples: str = "all",
+    examples: int | str = "all",
     seed: int = 0,
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
@@ -118,14 +118,14 @@ def mean(task_scores: Sequence[Score]) -> float:
 def best(alphas: Sequence[float], by_task: Sequence[Sequence[Score]]) -> int:
     """Returns the index of the α with the largest mean accuracy over tasks.
 
-    Of several such α, it is the one nearest to 1, and then the smaller one.
+    Ties are resolved in favour of the α nearest to 1, and then of the smaller one.
 
     Args:
         alphas: The coefficients.
         by_task: For each task, its score at every α.
     """
     means = [exact_mean([task_scores[k] for task_scores in by_task]) for k in range(len(alphas))]
-    # As decimals, because 0.7 and 1.3 have the same distance from 1, but not as floats.
+    # Compared as decimals: as floats, 0.7 and 1.3 do not have the same distance from 1.
     written = [Decimal(repr(float(alpha))) for alpha in alphas]
     return min(range(len(alphas)), key=lambda k: (-means[k], abs(written[k] - 1), written[k]))
 
@@ -178,7 +178,7 @@ class AlphaChoice:
     """Task name -> score on the test split at the selected α."""
 
 
-def validation_set(task: Task, examples: str = "all", seed: int = 0) -> EvaluationSet:
+def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> EvaluationSet:
     """Selects examples of the validation split; see `EvaluationSet.of`.
 
     Raises:
@@ -207,7 +207,7 @@ def choose_alpha(
         model: The model.
         subjects: Tasks with their heads and examples.
         vector: The task vector.
-        alphas: Candidates; of several with equal accuracy, the nearest to 1 is selected.
+        alphas: Candidates; ties are resolved in favour of the one nearest to 1.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total, over both splits.
 

@@ -1,4 +1,4 @@
-"""Stages that make files which other commands read: bundles, merged bundles, task vectors and their sums."""
+"""Stages that write bundles, merged bundles, task vectors and their sums."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EstimateStage(SealedStage):
     kind: ClassVar[str] = "bundles"
     suffix: ClassVar[str] = ".kfac"
     opens = Bundle
-    why: ClassVar[str] = "the curvature of each task, from its own data: what its owner would publish"
+    purpose: ClassVar[str] = "the curvature of each task, estimated on its own data"
 
     task: str
     structure: EstimateStructure
@@ -60,7 +60,7 @@ class EstimateStage(SealedStage):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Returns everything else that decides the content of the file."""
+        """Returns the settings that determine the content of the file."""
         section = self.context.plan.curvature
         return {
             **asdict(self.options),
@@ -71,12 +71,12 @@ class EstimateStage(SealedStage):
         }
 
     def make(self, monitor: StageProgress) -> None:
-        """Makes the file."""
+        """Computes the file."""
         section = self.context.plan.curvature
         job = TaskEstimate(
             self.context.model, self.context.task(self.task), self.options, section.examples, section.batch_size
         )
-        job.run(self.path, resume=True, on_progress=monitor.counted, stopped=monitor.stopped)
+        job.run(self.path, resume=True, on_progress=monitor.report, stopped=monitor.stopped)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
@@ -84,7 +84,7 @@ class EstimateStage(SealedStage):
         return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * section.samples
 
     def command(self) -> str:
-        """Returns the command that makes the same file."""
+        """Returns the command that writes the same file."""
         section, options = self.context.plan.curvature, self.options
         return command(
             "estimate",
@@ -104,7 +104,7 @@ class MergeStage(SealedStage):
     kind: ClassVar[str] = "merged"
     suffix: ClassVar[str] = ".kfac"
     opens = Bundle
-    why: ClassVar[str] = "for each task, the other tasks' curvature in one bundle: what training must not disturb"
+    purpose: ClassVar[str] = "for each task, the curvature of the other tasks, merged into one bundle"
 
     without: str
     bundles: tuple[EstimateStage, ...]
@@ -124,14 +124,14 @@ class MergeStage(SealedStage):
         return self.bundles
 
     def settings(self) -> dict[str, Any]:
-        """Returns everything else that decides the content of the file."""
+        """Returns the settings that determine the content of the file."""
         return {"rule": self.rule, "rank": self.rank}
 
     def make(self, monitor: StageProgress) -> None:
-        """Makes the file."""
+        """Computes the file."""
         paths, monitor = [bundle.path for bundle in self.bundles], monitor.interruptible()
-        merged = merge_and_report(paths, self.rule, rank=self.rank, progress=monitor.counted)
-        merged.curvature.save(self.path, progress=monitor.counted)
+        merged = merge_and_report(paths, self.rule, rank=self.rank, progress=monitor.report)
+        merged.curvature.save(self.path, progress=monitor.report)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
@@ -142,7 +142,7 @@ class MergeStage(SealedStage):
         return RULES[self.rule](self.rank).error_in(Bundle(self.path).manifest.losses)
 
     def command(self) -> str:
-        """Returns the command that makes the same file."""
+        """Returns the command that writes the same file."""
         paths = [bundle.path.relative_to(self.root) for bundle in self.bundles]
         rank = ("--rank", self.rank) if self.rank > 1 else ()
         return command("merge", *paths, "--rule", self.rule, *rank, "-o", self.path.relative_to(self.root))
@@ -155,7 +155,7 @@ class TrainStage(SealedStage):
     kind: ClassVar[str] = "vectors"
     suffix: ClassVar[str] = ".safetensors"
     opens = VectorFile
-    why: ClassVar[str] = "each task's vector, trained separately, with or without the other tasks' curvature"
+    purpose: ClassVar[str] = "the vector of each task, trained separately, with or without a penalty"
 
     task: str
     arm: str
@@ -186,7 +186,7 @@ class TrainStage(SealedStage):
         return tuple(task.name for task in self.context.plan.others(self.task)) if self._arm.penalty == "data" else ()
 
     def settings(self) -> dict[str, Any]:
-        """Returns everything else that decides the content of the file."""
+        """Returns the settings that determine the content of the file."""
         return {
             **self._training.model_dump(),
             "task": self.task,
@@ -230,7 +230,7 @@ class TrainStage(SealedStage):
         return passes * self._training.steps * self._training.batch_size * (2 if self._protected else 1)
 
     def command(self) -> str:
-        """Returns the command that makes the same file."""
+        """Returns the command that writes the same file."""
         section, plan = self._training, self.context.plan
         penalty: tuple[object, ...] = ()
         if self.merged:
@@ -259,7 +259,7 @@ class AddStage(SealedStage):
     kind: ClassVar[str] = "sums"
     suffix: ClassVar[str] = ".safetensors"
     opens = VectorFile
-    why: ClassVar[str] = "the sum of all vectors at α = 1"
+    purpose: ClassVar[str] = "the sum of all vectors at α = 1"
 
     vectors: tuple[TrainStage, ...]
     method: str
@@ -276,19 +276,19 @@ class AddStage(SealedStage):
         return self.vectors
 
     def settings(self) -> dict[str, Any]:
-        """Returns everything else that decides the content of the file."""
+        """Returns the settings that determine the content of the file."""
         return {"method": self.method}
 
     def make(self, monitor: StageProgress) -> None:
-        """Makes the file."""
+        """Computes the file."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
-        add(vectors, self.method).save(self.path, progress=monitor.interruptible().counted)
+        add(vectors, self.method).save(self.path, progress=monitor.interruptible().report)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
         return 20.0 * len(self.vectors)
 
     def command(self) -> str:
-        """Returns the command that makes the same file."""
+        """Returns the command that writes the same file."""
         paths = [stage.path.relative_to(self.root) for stage in self.vectors]
         return command("add", *paths, "--method", self.method, "-o", self.path.relative_to(self.root))

@@ -28,7 +28,7 @@ from kfacpack.format.writer import write_atomically
 P = ParamSpec("P")
 
 WIDTH = 5.0
-"""Width of a figure in inches. On a phone 360 pixels wide, a ten-point font is then still ten pixels high."""
+"""Width of a figure in inches. On a screen 360 pixels wide, a ten-point font is ten pixels high."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def with_themes(draw: Callable[P, Figure]) -> Callable[P, Figure]:
     def draw_with_theme(*args: P.args, **kwargs: P.kwargs) -> Figure:
         with _settings(theme_of(str(kwargs.get("theme", "light")))):
             figure = draw(*args, **kwargs)
-            # Compute the layout once: otherwise every saved file would move the elements a little.
+            # Compute the layout once: otherwise it would differ slightly between saved files.
             if engine := figure.get_layout_engine():
                 engine.execute(figure)
             figure.set_layout_engine("none")
@@ -141,8 +141,8 @@ def canvas(height: float, width: float = WIDTH) -> Figure:
 
 def shortened(name: str, longest: int = 22) -> str:
     """Shortens a name to at most `longest` characters and replaces unprintable ones."""
-    shown = "".join(char if char.isprintable() else "?" for char in name)
-    return shown if len(shown) <= longest else f"{shown[: longest - 1]}…"
+    printable_name = "".join(char if char.isprintable() else "?" for char in name)
+    return printable_name if len(printable_name) <= longest else f"{printable_name[: longest - 1]}…"
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int) -> None:
@@ -185,7 +185,7 @@ def shows_on_axis(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-# Date and version would make the bytes differ from call to call.
+# The date and version would make the bytes differ between calls.
 _NO_METADATA: dict[str, dict[str, None]] = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
 
 

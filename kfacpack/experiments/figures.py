@@ -41,21 +41,21 @@ def sweep(
         quantity: Label of the vertical axis.
         theme: Name of the colour theme.
     """
-    look = theme_of(theme)
+    palette = theme_of(theme)
     single = "alphas" in data
     figure = canvas(3.6)
     axes = figure.subplots()
     if single:
         for number, (task, accuracies) in enumerate(data["tasks"].items()):
-            colour = look.series[number % len(look.series)]
+            colour = palette.series[number % len(palette.series)]
             axes.plot(data["alphas"], accuracies, color=colour, linewidth=1, label=shortened(task))
-        axes.plot(data["alphas"], data["mean"], color=look.ink, linewidth=2.4, label="mean")
+        axes.plot(data["alphas"], data["mean"], color=palette.ink, linewidth=2.4, label="mean")
     else:
         for number, (arm, curve) in enumerate(data.items()):
             axes.plot(
                 curve["alphas"],
                 curve["mean"],
-                color=look.series[number % len(look.series)],
+                color=palette.series[number % len(palette.series)],
                 marker=MARKERS[number % len(MARKERS)],
                 markevery=max(1, len(curve["alphas"]) // 10),
                 markersize=4.5,
@@ -63,7 +63,7 @@ def sweep(
                 label=shortened(arm, 34),
             )
     for (name, level), dashes in zip((references or {}).items(), ("--", ":", "-.", "--"), strict=False):
-        axes.axhline(level, color=look.ink, linewidth=1.1, linestyle=dashes, label=shortened(name, 34))
+        axes.axhline(level, color=palette.ink, linewidth=1.1, linestyle=dashes, label=shortened(name, 34))
     axes.set_xlabel("α, scale of the sum of the vectors")
     axes.set_ylabel(quantity)
     percent(axes.yaxis)
@@ -83,7 +83,7 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
         top: Upper end of the colour scale; None for the largest ξ.
         theme: Name of the colour theme.
     """
-    look = theme_of(theme)
+    palette = theme_of(theme)
     alphas, xi = data["alphas"], data["xi"]
     figure = canvas(4.6)
     axes = figure.subplots()
@@ -120,7 +120,7 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
             linestyle="none",
             label=f"{name}: ξ = {_percent(xi[row][column])}",
         )
-    figure.legend(loc="outside lower center", ncols=1, labelcolor=look.ink)
+    figure.legend(loc="outside lower center", ncols=1, labelcolor=palette.ink)
     return figure
 
 
@@ -158,21 +158,21 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         data: `{"vectors": {task: {"on": …, "off": …, "auroc": …}}}`.
         theme: Name of the colour theme.
     """
-    look = theme_of(theme)
+    palette = theme_of(theme)
     vectors = data["vectors"]
     figure = canvas(1.5 + 0.46 * len(vectors))
     axes = figure.subplots()
-    shown: list[float] = []
+    plotted: list[float] = []
     for row, vector in enumerate(vectors.values()):
         for side, colour, marker, offset in (
-            ("on", look.series[0], "o", -0.16),
-            ("off", look.series[1], "D", 0.16),
+            ("on", palette.series[0], "o", -0.16),
+            ("off", palette.series[1], "D", 0.16),
         ):
             q05, q25, q50, q75, q95 = vector[side]["quantiles"]
             positive = [q for q in (q05, q25, q50, q75, q95) if shows_on_axis(q)]
             if not positive:
                 continue
-            shown += positive
+            plotted += positive
             low = min(positive)
             label = {"on": "own task", "off": "other tasks"}[side] if row == 0 else None
             axes.plot([max(q05, low), q95], [row + offset] * 2, color=colour, linewidth=1.2)
@@ -189,7 +189,7 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         )
     axes.annotate("AUROC", (1.02, -0.62), xycoords=("axes fraction", "data"), va="bottom", annotation_clip=False)
     logarithmic(axes.xaxis)
-    axes.set_xlim(*log_limits(shown))
+    axes.set_xlim(*log_limits(plotted))
     axes.set_ylim(len(vectors) - 0.5, -0.5)
     axes.set_yticks(range(len(vectors)), [shortened(name, 16) for name in vectors])
     axes.grid(False, axis="y")
@@ -207,12 +207,12 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         data: `{"pairs": […], "layers": […]}`, entries with vector, task, predicted and measured drift.
         theme: Name of the colour theme.
     """
-    look = theme_of(theme)
+    palette = theme_of(theme)
     layers, pairs = data.get("layers") or [], data["pairs"]
     groups = (
-        ("single layers", layers, look.faint, "o", 2.5, 0.6),
-        ("other task", [p for p in pairs if p["vector"] != p["task"]], look.series[1], "D", 5.5, 0.9),
-        ("own task", [p for p in pairs if p["vector"] == p["task"]], look.series[0], "o", 7, 0.9),
+        ("single layers", layers, palette.faint, "o", 2.5, 0.6),
+        ("other task", [p for p in pairs if p["vector"] != p["task"]], palette.series[1], "D", 5.5, 0.9),
+        ("own task", [p for p in pairs if p["vector"] == p["task"]], palette.series[0], "o", 7, 0.9),
     )
     figure = canvas(4.8)
     axes = figure.subplots()
@@ -232,7 +232,7 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
             mark = axes.plot(x, y, marker, color=colour, markersize=size, alpha=opacity, label=name, clip_on=False)
             mark[0].set_markeredgewidth(0)
     limits = log_limits(values)
-    axes.plot(limits, limits, "--", color=look.ink, linewidth=1, label="measured = predicted", zorder=1.5)
+    axes.plot(limits, limits, "--", color=palette.ink, linewidth=1, label="measured = predicted", zorder=1.5)
     axes.set_xlim(*limits)
     axes.set_ylim(*limits)
     axes.set_aspect("equal")
@@ -257,7 +257,7 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         data: `{"blocks": […]}`, entries with name, side, ranks and eigenvalues.
         theme: Name of the colour theme.
     """
-    look = theme_of(theme)
+    palette = theme_of(theme)
     blocks = data["blocks"]
     figure = canvas(3.8)
     axes = figure.subplots()
@@ -268,9 +268,9 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         points = [(r, v) for r, v in zip(block["ranks"], block["eigenvalues"], strict=True) if shows_on_axis(v)]
         side = SIDES.get(block["side"], block["side"])
         label: str | None = side if side not in labelled else None
-        colour = look.series[list(SIDES).index(block["side"]) if block["side"] in SIDES else 3]
+        colour = palette.series[list(SIDES).index(block["side"]) if block["side"] in SIDES else 3]
         if len(blocks) <= FEW:
-            colour, label = look.series[number], f"{shortened(block['name'], 24)} {block['side']}"
+            colour, label = palette.series[number], f"{shortened(block['name'], 24)} {block['side']}"
         if not points:
             continue
         labelled.add(side)
@@ -301,16 +301,16 @@ def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         data: `{"base": {task: accuracy}, "arms": {arm: {"individual": {task: accuracy}, "added": {…}}}}`.
         theme: Name of the colour theme.
     """
-    look = theme_of(theme)
+    palette = theme_of(theme)
     base, arms = data["base"], data["arms"]
     tasks = list(base)
     figure = canvas(1.3 + 1.35 * len(arms))
     rows = figure.subplots(len(arms), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (arm, by_vector) in zip(rows, arms.items(), strict=True):
         for offset, name, accuracies, colour in (
-            (-0.27, "base model", base, look.faint),
-            (0.0, "own vector", by_vector["individual"], look.series[5]),
-            (0.27, "all vectors added", by_vector["added"], look.series[1]),
+            (-0.27, "base model", base, palette.faint),
+            (0.0, "own vector", by_vector["individual"], palette.series[5]),
+            (0.27, "all vectors added", by_vector["added"], palette.series[1]),
         ):
             axes.bar(
                 [k + offset for k in range(len(tasks))],

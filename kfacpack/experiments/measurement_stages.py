@@ -27,7 +27,7 @@ class BaseAccuracyStage(MeasurementStage):
     """Accuracy of the base model on one task."""
 
     kind: ClassVar[str] = "scores"
-    why: ClassVar[str] = "accuracy on the test examples"
+    purpose: ClassVar[str] = "accuracy on the test examples"
 
     task: str
 
@@ -46,7 +46,7 @@ class BaseAccuracyStage(MeasurementStage):
         context = self.context
         examples = context.evaluation_set(self.task)
         size = context.plan.evaluation.batch_size
-        result = score(context.model, context.head(self.task), examples, batch_size=size, on_progress=monitor.counted)
+        result = score(context.model, context.head(self.task), examples, batch_size=size, on_progress=monitor.report)
         return {"accuracy": result.accuracy, "examples": result.examples}
 
     def cost(self) -> float:
@@ -59,7 +59,7 @@ class SweepStage(MeasurementStage):
     """Accuracy of a vector on one task, at every α."""
 
     kind: ClassVar[str] = "scores"
-    why: ClassVar[str] = BaseAccuracyStage.why
+    purpose: ClassVar[str] = BaseAccuracyStage.purpose
 
     vector: TrainStage | AddStage
     task: str
@@ -90,7 +90,7 @@ class SweepStage(MeasurementStage):
             tau,
             self.alphas,
             batch_size=context.plan.evaluation.batch_size,
-            on_progress=monitor.counted,
+            on_progress=monitor.report,
         )
         return {
             "alphas": list(self.alphas),
@@ -117,7 +117,7 @@ class NegationStage(MeasurementStage):
     """A vector subtracted from the model, and the accuracy on its task and on a control task."""
 
     kind: ClassVar[str] = "negated"
-    why: ClassVar[str] = "one task removed from the model, and the effect on a control task"
+    purpose: ClassVar[str] = "the removal of each task from the model, and its effect on a control task"
 
     vector: TrainStage
     control: str
@@ -161,7 +161,7 @@ class NegationStage(MeasurementStage):
             self.alphas,
             keep=self.keep,
             batch_size=context.plan.evaluation.batch_size,
-            on_progress=monitor.counted,
+            on_progress=monitor.report,
         )
 
     def cost(self) -> float:
@@ -171,7 +171,7 @@ class NegationStage(MeasurementStage):
 
 
 def evaluation_settings(stage: Stage, tasks: Sequence[str], splits: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings that decide which examples are evaluated."""
+    """Returns the settings that determine which examples are evaluated."""
     context = stage.context
     data = {f"{task} {split}": context.data_key(task, split) for task in tasks for split in splits}
     return {"examples": context.plan.evaluation.examples, "data": data}
@@ -187,7 +187,7 @@ class AnalysisStage(MeasurementStage):
     """Base class of measurements on several vectors of one arm."""
 
     kind: ClassVar[str] = "understanding"
-    why: ClassVar[str] = "where the vectors change the model, and whether the bundles predict it"
+    purpose: ClassVar[str] = "where the vectors change the model, and whether the bundles predict the change"
 
     vectors: tuple[TrainStage, ...]
     examples: str
@@ -224,7 +224,7 @@ class AnalysisStage(MeasurementStage):
 
     def evaluation_options(self, monitor: StageProgress) -> dict[str, Any]:
         """Returns the keyword arguments common to all measurements."""
-        return {"batch_size": self.context.plan.evaluation.batch_size, "on_progress": monitor.counted}
+        return {"batch_size": self.context.plan.evaluation.batch_size, "on_progress": monitor.report}
 
     def evaluation_sets(self) -> list[EvaluationSet]:
         """Returns test examples of every task."""
@@ -256,9 +256,11 @@ class DisentanglementStage(AnalysisStage):
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
         """Returns ξ on the grid of α."""
         first, second = self.evaluation_sets()
-        one, two = self.load_vectors().values()
+        first_vector, second_vector = self.load_vectors().values()
         options = self.evaluation_options(monitor)
-        return disentanglement(self.context.model, (first, second), (one, two), alphas=self.alphas, **options)
+        return disentanglement(
+            self.context.model, (first, second), (first_vector, second_vector), alphas=self.alphas, **options
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -315,7 +317,7 @@ class SpectraStage(MeasurementStage):
     what: ClassVar[str] = "spectra"
 
     kind: ClassVar[str] = "understanding"
-    why: ClassVar[str] = AnalysisStage.why
+    purpose: ClassVar[str] = AnalysisStage.purpose
 
     bundle: EstimateStage
 
@@ -330,12 +332,12 @@ class SpectraStage(MeasurementStage):
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the measurement; the bundle decides everything else."""
+        """Returns the measurement; everything else is determined by the bundle."""
         return {"what": self.what}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
         """Returns the eigenvalues of every factor."""
-        return spectra(load(self.bundle.path), on_progress=monitor.counted)
+        return spectra(load(self.bundle.path), on_progress=monitor.report)
 
     def cost(self) -> float:
         """Returns a constant: no model is run."""

@@ -42,7 +42,7 @@ ShortText = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 def _refuse_bool(value: Any) -> Any:
-    """Turns booleans into text, which numeric fields refuse: in Python, `True` is also the integer 1."""
+    """Converts booleans to text, which numeric fields reject: in Python, `True` is also the integer 1."""
     return str(value) if isinstance(value, bool) else value
 
 
@@ -122,7 +122,7 @@ def _method(name: str) -> str:
 
 
 def _validated_by(check: Callable[[str], str]) -> AfterValidator:
-    """Turns the `KfacpackError` of a library check into a validation error, which knows its location in the plan."""
+    """Converts the `KfacpackError` of a library check to a validation error, which has a location in the plan."""
 
     def validate(text: str) -> str:
         try:
@@ -305,8 +305,8 @@ class Plan(PlanSection):
                     ("evaluation", "in_depth", number),
                     f"unknown arm {arm!r}; expected one of: {', '.join(self.arms)}",
                 )
-        drifting = evaluation.drift is not None and evaluation.in_depth != ()
-        if evaluation.spectra and not drifting and all(arm.penalty != "kronecker" for arm in self.arms.values()):
+        measures_drift = evaluation.drift is not None and evaluation.in_depth != ()
+        if evaluation.spectra and not measures_drift and all(arm.penalty != "kronecker" for arm in self.arms.values()):
             problem = "spectra need Kronecker factors, but no arm has penalty: kronecker"
             return ("evaluation", "spectra"), f"{problem}. Add such an arm, or remove spectra"
         references: list[tuple[KeyPath, str]] = []
@@ -367,7 +367,7 @@ class Plan(PlanSection):
             raise KfacpackError(f"{location}: {error}") from error
 
     def model_folder(self) -> Path | None:
-        """Returns the folder of a model that is named by one, such as `t5:DIR`; None for names on the Hub.
+        """Returns the folder of a local model, such as `t5:DIR`; None for names on the Hub.
 
         Raises:
             KfacpackError: If the folder exists in the working directory but not beside the plan.

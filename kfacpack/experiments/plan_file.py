@@ -21,7 +21,7 @@ _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "t
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """YAML without the surprises of version 1.1: `0:2:0.1` is not a base-60 number, and `no` is not a boolean."""
+    """YAML loader without some implicit types of YAML 1.1: base-60 numbers (`0:2:0.1`) and booleans such as `no`."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name and type are PyYAML's
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -126,7 +126,7 @@ def _convert_yaml_errors(name: str) -> Iterator[None]:
 
 
 def _key_lines(node: yaml.Node, place: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
-    """Records the line of every key and list entry below `node`, and refuses duplicate keys."""
+    """Records the line of every key and list entry below `node`, and rejects duplicate keys."""
     lines.setdefault(place, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
@@ -176,7 +176,7 @@ def _describe(place: KeyPath, error: Any) -> str:
     message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     if kind == "too_short":
         message = f"expected at least {context['min_length']}"
-    return printable(f"{message}, got {printable(repr(error.get('input')))[:80]}", longest=1000)
+    return printable(f"{message}, got {printable(repr(error.get('input')))[:80]}", max_length=1000)
 
 
 _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {

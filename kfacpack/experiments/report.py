@@ -34,7 +34,7 @@ def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes
     template = environment.from_string((folder / "page.html.j2").read_text(encoding="utf-8"))
     return template.render(
         report=report,
-        # Part of the package and used inside <style>, where escaping would break it.
+        # Trusted, and used inside <style>, where escaping would break it.
         style=Markup((folder / "page.css").read_text(encoding="utf-8")),
         themes=THEMES,
         inline={
@@ -164,7 +164,7 @@ def _draw(content: ReportContent, folder: Path, on_progress: Callable[[int, int]
 
 def _draw_figure(picture: ReportFigure, folder: Path) -> dict[str, bytes]:
     """Writes one figure as SVG in each theme and as PNG in the light theme; returns the SVG files by theme."""
-    # Imported here because Matplotlib takes long to import.
+    # Imported here because importing Matplotlib is slow.
     from kfacpack.experiments.figure_style import THEMES, save
     from kfacpack.experiments.figures import FIGURES
 

@@ -16,8 +16,8 @@ def headline(results: Results) -> list[Cell]:
     rows = [row for row in results.summary if row.method == "sum"] or results.summary
     arms = {arm.name: arm for arm in results.arms}
     penalties = {row.arm: arm.penalty for row in rows if (arm := arms.get(row.arm))}
-    dataless = [row for row in rows if (penalty := penalties.get(row.arm)) and not penalty.data]
-    best = max(dataless or rows, key=lambda row: row.added)
+    without_data = [row for row in rows if (penalty := penalties.get(row.arm)) and not penalty.data]
+    best = max(without_data or rows, key=lambda row: row.added)
     plain = next((row for row in rows if row.arm in penalties and penalties[row.arm] is None), None)
     sentence = [
         text("Adding the task vectors of"),

@@ -262,8 +262,8 @@ def provenance(results: Results, times: Times | None) -> Section:
             ]
             for stage in times.stages
         ]
-        together = sum(stage.seconds for stage in times.stages)
-        rows.append([text("total of all stages"), Cell(kind="seconds", value=together), text(None)])
+        total_seconds = sum(stage.seconds for stage in times.stages)
+        rows.append([text("total of all stages"), Cell(kind="seconds", value=total_seconds), text(None)])
         rows.append([text("last run"), Cell(kind="seconds", value=times.seconds), text(None)])
         caption = "Times: each stage when it was executed, and the last run, which wrote these results"
         tables.append(

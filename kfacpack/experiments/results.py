@@ -114,16 +114,16 @@ def _merge(stage: MergeStage, graph: StageGraph) -> dict[str, Any]:
 
 
 def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
-    own = {task: stage.at(1.0).accuracy for task, stage in run.own.items()}
+    individual = {task: stage.at(1.0).accuracy for task, stage in run.own.items()}
     added = {
-        method: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, own)}
+        method: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, individual)}
         for method, stages in run.sums.items()
     }
     first = next(iter(run.sums.values()))
     alphas = next(iter(first.values())).alphas
     table = as_table(alphas, {task: stage.scores() for task, stage in first.items()})
     held_out = as_table(alphas, {task: stage.scores() for task, stage in run.validation.items()})
-    chosen = best(alphas, [stage.scores() for stage in run.validation.values()])
+    best_index = best(alphas, [stage.scores() for stage in run.validation.values()])
     negated: dict[str, Any] = {}
     for stage in run.negated.values():
         values = stage.read()
@@ -131,10 +131,14 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
             negated[task] = {**entry, "control_task": values["control"]}
     return {
         "seed": run.seed,
-        "individual": own,
+        "individual": individual,
         "added": added,
         "sweep": table,
-        "best": {"alpha": alphas[chosen], "validation": held_out["mean"][chosen], "test": table["mean"][chosen]},
+        "best": {
+            "alpha": alphas[best_index],
+            "validation": held_out["mean"][best_index],
+            "test": table["mean"][best_index],
+        },
         "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated}
         if negation and negated
         else None,
@@ -171,15 +175,15 @@ def _recovered(line: dict[str, Any], baseline: dict[str, Any]) -> float | None:
 
 def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
     seeds = arm["seeds"]
-    own = [fmean(seed["individual"].values()) for seed in seeds]
+    individual = [fmean(seed["individual"].values()) for seed in seeds]
     added = [seed["added"][method]["mean"] for seed in seeds]
     first = method == next(iter(seeds[0]["added"]))
     negated = [entry for seed in seeds if seed["negation"] for entry in seed["negation"]["tasks"].values()]
     return {
         "arm": arm["name"],
         "method": method,
-        "individual": fmean(own),
-        "individual_std": spread(own),
+        "individual": fmean(individual),
+        "individual_std": spread(individual),
         "added": fmean(mean["accuracy"] for mean in added),
         "added_std": spread([mean["accuracy"] for mean in added]),
         "normalized": _mean(mean["normalized"] for mean in added),

@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """A file contains keys that are ignored: they are misspelt or written by a newer version."""
+    """A file contains unknown keys, which are ignored: they are misspelt or written by a newer version."""
 
 
 def unknown_keys(value: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
@@ -419,15 +419,15 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = printable(".".join(map(str, first["loc"])))
-        value = printable(repr(first["input"]), longest=60) if first["type"] != "value_error" else ""
+        value = printable(repr(first["input"]), max_length=60) if first["type"] != "value_error" else ""
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
             f"{file}: {place + ': ' if place else ''}{problem}{f', got {value}' if value else ''}. "
             "The file does not have the format of `kfacpack run`; write it again"
         ) from error
     if unknown := list(unknown_keys(model)):
-        some = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        problem = f"{file}: unknown keys are ignored: {printable(some)}"
+        listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
+        problem = f"{file}: unknown keys are ignored: {printable(listed)}"
         warnings.warn(
             UnknownKeyWarning(f"{problem}. They may be misspelt, or written by a newer version of kfacpack"),
             stacklevel=4,

@@ -1,6 +1,6 @@
-"""Carries out a plan: makes the files that are missing, stage by stage, and collects the results.
+"""Executes a plan: computes the missing files, stage by stage, and collects the results.
 
-`RunContext` holds what the stages share, loaded once: the model, the tasks, their heads and evaluation sets.
+`RunContext` holds the objects that the stages share: the model, the tasks, their heads and evaluation sets.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     """Receives the units done, their total and a message."""
 
     StageDisplay = Callable[[Stage, int, int], AbstractContextManager[StageCallback]]
-    """Takes a stage, its number counted from 1 and the number of stages; returns where its progress is reported."""
+    """Receives a stage, its number from 1 and the number of stages; returns a context with the progress callback."""
 
 
 class RunContext:
-    """What the stages of a run share, loaded on first use.
+    """The objects that the stages of a run share, loaded on first use.
 
     Args:
-        plan: The plan to carry out.
+        plan: The plan to execute.
         device: Device of the model.
     """
 
@@ -87,7 +87,7 @@ class RunContext:
 
     @cached_property
     def model_key(self) -> str:
-        """Hash of everything about the model that decides its output."""
+        """Hash of everything that determines the output of the model."""
         model = self.model
         base = model.base(select_parameters(model.module, ["*"]))
         content = (base.sha256, model.function.model_dump_json(), model.preprocessing, self.plan.model.dtype)
@@ -188,12 +188,12 @@ def run(
     show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
     stopped: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
-    """Runs a plan: estimates, merges, trains, adds and measures, as `kfacpack run` does.
+    """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
 
     Args:
         plan: The plan, a YAML file.
-        output: Folder of the run; by default the plan's name in the current folder. Files that are there already are
-            not made again.
+        output: Folder of the run; by default the plan's name in the current folder. Existing files are
+            not computed again.
         device: Device of the model; `"auto"` is the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager with the progress callback.
         stopped: Returns True when the run is to stop. A second call resumes.
@@ -215,7 +215,7 @@ def run(
 
 
 class Run:
-    """A plan and the folder in which it is carried out.
+    """A plan and the folder in which it is executed.
 
     Args:
         plan: The plan.
@@ -224,7 +224,7 @@ class Run:
         device: Device of the model.
 
     Raises:
-        KfacpackError: If a task or the model cannot be used as the plan says.
+        KfacpackError: If a task or the model cannot be used as the plan specifies.
     """
 
     def __init__(self, plan: Plan, text: str, root: Path, device: torch.device):
@@ -262,7 +262,7 @@ class Run:
         show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
         stopped: Callable[[], bool] = lambda: False,
     ) -> dict[str, Any]:
-        """Makes the missing files and writes `results.json` and `times.json`.
+        """Computes the missing files and writes `results.json` and `times.json`.
 
         Args:
             show: Called for each stage that is executed; returns a context manager with the progress callback.

@@ -1,8 +1,8 @@
-"""Stages: one output file each, made from other stages' files and named after everything that decides its content.
+"""Stages of a run. Each computes one file from the files of other stages.
 
-The key of a stage is the hash of its kind, its settings, the keys of its inputs, the model, the data, the versions of
-kfacpack and torch and the kind of device. The key is part of the file name. A file that exists is therefore up to date,
-and a change of settings leads to another name.
+The key of a stage is a hash of everything that determines the content of its file: its kind, its settings, the keys of
+its inputs, the model, the data, the versions of kfacpack and torch, and the kind of device. The key is part of the file
+name. An existing file is therefore up to date, and a change of settings leads to another name.
 
 This module also builds the equivalent `kfacpack` command lines. Paths in them are relative to the folder of the run.
 """
@@ -79,7 +79,7 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
     """Returns a path of the plan as it is written in a command.
 
     Args:
-        plan: The plan, which knows its own folder.
+        plan: The plan, which stores its folder.
         path: The path as written in the plan.
         root: Folder of the run, in which the command is executed.
         prefix: Text to put before the path in the same word.
@@ -91,7 +91,7 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
         return prefix + path
     expanded = expand_user(os.path.expandvars(path))
     if not expanded.is_absolute():
-        # Resolve links: the shell and the system disagree on the parent of a link.
+        # Resolve links: the shell and the operating system resolve the parent of a link differently.
         return prefix + os.path.relpath(plan.resolve_path(path).resolve(), root.resolve())
     if "$" not in path and not path.startswith("~"):
         return prefix + path
@@ -108,12 +108,12 @@ _MAX_NAME_BYTES = 160
 
 @dataclass
 class StageProgress:
-    """Callbacks of a running stage: one receives its progress, the other tells whether to stop."""
+    """Callbacks of a running stage: `progress` receives its progress, `stopped` returns whether to stop."""
 
     progress: Callable[[int, int, str], None] = lambda done, total, words: None
     stopped: Callable[[], bool] = lambda: False
 
-    def counted(self, done: int, total: int) -> None:
+    def report(self, done: int, total: int) -> None:
         """Reports that `done` of `total` units are finished."""
         self.progress(done, total, "")
 
@@ -135,7 +135,7 @@ class Stage(ABC):
     kind: ClassVar[str]
     """Folder of the files of this kind of stage."""
     suffix: ClassVar[str] = ".json"
-    why: ClassVar[str]
+    purpose: ClassVar[str]
     """Purpose of this kind of stage, in one short line."""
 
     context: RunContext
@@ -153,23 +153,23 @@ class Stage(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Returns everything that decides the output, apart from model, inputs and versions."""
+        """Returns all settings that determine the output, apart from model, inputs and versions."""
 
     @abstractmethod
     def make(self, monitor: StageProgress) -> None:
-        """Does the work and writes `path` atomically."""
+        """Computes the output and writes `path` atomically."""
 
     @abstractmethod
     def cost(self) -> float:
         """Returns the approximate cost, in forward passes of one example."""
 
     def command(self) -> str | None:
-        """Returns the command that makes the same file in the folder of the run, or None if there is none."""
+        """Returns the command that writes the same file in the folder of the run, or None if there is none."""
         return None
 
     @cached_property
     def key(self) -> str:
-        """Hash of everything that decides the output."""
+        """Hash of everything that determines the output."""
         content = {
             "kind": self.kind,
             "settings": self.settings(),

@@ -75,13 +75,13 @@ class StageGraph:
         self.base = {task.name: self._stage(BaseAccuracyStage, task.name) for task in plan.tasks}
         # All arms of the first seed run first, so that a first comparison is available early.
         self.arm_runs = [self._arm_run(arm, seed) for seed in plan.seeds for arm in plan.arms]
-        # This bundle exists: validation refuses plans that ask for spectra but estimate no Kronecker factors.
+        # This bundle exists: validation rejects plans that request spectra without estimating Kronecker factors.
         first = ("kronecker", plan.tasks[0].name, plan.seeds[0])
         self.spectra = self._stage(SpectraStage, self.bundles[first]) if plan.evaluation.spectra else None
 
     @property
     def plan(self) -> Plan:
-        """The plan that the stages carry out."""
+        """The plan that the stages execute."""
         return self.context.plan
 
     def in_order(self) -> list[Stage]:
@@ -162,8 +162,8 @@ class StageGraph:
         first, *others = vectors
         alphas = tuple(parse_alphas(section.alphas))
         return tuple(
-            self._stage(DisentanglementStage, (vectors[one], vectors[two]), section.examples, alphas)
-            for one, two in section.pairs or [(first, other) for other in others]
+            self._stage(DisentanglementStage, (vectors[first_task], vectors[second_task]), section.examples, alphas)
+            for first_task, second_task in section.pairs or [(first, other) for other in others]
         )
 
     def _drift(self, vectors: Mapping[str, TrainStage], seed: int) -> DriftStage | None:

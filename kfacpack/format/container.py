@@ -1,4 +1,4 @@
-"""The safetensors container and the seal over it, read without torch and without trusting the file.
+"""The safetensors container and the seal over it. Files are treated as untrusted, and torch is not needed.
 
     8 bytes   little-endian length n of the header
     n bytes   the header: one JSON object, tensor name -> {dtype, shape, data_offsets}, and __metadata__
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SealKeys(NamedTuple):
-    """The metadata keys of one kind of sealed file, and the words that messages use for that kind."""
+    """The metadata keys of one kind of sealed file, and its name and usage in messages."""
 
     manifest: str
     """Metadata key of the manifest."""
@@ -40,8 +40,8 @@ class SealKeys(NamedTuple):
     """Metadata key of the seal."""
     kind: str
     """Name of this kind of file."""
-    use: str
-    """Which commands take such files, for an error about a file of the wrong kind."""
+    usage: str
+    """Commands that accept such files, for errors about a file of the wrong kind."""
 
 
 MANIFEST_KEY = "kfac"
@@ -62,17 +62,17 @@ KINDS = (BUNDLE, VECTOR)
 UNSEALED = "0" * 64
 
 
-def seal(header: bytes, claimed: str = UNSEALED) -> str:
+def seal(header: bytes, stored: str = UNSEALED) -> str:
     """Computes the seal of a header.
 
     Args:
         header: The length prefix and the header, as bytes.
-        claimed: The 64 digits at the seal's position in `header`, which count as zeros.
+        stored: The seal that `header` contains, 64 digits. It is replaced by zeros before hashing.
 
     Returns:
         The SHA-256 as 64 hexadecimal digits.
     """
-    return sha256(header.replace(claimed.encode(), UNSEALED.encode(), 1)).hexdigest()
+    return sha256(header.replace(stored.encode(), UNSEALED.encode(), 1)).hexdigest()
 
 
 MAX_HEADER_BYTES = 8 * 2**20
@@ -96,7 +96,7 @@ MAGIC_BYTES = {
     b"version https://git-lfs": "is a Git LFS pointer, not the file itself",
     b"<": "looks like a web page",
 }
-"""Files that are often mistaken for safetensors files, by their first bytes."""
+"""Descriptions of files that are often mistaken for safetensors files, by their first bytes."""
 
 
 DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its publisher"
@@ -122,7 +122,7 @@ class TensorSpec:
     start: int
     """Offset of the first byte, counted from the start of the file."""
     stop: int
-    """Offset behind the last byte, counted from the start of the file."""
+    """Offset after the last byte, counted from the start of the file."""
 
     @property
     def nbytes(self) -> int:
@@ -203,12 +203,12 @@ class Container:
         return memoryview(mapped)[spec.start - start :]
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Copies a part of a tensor's bytes, which is cheaper than mapping them if they are few.
+        """Copies a part of a tensor's bytes. For small parts this is cheaper than mapping the tensor.
 
         Args:
             name: Name of the tensor.
             start: First byte, counted from the start of the tensor.
-            stop: Byte behind the last one.
+            stop: End of the range, exclusive.
 
         Returns:
             A copy of the bytes.
@@ -328,8 +328,10 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)
-        other_format = next((words for magic, words in MAGIC_BYTES.items() if start.startswith(magic)), None)
-        too_long = f"it claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        other_format = next(
+            (description for magic, description in MAGIC_BYTES.items() if start.startswith(magic)), None
+        )
+        too_long = f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
         problem = other_format or f"is not a safetensors file: {too_long}"
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:

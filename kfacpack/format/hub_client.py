@@ -1,7 +1,7 @@
 """Access to the Hub through huggingface_hub: error messages, progress bars, downloads and cached copies.
 
 A reference is resolved to a whole file in huggingface_hub's cache, or to the header of a safetensors file alone. Tokens
-are left to huggingface_hub, which reads those that `hf auth login` stored; this module never handles them.
+are managed by huggingface_hub (see `hf auth login`); this module never accesses them.
 """
 
 from __future__ import annotations
@@ -60,23 +60,23 @@ def hub_api() -> HfApi:
 
 @contextmanager
 def hub_errors(
-    place: object,
+    target: object,
     repository: str,
     revision: str | None = None,
     *,
     kind: RepositoryKind = "model",
-    otherwise: str | None = None,
-    instead: str | None = None,
+    offline_remedy: str | None = None,
+    access_remedy: str | None = None,
 ) -> Iterator[None]:
     """Converts exceptions of huggingface_hub inside this context to `HubError`, and controls its progress bars.
 
     Args:
-        place: What is accessed, for the error message.
+        target: The file or repository that is accessed, for error messages.
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit. Default: the main branch.
         kind: Kind of the repository.
-        otherwise: What the user can do if the Hub cannot be reached. Default: give a file.
-        instead: What the user can do if the Hub denies access. Default: the same as `otherwise`.
+        offline_remedy: What the user can do if the Hub cannot be reached. Default: pass a local file.
+        access_remedy: What the user can do if the Hub denies access. Default: the same as `offline_remedy`.
 
     Yields:
         None.
@@ -100,7 +100,7 @@ def hub_errors(
         cause: BaseException | None = error.__cause__ if isinstance(error, RuntimeError) else error
         if cause is None or not isinstance(cause, (http_error, OSError, HFValidationError)):
             raise
-        request = _HubRequest(str(place), repository, revision, kind, otherwise, instead or otherwise)
+        request = _HubRequest(str(target), repository, revision, kind, offline_remedy, access_remedy or offline_remedy)
         # Callers inspect __cause__ to tell the kinds of errors apart.
         raise _translate(cause, request) from cause
     finally:
@@ -110,18 +110,18 @@ def hub_errors(
 
 @dataclass(frozen=True)
 class _HubRequest:
-    """What was requested when huggingface_hub raised an exception. The fields are the arguments of `hub_errors`."""
+    """A request that huggingface_hub raised an exception for. The fields are the arguments of `hub_errors`."""
 
-    place: str
+    target: str
     repository: str
     revision: str | None
     kind: RepositoryKind
-    otherwise: str | None
-    instead: str | None
+    offline_remedy: str | None
+    access_remedy: str | None
 
-    def or_instead(self, remedy: str) -> str:
+    def with_alternative(self, remedy: str) -> str:
         """Appends the alternative to a remedy, if there is one."""
-        return f"{remedy}; or {self.instead}" if self.instead else remedy
+        return f"{remedy}; or {self.access_remedy}" if self.access_remedy else remedy
 
     @property
     def url(self) -> str:
@@ -135,18 +135,18 @@ def _translate(error: BaseException, request: _HubRequest) -> HubError:
     from huggingface_hub import constants, errors
 
     if refusal := _refusal(error, request):
-        return HubError(request.place, *refusal, unreachable=_is_busy(_status(error)))
-    otherwise = request.otherwise or "give a file"
+        return HubError(request.target, *refusal, unreachable=_is_busy(_status(error)))
+    offline_remedy = request.offline_remedy or "pass a local file"
     if isinstance(error, errors.OfflineModeIsEnabled) or constants.HF_HUB_OFFLINE:
         problem = "is not in the cache, and HF_HUB_OFFLINE is set"
-        return HubError(request.place, problem, f"Unset it, or {otherwise}", unreachable=True)
+        return HubError(request.target, problem, f"Unset it, or {offline_remedy}", unreachable=True)
     if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         problem = f"could not be stored in huggingface_hub's cache: {error.strerror}"
-        return HubError(request.place, problem, "Free disk space, or set HF_HOME to another folder")
+        return HubError(request.target, problem, "Free disk space, or set HF_HOME to another folder")
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
     problem = f"the Hub ({constants.ENDPOINT}) cannot be reached: {first_line(cause)}"
-    remedy = f"Check the network connection and try again; or {otherwise}"
-    return HubError(request.place, problem, remedy, unreachable=True)
+    remedy = f"Check the network connection and try again; or {offline_remedy}"
+    return HubError(request.target, problem, remedy, unreachable=True)
 
 
 def _refusal(error: BaseException, request: _HubRequest) -> tuple[str, str] | None:
@@ -156,17 +156,17 @@ def _refusal(error: BaseException, request: _HubRequest) -> tuple[str, str] | No
     repository, revision = request.repository, request.revision
     if isinstance(error, errors.GatedRepoError):
         remedy = f"Request access at {request.url}, and {LOG_IN}"
-        return f"{repository} is gated, and you have no access to it", request.or_instead(remedy)
+        return f"{repository} is gated, and you have no access to it", request.with_alternative(remedy)
     if isinstance(error, errors.RepositoryNotFoundError):
         problem = f"the repository {repository} does not exist, or it is private and you have no access to it"
-        return problem, request.or_instead(f"Check its name; if it is private, {LOG_IN}")
+        return problem, request.with_alternative(f"Check its name; if it is private, {LOG_IN}")
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{repository} has no revision {revision or 'main'!r}", "Give an existing branch, tag or commit"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         where = f" at {revision}" if revision else ""
-        is_bundle = request.kind == "model" and not request.otherwise
+        is_bundle = request.kind == "model" and not request.offline_remedy
         listing = f"List its files: {f'kfacpack pull {repository} --list' if is_bundle else request.url}"
-        return f"{repository} has no such file{where}", request.or_instead(listing)
+        return f"{repository} has no such file{where}", request.with_alternative(listing)
     if isinstance(error, errors.HFValidationError):
         return f"is not a valid name on the Hub: {first_line(error)}", "Expected owner/repo"
     return _refusal_by_status(error, request) if isinstance(error, errors.HfHubHTTPError) else None
@@ -176,14 +176,14 @@ def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str
     status, repository = _status(error), request.repository
     message = f": {first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
-        return f"the Hub requires authentication{message}", request.or_instead(f"For {repository}, {LOG_IN}")
+        return f"the Hub requires authentication{message}", request.with_alternative(f"For {repository}, {LOG_IN}")
     if status == 403:
         remedy = f"With an account that has permission, and a token with write access if you upload, {LOG_IN}"
         return f"permission denied for {repository}{message}", remedy
     if status == 412:
         return f"{repository} was changed in the meantime{message}", "Try again with its current state"
     if _is_busy(status):
-        return f"the Hub answers {status}{message}", request.or_instead("Try again later")
+        return f"the Hub answers {status}{message}", request.with_alternative("Try again later")
     return f"the Hub refused the request ({status}){message}", f"Check that {repository} is correct"
 
 
@@ -202,7 +202,7 @@ _CHUNK = 2**20
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """The Hub's metadata of a file."""
+    """Metadata of a file on the Hub."""
 
     commit: str
     nbytes: int
@@ -242,7 +242,7 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
 
     Args:
         reference: The file.
-        checked: Also check the SHA-256 of a file that is already in the cache.
+        checked: Whether to also check the SHA-256 of a file that is already in the cache.
 
     Returns:
         Path of the cached file.
@@ -258,22 +258,22 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     if isinstance(remote, Path):
         return remote
     cached = _cached(reference, remote.commit)
-    if cached is not None and _difference(cached, remote, whole=checked) is None:
+    if cached is not None and _difference(cached, remote, check_digest=checked) is None:
         return cached
     path = _download(reference, force=cached is not None)
-    if problem := _difference(path, remote, whole=True):
+    if problem := _difference(path, remote, check_digest=True):
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise HubError(str(reference), f"the download differs from the file on the Hub: {problem}", "Download it again")
     return path
 
 
-def header_descriptor(reference: Reference, longest: int) -> int:
+def header_descriptor(reference: Reference, max_length: int) -> int:
     """Opens a safetensors file of which only the header is downloaded.
 
     Args:
         reference: The file.
-        longest: Maximal length of the header in bytes. A longer one is not downloaded; the reader must reject it.
+        max_length: Maximum length of the header in bytes. A longer one is not downloaded; the reader must reject it.
 
     Returns:
         The descriptor of a sparse temporary file with the header and the size of the real file, or of the cached file
@@ -286,17 +286,17 @@ def header_descriptor(reference: Reference, longest: int) -> int:
     if isinstance(remote, Path):
         return os.open(remote, os.O_RDONLY)
     cached = _cached(reference, remote.commit)
-    if cached is not None and _difference(cached, remote, whole=False) is None:
+    if cached is not None and _difference(cached, remote, check_digest=False) is None:
         return os.open(cached, os.O_RDONLY)
     prefix = _download_range(reference, remote, 0, 8)
     length = int.from_bytes(prefix, "little")
     # 24 bytes of a header that is too long are enough for the reader to recognise other file formats.
-    header = _download_range(reference, remote, 8, 8 + (length if length <= longest else 24))
-    with tempfile.TemporaryFile(prefix="kfacpack-header-") as stand_in:
-        stand_in.write(prefix + header)
-        stand_in.truncate(remote.nbytes)
-        stand_in.flush()
-        return os.dup(stand_in.fileno())
+    header = _download_range(reference, remote, 8, 8 + (length if length <= max_length else 24))
+    with tempfile.TemporaryFile(prefix="kfacpack-header-") as placeholder:
+        placeholder.write(prefix + header)
+        placeholder.truncate(remote.nbytes)
+        placeholder.flush()
+        return os.dup(placeholder.fileno())
 
 
 def snapshot(repository: str, revision: str | None, kind: RepositoryKind = "model") -> Path | None:
@@ -374,7 +374,7 @@ def _download(reference: Reference, *, force: bool) -> Path:
                 reference.repository,
                 reference.file,
                 repo_type=reference.kind,
-                # By its own name, not by the commit, so that the cache can resolve the name without a network.
+                # Pass the revision's name, not its commit, so that the cache can resolve the name offline.
                 revision=reference.revision,
                 force_download=force,
                 library_name="kfacpack",
@@ -382,11 +382,11 @@ def _download(reference: Reference, *, force: bool) -> Path:
         )
 
 
-def _difference(path: Path, remote: RemoteFile, *, whole: bool) -> str | None:
-    """Describes how a file differs from the Hub's metadata (size and, with `whole`, SHA-256), or returns None."""
+def _difference(path: Path, remote: RemoteFile, *, check_digest: bool) -> str | None:
+    """Describes how a file differs from the Hub's metadata (size and optionally SHA-256), or returns None."""
     if (size := path.stat().st_size) != remote.nbytes:
         return f"it has {size} bytes, expected {remote.nbytes}"
-    if whole and remote.sha256 and (digest := digest_of_file(path)) != remote.sha256:
+    if check_digest and remote.sha256 and (digest := digest_of_file(path)) != remote.sha256:
         return f"its bytes have SHA-256 {digest}, expected {remote.sha256}"
     return None
 

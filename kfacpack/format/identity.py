@@ -32,7 +32,7 @@ def share_classes(one: str, other: str) -> bool:
     """Returns whether two tasks have classes in common, such as cars and cars@1/4, or cars@1/2 and cars@1/4.
 
     The number of classes is not part of a name. Splits whose ranges overlap are assumed to share classes; splits whose
-    ranges do not overlap share none, whatever the number of classes.
+    ranges do not overlap share none, regardless of the number of classes.
 
     Args:
         one: Name of a task.
@@ -53,7 +53,7 @@ def _class_range(name: str) -> tuple[Fraction, Fraction]:
 
 
 WeightReader = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
-"""Returns the safetensors dtype, shape and bytes of the parameter of a given name, or None if there is none."""
+"""Returns the safetensors dtype, shape and bytes of a parameter by name, or None if it does not exist."""
 
 
 def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
@@ -121,7 +121,7 @@ def function_difference(ours: Function, theirs: Function) -> str | None:
         theirs: The other function.
 
     Returns:
-        A description of both if they differ, or None. A detail that only one of them has is not a difference.
+        A description of both if they differ, or None. A `detail` that only one of them has is ignored.
     """
     same_detail = ours.detail is None or theirs.detail is None or ours.detail == theirs.detail
     if ours.model_copy(update={"detail": None}) == theirs.model_copy(update={"detail": None}) and same_detail:

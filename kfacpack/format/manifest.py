@@ -2,7 +2,7 @@
 
 Unknown keys in a file are ignored, so that a later MINOR version can add keys; keys that must not be ignored are listed
 under `requires`. In Python, unknown arguments are errors. Validation of a list stops at its first invalid item
-(FailFast), so that the error report of a hostile manifest stays small. This module does not import torch.
+(FailFast), so that the error report of a malicious manifest stays small. This module does not import torch.
 """
 
 from __future__ import annotations

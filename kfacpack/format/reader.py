@@ -1,4 +1,4 @@
-"""Opening sealed files, such as bundles, and checking them without computing with their tensors.
+"""Opens sealed files, such as bundles, and checks their integrity.
 
 Opening a file reads and validates its header only. Tensor bytes are read and checked on first access. The checks at the
 end of this module cover the tensors' digests, their values and the base model.
@@ -77,8 +77,8 @@ class SealedFile:
         self._problems: dict[str, tuple[str | None, str | None]] = {}
 
     @property
-    def said(self) -> dict[str, Any]:
-        """The manifest as plain JSON values, including keys that this version does not know.
+    def manifest_json(self) -> dict[str, Any]:
+        """The manifest as plain JSON values, including keys that are unknown to this version.
 
         It is parsed on each access, to save memory when many files are open.
         """
@@ -111,7 +111,7 @@ class SealedFile:
         Args:
             name: Name of the tensor.
             start: First byte, counted from the start of the tensor.
-            stop: Byte behind the last one.
+            stop: End of the range, exclusive.
 
         Returns:
             A copy of the bytes.
@@ -177,7 +177,7 @@ class Bundle(SealedFile):
 
     def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, BUNDLE)
-        self.manifest = validated(self.path, self.said, Manifest)
+        self.manifest = validated(self.path, self.manifest_json, Manifest)
         check_consistency(self.path, self.manifest, self.tensors)
         self.matrices = {matrix.name: matrix for matrix in self.manifest.matrices}
         self._digests = {tensor.name: tensor.sha256 for matrix in self.manifest.matrices for tensor in matrix.tensors}
@@ -195,23 +195,23 @@ def _check_seal(container: Container, keys: SealKeys) -> str:
     """Returns the seal after checking that it occurs once and matches the header."""
     if keys.manifest not in container.metadata or keys.seal not in container.metadata:
         if other := next((kind for kind in KINDS if kind.manifest in container.metadata), None):
-            raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.use)
+            raise BundleError(container.path, f"is a {other.kind}, expected a {keys.kind}", None, other.usage)
         missing = f"its metadata has no {keys.manifest!r} and {keys.seal!r}"
         problem = f"is a safetensors file, but not a {keys.kind}: {missing}"
         raise BundleError(container.path, problem, None, "It may contain the weights of a model")
-    claimed = container.metadata[keys.seal]
+    stored = container.metadata[keys.seal]
     # The header is JSON, so the seal may contain any character, even an unpaired surrogate that cannot be encoded.
-    once = len(claimed) == 64 and claimed.isascii() and container.header.count(claimed.encode()) == 1
-    if not once or seal(container.header, claimed) != claimed:
-        problem = f"its SHA-256 does not match the seal ({claimed[:64]!r})"
+    is_unique = len(stored) == 64 and stored.isascii() and container.header.count(stored.encode()) == 1
+    if not is_unique or seal(container.header, stored) != stored:
+        problem = f"its SHA-256 does not match the seal ({stored[:64]!r})"
         raise BundleError(container.path, problem, "header", download_again(container.path))
-    return claimed
+    return stored
 
 
 def _read_manifest(container: Container, keys: SealKeys) -> dict[str, Any]:
     """Parses the manifest and checks its version and required features."""
     text = container.metadata[keys.manifest].encode("utf-8", "replace")
-    remedy = "The seal matches, so the file was written like this: report it to its publisher"
+    remedy = "The seal matches, so the file was written this way; report the problem to its publisher"
     manifest = parse_json(container.path, text, "manifest", remedy)
     version, requires = manifest.get("version"), manifest.get("requires", [])
     if not isinstance(version, str) or version.split(".")[0] != _MAJOR:
@@ -249,15 +249,15 @@ def validated(path: FileLocation, manifest: dict[str, Any], kind: type[ManifestT
 
 def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
     """Formats a path into the manifest, with the names of list items: matrices.3 'fc/B'.side."""
-    words = []
+    parts = []
     for key in keys:
         if isinstance(value, dict):
             value = value.get(key)
         elif isinstance(value, list):
             value = value[key] if type(key) is int and key < len(value) else None
         name = value.get("name") if type(key) is int and isinstance(value, dict) else None
-        words.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])
-    return ".".join(words)
+        parts.append(f"{key} {name[:80]!r}" if isinstance(name, str) else str(key)[:80])
+    return ".".join(parts)
 
 
 def _first_non_finite(data: bytearray, dtype: str) -> int | None:
@@ -290,7 +290,7 @@ class CheckResult:
     """Number of items that were checked."""
     failures: tuple[CheckFailure, ...]
     exempt: int = 0
-    """Number of items that were skipped because the check does not apply to them."""
+    """Number of items that the check does not apply to."""
 
 
 def run_check(
@@ -325,7 +325,7 @@ def check_tensors(
     Args:
         name: Name of the check.
         bundle: The open file.
-        problem: Describes the problem of the tensor of a given name, or returns None.
+        problem: Returns a description of the problem with a tensor, given its name, or None.
         progress: Called with the progress of the check.
 
     Returns:

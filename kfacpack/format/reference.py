@@ -61,7 +61,7 @@ class Address(NamedTuple):
     """A file or folder in the repository."""
 
 
-def read_address(text: str) -> Address | None:
+def parse_address(text: str) -> Address | None:
     """Parses an address on the Hub.
 
     Args:
@@ -93,7 +93,7 @@ class Reference(os.PathLike[str]):
     """A branch, a tag or a commit; None for the repository's main branch."""
     kind: RepositoryKind = "model"
     header_only: bool = False
-    """Whether only the header will be read, so that nothing else has to be downloaded."""
+    """Whether only the header is read, in which case nothing else is downloaded."""
 
     def __post_init__(self) -> None:
         if any(part in ("", ".", "..") for part in self.file.split("/")) or "\\" in self.file:
@@ -112,7 +112,7 @@ class Reference(os.PathLike[str]):
         Raises:
             HubError: If the text does not name a file on the Hub.
         """
-        address = read_address(text)
+        address = parse_address(text)
         if not address:
             raise HubError(text, "is not a valid reference to a file on the Hub", EXPECTED)
         if not address.path:
@@ -121,7 +121,7 @@ class Reference(os.PathLike[str]):
 
     @property
     def name(self) -> str:
-        """The file name without its folders."""
+        """Name of the file, without folders."""
         return PurePosixPath(self.file).name
 
     @property

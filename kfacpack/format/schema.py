@@ -1,8 +1,8 @@
-"""Consistency checks of a manifest and the tensors of its file, from shapes alone, before any tensor is read.
+"""Consistency checks of a manifest against the tensors of its file. Only shapes are used; no tensor is read.
 
 `LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
-of `kfacpack.curvature.matrices`. The numbers of a form are in its tensor `data`. If `data` is I8, a tensor `scale`
-holds one factor for each stored row.
+of `kfacpack.curvature.matrices`. The values of a matrix are in its tensor `data`. If `data` is I8, a tensor `scale`
+contains one factor for each stored row.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ Problem = tuple[str, str]
 
 
 class JoinedBlock(Protocol):
-    """A block, in a manifest or in memory, as far as its parameters are concerned."""
+    """The common interface of blocks in a manifest and blocks in memory."""
 
     @property
     def name(self) -> str:
@@ -177,7 +177,7 @@ def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[s
         tensors: All tensors of the file by name.
 
     Raises:
-        BundleError: If tensors, matrices, blocks and parameters do not fit together.
+        BundleError: If tensors, matrices, blocks and parameters are inconsistent.
     """
     _check_listed_once(path, manifest, tensors)
     if duplicate := first_duplicate(matrix.name for matrix in manifest.matrices):

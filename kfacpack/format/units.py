@@ -1,4 +1,4 @@
-"""Numbers as users write and read them: sizes (70MB, 10%), durations, percentages and values of α (0:2:0.1)."""
+"""Parses and formats numbers for users: sizes (70MB, 10%), durations, percentages and values of α (0:2:0.1)."""
 
 from __future__ import annotations
 

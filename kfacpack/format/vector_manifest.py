@@ -20,14 +20,14 @@ HEAD = "kfacpack.head"
 """Prefix of the names of a head's tensors, which no parameter may have."""
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
-"""How a head is made; "auto" depends on the model and the task."""
+"""How a head is built; "auto" chooses by the model and the task."""
 RegimeName = Literal["linear", "full", "attention"]
 HeadOrigin = Literal["text", "prototypes", "words"]
 Setting = StrictBool | StrictInt | StrictFloat | Text
 
 
 class Training(Entry):
-    """How a vector was trained: enough to repeat the training."""
+    """The training settings of a vector, sufficient to reproduce it."""
 
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
     settings: dict[Name, Setting] = Field(default_factory=dict)
@@ -134,11 +134,11 @@ class VectorManifest(AboutVector):
         return AboutVector.model_construct(**{key: getattr(self, key) for key in AboutVector.model_fields})
 
 
-def head_name(number: int, what: Literal["weight", "bias"]) -> str:
+def head_name(number: int, tensor: Literal["weight", "bias"]) -> str:
     """Returns the name of a head's tensor.
 
     Args:
         number: Index of the task in the manifest.
-        what: Which tensor.
+        tensor: Name of the tensor.
     """
-    return f"{HEAD}.{number}.{what}"
+    return f"{HEAD}.{number}.{tensor}"

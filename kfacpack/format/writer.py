@@ -1,7 +1,7 @@
-"""Streaming, atomic and deterministic writing of bundles, other sealed files and small files.
+"""Writes bundles, other sealed files and small files atomically and deterministically, tensor by tensor.
 
 The positions of all tensors follow from their shapes, and every SHA-256 has 64 digits, so the length of the header is
-known before the tensors are. Tensors are written to their positions in any order, in parts of any size. The header is
+known before any tensor is written. Tensors are written in any order, in parts of any size. The header is
 written last; then the file is synced and renamed. If the process dies, the old file is left intact.
 """
 
@@ -76,7 +76,7 @@ def write_bundle(
         A function that appends bytes to a tensor. All bytes of all tensors must be written inside the context.
 
     Raises:
-        BundleError: If the manifest does not fit the tensors, or the file cannot be written.
+        BundleError: If the manifest does not match the tensors, or the file cannot be written.
         ValueError: If a tensor was not written completely.
     """
     check_consistency(Path(path), manifest, tensor_offsets(tensors))
@@ -88,7 +88,7 @@ def write_bundle(
 def write_sealed(
     path: str | os.PathLike[str], manifest: SealedManifest, tensors: Mapping[str, Spec], keys: SealKeys
 ) -> Iterator[TensorWriter]:
-    """Writes a sealed file of any kind atomically. The caller checks that the manifest fits the tensors.
+    """Writes a sealed file of any kind atomically. The caller checks that the manifest matches the tensors.
 
     Args:
         path: The file to write.
@@ -254,8 +254,8 @@ def _target(path: str | os.PathLike[str]) -> Path:
 def _open_temporary(path: Path) -> tuple[int, bool]:
     """Opens a temporary file for writing. Returns its descriptor and whether it already has the name `path`.
 
-    Where the system supports it, the file has no name until it is complete. A killed process then leaves nothing
-    behind, unless it is killed between naming and renaming.
+    If the system supports it, the file has no name until it is complete. A killed process then leaves no file
+    behind, unless it is killed between linking and renaming.
     """
     if hasattr(os, "O_TMPFILE") and Path("/proc/self/fd").exists():
         with contextlib.suppress(OSError):
@@ -265,17 +265,17 @@ def _open_temporary(path: Path) -> tuple[int, bool]:
 
 
 def _link(descriptor: int, path: Path) -> None:
-    """Gives a nameless file a name."""
+    """Links an unnamed temporary file to a path."""
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        # Only with a folder's descriptor does Python call linkat, which follows /proc's link to the nameless file.
+        # Only with a folder's descriptor does Python call linkat, which follows /proc's link to the unnamed file.
         os.link(f"/proc/self/fd/{descriptor}", path.name, dst_dir_fd=folder, follow_symlinks=True)
     finally:
         os.close(folder)
 
 
 def _remove_abandoned(paths: Iterable[Path]) -> None:
-    """Removes temporary files that killed writers of the same target left behind."""
+    """Removes temporary files that interrupted writers of the same target left behind."""
     for path in paths:
         with contextlib.suppress(OSError):  # another writer may have removed it in the meantime
             if time.time() - path.stat().st_ctime > ABANDONED_AFTER:
@@ -347,7 +347,7 @@ def _frame_header(
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         size = f"{len(body)} bytes and {values} values"
         problem = f"its header would have {size}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
-        raise BundleError(path, problem, None, f"Save less in one {kind}")
+        raise BundleError(path, problem, None, f"Split the content into several {kind}s")
     return len(body).to_bytes(8, "little") + body
 
 

@@ -1,4 +1,4 @@
-"""Bundles and task vectors as files to be shared: their kind, their verification, and how to use them."""
+"""Bundles and task vectors as files in a repository: their kind, verification and usage examples."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Artifact(ABC):
         """
 
     @abstractmethod
-    def verified(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
         """Runs all checks on the file.
 
         Args:
@@ -102,7 +102,7 @@ class Artifact(ABC):
             progress: Called as checks advance.
         """
 
-    def require_sound(self, path: str | os.PathLike[str], progress: FileProgress) -> None:
+    def require_valid(self, path: str | os.PathLike[str], progress: FileProgress) -> None:
         """Runs all checks on the file.
 
         Args:
@@ -112,7 +112,7 @@ class Artifact(ABC):
         Raises:
             VerificationError: If a check fails.
         """
-        verification = self.verified(path, progress)
+        verification = self.verify(path, progress)
         for check in verification.checks:
             for failure in check.failures[:1]:
                 more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
@@ -173,7 +173,7 @@ class BundleArtifact(Artifact):
         use = "drift = curvature.quadratic(tau)  # predicted drift of f on this task for a task vector tau"
         return ["import kfacpack as kp", f'curvature = kp.load("{place}")', use]
 
-    def verified(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
         """Runs all checks on the bundle."""
         return verify(path, progress=progress)
 
@@ -208,7 +208,7 @@ class VectorArtifact(Artifact):
         use = "edited = vector.apply(model)  # the base model with the vector added"
         return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', use]
 
-    def verified(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
         """Checks the bytes and values of all tensors."""
         file = VectorFile(path)
         checks = (

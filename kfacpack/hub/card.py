@@ -1,4 +1,4 @@
-"""Model cards and summaries of bundles and task vectors, made from their manifests.
+"""Model cards and summaries of bundles and task vectors, generated from their manifests.
 
 The generated part of a card is between two marker comments and is replaced by every push. Text outside of them and
 unknown metadata are kept.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
-    """Summarizes a bundle for `inspect` and model cards.
+    """Summarises a bundle for `inspect` and model cards.
 
     Yields:
         Label and value.
@@ -66,7 +66,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
 
 
 def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
-    """Summarizes a task vector for `pull` and model cards.
+    """Summarises a task vector for `pull` and model cards.
 
     Yields:
         Label and value.
@@ -130,14 +130,14 @@ def _model_facts(base: Base, function: Function) -> Iterator[tuple[str, str]]:
 
 
 def abbreviate(words: Iterable[str], limit: int = 16) -> str:
-    """Joins words by commas; of more than `limit`, returns the first ones and the number of the others."""
+    """Joins words by commas; beyond `limit` words, the number of the remaining ones is given instead."""
     listed = list(words)
     more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
     return ", ".join([*listed[:limit], *more])
 
 
 def relative_error(relative: float | None) -> str:
-    """Formats a relative error, which may not have been measured."""
+    """Formats a relative error; None means that it was not measured."""
     return "not measured" if relative is None else f"{relative:.2g}"
 
 
@@ -182,7 +182,7 @@ def card_for(
         repository, existing if existing is not None else f"---\n{{}}\n---\n\n# {repository}\n\n{generated}\n"
     )
     text = card.text
-    # Replaced through a function, so that backslashes are not interpreted as group references.
+    # Replaced by a function, so that backslashes are not interpreted as group references.
     card.text = (
         _GENERATED_SECTION.sub(lambda _: generated, text, count=1)
         if _GENERATED_SECTION.search(text)

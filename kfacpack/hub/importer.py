@@ -1,4 +1,4 @@
-"""What importers of published factors share: their interface, access to the files, and isolated unpickling.
+"""Common parts of importers of published factors: their interface, access to the files, and isolated unpickling.
 
 Files are read from a folder, or from the Hub, from which only the required files are downloaded. Pickles are read in a
 separate process with limited resources (`unpickle_worker.py`), whose output is validated like any untrusted file.
@@ -25,7 +25,7 @@ from kfacpack.errors import HubError, KfacpackError, printable
 from kfacpack.format.container import DOWNLOAD_AGAIN, MAGIC_BYTES, Container, TensorSpec
 from kfacpack.format.hub_client import hub_api, hub_errors, snapshot
 from kfacpack.format.manifest import Fisher
-from kfacpack.format.reference import SCHEME, expand_user, is_reference, read_address
+from kfacpack.format.reference import SCHEME, expand_user, is_reference, parse_address
 
 if TYPE_CHECKING:
     from kfacpack.models.model import Model
@@ -105,7 +105,7 @@ def published_folder(source: str | Path) -> Path | HubFolder:
             the end, is accepted as well: `hf://owner/repo/folder@main`.
 
     Raises:
-        KfacpackError: If it is neither.
+        KfacpackError: If `source` is neither.
     """
     if not is_reference(source):
         folder = expand_user(source)
@@ -114,7 +114,7 @@ def published_folder(source: str | Path) -> Path | HubFolder:
             raise KfacpackError(f"{folder}: {problem}")
         return folder
     text = str(source).rstrip("/")
-    address = read_address(text)
+    address = parse_address(text)
     if address is None or address.kind != "model":
         raise KfacpackError(f"{printable(text)}: expected hf://owner/repo or hf://owner/repo/folder")
     inner, _, last = (address.path or "").partition("@")
@@ -125,7 +125,7 @@ def list_files(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
     """Lists the files of a folder, without subfolders.
 
     Returns:
-        The place that the files can be fetched from, which is the cache if the Hub cannot be reached, and their names.
+        The location of the files, which is the cache if the Hub cannot be reached, and their names.
 
     Raises:
         HubError: If the repository cannot be read and is not cached.
@@ -133,7 +133,7 @@ def list_files(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
     if isinstance(place, Path):
         return place, sorted(file.name for file in place.iterdir() if file.is_file())
     try:
-        with hub_errors(place, place.repository, place.revision, otherwise=DOWNLOAD_HINT):
+        with hub_errors(place, place.repository, place.revision, offline_remedy=DOWNLOAD_HINT):
             info = hub_api().model_info(place.repository, revision=place.revision)
     except HubError as error:
         cached = snapshot(place.repository, place.revision) if error.unreachable else None
@@ -164,7 +164,7 @@ def fetch_files(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, st
     from huggingface_hub import snapshot_download
 
     patterns = [f"{place.folder}/{name}" if place.folder else name for name in names]
-    with hub_errors(place, place.repository, place.revision, otherwise=DOWNLOAD_HINT):
+    with hub_errors(place, place.repository, place.revision, offline_remedy=DOWNLOAD_HINT):
         root = Path(snapshot_download(place.repository, revision=place.revision, allow_patterns=patterns))
     return root / place.folder, root.name
 
@@ -223,7 +223,7 @@ def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, 
 
 
 def _require_archive(path: Path) -> None:
-    """Checks that a file begins like the zip archives that `torch.save` writes."""
+    """Checks that a file begins with the magic bytes of the zip archives that `torch.save` writes."""
     try:
         with path.open("rb") as stream:
             start = stream.read(64)
@@ -236,7 +236,7 @@ def _require_archive(path: Path) -> None:
 
 
 def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: Path) -> None:
-    """Converts files to safetensors in a process without access to our environment variables and packages."""
+    """Converts files to safetensors in a process without access to environment variables and installed packages."""
     paths = list(files.values())
     seconds = TIMEOUT_SECONDS + int(sum(path.stat().st_size for path in paths) / MIN_BYTES_PER_SECOND)
     request = {

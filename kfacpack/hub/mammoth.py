@@ -11,7 +11,7 @@ examples; the last two contain N. With a, g, v, s as in section 6 of the spec, a
 where s runs over M Gaussian directions, without division by M, or over the C unit vectors. With w = 1/M or 1, A is
 therefore aaT / N, B is w R/N · ggT (w/N · ggT for the projection), and G is w/N · ffT.
 
-The tower is OpenAI's with an attention made of linear layers, which changes the names of parameters.
+The tower is OpenAI's, with attention implemented by linear layers, which changes the names of parameters.
 """
 
 from __future__ import annotations
@@ -140,20 +140,20 @@ def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequenc
     if params is None and (other := [name for name in selected if name not in published]):
         problem = f"no factors are published for the parameter {other[0]!r} of {model.name}"
         raise KfacpackError(f"{problem}. Pass the model they were computed with, or select parameters with --params")
-    chosen = [layer for layer in layers if any(name in selected for name in layer.parameters)]
-    for layer in chosen:
+    selected_layers = [layer for layer in layers if any(name in selected for name in layer.parameters)]
+    for layer in selected_layers:
         if lacking := [name for name in layer.parameters if name not in selected]:
             problem = f"{layer.name!r} is joined with {lacking[0]!r}, which --params does not select"
             raise KfacpackError(f"{problem}. Select both or neither")
-    if not chosen:
+    if not selected_layers:
         raise KfacpackError(f"--params {' '.join(params or ())}: no factors are published for these parameters")
-    return chosen
+    return selected_layers
 
 
 def _require_samples(fisher: Fisher, samples: int | None) -> None:
     if fisher == "mc" and samples is None:
         raise KfacpackError(
-            "the files neither record the number of random directions nor are they divided by it: pass --samples M "
+            "the files do not record the number of random directions, and are not divided by it: pass --samples M "
             "(mammoth's --fisher_num_samples_expectation, 1 by default), or --fisher exact if that was 0"
         )
     if fisher == "exact" and samples is not None:
@@ -209,7 +209,7 @@ def _estimate(tensors: Mapping[str, UnpickledTensors], fisher: Fisher, samples: 
 def _left_out(
     model: Model, layers: Sequence[MammothLayer], selected: Sequence[MammothLayer], names: Sequence[str], read: set[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yields what was not imported, and why."""
+    """Yields the names that were not imported, each with the reason."""
     for layer in layers:
         if layer not in selected:
             yield layer.name, "not selected"

@@ -46,7 +46,7 @@ class MammothLayer:
     name: str
     operation: str
     join: Join
-    theirs: str
+    mammoth_name: str
     """Name in mammoth's files."""
     positions: int
     """Number of positions R, or 1 if the sums are not divided by it."""
@@ -149,7 +149,7 @@ def _check_names(files: Mapping[str, UnpickledTensors], layers: Sequence[Mammoth
     """Checks that there are factors for every layer and no others."""
     remedy = "Do they belong to another model? Select it with --model"
     for part in ("aaT", "ggT", "ffT"):
-        expected = {layer.theirs for layer in layers if layer.kronecker == (part != "ffT")}
+        expected = {layer.mammoth_name for layer in layers if layer.kronecker == (part != "ffT")}
         tensors = files[part]
         if unknown := sorted(set(tensors.specs) - expected):
             problem = f"has factors for {unknown[0]!r}, which is not in {model.name}"
@@ -163,9 +163,9 @@ def _check_names(files: Mapping[str, UnpickledTensors], layers: Sequence[Mammoth
 def _check_shapes(files: Mapping[str, UnpickledTensors], layer: MammothLayer, model: Model) -> None:
     rows, columns = layer.join.rows, layer.join.columns
     for part, side in (("aaT", columns), ("ggT", rows)) if layer.kronecker else (("ffT", rows),):
-        spec = files[part].specs[layer.theirs]
+        spec = files[part].specs[layer.mammoth_name]
         if spec.shape != (side, side) or not spec.dtype.endswith(("F16", "F32", "F64")):
-            problem = f"{layer.theirs!r} is {spec.dtype} of shape {list(spec.shape)}"
+            problem = f"{layer.mammoth_name!r} is {spec.dtype} of shape {list(spec.shape)}"
             expected = f"expected floats of shape {[side, side]} for {layer.name!r} of {model.name}"
             raise KfacpackError(f"{files[part].origin}: {problem}, {expected}. Do they belong to another model?")
 
@@ -174,11 +174,10 @@ def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothL
     """Checks the scaling of aaT: the input of a bias is 1, so its entry Σ_n 1/R Σ_r 1 must be N."""
     for layer in layers:
         if layer.kronecker and len(layer.parameters) > 1:
-            corner = float(files["aaT"][layer.theirs][-1, -1])
+            corner = float(files["aaT"][layer.mammoth_name][-1, -1])
             if not abs(corner - examples) <= ROUNDING * examples:
-                problem = (
-                    f"the last entry of {layer.theirs!r} is {corner:g}, expected {examples}, the number of examples"
-                )
+                expected = f"expected {examples}, the number of examples"
+                problem = f"the last entry of {layer.mammoth_name!r} is {corner:g}, {expected}"
                 cause = "The sums were not divided by the number of positions, or belong to other examples"
                 raise KfacpackError(f"{files['aaT'].origin}: {problem}. {cause}")
 
@@ -236,7 +235,7 @@ def block_of(files: Mapping[str, UnpickledTensors], layer: MammothLayer, example
     """
 
     def matrix(part: str, factor: float, positions: int | None) -> Dense:
-        components = ScaledTensors(files[part], layer.theirs, factor)
+        components = ScaledTensors(files[part], layer.mammoth_name, factor)
         dense = Dense(components.specs["data"][1][0], components, examples=examples, positions=positions)
         dense.skip_validation()
         return dense

@@ -29,7 +29,7 @@ def hub_id(base: Base) -> str | None:
 
 @contextmanager
 def _importable() -> Iterator[None]:
-    """Makes open_clip and timm importable, which import torchvision."""
+    """Makes open_clip and timm importable, even if torchvision, which they import, is not usable."""
     from kfacpack._compat import compiler_deferred, make_torchvision_importable
 
     with compiler_deferred():

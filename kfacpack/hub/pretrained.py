@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from kfacpack.curvature.curvature import Curvature, load
 from kfacpack.errors import BundleError, HubError, KfacpackError, printable
-from kfacpack.format.reference import Reference, is_reference, read_address
+from kfacpack.format.reference import Reference, is_reference, parse_address
 from kfacpack.hub.artifacts import SUFFIXES, Artifact
 from kfacpack.hub.push import PushResult, push
 from kfacpack.hub.repository import inspect_repository, parse_repository
@@ -145,7 +145,7 @@ def _load_local(source: str, revision: str | None, filename: str | None, storage
 
 
 def _load_from_hub(source: str, revision: str | None, filename: str | None, storage: PretrainedFormat) -> Any:
-    address = read_address(source)
+    address = parse_address(source)
     if address and address.path:
         if filename is not None:
             raise KfacpackError(f"{printable(source)}: names a file; pass the repository, or leave out filename")
@@ -167,8 +167,8 @@ def _load_from_hub(source: str, revision: str | None, filename: str | None, stor
 
         if error.unreachable or not isinstance(error.__cause__, EntryNotFoundError):
             raise
-    found = inspect_repository(repository, revision)
-    artifacts = ((file.name, found.item(file.name)) for file in found.candidates)
+    listing = inspect_repository(repository, revision)
+    artifacts = ((file.name, listing.item(file.name)) for file in listing.candidates)
     names = [name for name, artifact in artifacts if artifact is not None and artifact.kind == storage.kind]
     return storage.load(Reference(repository, _only(names, source, storage), revision))
 

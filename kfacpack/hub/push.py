@@ -1,4 +1,4 @@
-"""`kp.push`: uploads bundles and task vectors to the Hub, verified and with a model card made from their manifests."""
+"""`kp.push`: verifies bundles and task vectors and uploads them to the Hub, with a model card."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PushedFile:
 
 @dataclass(frozen=True)
 class PushResult:
-    """What a push did or, with `dry_run`, would do."""
+    """The result of a push, or of a dry run."""
 
     repository: str
     revision: str | None
@@ -72,7 +72,7 @@ def push(
         message: Commit message. Defaults to the names of the uploaded files.
         license: License identifier of the Hub for the card's metadata.
         base_model: Hub id of the base model for the card's metadata.
-        dry_run: Prepares everything but uploads nothing.
+        dry_run: Whether to prepare everything without uploading.
         progress: Called as the verification advances.
 
     Returns:
@@ -97,7 +97,7 @@ def push(
     if duplicate := first_duplicate(item.name for _, item in items):
         raise KfacpackError(f"two files have the name {duplicate}, which must be unique in a repository; rename one")
     for path, item in items:
-        item.require_sound(path, progress)
+        item.require_valid(path, progress)
     existing, branch_missing = _inspect_target(name, revision)
     if private and existing and not existing.private:
         raise HubError(name, "is a public repository; --private is for new ones", "Change it in its settings")
@@ -163,10 +163,10 @@ def _existing_card(repository: HubRepository | None) -> str | None:
 def _all_items(repository: HubRepository | None, new: Sequence[Artifact]) -> list[Artifact]:
     """Returns the bundles and task vectors that the repository will contain, by name."""
     names = {item.name for item in new}
-    kept = (
+    existing = (
         [repository.item(file.name) for file in repository.candidates if file.name not in names] if repository else []
     )
-    return sorted([*new, *filter(None, kept)], key=lambda item: item.name)
+    return sorted([*new, *filter(None, existing)], key=lambda item: item.name)
 
 
 def _upload(
@@ -194,7 +194,7 @@ def _upload(
             hub.create_repo(name, private=private)
         if revision and (branch_missing or (repository is None and revision != "main")):
             hub.create_branch(name, branch=revision, exist_ok=True)
-        # On top of the commit that was inspected, so that concurrent changes are not overwritten.
+        # The parent is the inspected commit, so that concurrent changes are not overwritten.
         parent = repository.commit if repository and not branch_missing else None
         commit = hub.create_commit(name, operations, commit_message=message, revision=revision, parent_commit=parent)
     return commit.oid

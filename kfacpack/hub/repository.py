@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _PLAIN_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
-"""File names that are safe to print, to type and to create; they were chosen by the owner of the repository."""
+"""File names that are safe to print, to type and to create; names in a repository are untrusted."""
 _REPOSITORY_NAME = re.compile(rf"(?:hf://(?:models/)?)?({REPOSITORY.pattern})(?:@(.+))?/?")
 
 
@@ -90,7 +90,7 @@ def inspect_repository(name: str, revision: str | None, *, missing_ok: bool = Fa
     Args:
         name: Repository, `owner/repo`.
         revision: Branch, tag or commit. Defaults to the main branch.
-        missing_ok: Returns None if the repository does not exist or is not visible to the user.
+        missing_ok: Whether to return None if the repository does not exist or is not visible to the user.
 
     Returns:
         The repository at the current commit of the revision.
@@ -140,7 +140,7 @@ def pull(
         what: A file, `hf://owner/repo[@revision]/FILE`, or a repository, `owner/repo[@revision]`.
         files: Names of files in the repository. Defaults to all bundles and task vectors.
         output: Target directory, or target file if there is one file. Defaults to the current directory.
-        force: Overwrites existing files that differ.
+        force: Whether to overwrite existing files that differ.
         progress: Called as the verification advances.
 
     Returns:
@@ -160,7 +160,7 @@ def pull(
     for reference, target in zip(references, _targets(references, output), strict=True):
         cached = local_copy(reference, checked=True)
         item = Artifact.of(cached, reference.file)
-        item.require_sound(cached, progress)
+        item.require_valid(cached, progress)
         _copy_to(cached, target, force=force)
         pulled.append(PullResult(reference, target, Artifact.of(target, reference.file)))
     return pulled
@@ -230,7 +230,7 @@ def search(
     Args:
         base_model: Base model as for `--model` (ViT-B-32/openai, timm:NAME, or ViT-B-32 for any tag), or its Hub id.
         task: Task name.
-        author: User or organization.
+        author: User or organisation.
         limit: Maximum number of repositories.
 
     Returns:
@@ -246,7 +246,7 @@ def search(
     models: dict[str, ModelInfo] = {}
     if constants.HF_HUB_OFFLINE:
         raise HubError("search", "needs the Hub, but HF_HUB_OFFLINE is set", "Unset it", unreachable=True)
-    with hub_errors("search", "search", otherwise="set HF_ENDPOINT to a mirror"):
+    with hub_errors("search", "search", offline_remedy="set HF_ENDPOINT to a mirror"):
         for more in alternatives:
             for model in hub_api().list_models(filter=[*tags, *more], author=author, limit=limit, full=True):
                 models.setdefault(model.id, model)

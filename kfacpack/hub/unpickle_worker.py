@@ -31,7 +31,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
 
 
 class RefusedError(Exception):
-    """A file is rejected; the message is the reason."""
+    """Raised for a rejected file; the message is the reason."""
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def require_plain_zip(path: str) -> None:
         raise RefusedError(f"its member {compressed[0]!r} is compressed, which torch.save never does")
     size = Path(path).stat().st_size
     if (claimed := sum(member.file_size for member in members)) > size:
-        raise RefusedError(f"its members claim {claimed} bytes, but the file has {size}")
+        raise RefusedError(f"its members declare {claimed} bytes, but the file has {size}")
     for member in members:
         if member.filename.endswith(".pkl") and member.file_size > MAX_PICKLE_BYTES:
             problem = f"its member {member.filename!r} has {member.file_size} bytes"
@@ -152,7 +152,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         # With strides of zero a tensor can have any shape; it must not be larger than its storage.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise RefusedError(
-                f"its entry {name!r} claims the shape {list(tensor.shape)}, which is larger than its storage"
+                f"its entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
             )
     return named
 

@@ -32,7 +32,7 @@ from kfacpack.linearization.jvp_rules import RULES
 
 
 class TangentMap:
-    """Tangents by tensor, held as long as the tensor is alive.
+    """Tangents by tensor, kept as long as the tensor is alive.
 
     Only tensors that own memory have an entry. The tangent of a view is the same view of its base's tangent, so views
     and in-place writes need no bookkeeping.
@@ -50,7 +50,7 @@ class TangentMap:
     def get(self, tensor: Tensor) -> Tensor | None:
         """Returns the tangent of a tensor; None if it is zero.
 
-        Tensors that the model computes without gradient are constants to autograd, and have a zero tangent too.
+        Tensors that the model computes without gradient are constants for autograd, and also have a zero tangent.
         """
         base = base_of(tensor)
         tangent: Tensor | None = self._tangents.get(base)
@@ -61,11 +61,11 @@ class TangentMap:
         return _view_of_tangent(self._with_strides_of(base, tangent), tensor, base)
 
     def _is_constant(self, tensor: Tensor, base: Tensor) -> bool:
-        """Whether autograd has no path from the tensor to the parameters; it may start a graph of its own."""
+        """Returns whether autograd has no path from the tensor to the parameters; the tensor may be a leaf itself."""
         return not tensor.requires_grad or (base.grad_fn is None and id(base) not in self._parameter_ids)
 
     def put(self, tensor: Tensor, tangent: Tensor | None) -> None:
-        """Sets the tangent of a tensor that is new or was written to; for a view, that part of its base's tangent."""
+        """Sets the tangent of a new or modified tensor; for a view, the corresponding part of its base's tangent."""
         base = base_of(tensor)
         if base is tensor:
             if tangent is not None:
@@ -77,16 +77,16 @@ class TangentMap:
         if base_tangent is None and tangent is None:
             return
         # The tangent of another tensor may share this memory (as with a sum with a constant), hence a copy.
-        whole = _empty_like(base).zero_() if base_tangent is None else _empty_like(base).copy_(base_tangent)
-        part = _view_of_tangent(whole, tensor, base)
+        full_tangent = _empty_like(base).zero_() if base_tangent is None else _empty_like(base).copy_(base_tangent)
+        part = _view_of_tangent(full_tangent, tensor, base)
         if tangent is None:
             part.zero_()
         else:
             part.copy_(tangent)
-        self._tangents[base] = whole
+        self._tangents[base] = full_tangent
 
     def _with_strides_of(self, base: Tensor, tangent: Tensor) -> Tensor:
-        """The tangent with the memory layout of its tensor; the converted tangent is stored."""
+        """Returns the tangent in the memory layout of its tensor; the converted tangent is stored."""
         if tangent.stride() != base.stride():
             self._tangents[base] = tangent = _empty_like(base).copy_(tangent)
         return tangent
@@ -98,7 +98,7 @@ def _empty_like(base: Tensor) -> Tensor:
 
 def _view_of_tangent(tangent: Tensor, view: Tensor, base: Tensor) -> Tensor:
     if view.dtype != base.dtype or view.is_conj() or view.is_neg():
-        raise KfacpackError("cannot linearize a view with another dtype, or a complex tensor; use real floats")
+        raise KfacpackError("cannot linearise a view with another dtype, or a complex tensor; use real floats")
     offset = view.storage_offset() - base.storage_offset() + tangent.storage_offset()
     return tangent.as_strided(view.shape, view.stride(), offset)
 
@@ -133,11 +133,11 @@ class JvpMode(DispatchMode):
                     return self._write(func, args, kwargs, tangents)
                 return self._differentiate(func, args, kwargs, tangents)
             except NotImplementedError as error:
-                problem = f"cannot linearize: torch has no forward-mode derivative of {func}, which the model uses"
-                raise KfacpackError(f"{problem}. Replace it by operations that have one") from error
+                problem = f"cannot linearise: torch has no forward-mode derivative of {func}, which the model uses"
+                raise KfacpackError(f"{problem}. Replace it with operations that have one") from error
 
     def _nonzero_tangents(self, arguments: Any) -> dict[int, Tensor]:
-        """The tangents that are not zero, by the id of their tensor."""
+        """Returns the nonzero tangents, by the id of their tensor."""
         tangents: dict[int, Tensor] = {}
         for tensor in _tensors(arguments):
             if (tangent := self._tangents.get(tensor)) is not None:
@@ -159,23 +159,23 @@ class JvpMode(DispatchMode):
 
     def _write(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
         """Runs an operation that writes to its first argument, and updates the tangent of that argument."""
-        target, *others = args
+        target, *other_args = args
         if not writes_first_argument_only(func) or not isinstance(target, Tensor):
-            raise KfacpackError(f"cannot linearize {func}, which writes to more than its first argument")
-        # A copy, since it is written to as well.
+            raise KfacpackError(f"cannot linearise {func}, which writes to more than its first argument")
+        # Copied, because it is modified as well.
         tangent = tangents[id(target)].clone() if id(target) in tangents else None
         if torch.Tag.inplace_view in func.tags:
             func(*args, **kwargs)
             if tangent is not None and base_of(target) is target:
-                func(tangent, *others, **kwargs)
+                func(tangent, *other_args, **kwargs)
                 self._tangents.put(target, tangent)
             return target
         with forward_ad_below_autograd():
             dual = target.detach()
             if tangent is not None:
                 dual = forward_ad.make_dual(dual, tangent)
-            others, kwargs = _duals((others, kwargs), tangents)
-            func(dual, *others, **kwargs)
+            other_args, kwargs = _duals((other_args, kwargs), tangents)
+            func(dual, *other_args, **kwargs)
             tangent = tangent_of_dual(dual)
         self._tangents.put(target, tangent)
         return target
@@ -190,10 +190,10 @@ def _warm_up_forward_ad() -> None:
 
 
 def require_tracked(tensor: Tensor) -> None:
-    """Checks that a tensor without a tangent really is a constant.
+    """Checks that a tensor without a tangent is a constant.
 
-    Custom autograd functions are followed like everything else, unless they leave torch or detach their input: then
-    autograd has a path to the parameters, but the tangent was lost.
+    Custom autograd functions are differentiated like other operations, unless they use other libraries or detach their
+    input. In that case autograd has a path to the parameters, but the tangent is lost.
 
     Raises:
         KfacpackError: If a custom autograd function computed the tensor and its tangent was lost.
@@ -203,12 +203,12 @@ def require_tracked(tensor: Tensor) -> None:
     if constant or not isinstance(producer, BackwardCFunction):
         return
     name = producer.name().removesuffix("Backward")
-    problem = f"cannot linearize: the output of the custom autograd function {name!r} is detached from its input"
+    problem = f"cannot linearise: the output of the custom autograd function {name!r} is detached from its input"
     raise KfacpackError(f"{problem} (by a detach, numpy, or a custom kernel). Use a plain torch implementation of it")
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """All tensors in nested lists, tuples and dicts."""
+    """Yields all tensors in nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -220,7 +220,7 @@ def _tensors(value: Any) -> Iterable[Tensor]:
 
 
 def _duals(value: Any, tangents: Mapping[int, Tensor]) -> Any:
-    """The same arguments, with tensors that have a tangent replaced by dual tensors."""
+    """Returns the arguments, with tensors that have a tangent replaced by dual tensors."""
     if isinstance(value, Tensor):
         return forward_ad.make_dual(value.detach(), tangents[id(value)]) if id(value) in tangents else value
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,7 @@
 """Tangent rules for single operations.
 
-Matrix products and convolutions have a rule because torch's forward-mode derivative repeats work; fused attention
-kernels, because they have no forward-mode derivative in torch.
+Matrix products and convolutions have a rule because torch's forward-mode derivative does redundant work; fused
+attention kernels have one because torch has no forward-mode derivative for them.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
 of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of that
@@ -87,7 +87,7 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
     out = operation(*args, **kwargs)
     arguments = bound_arguments(operation, args, kwargs)
     if arguments.get("dropout_p"):
-        raise KfacpackError("attention applies dropout in evaluation mode, so that f is random; disable it")
+        raise KfacpackError("attention applies dropout in evaluation mode, so f is random; disable it")
     q, k, v = arguments["query"], arguments["key"], arguments["value"]
     mask = arguments.get("attn_mask", arguments.get("attn_bias"))
     scale = q.shape[-1] ** -0.5 if arguments.get("scale") is None else arguments["scale"]

@@ -1,8 +1,8 @@
 """`kp.linearize`: the model f(x) + J(x) τ, which is linear in τ.
 
 Because it is linear, the gradient of a cost c at τ is Jᵀ u with u = ∂c/∂f_lin: one ordinary backward pass of the base
-model, seeded with u. J τ itself needs no graph. So a training step is a forward pass with its graph, a tangent computed
-beside it without one, and a backward pass. Its memory is that of fine-tuning.
+model, seeded with u. J τ itself needs no graph. A training step is therefore a forward pass with its graph, a tangent
+computed alongside without a graph, and a backward pass. It needs as much memory as fine-tuning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _LOCK = threading.RLock()
-"""Held during a call, because flags of the module are changed: calls in other threads would see or restore them."""
+"""Held during a call, which changes flags of the module, so that other threads neither see nor restore them."""
 
 
 class SlowLinearizationWarning(UserWarning):
@@ -42,7 +42,7 @@ class SlowLinearizationWarning(UserWarning):
 def linearize(
     model: nn.Module | Model, params: Iterable[str] | str | None = None, *, forward: Forward | None = None
 ) -> Linearized:
-    """Linearizes a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
+    """Linearises a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
 
     The model is used in eval mode, and every call restores its flags. If this torch version lacks the private parts
     that the fast path needs, `torch.func.jvp` is used, with a `SlowLinearizationWarning`.
@@ -55,10 +55,10 @@ def linearize(
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
 
     Returns:
-        The linearized model.
+        The linearised model.
 
     Raises:
-        KfacpackError: If `model` has another type, or a pattern in `params` matches no parameter.
+        KfacpackError: If `model` has an unsupported type, or a pattern in `params` matches no parameter.
 
     Example:
         >>> lin = kp.linearize(model)
@@ -77,7 +77,7 @@ def linearize(
 class Linearized:
     """The function f(x) + J(x) τ of a module in eval mode.
 
-    τ is a dict {state-dict name: tensor of the parameter's shape}; names that it leaves out count as zero. Its dtype
+    τ is a dict {state-dict name: tensor of the parameter's shape}; missing names count as zero. Its dtype
     may differ from that of the parameters.
 
     Args:
@@ -94,7 +94,7 @@ class Linearized:
         missing = _torch.missing_jvp_parts()
         self._fast = not missing
         if missing:
-            problem = f"torch {torch.__version__} has no {', '.join(missing)}, which kp.linearize uses to be fast"
+            problem = f"torch {torch.__version__} has no {', '.join(missing)}, needed by the fast path of kp.linearize"
             remedy = "torch.func.jvp is used instead: same results, more time and memory"
             warnings.warn(f"{problem}; {remedy}", SlowLinearizationWarning, stacklevel=3)
 
@@ -104,7 +104,7 @@ class Linearized:
         return tuple(self._parameters)
 
     def zeros(self) -> dict[str, Tensor]:
-        """Returns τ = 0, in float32 at least, to start training from."""
+        """Returns τ = 0, at least in float32, as the starting point of training."""
         return zeros_like_parameters(self._parameters)
 
     def __call__(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Tensor:
@@ -116,7 +116,7 @@ class Linearized:
 
         Raises:
             TaskVectorError: If `tau` does not fit the parameters.
-            KfacpackError: If the model cannot be linearized.
+            KfacpackError: If the model cannot be linearised.
         """
         check_task_vector(tau, self._shapes, "lin")
         if torch.is_grad_enabled() and any(value.requires_grad for value in tau.values()):
@@ -155,18 +155,18 @@ class Linearized:
     ) -> Linearization:
         """Calls `compute(batch, tau)` inside `context`, with the module in eval mode and tensors on its device."""
         check_task_vector(tau, self._shapes, "lin")
-        chosen = {name: self._parameters[name] for name in tau}
-        with _LOCK, torch.inference_mode(False), eval_mode(self._module, chosen), _no_autocast_cache(), context:
-            edges = {name: get_gradient_edge(parameter) for name, parameter in chosen.items()}
-            tangents = {name: _detached(tau[name]).to(parameter) for name, parameter in chosen.items()}
-            device = next(iter(chosen.values())).device
+        parameters = {name: self._parameters[name] for name in tau}
+        with _LOCK, torch.inference_mode(False), eval_mode(self._module, parameters), _no_autocast_cache(), context:
+            edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
+            tangents = {name: _detached(tau[name]).to(parameter) for name, parameter in parameters.items()}
+            device = next(iter(parameters.values())).device
             arguments = map_tensors(batch, lambda tensor: _detached(tensor).to(device, non_blocking=True))
             with eager_mode():
                 f, change = compute(arguments, tangents)
             return Linearization(f, change, edges, {name: value.dtype for name, value in tau.items()})
 
     def _forward_with_tangent(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Returns f with its graph, and J τ computed beside it by `JvpMode`."""
+        """Returns f with its graph, and J τ computed alongside by `JvpMode`."""
         tangent_map = TangentMap({self._parameters[name]: tangent for name, tangent in tangents.items()})
         with JvpMode(tangent_map):
             f = call_model(self._forward, batch)
@@ -175,7 +175,7 @@ class Linearized:
         return f, change
 
     def _torch_jvp(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Does the same by `torch.func.jvp`, which needs public API only."""
+        """Same as `_forward_with_tangent`, computed by `torch.func.jvp`, which is public API."""
         caller = _ForwardModule(self._module, lambda: call_model(self._forward, batch))
         parameters = {f"module.{name}": self._parameters[name] for name in tangents}
         directions = {f"module.{name}": tangent for name, tangent in tangents.items()}
@@ -194,7 +194,7 @@ class Linearization:
     Args:
         f: Output with its graph, (N, C).
         change: J τ, (N, C); None for zero.
-        edges: Where gradients of the parameters leave the graph, by name.
+        edges: Graph edges at which the gradients of the parameters are computed, by name.
         dtypes: Dtype of the gradient of each parameter.
     """
 
@@ -221,7 +221,7 @@ class Linearization:
 
         Args:
             u: Gradient of a cost at f, (N, C).
-            names: Parameters to differentiate. Defaults to all that τ names.
+            names: Parameters to differentiate with respect to. Defaults to all names in τ.
             into: Gradients to add to, in place.
             retain_graph: Whether to keep the graph for another call.
 
@@ -241,7 +241,7 @@ class Linearization:
                 if name in gradients:
                     gradients[name].add_(gradient)
                 else:
-                    # A copy if it is added to later: autograd may return one tensor for two parameters.
+                    # Copied if it is added to later: autograd may return the same tensor for two parameters.
                     gradients[name] = gradient.to(self._dtypes[name], copy=into is not None)
         return gradients
 
@@ -277,13 +277,13 @@ class _ForwardModule(nn.Module):
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """The tensor without its graph; a copy if it was made in inference mode, since it cannot be used outside."""
+    """Returns the tensor without its graph; inference tensors are copied, since autograd cannot use them."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
 
 
 @contextmanager
 def _no_autocast_cache() -> Iterator[None]:
-    """Clears autocast's cache of casted parameters, whose tangents belong to another τ."""
+    """Clears autocast's cache of cast parameters, whose tangents belong to another τ."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -302,8 +302,8 @@ def _no_attention_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
-# Autograd would keep the very tensors that the model works with, and TangentMap would keep their tangents with them.
-# Saving other tensors with the same memory lets a tangent go as soon as the model drops its tensor.
+# If autograd saved the tensors of the model themselves, TangentMap would also keep their tangents alive. Saving other
+# tensors with the same memory frees a tangent as soon as the model releases its tensor.
 
 
 def _save_tensor(tensor: Tensor) -> tuple[Tensor, int]:
@@ -315,7 +315,7 @@ def _load_tensor(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
     if tensor_version(tensor) != version:
         problem = "a tensor that the gradient needs was modified in place after it was used"
-        raise KfacpackError(f"{problem}: either by the model itself, or because its weights have changed since")
+        raise KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")
     return tensor
 
 

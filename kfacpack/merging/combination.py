@@ -1,7 +1,7 @@
 """Inner products and linear combinations of matrices that may not fit into memory.
 
 A Gram matrix of T matrices has shape (T, T), with entries <M_s, M_t>. Coordinates X, also of shape (T, T), satisfy
-X Xᵀ = Gram: row t represents matrix t as a point with the same length and the same angles to the other rows.
+X Xᵀ = Gram: row t represents matrix t as a vector with the same norm and the same angles to the other rows.
 Everything is computed in float64, one strip of the matrices at a time.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kfacpack.curvature.matrices.components import MatrixTensors
-from kfacpack.merging.strips import Strip, StripLayout, layout_of, side_by_side, write_strip
+from kfacpack.merging.strips import Strip, StripLayout, iterate_strips, layout_of, write_strip
 
 if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix
-    from kfacpack.merging.strips import Numbers
+    from kfacpack.merging.strips import FloatArray
 
 
 def gram(matrices: Sequence[Matrix]) -> Tensor:
@@ -35,7 +35,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
     distinct = list(unique.values())
     layout = layout_of(distinct)
     products = np.zeros((len(distinct), len(distinct)))
-    for strip, rows in side_by_side(layout, distinct):
+    for strip, rows in iterate_strips(layout, distinct):
         on_diagonal = rows[:, layout.diagonal(strip).numpy()]
         # numpy recognizes a product of a matrix with its own transpose and does half the work.
         products += 2 * (rows @ rows.T) - on_diagonal @ on_diagonal.T
@@ -47,7 +47,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
 def coordinates(products: Tensor) -> Tensor:
     """Returns X with X Xᵀ = Gram.
 
-    Rows are normalized before the decomposition, so that small matrices are as precise as large ones.
+    Rows are normalized before the decomposition, so that small matrices are as accurate as large ones.
 
     Args:
         products: A Gram matrix of shape (T, T).
@@ -63,7 +63,7 @@ def coordinates(products: Tensor) -> Tensor:
 
 
 class CombinedTensors(MatrixTensors):
-    """The entries of Σ coefficient · matrix, added up in float64 when they are read.
+    """The entries of Σ coefficient · matrix, summed in float64 when they are read.
 
     Reading in parts, as a writer does, streams from the inputs' files and caches nothing. Reading the whole tensor
     computes it once and caches it.
@@ -87,13 +87,13 @@ class CombinedTensors(MatrixTensors):
         if self._cached is not None:
             yield from super().parts(name)
             return
-        for _, rows in side_by_side(self._layout, self._matrices):
+        for _, rows in iterate_strips(self._layout, self._matrices):
             yield self._sum(rows)
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
         """Returns elements `start` to `stop` of the flattened tensor.
 
-        Only whole rows of one triangle are computed on their own; any other span computes the whole tensor.
+        Only whole rows of one triangle are computed separately; any other span computes the whole tensor.
         """
         block, first = divmod(start, self._layout.shape[-1])
         strip = Strip(block, first, first + stop - start)
@@ -103,13 +103,13 @@ class CombinedTensors(MatrixTensors):
             write_strip(self._layout, self._matrices, strip, np.empty(len(self._matrices) * (stop - start)))
         )
 
-    def _sum(self, rows: Numbers) -> Tensor:
+    def _sum(self, rows: FloatArray) -> Tensor:
         total = np.einsum("t,tn->n", self._coefficients, rows)
         return torch.from_numpy(total if self._wide else total.astype(np.float32))
 
 
 class MatrixCombiner:
-    """Builds linear combinations of matrices, each distinct one once.
+    """Builds linear combinations of matrices. Equal combinations are built once.
 
     Blocks that share a matrix therefore also share the combined matrix.
     """
@@ -123,23 +123,25 @@ class MatrixCombiner:
 
         Args:
             matrices: Matrices of the same side.
-            coefficients: One number for each matrix.
-            psd: Whether the result is marked as positive semi-definite. By default it is if all matrices with a
-                non-zero coefficient are and their coefficients are positive.
+            coefficients: One coefficient per matrix.
+            psd: Whether the result is marked as positive semi-definite. By default, it is if all coefficients
+                are non-negative and all matrices with a non-zero coefficient are positive semi-definite.
         """
         coefficient_of: dict[int, float] = {}
         for matrix, coefficient in zip(matrices, coefficients, strict=True):
             coefficient_of[id(matrix)] = coefficient_of.get(id(matrix), 0.0) + coefficient
-        key = tuple((which, value) for which, value in coefficient_of.items() if value) or ((id(matrices[0]), 0.0),)
+        key = tuple((matrix_id, value) for matrix_id, value in coefficient_of.items() if value) or (
+            (id(matrices[0]), 0.0),
+        )
         by_id = {id(matrix): matrix for matrix in matrices}
-        used = [by_id[which] for which, _ in key]
+        used = [by_id[matrix_id] for matrix_id, _ in key]
         if len(used) == 1 and key[0][1] == 1:
             return used[0]
         if key not in self._combined:
             values = [value for _, value in key]
             layout = layout_of(used)
             nonnegative = all(matrix.psd and value >= 0 for matrix, value in zip(used, values, strict=True))
-            combined = layout.hold(
+            combined = layout.make_matrix(
                 CombinedTensors(layout, used, values),
                 psd=nonnegative if psd is None else psd,
                 examples=_total_count([matrix.examples for matrix in used], values),
@@ -152,6 +154,6 @@ class MatrixCombiner:
 
 
 def _total_count(counts: Sequence[int | None], coefficients: Sequence[float]) -> int | None:
-    """Returns the sum of the counts, or None if one is missing or something is subtracted."""
+    """Returns the sum of the counts, or None if a count is missing or a coefficient is negative."""
     present = [count for count in counts if count is not None]
     return sum(present) if len(present) == len(counts) and min(coefficients) >= 0 else None

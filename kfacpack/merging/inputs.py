@@ -1,11 +1,11 @@
-"""The inputs of a merge: their provenance, their weights and the checks that they belong together.
+"""The inputs of a merge: their provenance, weights and compatibility.
 
 The target of a merge is Σ w_t G_t. λ_t is a task's share of all examples, or of the weights that the user passes, and
 w_t = T λ_t: the weights of T tasks average one. An input that was itself merged from several tasks already contains
 such weights and is multiplied as a whole.
 
-Curvatures can be merged if they belong to one base model and one function f, use the same scaling, come from different
-data and have the same blocks.
+Curvatures can be merged if they have the same base model, function f, scaling and blocks, and were estimated from
+different data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-30, 1e30
-"""Weights outside of this range are assumed to be a mistake and would overflow."""
+"""Weights outside this range would overflow and are rejected."""
 _ALLOW_PARTIAL = "To sum each block over the inputs that have it: --allow-partial (allow_partial=True)"
 
 
@@ -67,17 +67,17 @@ class MergeInput:
         """The unmerged bundles that the input consists of, with their weights; at least one."""
         if merge := self.curvature.about.merge:
             return merge.parents
-        task, size = (self.source.task, self.source.dataset_size) if self.source else (None, self._estimated_from())
+        task, size = (self.source.task, self.source.dataset_size) if self.source else (None, self._example_count())
         return (Parent(sha256=self.curvature.digest, weight=1.0, task=task, dataset_size=size),)
 
-    def _estimated_from(self) -> int | None:
+    def _example_count(self) -> int | None:
         """Returns the number of examples of the estimate, which is the data set's size if none is recorded."""
         matrices = (matrix for block in self.curvature.blocks for _, matrix in block.structure.matrices())
         return max((matrix.examples for matrix in matrices if matrix.examples), default=None)
 
     @property
     def tasks(self) -> float:
-        """Number of tasks that the input stands for: the sum of its weights, which average one over the tasks."""
+        """Number of tasks in the input: the sum of its weights, which average one over the tasks."""
         return sum(parent.weight for parent in self.parents)
 
     @property
@@ -112,10 +112,10 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
 
     Args:
         inputs: The inputs.
-        weights: One positive number for each input, of which only the ratios matter; None uses the data set sizes.
+        weights: One positive weight per input, of which only the ratios matter; None uses the data set sizes.
 
     Returns:
-        One factor for each input.
+        One factor per input.
 
     Raises:
         KfacpackError: If the weights are invalid, or None and the size of a data set is unknown.
@@ -164,7 +164,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
             ones = ["1"] * len(inputs)
             raise KfacpackError(
                 f"{item.name}: does not record the size of its data set, by which tasks are weighted. "
-                f"Pass one weight for each input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
+                f"Pass one weight per input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
                 "or estimate it with source=kp.Source(task=NAME, dataset_size=N)"
             )
     return [float(item.dataset_size or 0) for item in inputs]
@@ -172,7 +172,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
 
 def _check_weights(inputs: Sequence[MergeInput], weights: Sequence[float]) -> list[float]:
     if len(weights) != len(inputs):
-        raise KfacpackError(f"expected {len(inputs)} weights, one for each input, got {len(weights)}")
+        raise KfacpackError(f"expected {len(inputs)} weights, one per input, got {len(weights)}")
     for item, weight in zip(inputs, weights, strict=True):
         if not isinstance(weight, int | float) or not (isfinite(weight) and _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
             raise KfacpackError(f"{item.name}: its weight is {weight}, expected a positive number")
@@ -187,14 +187,14 @@ def check_compatible(inputs: Sequence[MergeInput], *, allow_partial: bool) -> No
         allow_partial: Whether blocks may be missing in some inputs.
 
     Raises:
-        KfacpackError: If two inputs do not belong together; names both and what differs.
+        KfacpackError: If two inputs are incompatible. The message names both and the difference.
     """
     check_addable(inputs)
     _check_blocks(inputs, allow_partial)
 
 
 def check_addable(inputs: Sequence[MergeInput]) -> None:
-    """Checks that the quadratic forms of the inputs have a meaningful sum, whatever blocks they consist of.
+    """Checks that the quadratic forms of the inputs can be added, regardless of their blocks.
 
     Raises:
         KfacpackError: If f, the scaling or the base model differ, or if two inputs contain the same bundle.
@@ -209,8 +209,8 @@ def check_addable(inputs: Sequence[MergeInput]) -> None:
     _check_parents(inputs)
 
 
-def in_order(lists: Iterable[Sequence[T]]) -> list[T]:
-    """Merges lists into one without duplicates, keeping each item after its predecessors in its own list."""
+def merge_ordered(lists: Iterable[Sequence[T]]) -> list[T]:
+    """Merges lists into one without duplicates, preserving the order of each list."""
     merged: list[T] = []
     for items in lists:
         if list(items) == merged:
@@ -237,7 +237,7 @@ def _check_base(inputs: Sequence[MergeInput]) -> None:
     for item in inputs:
         parameters = item.curvature.about.base.parameters
         if seen and not any(parameter.name in seen for parameter in parameters):
-            problem = "have no parameter in common, so it cannot be checked that they belong to the same base model"
+            problem = "have no parameter in common, so their base models cannot be compared"
             raise _incompatible(inputs[0], item, problem)
         for parameter in parameters:
             other, first = seen.setdefault(parameter.name, (item, parameter))
@@ -261,7 +261,7 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
 
 
 def check_tasks(inputs: Sequence[MergeInput]) -> None:
-    """Checks that no task occurs in two inputs, for example compressed, or estimated from other examples.
+    """Checks that no task occurs in two inputs, for example compressed or estimated from other examples.
 
     A class split of a task (NAME@k/n) and the whole task overlap as well.
 

@@ -1,6 +1,6 @@
-"""`kp.merge`: merges the curvatures of many tasks into one that stands for Σ w_t G_t, and measures the error.
+"""`kp.merge`: merges the curvatures of many tasks into one that approximates Σ w_t G_t, and measures the error.
 
-The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients that the rule chose. In
+The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients of the rule. In
 coordinates (see `combination.py`) its norm is that of Xᵀ C Y, so no Kronecker product is ever built.
 """
 
@@ -20,7 +20,7 @@ from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import About, Base, Loss, Merge, base_digest
 from kfacpack.merging.combination import MatrixCombiner, coordinates, gram
-from kfacpack.merging.inputs import MergeInput, check_compatible, in_order, mean_output_scale
+from kfacpack.merging.inputs import MergeInput, check_compatible, mean_output_scale, merge_ordered
 from kfacpack.merging.rule import PARTIAL, MergeRule, Terms
 from kfacpack.merging.rules import RULES
 from kfacpack.merging.subtract import merge_without
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _NOISE = 1e-12
 """Relative errors below this are rounding errors of the Gram matrices, not approximation errors."""
 WORKERS = 2
-"""Number of threads that compute Gram matrices: one hashes while another multiplies. Each holds its own strips."""
+"""Number of threads that compute Gram matrices: one hashes while the other multiplies. Each has its own strips."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class MergeReport:
 
     @property
     def total(self) -> BlockMergeReport:
-        """The report of all blocks as one."""
+        """The combined report of all blocks."""
         norm, error, bound = (
             hypot(*(getattr(block, key) for block in self.blocks)) for key in ("norm", "error", "bound")
         )
@@ -107,7 +107,7 @@ def merge(
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
-    """Merges curvatures into one that stands for Σ w_t G_t over all tasks, with weights w_t that average one.
+    """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t that average one.
 
     Blocks that are whole matrices or diagonals are summed exactly. For all others the approximation error is measured
     and recorded in the `losses` of the block. The merged matrices are computed when they are used or saved.
@@ -118,7 +118,7 @@ def merge(
             "stack" keeps every term; "shards" joins estimates of one task from different examples into the estimate
             from all of them.
         rank: Number of Kronecker products that "optimal" keeps.
-        weights: One positive number for each input, of which only the ratios matter. Defaults to the data set sizes.
+        weights: One positive weight per input, of which only the ratios matter. Defaults to the data set sizes.
         without: Names of tasks to leave out. From an input that "tak" merged, the task's own bundle, which must be
             among the inputs, is subtracted.
         allow_partial: Sums a block that only some inputs have over those inputs instead of raising an error.
@@ -127,7 +127,7 @@ def merge(
         The merged curvature.
 
     Raises:
-        KfacpackError: If the inputs do not belong together, or if the rule, rank or weights are invalid.
+        KfacpackError: If the inputs are incompatible, or if the rule, rank or weights are invalid.
         SubtractionError: If a task to leave out cannot be subtracted exactly.
 
     Example:
@@ -198,14 +198,14 @@ def _contains_task(item: MergeInput, task: str) -> bool:
 def _merge_blocks(
     rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[float], progress: Callable[[int, int], None]
 ) -> tuple[list[CurvatureBlock], MergeReport]:
-    names = in_order([list(item.blocks) for item in inputs])
+    names = merge_ordered([list(item.blocks) for item in inputs])
     terms_of_blocks = [_terms(name, inputs, factors) for name in names]
-    most = max(len(terms.weights) for terms in terms_of_blocks)
-    if rule.rank > most:
-        raise KfacpackError(f"the rank is {rule.rank}, but the inputs have only {most} terms together")
+    max_terms = max(len(terms.weights) for terms in terms_of_blocks)
+    if rule.rank > max_terms:
+        raise KfacpackError(f"the rank is {rule.rank}, but the inputs have only {max_terms} terms in total")
     combine = MatrixCombiner()
     blocks, reports = [], []
-    measure = not rule.exact and most > 1
+    measure = not rule.exact and max_terms > 1
     with _GramMatrices(terms_of_blocks if measure else ()) as gram_matrices:
         for number, (name, block_terms) in enumerate(zip(names, terms_of_blocks, strict=True)):
             progress(number, len(names))
@@ -250,7 +250,7 @@ def _terms(name: str, inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 
 
 class _GramMatrices:
-    """Computes the coordinates of all blocks' matrices in background threads, once for matrices that blocks share."""
+    """Computes the coordinates of all blocks' matrices in background threads, once for shared matrices."""
 
     def __init__(self, terms_of_blocks: Sequence[Terms]):
         self._pool = ThreadPoolExecutor(max_workers=WORKERS)
@@ -295,13 +295,13 @@ def _measure(name: str, terms: Terms, combination: Combination, missing: Sequenc
 
 
 def _deviation(points: Tensor, tasks: Tensor) -> float:
-    """Returns √T σ of T points. A row of `points` that stands for several tasks counts as often."""
+    """Returns √T σ of T points. A row of `points` counts as many times as it has tasks."""
     centered = points - tasks @ points / tasks.sum()
     return float((tasks[:, None].sqrt() * centered).norm())
 
 
 def _losses(rule: MergeRule, earlier: Iterable[Sequence[Loss]], report: BlockMergeReport) -> tuple[Loss, ...]:
-    """Combines the inputs' earlier losses, each step once with its largest errors, and appends those of this merge."""
+    """Combines the inputs' earlier losses, with the largest errors of each step, and appends those of this merge."""
     before: dict[tuple[str, int], Loss] = {}
     for losses in earlier:
         seen: dict[str, int] = {}
@@ -309,10 +309,10 @@ def _losses(rule: MergeRule, earlier: Iterable[Sequence[Loss]], report: BlockMer
             seen[loss.step] = seen.get(loss.step, 0) + 1
             key = loss.step, seen[loss.step]
             before[key] = _larger(before[key], loss) if key in before else loss
-    now = [Loss(step=PARTIAL)] if report.missing else []
+    added = [Loss(step=PARTIAL)] if report.missing else []
     if report.frobenius > _NOISE:
-        now.append(Loss.measured(rule.step, frobenius=report.frobenius))
-    return (*before.values(), *now)
+        added.append(Loss.measured(rule.step, frobenius=report.frobenius))
+    return (*before.values(), *added)
 
 
 def _larger(one: Loss, other: Loss) -> Loss:
@@ -331,7 +331,7 @@ def _about(rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[floa
     """Builds the provenance of the merged curvature."""
     first = inputs[0].curvature.about
     by_name = {parameter.name: parameter for item in inputs for parameter in item.curvature.about.base.parameters}
-    parameters = tuple(by_name[name] for name in in_order([item.curvature.parameters for item in inputs]))
+    parameters = tuple(by_name[name] for name in merge_ordered([item.curvature.parameters for item in inputs]))
     base = Base(
         family=first.base.family,
         name=first.base.name,

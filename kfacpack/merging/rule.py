@@ -35,7 +35,7 @@ class Terms:
     weights: Tensor
     """Weights, of shape (K,)."""
     tasks: Tensor
-    """Number of tasks that each term stands for, of shape (K,); a sum of three tasks' B stands for three."""
+    """Number of tasks in each term, of shape (K,): 3 if B is the sum over three tasks."""
     sides: tuple[tuple[Matrix, ...], ...]
     """K matrices for each side."""
     sharing: Sharing
@@ -68,7 +68,7 @@ class MergeRule(ABC):
     exact: ClassVar[bool] = False
     """Whether the result equals the target, so that no error has to be measured."""
     keeps_sums: ClassVar[bool] = False
-    """Whether the merged factors are sums of the parents' factors with known weights, so that one can be subtracted."""
+    """Whether the merged factors are weighted sums of the parents' factors, so that a parent can be subtracted."""
     ranked: ClassVar[bool] = False
     """Whether the rule has a rank."""
 
@@ -97,10 +97,10 @@ class MergeRule(ABC):
         return own[-1] if own else 0.0
 
     def check(self, inputs: Sequence[MergeInput]) -> None:
-        """Checks that the rule can merge the inputs, which are known to be compatible.
+        """Checks that the rule can merge the inputs, which `check_compatible` has accepted.
 
         Raises:
-            KfacpackError: If it cannot.
+            KfacpackError: If the rule cannot merge them.
         """
         check_tasks(inputs)
 

@@ -43,20 +43,20 @@ class TakRule(MergeRule):
             KfacpackError: If an input was merged by `optimal` at a rank above 1, or contains partial blocks.
         """
         super().check(inputs)
-        remedy = "Merge the bundles it was merged from all at once, or use 'optimal' or 'stack'"
+        remedy = "Merge its parents all at once, or use 'optimal' or 'stack'"
         for item in inputs:
             merge = item.curvature.about.merge
             if merge and merge.rule == "optimal" and merge.rank != 1:
                 problem = f"was merged by 'optimal' at rank {merge.rank}, whose terms do not correspond to tasks"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
             if any(loss.step == PARTIAL for loss in item.curvature.about.losses):
-                problem = "has blocks of only some of its tasks and does not record of how many"
+                problem = "has blocks that cover only some of its tasks, and does not record how many"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
 
     def kronecker(self, terms: Terms) -> Combination:
         """Sums the B and averages the A of all terms."""
-        # A term whose B is a sum over m tasks stands for m equal terms, B / m ⊗ A, so merging merged curvatures gives
-        # the same result as merging everything at once.
+        # A term whose B is a sum over m tasks is equivalent to m equal terms, B / m ⊗ A, so merging merged curvatures
+        # gives the same result as merging everything at once.
         B = torch.ones_like(terms.weights)
         A = terms.tasks * terms.weights / terms.tasks.sum()
         return Combination(torch.ones(1, dtype=torch.float64), (B[None], A[None]))
@@ -70,7 +70,7 @@ class StackRule(MergeRule):
     keeps_sums = True
 
     def kronecker(self, terms: Terms) -> Combination:
-        """Keeps the terms as they are."""
+        """Returns all terms unchanged."""
         identity = torch.eye(len(terms.weights), dtype=torch.float64)
         return Combination(terms.weights, (identity, identity))
 
@@ -106,7 +106,7 @@ class OptimalRule(MergeRule):
         mean = Y.T @ (terms.tasks * w / terms.tasks.sum())
         p, s, q = _decompose(N, mean)
         kept = [k for k in range(self.rank) if k == 0 or s[k] > s[0] * torch.finfo(s.dtype).eps]
-        # A gets the norm it has in the paper's rule, and B the rest.
+        # A has the same norm as in the paper's rule; the remaining scale is in B.
         size = float(mean.norm()) or 1.0
         B = w * (Y @ q[:, kept]).T / size
         A = w * (X @ p[:, kept]).T * torch.where(s[kept] > 0, size / s[kept], 0.0)[:, None]
@@ -118,7 +118,7 @@ class OptimalRule(MergeRule):
 
 
 def _decompose(N: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns p, s, q with N = p diag(s) qᵀ; among equally good q, the first is the one nearest to `mean`."""
+    """Returns p, s, q with N = p diag(s) qᵀ. If s[0] is repeated, q[:, 0] is the vector nearest to `mean`."""
     p, s, qh = torch.linalg.svd(N)
     q = qh.T.clone()
     equal = int((s >= s[0] * (1 - _EQUAL)).sum())
@@ -130,7 +130,7 @@ def _decompose(N: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _reflection(first: Tensor) -> Tensor:
-    """Returns an orthogonal matrix whose first column is the given unit vector (a Householder reflection)."""
+    """Returns an orthogonal matrix whose first column is the unit vector `first` (a Householder reflection)."""
     identity = torch.eye(len(first), dtype=first.dtype)
     normal = first - identity[0]
     length = float(normal.dot(normal))
@@ -212,7 +212,7 @@ def _shares(matrices: Sequence[Matrix], *, over_positions: bool) -> Tensor:
 
 
 def _examples(item: MergeInput) -> int:
-    """Returns the number of examples of a shard, which all of its matrices must agree on."""
+    """Returns the number of examples of a shard, which must be the same for all of its matrices."""
     counts = {matrix.examples for block in item.curvature.blocks for _, matrix in block.structure.matrices()}
     (only, *others) = counts
     if others or not only:

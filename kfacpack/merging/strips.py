@@ -1,8 +1,8 @@
-"""Access to several matrices in parallel, one strip of entries at a time, whatever form each is stored in.
+"""Access to several matrices in parallel, one strip of entries at a time, regardless of their forms.
 
 Matrices of the same side share a layout: the lower triangles of K diagonal blocks (K = 1 for a full matrix), or their
-diagonals. A strip is a range of rows of one triangle, or a range of diagonal entries, and so a vector that has the same
-meaning in every matrix. Sums and inner products therefore never hold more of a matrix than one strip.
+diagonals. A strip is a range of rows of one triangle, or a range of diagonal entries, and contains the same
+entries of every matrix. Sums and inner products therefore never need more of a matrix than one strip in memory.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.components import MatrixTensors
     from kfacpack.format.schema import Shape
 
-    Numbers = np.ndarray[Any, np.dtype[np.float64]]
+    FloatArray = np.ndarray[Any, np.dtype[np.float64]]
 
 
-STRIP_NUMBERS = 2**20
-"""Number of entries of all matrices together that are in memory at a time, or one row of each if that is more.
+STRIP_ENTRIES = 2**20
+"""Total number of entries of all matrices in memory at a time, or one row of each matrix if that is more.
 
 Memory use does not grow with the number of matrices, up to about a hundred of them."""
 
@@ -45,7 +45,7 @@ class Strip:
 
 
 class StripLayout(ABC):
-    """The common layout of matrices of one side: where their entries are and which of them occur twice."""
+    """The common layout of matrices of the same side: the order of their entries, and which of them occur twice."""
 
     side: int
     shape: Shape
@@ -61,17 +61,17 @@ class StripLayout(ABC):
 
     @abstractmethod
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
-        """Returns a strip of one matrix in some floating-point type; it may share memory with the matrix."""
+        """Returns a strip of one matrix in a floating-point dtype; it may share memory with the matrix."""
 
     @abstractmethod
     def diagonal(self, strip: Strip) -> Tensor:
         """Returns the indices of a strip's diagonal elements; all other elements occur twice in the matrix."""
 
     @abstractmethod
-    def hold(
+    def make_matrix(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """Returns a matrix in this layout with the given components."""
+        """Returns a matrix in this layout that has these components."""
 
 
 class DiagonalStrips(StripLayout):
@@ -98,10 +98,10 @@ class DiagonalStrips(StripLayout):
         """Returns the indices of a strip's diagonal elements."""
         return torch.arange(strip.stop - strip.start)
 
-    def hold(
+    def make_matrix(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """Returns a matrix in this layout with the given components."""
+        """Returns a matrix in this layout that has these components."""
         return Diagonal(self.side, components, psd=psd, examples=examples, positions=positions)
 
 
@@ -141,10 +141,10 @@ class TriangleStrips(StripLayout):
         rows = torch.arange(*_row_range(strip))
         return rows * (rows + 3) // 2 - strip.start
 
-    def hold(
+    def make_matrix(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """Returns a matrix in this layout with the given components."""
+        """Returns a matrix in this layout that has these components."""
         form: type[Packed | BlockDiagonal] = BlockDiagonal if self.count > 1 else Packed
         return form(self.side, components, psd=psd, examples=examples, positions=positions)
 
@@ -160,7 +160,7 @@ def layout_of(matrices: Sequence[Matrix]) -> StripLayout:
     return TriangleStrips(side)
 
 
-def side_by_side(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[tuple[Strip, Numbers]]:
+def iterate_strips(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[tuple[Strip, FloatArray]]:
     """Iterates over the strips of T matrices.
 
     Args:
@@ -170,17 +170,17 @@ def side_by_side(layout: StripLayout, matrices: Sequence[Matrix]) -> Iterator[tu
     Yields:
         The strip and its entries, of shape (T, length). The array is reused for the next strip.
     """
-    longest = max(STRIP_NUMBERS // len(matrices), layout.side)
-    buffer = np.empty(len(matrices) * longest)
-    for strip in layout.strips(longest):
+    max_length = max(STRIP_ENTRIES // len(matrices), layout.side)
+    buffer = np.empty(len(matrices) * max_length)
+    for strip in layout.strips(max_length):
         yield strip, write_strip(layout, matrices, strip, buffer)
 
 
-def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, buffer: Numbers) -> Numbers:
+def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, buffer: FloatArray) -> FloatArray:
     """Copies one strip of T matrices into a buffer.
 
     Uses numpy, which copies and adds in a single thread: for arrays this small, torch's threads spend more time
-    waiting for each other than working, many times more on a busy machine.
+    on synchronisation than on computation, especially on a busy machine.
 
     Args:
         layout: The common layout of the matrices.
@@ -193,9 +193,9 @@ def write_strip(layout: StripLayout, matrices: Sequence[Matrix], strip: Strip, b
     """
     rows = buffer[: len(matrices) * (strip.stop - strip.start)].reshape(len(matrices), -1)
     for row, matrix in zip(rows, matrices, strict=True):
-        matrix.require_sound()
-        numbers = layout.read(matrix, strip)
-        row[:] = (numbers.float() if numbers.dtype is torch.bfloat16 else numbers).numpy()
+        matrix.require_valid()
+        values = layout.read(matrix, strip)
+        row[:] = (values.float() if values.dtype is torch.bfloat16 else values).numpy()
     return rows
 
 
@@ -214,12 +214,12 @@ def _row_indices(first: int, last: int) -> Tensor:
 def _read_triangle(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
     """Returns rows of one of the triangles that a matrix is stored in."""
     start = block * matrix.components.specs["data"][1][-1]
-    numbers = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
+    values = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
     if "scale" not in matrix.components.specs:
-        return numbers
+        return values
     start = block * matrix.components.specs["scale"][1][-1]
     scale = matrix.components.span("scale", start + first, start + last)
-    return numbers.double() * scale.double()[_row_indices(first, last)]
+    return values.double() * scale.double()[_row_indices(first, last)]
 
 
 def _read_packed(matrix: Matrix, first: int, last: int) -> Tensor:
@@ -231,16 +231,16 @@ def _read_blocks(matrix: Matrix, first: int, last: int) -> Tensor:
     for block, (left, right) in enumerate(spans(matrix.side, matrix.components.specs["data"][1][0])):
         top, bottom = max(first, left), min(last, right)
         if top < bottom:
-            numbers = _read_triangle(matrix, block, top - left, bottom - left)
+            values = _read_triangle(matrix, block, top - left, bottom - left)
             lower = torch.ones((bottom - top, bottom - left), dtype=torch.bool).tril(top - left)
-            rows[top - first : bottom - first, left:bottom][lower] = numbers.double()
+            rows[top - first : bottom - first, left:bottom][lower] = values.double()
     return _packed_rows(rows, first)
 
 
 def _read_low_rank(matrix: Matrix, first: int, last: int) -> Tensor:
     def rows(start: int) -> Tensor:
-        numbers = matrix.components["data"][start:last].double()
-        return numbers * matrix.components["scale"][start:last, None].double() if scaled else numbers
+        values = matrix.components["data"][start:last].double()
+        return values * matrix.components["scale"][start:last, None].double() if scaled else values
 
     scaled = "scale" in matrix.components.specs
     return _packed_rows((rows(first) * matrix.components["weights"].double()) @ rows(0).T, first)
@@ -250,11 +250,11 @@ def _read_sparse(matrix: Matrix, first: int, last: int) -> Tensor:
     # Entries are sorted by row, so a binary search touches only a few pages of a mapped tensor.
     start, stop = torch.searchsorted(matrix.components["rows"], torch.tensor([first, last], dtype=torch.int32)).tolist()
     rows, columns, data = (matrix.components[name][start:stop] for name in ("rows", "columns", "data"))
-    numbers, rows = data.double(), rows.long()
+    values, rows = data.double(), rows.long()
     if "scale" in matrix.components.specs:
-        numbers = numbers * matrix.components["scale"][rows].double()
+        values = values * matrix.components["scale"][rows].double()
     packed = torch.zeros(triangle_length(last) - triangle_length(first), dtype=torch.float64)
-    packed[rows * (rows + 1) // 2 + columns - triangle_length(first)] = numbers
+    packed[rows * (rows + 1) // 2 + columns - triangle_length(first)] = values
     return packed
 
 
@@ -282,4 +282,4 @@ READERS: dict[str, Callable[[Matrix, int, int], Tensor]] = {
     "sparse": _read_sparse,
     "diagonal": _read_diagonal,
 }
-"""Matrix form -> function that returns rows `first` to `last` of the lower triangle. Other forms are made dense."""
+"""Matrix form -> function that returns rows `first` to `last` of the lower triangle. Other forms use `_read_dense`."""

@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 
 
 _SMALL = 1e-2
-"""If less than this share of a matrix's norm remains, rounding errors may cause negative eigenvalues."""
+"""If a smaller fraction of a matrix's norm remains, rounding errors may cause negative eigenvalues."""
 _PRECISION_LOSS = 1e-4
-"""If less than this share remains, rounding errors are at least a thousandth of the result."""
+"""If a smaller fraction remains, rounding errors are at least a thousandth of the result."""
 _REMEDY = "Merge the bundles of the other tasks again"
 
 
 def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tuple[int, MergeInput]]:
     """Removes tasks from the inputs of a merge.
 
-    Inputs that consist of these tasks only are dropped, and subtracted from merged inputs that contain them.
+    Inputs that consist only of these tasks are dropped, and subtracted from merged inputs that contain them.
 
     Args:
         inputs: The inputs.
@@ -68,8 +68,9 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
         for part in removed:
             if {parent.sha256 for parent in part.parents} <= {parent.sha256 for parent in merged.parents}:
                 merged = subtract_parents(merged, part)
-        if left := [parent.task for parent in merged.parents if parent.task in tasks]:
-            problem = f"contains {left[0]!r}, and the bundle that was merged is not among the inputs"
+        if remaining_tasks := [parent.task for parent in merged.parents if parent.task in tasks]:
+            _require_sums(merged, [TakRule.name])  # otherwise, its own bundle would not help
+            problem = f"contains {remaining_tasks[0]!r}, whose own bundle is not among the inputs"
             raise SubtractionError(f"{merged.name}: {problem}. Add it to the inputs, or merge the other tasks again")
         remaining.append((index, merged))
     return remaining
@@ -127,11 +128,11 @@ def _subtract_block(
     coefficients = [G] if len(sides) == 1 else [B, [value / remaining for value in A]]
     combined = []
     for matrices, values in zip(sides, coefficients, strict=True):
-        left = _remaining_share(matrices, values)
-        if left < _PRECISION_LOSS:
+        fraction = _remaining_fraction(matrices, values)
+        if fraction < _PRECISION_LOSS:
             problem = f"subtraction would leave only rounding errors in its block {block.name!r}"
             raise SubtractionError(f"{merged.name}: {problem}. {_REMEDY}")
-        psd = left > _SMALL and all(matrix.psd for matrix in matrices)
+        psd = fraction > _SMALL and all(matrix.psd for matrix in matrices)
         combined.append([combine(matrices, values, psd=psd)])
     return replace(block, structure=whole.of_sides([1.0], combined), losses=_unmeasured(block.losses))
 
@@ -145,7 +146,7 @@ def _remaining_output_scale(merged: MergeInput, part: MergeInput, factor: float)
 
 
 def _unmeasured(losses: Sequence[Loss]) -> tuple[Loss, ...]:
-    """Clears the error of `tak`: for the remaining tasks it depends on their single bundles, which are not here."""
+    """Clears the error of `tak`: for the remaining tasks it depends on their own bundles, which are not available."""
     return tuple(Loss(step=TakRule.name) if loss.step == TakRule.name else loss for loss in losses)
 
 
@@ -155,12 +156,12 @@ def _require_sums(item: MergeInput, rules: Sequence[str]) -> None:
     if merge is None or merge.rule not in rules:
         problem = f"was merged by {merge.rule!r}" if merge else "was not merged"
         raise SubtractionError(f"{item.name}: {problem}; exact subtraction requires {' or '.join(rules)}. {_REMEDY}")
-    # Compression of the parents before they were merged is fine: the compressed matrices were summed.
+    # Parents may have been compressed before they were merged, because the compressed matrices were summed.
     steps = [loss.step for loss in item.curvature.about.losses]
     since_merge = steps[steps.index(TakRule.name) + 1 :] if TakRule.name in steps else steps
     inexact = [step for step in steps if step == PARTIAL or step.startswith(f"{OptimalRule.name}:")]
     if lossy := [*inexact, *since_merge]:
-        problem = f"it went through {lossy[0]!r}, so it may no longer be the sum of its parents"
+        problem = f"it was processed by {lossy[0]!r}, so it may no longer be the sum of its parents"
         raise SubtractionError(f"{item.name}: {problem}. {_REMEDY}")
 
 
@@ -175,7 +176,7 @@ def _factor(merged: MergeInput, part: MergeInput) -> float:
     return factors[0]
 
 
-def _remaining_share(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
+def _remaining_fraction(matrices: Sequence[Matrix], coefficients: Sequence[float]) -> float:
     """Returns the norm of the combination relative to that of its first term."""
     values = torch.tensor(coefficients, dtype=torch.float64)
     products = gram(matrices)

@@ -1,7 +1,7 @@
 """Turns examples into batches, in this process or in worker processes, and runs models on them.
 
 Batches are read with torch's `DataLoader`. The number of worker processes changes neither the batches nor their order,
-so it is not part of any result.
+so it does not affect any result.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def batches(
 ) -> Generator[Batch, None, None]:
     """Yields one prepared batch for each entry of `indices`, in order.
 
-    Close the generator when leaving it early, so that its worker processes end.
+    Close the generator if it is not exhausted, so that its worker processes exit.
 
     Args:
         model: Model that prepares the examples.
@@ -63,7 +63,7 @@ def batches(
         indices: Source and example indices of each batch. Read slightly ahead; may be infinite.
 
     Raises:
-        KfacpackError: An example cannot be read, or a worker process died.
+        KfacpackError: An example cannot be read, or a worker process exited unexpectedly.
     """
     workers = _num_workers(sources)
     loader = DataLoader(
@@ -86,7 +86,7 @@ def batches(
     except RuntimeError as error:
         if "DataLoader worker" not in str(error) or isinstance(error, KfacpackError):
             raise
-        problem = f"a worker process that prepared examples died: {first_line(error)}"
+        problem = f"a worker process exited unexpectedly: {first_line(error)}"
         raise KfacpackError(f"{problem}. Use --workers 0, which needs less memory") from error
 
 
@@ -97,10 +97,10 @@ class _BatchDataset(Dataset[Any]):
         self._prepare, self._sources = prepare, sources
 
     def __getitem__(self, index: BatchIndices) -> Batch | KfacpackError:
-        source, numbers = index
+        source, indices = index
         split, task = self._sources[source]
         try:
-            return self._prepare([split[number] for number in numbers], task)
+            return self._prepare([split[number] for number in indices], task)
         except KfacpackError as error:
             # If it were raised here, DataLoader would add the worker's traceback to the message.
             return error
@@ -111,7 +111,7 @@ def _identity(batch: Any) -> Any:
 
 
 def _init_worker(number: int) -> None:
-    """Leaves Ctrl-C, which reaches every process of a terminal, to the main process."""
+    """Ignores Ctrl-C, which the terminal sends to every process; the main process handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -120,13 +120,13 @@ def _num_workers(sources: Sequence[SplitSource]) -> int:
     if _requested_workers is not None:
         return _requested_workers
     if not sys.platform.startswith("linux"):
-        return 0  # on other systems, a forked process may not use the system's libraries
+        return 0  # on other systems, forking is not safe once system libraries have been used
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(MAX_WORKERS, max(0, cores - 1)) if any(_needs_decoding(split) for split, _ in sources) else 0
 
 
 def _needs_decoding(split: Split) -> bool:
-    """Whether a split has images from files. Images of embedded tasks are arrays already, and texts are short."""
+    """Returns whether a split has encoded images. Embedded tasks have decoded images, and texts need no decoding."""
     if not len(split):
         return False
     try:
@@ -160,7 +160,7 @@ def outputs(
     model: Model,
     split: Split,
     task: str,
-    numbers: Sequence[int],
+    indices: Sequence[int],
     batch_size: int,
     forward: Callable[[Batch], Tensor] | None = None,
 ) -> Iterator[tuple[Sequence[int], Tensor]]:
@@ -170,24 +170,24 @@ def outputs(
         model: Model to run.
         split: Split to read.
         task: Name of the task.
-        numbers: Indices of the examples.
+        indices: Indices of the examples.
         batch_size: Examples per batch.
         forward: Function from a batch to f; defaults to the model's own. Used for edited models.
 
     Raises:
         KfacpackError: f contains NaN or Inf, or an example cannot be read.
     """
-    for chosen, batch in prepared_batches(model, split, task, numbers, batch_size):
+    for chosen, batch in prepared_batches(model, split, task, indices, batch_size):
         with torch.no_grad(), name_task_in_errors(split, task, chosen):
             f = forward(batch) if forward else call_model(model.forward, batch)
         yield chosen, at_least_float32(f)
 
 
 def prepared_batches(
-    model: Model, split: Split, task: str, numbers: Sequence[int], batch_size: int
+    model: Model, split: Split, task: str, indices: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
     """Yields the indices of each batch's examples and the prepared batch. Arguments as for `outputs`."""
-    groups = list(batched(numbers, batch_size))
+    groups = list(batched(indices, batch_size))
     yield from zip(groups, batches(model, [(split, task)], [(0, group) for group in groups]), strict=True)
 
 
@@ -197,9 +197,9 @@ def name_task_in_errors(split: Split, task: str, chosen: Sequence[int]) -> Itera
     try:
         yield
     except NotFiniteError as error:
-        place = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
+        location = f"{printable(task)}, split {split.source.split!r}, examples {chosen[0]} to {chosen[-1]}"
         problem = "f contains NaN or Inf; check the weights, or use another dtype for the model"
-        raise KfacpackError(f"{place}: {problem}") from error
+        raise KfacpackError(f"{location}: {problem}") from error
 
 
 _FINGERPRINT_EXAMPLES = 32
@@ -207,34 +207,34 @@ _FINGERPRINT_EXAMPLES = 32
 
 
 def fingerprint(
-    model: Model, split: Split, task: str, numbers: Sequence[int] | None = None, *, labels: bool = False
+    model: Model, split: Split, task: str, indices: Sequence[int] | None = None, *, labels: bool = False
 ) -> str:
     """Returns a digest that detects changed data at the cost of preparing one batch.
 
-    Covers the number of examples and up to 32 of them, evenly spaced and including the first and the last, as the
-    model sees them.
+    The digest covers the number of examples and up to 32 prepared examples, evenly spaced and including the first and
+    the last.
 
     Args:
         model: Model that prepares the examples.
         split: Split to read.
         task: Name of the task.
-        numbers: Indices of the examples; defaults to the whole split.
+        indices: Indices of the examples; defaults to the whole split.
         labels: Whether to include the labels of all examples.
 
     Returns:
         A SHA-256 hex digest.
     """
-    chosen = range(len(split)) if numbers is None else numbers
+    chosen = range(len(split)) if indices is None else indices
     digest = sha256(f"{len(chosen)} of {len(split)}".encode())
     if labels:
         digest.update(repr([split.label(number) for number in chosen]).encode())
-    batch = model.prepare([split[chosen[position]] for position in _evenly_spread(len(chosen))], task)
+    batch = model.prepare([split[chosen[position]] for position in _evenly_spaced(len(chosen))], task)
     for tensor in tensors_of(batch):
         digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
         digest.update(raw_bytes(tensor))
     return digest.hexdigest()
 
 
-def _evenly_spread(size: int) -> list[int]:
+def _evenly_spaced(size: int) -> list[int]:
     count = min(size, _FINGERPRINT_EXAMPLES)
     return [position * (size - 1) // max(1, count - 1) for position in range(count)]

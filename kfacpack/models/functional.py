@@ -34,7 +34,7 @@ def call_model(forward: Forward, batch: ModelInput) -> Tensor:
         f, of shape (N, C).
 
     Raises:
-        KfacpackError: The batch has another type or no examples, or f is not a float tensor of shape (N, C).
+        KfacpackError: The batch has an unsupported type or no examples, or f is not a float tensor of shape (N, C).
         NotFiniteError: f contains NaN or Inf.
     """
     if not isinstance(batch, (Tensor, Mapping, list, tuple)):
@@ -47,7 +47,7 @@ def call_model(forward: Forward, batch: ModelInput) -> Tensor:
         else:
             f = forward(**batch) if isinstance(batch, Mapping) else forward(*batch)
     except TypeError as error:
-        hint = "A batch holds the arguments of f without labels: use ((x,) for x, y in loader) to drop them"
+        hint = "A batch contains the arguments of f without labels: use ((x,) for x, y in loader) to drop them"
         raise KfacpackError(f"the model cannot be called with this batch: {error}. {hint}") from error
     if not isinstance(f, Tensor) or f.dim() != 2 or not f.is_floating_point() or 0 in f.shape:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
@@ -100,7 +100,7 @@ def padding_mask(batch: ModelInput) -> Tensor | None:
 
 @contextmanager
 def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
-    """Temporarily switches a module to eval mode, with gradients for the given parameters only.
+    """Temporarily switches a module to eval mode, with gradients for `parameters` only.
 
     Restores all `training` and `requires_grad` flags afterwards.
 
@@ -134,7 +134,7 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
 
 
 def zeros_like_parameters(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns τ = 0 for the given parameters, in at least float32, the starting point of training."""
+    """Returns τ = 0, in at least float32: the starting point of training."""
     return {
         name: torch.zeros_like(
             parameter, dtype=torch.promote_types(parameter.dtype, torch.float32), requires_grad=False
@@ -148,7 +148,7 @@ def select_parameters(
 ) -> dict[str, Tensor]:
     """Selects parameters of a module by name.
 
-    A parameter with several names (tied weights) is returned under its first name, whichever name was selected.
+    A parameter with several names (tied weights) is returned under its first name, regardless of the selected name.
 
     Args:
         model: Module to select from.
@@ -182,8 +182,9 @@ def select_parameters(
         raise KfacpackError(f"params {patterns}: expected at least one parameter name or pattern")
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
-            some = ", ".join(list(named)[:3])
-            raise KfacpackError(f"no parameter matches {pattern!r}; the model has {len(named)} parameters: {some}, …")
+            first_names = ", ".join(list(named)[:3])
+            available = f"the model has {len(named)} parameters: {first_names}, …"
+            raise KfacpackError(f"no parameter matches {pattern!r}; {available}")
     chosen = {first[id(p)] for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return {name: p for name, p in named.items() if name in chosen}
 

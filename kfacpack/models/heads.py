@@ -46,7 +46,7 @@ class Head:
     classes: tuple[str, ...]
     """Names of the K classes."""
     origin: HeadOrigin
-    """How the head was made: text, words or prototypes."""
+    """How the head was built: text, words or prototypes."""
 
     def logits(self, f: Tensor) -> Tensor:
         """Returns the logits.
@@ -136,7 +136,7 @@ def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
 
 
 def _resolve_kind(model: Model, task: Task, kind: HeadKind) -> HeadKind:
-    """Replaces `auto` by the kind it stands for."""
+    """Resolves `auto` to a kind of head."""
     if kind == "text" or (kind == "auto" and model.encode_text and task.templates):
         return "text"
     if kind == "words" or (kind == "auto" and _has_distinct_words(model, task)):
@@ -173,7 +173,7 @@ def word_head(model: Model, task: Task) -> Head:
     """Builds a head from the output layer's rows for the class names as next words.
 
     Raises:
-        KfacpackError: The model predicts no words, or two classes start with the same word.
+        KfacpackError: The model does not predict words, or two classes start with the same word.
     """
     weight, classes = _word_rows(model, task), require_classes(task)
     return Head(weight, weight.new_zeros(len(classes)), classes, "words")
@@ -191,7 +191,7 @@ def _word_rows(model: Model, task: Task) -> Tensor:
 
 
 def _has_distinct_words(model: Model, task: Task) -> bool:
-    """Whether the class names start with different tokens of the model."""
+    """Returns whether the class names start with different tokens of the model."""
     if model.word_weights is None:
         return False
     return _first_identical_rows(model.word_weights(_label_words(model, task))) is None
@@ -238,7 +238,7 @@ def prototype_head(
     classes = require_classes(task)
     split = task.split("train")
     members = _examples_by_class(split, task, classes)
-    class_of = {number: k for k, numbers in enumerate(members) for number in numbers}
+    class_of = {index: k for k, indices in enumerate(members) for index in indices}
     # In float64 on the CPU, so that the result does not depend on the order of the examples.
     label_list, parts, f = [], [], torch.zeros(0)
     on_progress(0, len(class_of))
@@ -248,7 +248,7 @@ def prototype_head(
         on_progress(len(label_list), len(class_of))
     labels, features = torch.tensor(label_list), torch.cat(parts)
     sums = torch.zeros(len(classes), model.function.width, dtype=torch.float64).index_add_(0, labels, features)
-    means = sums / torch.tensor([[len(numbers)] for numbers in members])
+    means = sums / torch.tensor([[len(indices)] for indices in members])
     centre = means.mean(0)
     directions = normalize(means - centre, dim=-1)
     # For an f that is not normalised, the same scales are tried relative to its standard deviation.
@@ -260,7 +260,7 @@ def prototype_head(
 def _best_scale(cosines: Tensor, labels: Tensor, limit: float) -> float:
     """Returns the factor up to `limit` that minimises the cross-entropy of (N, K) cosines, on a grid of 12% steps.
 
-    Without a limit there is no minimum if every example is classified correctly.
+    Without a limit, there is no minimum if all examples are classified correctly.
     """
     scales = 10 ** torch.arange(0, 3.01, 0.05, dtype=torch.float64)
     scales = scales[scales <= limit]
@@ -302,17 +302,17 @@ def require_matching_classes(head: Head, task: Task) -> None:
 
 
 def _examples_by_class(split: Split, task: Task, classes: tuple[str, ...]) -> list[Sequence[int]]:
-    """Returns for each class the examples that its prototype is computed from."""
+    """Returns the examples that the prototype of each class is computed from."""
     members: list[list[int]] = [[] for _ in classes]
     for number in range(len(split)):
         members[split.label(number)].append(number)
-    if missing := [name for name, numbers in zip(classes, members, strict=True) if not numbers]:
+    if missing := [name for name, indices in zip(classes, members, strict=True) if not indices]:
         problem = f"class {printable(missing[0])!r} has no example in split {split.source.split!r}"
         raise KfacpackError(f"{printable(task.name)}: {problem}; a prototype needs at least one")
-    return [_evenly_spaced(numbers, MAX_PER_CLASS) for numbers in members]
+    return [_evenly_spaced(indices, MAX_PER_CLASS) for indices in members]
 
 
-def _evenly_spaced(numbers: Sequence[int], limit: int) -> Sequence[int]:
-    if len(numbers) <= limit:
-        return numbers
-    return [numbers[k * len(numbers) // limit] for k in range(limit)]
+def _evenly_spaced(indices: Sequence[int], limit: int) -> Sequence[int]:
+    if len(indices) <= limit:
+        return indices
+    return [indices[k * len(indices) // limit] for k in range(limit)]

@@ -1,4 +1,4 @@
-"""The model interface: a library's module, the function f computed with it, and how examples become its input.
+"""The model interface: a module, the function f that it computes, and the preparation of its inputs.
 
 A family (`kfacpack.models.families`) builds `Model` objects from a `ModelRequest`. This module also lists the model
 repositories in the local Hub cache.
@@ -25,8 +25,8 @@ from kfacpack.models.weights import Checkpoint
 from kfacpack.tasks.task import Example, did_you_mean
 
 
-class UnknownModel(KfacpackError):  # noqa: N818 - named for what it is, as in "raise UnknownModel"
-    """A model name that its library does not have."""
+class UnknownModel(KfacpackError):  # noqa: N818 - part of the public API under this name
+    """Raised for a model name that is unknown to its library."""
 
 
 def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel:
@@ -37,7 +37,7 @@ def unknown_model(library: str, name: str, names: Iterable[str]) -> UnknownModel
         name: The unknown name.
         names: All model names of the library.
     """
-    # OpenAI writes ViT-B/32, open_clip ViT-B-32.
+    # OpenAI's name is ViT-B/32, open_clip's is ViT-B-32.
     suggestion = did_you_mean(name.replace("/", "-"), names, count=5, cutoff=0.5)
     return UnknownModel(f"unknown {library} model {printable(name)!r}{suggestion}")
 
@@ -93,15 +93,15 @@ def cached_repositories() -> Iterator[CachedRepository]:
 
 
 Batch = Tensor | dict[str, Tensor]
-"""Model input on the CPU: a tensor is the only argument of `forward`, a dictionary holds its keyword arguments."""
+"""Model input on the CPU: a tensor is the only argument of `forward`, a dictionary contains its keyword arguments."""
 
 WeightsSource = Path | Literal["random"] | None
-"""A safetensors file, `"random"` for a random initialisation, or None for the weights that the name stands for."""
+"""A safetensors file, `"random"` for a random initialisation, or None for the published weights of the model."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as its library builds it, in eval mode, on a device, with the library's own parameter names."""
+    """A model of a library, in eval mode, on a device, with the library's own parameter names."""
 
     family: str
     """Name of the family, as manifests record it."""
@@ -120,17 +120,17 @@ class Model:
     prepare: Callable[[Sequence[Example], str], Batch]
     """Turns N examples and their task's name into a batch."""
     preprocessing: str
-    """What `prepare` does, in one line, for the manifest."""
+    """One-line description of `prepare`, for the manifest."""
     checkpoint: Checkpoint
     """Writes the module's current weights in a form that its own library loads."""
     encode_text: Callable[[Sequence[str]], Tensor] | None = None
-    """N texts to their normalised embeddings, (N, C), without gradient; None without a trained text tower."""
+    """Maps N texts to normalised embeddings, (N, C), without gradient; None without a trained text tower."""
     word_weights: Callable[[Sequence[str]], Tensor] | None = None
-    """K words to (K, C), which maps f to the logit of each as the next word; None if f predicts no words."""
+    """Maps K words to (K, C), the weights of their logits as the next word; None if f does not predict words."""
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
-    """K class names and their task's name to K words for `word_weights`; None where `word_weights` is None."""
+    """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
     logit_scale: float = 100.0
-    """Factor from cosine similarities to logits: the model's own, or by default the value CLIP's training reaches."""
+    """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
 
     def base(self, parameters: Collection[str]) -> Base:
         """Returns the identity of the model: its name and the digests of its current weights.
@@ -193,18 +193,18 @@ class ModelFamily(Protocol):
 
         Raises:
             UnknownModel: The library has no model of this name.
-            KfacpackError: The weights are missing, invalid or do not fit the model.
+            KfacpackError: The weights are missing, invalid or do not match the model.
         """
         ...
 
-    def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+    def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
         """Yields the `--model` names of the family whose weights are in a cached repository."""
         ...
 
 
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
-    """Seeds torch's global generator, which libraries initialise from, and restores it afterwards."""
+    """Seeds torch's global generator, which libraries use for initialisation, and restores it afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

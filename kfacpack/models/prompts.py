@@ -14,7 +14,7 @@ from kfacpack.format.identity import base_task_name
 PromptStyle = Literal["t5", "flan"]
 PROMPT_STYLES: tuple[PromptStyle, ...] = get_args(PromptStyle)
 CONFIG_KEY = "kfacpack_prompts"
-"""Where a saved config.json records the style, so that an edited model is prompted like its base model."""
+"""Key of the prompt style in a saved config.json, so that an edited model uses the prompts of its base model."""
 
 T5_COLUMNS = {
     "mnli": ("hypothesis", "premise"),
@@ -46,7 +46,7 @@ FLAN_TEMPLATES = {
 
 
 def prompt_style(name: str, config: Any) -> PromptStyle:
-    """Returns the style a model was trained with.
+    """Returns the prompt style that a model was trained with.
 
     Args:
         name: Name of the repository or folder.
@@ -80,7 +80,7 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
 
 
 def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
-    """Returns the word or phrase that answers for each class; underscores in class names are read as spaces."""
+    """Returns the answer for each class, a word or phrase; underscores in class names are replaced by spaces."""
     answers = ENTAILMENT_ANSWERS if style == "flan" and base_task_name(task) in FLAN_TEMPLATES else {}
     return [answers.get(name, name.replace("_", " ")) for name in classes]
 

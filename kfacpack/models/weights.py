@@ -23,14 +23,14 @@ from kfacpack.format.container import Container
 from kfacpack.format.hub_client import hub_errors
 from kfacpack.format.writer import replace_atomically, tensor_offsets
 
-LOCAL_WEIGHTS = "Give a safetensors file with --weights FILE, or use --weights random"
+LOCAL_WEIGHTS = "Pass a safetensors file with --weights FILE, or use --weights random"
 """Remedy for weights that cannot be downloaded."""
 
 _SAFETENSORS_NAMES = {
     "pytorch_model.bin": "model.safetensors",
     "open_clip_pytorch_model.bin": "open_clip_model.safetensors",
 }
-"""Pickle that a registry lists to the safetensors file in the same Hub repository."""
+"""File name of a pickle in a registry to the safetensors file in the same Hub repository."""
 
 
 def check_safetensors(path: Path) -> Path:
@@ -69,14 +69,14 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
 
     file = safetensors_name(filename)
     repository, _, revision = repository.partition("@")
-    otherwise = LOCAL_WEIGHTS[0].lower() + LOCAL_WEIGHTS[1:]
-    with hub_errors(f"{model}: {file} of {repository}", repository, revision or None, otherwise=otherwise):
+    offline_remedy = LOCAL_WEIGHTS[0].lower() + LOCAL_WEIGHTS[1:]
+    with hub_errors(f"{model}: {file} of {repository}", repository, revision or None, offline_remedy=offline_remedy):
         path = Path(hf_hub_download(repository, file, revision=revision or None))
     return check_safetensors(path)
 
 
 def mismatched_tensors(path: Path, expected: Mapping[str, Tensor], resized: tuple[str, ...] = ()) -> str | None:
-    """Describes the first tensor of a state dict that a file lacks or has in another shape; None if all match.
+    """Describes the first tensor that is missing in a file or has a different shape; None if all match.
 
     Args:
         path: Safetensors file.
@@ -104,7 +104,7 @@ def weights_error(
     Args:
         path: Safetensors file.
         model: Name of the model.
-        error: What the library raised.
+        error: The exception that the library raised.
         expected: Builds the state dict of such a model, to name the first tensor that does not match.
         resized: fnmatch patterns of the tensors whose shape the loader adapts.
     """
@@ -116,13 +116,13 @@ def weights_error(
 class Checkpoint(ABC):
     """Saves the current weights of a module in a form that its own library loads."""
 
-    def __init__(self, how_to_load: Callable[[Path], str]):
-        self.how_to_load = how_to_load
+    def __init__(self, load_command: Callable[[Path], str]):
+        self.load_command = load_command
         """Returns, for a path, the line of Python that loads a checkpoint saved there."""
 
     @abstractmethod
     def check(self, path: Path) -> None:
-        """Checks a path before long work.
+        """Checks a path before a long computation.
 
         Raises:
             KfacpackError: A checkpoint cannot be saved there.
@@ -140,16 +140,16 @@ class Checkpoint(ABC):
 class CheckpointFile(Checkpoint):
     """A safetensors file with the module's state dict, as open_clip and timm load it."""
 
-    def __init__(self, module: nn.Module, how_to_load: Callable[[Path], str], only: str = ""):
+    def __init__(self, module: nn.Module, load_command: Callable[[Path], str], prefix: str = ""):
         """Creates the checkpoint of a module.
 
         Args:
             module: Module whose state dict is saved.
-            how_to_load: Returns, for a path, the line of Python that loads the file.
-            only: Prefix of the names to save.
+            load_command: Returns, for a path, the line of Python that loads the file.
+            prefix: Only tensors whose names start with this prefix are saved.
         """
-        super().__init__(how_to_load)
-        self._module, self._only = module, only
+        super().__init__(load_command)
+        self._module, self._prefix = module, prefix
 
     def check(self, path: Path) -> None:
         """Checks that the path is a file name that ends in .safetensors."""
@@ -163,20 +163,20 @@ class CheckpointFile(Checkpoint):
         """Writes the state dict atomically."""
         self.check(path)
         state = self._module.state_dict()
-        write_weights(path, {name: value for name, value in state.items() if name.startswith(self._only)})
+        write_weights(path, {name: value for name, value in state.items() if name.startswith(self._prefix)})
 
 
 class CheckpointFolder(Checkpoint):
     """A folder with config, tokenizer and weights, as transformers loads it."""
 
-    def __init__(self, fill: Callable[[Path], None], how_to_load: Callable[[Path], str]):
+    def __init__(self, fill: Callable[[Path], None], load_command: Callable[[Path], str]):
         """Creates the checkpoint of a model.
 
         Args:
             fill: Writes the files into an empty folder.
-            how_to_load: Returns, for a path, the line of Python that loads the folder.
+            load_command: Returns, for a path, the line of Python that loads the folder.
         """
-        super().__init__(how_to_load)
+        super().__init__(load_command)
         self._fill = fill
 
     def check(self, path: Path) -> None:
@@ -208,20 +208,20 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         path: File to write.
         state: Name to tensor.
     """
-    places = tensor_offsets({name: spec_of(tensor) for name, tensor in state.items()})
+    specs = tensor_offsets({name: spec_of(tensor) for name, tensor in state.items()})
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, place in places.items():
-        offsets = [place.start, place.stop]
-        header[name] = {"dtype": place.dtype, "shape": list(place.shape), "data_offsets": offsets}
+    for name, spec in specs.items():
+        offsets = [spec.start, spec.stop]
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with replace_atomically(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in places:
+        for name in specs:
             file.write(raw_bytes(state[name]))
 
 
-def as_call(function: str, *values: object, **named: object) -> str:
+def format_call(function: str, *values: object, **named: object) -> str:
     """Formats a function call as a line of Python. Keyword arguments that are None are left out."""
     arguments = [*map(repr, values), *(f"{name}={value!r}" for name, value in named.items() if value is not None)]
     return f"{function}({', '.join(arguments)})"

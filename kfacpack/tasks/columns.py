@@ -30,7 +30,7 @@ class RequestedColumns:
     label: tuple[str, ...] = ()
     """Possible names of the label column. If empty, the label column is found by type."""
     required: bool = True
-    """Whether a missing column is an error; otherwise all input columns are then found by type."""
+    """Whether a missing column is an error; otherwise, all input columns are found by type instead."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Columns:
     classes: tuple[str, ...] | None
     """Class names of a ClassLabel column; None for a label of numbers or texts, whose values are the classes."""
     values: tuple[Any, ...] | None = None
-    """Values of such a label in the order of the classes, once the column has been read."""
+    """Values of a label column without class names, in the order of the classes; None until the column is read."""
     by_type: bool = False
     """Whether requested columns are missing and the input columns were found by type instead."""
 
@@ -61,7 +61,7 @@ def parse_columns(text: str) -> RequestedColumns:
         text: Comma-separated `KEY=COLUMN` pairs, such as `"image=IMG,label=Y"`.
 
     Raises:
-        KfacpackError: The text has another form, a key occurs twice, or an image is combined with other inputs.
+        KfacpackError: The text is invalid, a key occurs twice, or an image is combined with other inputs.
     """
     columns: dict[str, tuple[str, ...]] = {}
     for pair in text.split(","):
@@ -76,7 +76,7 @@ def parse_columns(text: str) -> RequestedColumns:
     return RequestedColumns(columns, label)
 
 
-def find_columns(features: Any, place: str, requested: RequestedColumns | None = None) -> Columns:
+def find_columns(features: Any, location: str, requested: RequestedColumns | None = None) -> Columns:
     """Finds the columns of a data set: requested ones by name, others by type.
 
     By type, the input is the only image column, or else every text column; the label is the only ClassLabel column, or
@@ -84,11 +84,11 @@ def find_columns(features: Any, place: str, requested: RequestedColumns | None =
 
     Args:
         features: `datasets.Features` of the data.
-        place: File or folder, for errors.
+        location: File or folder, for errors.
         requested: Columns requested by name.
 
     Raises:
-        KfacpackError: A required column is missing, has another type, or there are several candidates.
+        KfacpackError: A required column is missing or has the wrong type, or there are several candidates.
     """
     requested = requested or RequestedColumns()
     named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}
@@ -97,38 +97,38 @@ def find_columns(features: Any, place: str, requested: RequestedColumns | None =
     missing += [requested.label] if requested.label and label is None else []
     if missing and requested.required:
         problem = f"no column {printable(' or '.join(missing[0]))!r}; the columns are {_join(features)}"
-        raise KfacpackError(f"{place}: {problem}. {_REMEDY}")
-    label = label or _label_by_type(features, place)
+        raise KfacpackError(f"{location}: {problem}. {_REMEDY}")
+    label = label or _label_by_type(features, location)
     if missing or not named:
-        inputs = _inputs_by_type(features, place, label)
+        inputs = _inputs_by_type(features, location, label)
     else:
         inputs = {key: column for key, column in named.items() if column is not None}
         for key, column in inputs.items():
-            _require_type(features, key, column, place)
-    return Columns(inputs, label, _class_names(features, label, place), by_type=bool(missing))
+            _require_type(features, key, column, location)
+    return Columns(inputs, label, _class_names(features, label, location), by_type=bool(missing))
 
 
 def is_image(feature: Any) -> bool:
-    """Whether a feature has the type `datasets.Image`."""
+    """Returns whether a feature has the type `datasets.Image`."""
     import datasets
 
     return isinstance(feature, datasets.Image)
 
 
 def is_encoded_image(feature: Any) -> bool:
-    """Whether a feature may hold encoded images without the type, as in parquet files not written by datasets."""
+    """Returns whether a feature may contain encoded images, as in parquet files not written by `datasets`."""
     if isinstance(feature, dict):
         return "bytes" in feature
     return getattr(feature, "dtype", None) in ("binary", "large_binary")
 
 
-def _label_by_type(features: Any, place: str) -> str | None:
+def _label_by_type(features: Any, location: str) -> str | None:
     import datasets
 
     labels = [name for name, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
     if not labels:  # otherwise a text column named label would become an input
         labels = [name for name in LABEL_NAMES if name in features and _may_be_label(features[name])][:1]
-    return _only(labels, "class labels", place)
+    return _only(labels, "class labels", location)
 
 
 def _may_be_label(feature: Any) -> bool:
@@ -140,39 +140,39 @@ def _is_text(feature: Any) -> bool:
     return getattr(feature, "dtype", None) in TEXT_TYPES
 
 
-def _inputs_by_type(features: Any, place: str, label: str | None) -> dict[str, str]:
+def _inputs_by_type(features: Any, location: str, label: str | None) -> dict[str, str]:
     images = [name for name, feature in features.items() if is_image(feature)]
     images = images or [
         name for name, feature in features.items() if isinstance(feature, dict) and set(feature) == STORED_IMAGE_FIELDS
     ]
     texts = [name for name, feature in features.items() if _is_text(feature) and name != label]
-    if image := _only(images, "images", place):
+    if image := _only(images, "images", location):
         return {IMAGE: image}
     if not texts:
         problem = f"no column of images or texts; the columns are {_join(features) or 'none'}"
         remedy = "Expected features of type Image or string, as datasets.Dataset.to_parquet writes them"
-        raise KfacpackError(f"{place}: {problem}. {remedy}")
+        raise KfacpackError(f"{location}: {problem}. {remedy}")
     return {name: name for name in texts}
 
 
-def _only(columns: list[str], kind: str, place: str) -> str | None:
+def _only(columns: list[str], kind: str, location: str) -> str | None:
     if len(columns) > 1:
         problem = f"{len(columns)} columns of {kind}, {_join(columns)}; expected one"
-        raise KfacpackError(f"{place}: {problem}. {_REMEDY}")
+        raise KfacpackError(f"{location}: {problem}. {_REMEDY}")
     return columns[0] if columns else None
 
 
-def _require_type(features: Any, key: str, column: str, place: str) -> None:
+def _require_type(features: Any, key: str, column: str, location: str) -> None:
     feature = features[column]
     if key == IMAGE:
-        fits, expected = is_image(feature) or is_encoded_image(feature), "images"
+        is_valid, expected = is_image(feature) or is_encoded_image(feature), "images"
     else:
-        fits, expected = _is_text(feature), "texts"
-    if not fits:
-        raise KfacpackError(f"{place}: column {printable(column)!r} has type {feature}; expected {expected}")
+        is_valid, expected = _is_text(feature), "texts"
+    if not is_valid:
+        raise KfacpackError(f"{location}: column {printable(column)!r} has type {feature}; expected {expected}")
 
 
-def _class_names(features: Any, label: str | None, place: str) -> tuple[str, ...] | None:
+def _class_names(features: Any, label: str | None, location: str) -> tuple[str, ...] | None:
     import datasets
 
     if label is None:
@@ -182,7 +182,7 @@ def _class_names(features: Any, label: str | None, place: str) -> tuple[str, ...
         return tuple(feature.names)
     if not _may_be_label(feature):
         problem = f"label column {printable(label)!r} has type {printable(str(feature))}"
-        raise KfacpackError(f"{place}: {problem}; expected ClassLabel, strings or integers")
+        raise KfacpackError(f"{location}: {problem}; expected ClassLabel, strings or integers")
     return None
 
 

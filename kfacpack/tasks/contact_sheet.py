@@ -25,10 +25,10 @@ INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """A drawn contact sheet."""
+    """A contact sheet."""
 
     image: Image.Image
-    """The drawing."""
+    """The rendered image."""
     classes: int
     """Number of classes shown, at most `MAX_CLASSES`."""
     left_out: int
@@ -99,9 +99,9 @@ def _first_examples(split: Split, classes: int, per_class: int) -> Mapping[int, 
     return examples
 
 
-def _thumbnail(picture: Image.Image) -> Image.Image:
+def _thumbnail(image: Image.Image) -> Image.Image:
     """Enlarges small images by a whole factor, so that their pixels stay visible, and shrinks large ones."""
-    rgb = picture.convert("RGB")
+    rgb = image.convert("RGB")
     if (factor := THUMBNAIL // max(rgb.size)) > 0:
         return rgb.resize((rgb.width * factor, rgb.height * factor), Image.Resampling.NEAREST)
     rgb.thumbnail((THUMBNAIL, THUMBNAIL))

@@ -34,7 +34,7 @@ class PackageData:
     module: str
     """Name of its top-level module."""
     tested: str
-    """A version that is known to contain the data."""
+    """A version that contains the data."""
 
     @property
     def version(self) -> str:
@@ -95,7 +95,7 @@ def declared_features(text: str, config: str | None) -> Any | None:
         config: Config to read if the card describes several.
 
     Returns:
-        `datasets.Features` from `dataset_info`, or None if the card has none that can be read.
+        `datasets.Features` from `dataset_info`, or None if the card has no readable ones.
     """
     import datasets
     import yaml
@@ -114,7 +114,7 @@ def declared_features(text: str, config: str | None) -> Any | None:
 
 
 EXPECTED = (
-    "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config, or images in CLASS/ "
+    "expected train-*.parquet and test-*.parquet at the top level, in data/ or in a config folder, or images in CLASS/ "
     "or in train/CLASS/ and test/CLASS/"
 )
 MAX_DEPTH = 3
@@ -135,16 +135,16 @@ def natural_order(paths: Iterable[str]) -> list[str]:
     return sorted(paths, key=lambda path: path.split("/"))
 
 
-def parquet_files(paths: Iterable[str], config: str | None, place: str, *, exact: bool = False) -> Splits:
+def parquet_files(paths: Iterable[str], config: str | None, location: str, *, exact: bool = False) -> Splits:
     """Finds the parquet files of a config, by split.
 
-    Files outside any config's folder, or in that of a config named default, belong to every config.
+    Files outside all config folders, or in the folder of a config named default, belong to every config.
 
     Args:
-        paths: Paths relative to `place`.
+        paths: Paths relative to `location`.
         config: Config to find; None if there is only one.
-        place: Folder or repository, for errors.
-        exact: Whether the user named the config, so that files of no config do not stand in for it.
+        location: Folder or repository, for errors.
+        exact: Whether the user requested the config explicitly, so that files without a config are not used instead.
 
     Returns:
         Split to files; empty if there are no parquet files.
@@ -160,15 +160,15 @@ def parquet_files(paths: Iterable[str], config: str | None, place: str, *, exact
             continue
         if folders[:1] == ["data"]:
             folders = folders[1:]
-        # A config may be named like a split; then the files in it are named like splits.
+        # A config may have the name of a split; its files are then named after splits.
         in_split = folders and folders[-1] in SPLITS and (match[1] == folders[-1] or match[1] not in SPLITS)
         split = folders.pop() if folders and (NUMBERED.fullmatch(name) or in_split) else match[1]
         if len(folders) < 2:
             configs.setdefault(folders[0] if folders else None, {}).setdefault(split, []).append(path)
-    return _choose_config(configs, config, place, exact) if configs else {}
+    return _choose_config(configs, config, location, exact) if configs else {}
 
 
-def _choose_config(configs: Mapping[str | None, Splits], config: str | None, place: str, exact: bool) -> Splits:
+def _choose_config(configs: Mapping[str | None, Splits], config: str | None, location: str, exact: bool) -> Splits:
     for candidate in (config,) if exact and config not in (None, "default") else (config, None, "default"):
         if candidate in configs:
             return configs[candidate]
@@ -177,24 +177,24 @@ def _choose_config(configs: Mapping[str | None, Splits], config: str | None, pla
     names = sorted(name for name in configs if name is not None)
     problem = f"no config {printable(config)!r}" if config else "several configs"
     if not names:
-        raise KfacpackError(f"{place}: {problem}; the data has no configs. Leave it out: --data {place}")
-    example = f"{place}/{printable(names[0])}"
-    raise KfacpackError(f"{place}: {problem}; there are {printable(', '.join(names))}. Choose one: --data {example}")
+        raise KfacpackError(f"{location}: {problem}; the data has no configs. Leave it out: --data {location}")
+    example = f"{location}/{printable(names[0])}"
+    raise KfacpackError(f"{location}: {problem}; there are {printable(', '.join(names))}. Choose one: --data {example}")
 
 
 def missing_shards(files: Iterable[str]) -> int:
-    """Returns how many files of a split are missing, according to the numbers in the names of the others."""
+    """Returns the number of missing files of a split, according to the shard numbers in the file names."""
     matches = [match for path in files if (match := SHARD.fullmatch(path.split("/")[-1])) and match["count"]]
     counts = {match["count"] for match in matches}
     return max(0, int(counts.pop()) - len(matches)) if len(counts) == 1 else 0
 
 
-def image_files(paths: Iterable[str], place: str) -> Splits:
-    """Finds the images in class folders, by split; without folders for splits, all images are `train`.
+def image_files(paths: Iterable[str], location: str) -> Splits:
+    """Finds the images in class folders, by split; without split folders, all images belong to `train`.
 
     Args:
-        paths: Paths relative to `place`.
-        place: Folder, for errors.
+        paths: Paths relative to `location`.
+        location: Folder, for errors.
 
     Raises:
         KfacpackError: Images are in the folders of splits, but not of classes.
@@ -207,7 +207,7 @@ def image_files(paths: Iterable[str], place: str) -> Splits:
     flat = [path for path in images if path.count("/") == 1]
     if flat and not splits and {path.split("/")[0] for path in flat} <= set(SPLITS):
         problem = f"{printable(flat[0])!r} is in the folder of a split, but not of a class"
-        raise KfacpackError(f"{place}: {problem}; {EXPECTED}")
+        raise KfacpackError(f"{location}: {problem}; {EXPECTED}")
     return splits or ({"train": flat} if flat else {})
 
 
@@ -232,7 +232,7 @@ def read_schema(file: Path) -> tuple[Any, int]:
 
 
 def has_hf_metadata(file: Path) -> bool:
-    """Whether a parquet file stores the Hub's types, such as class names, in its metadata."""
+    """Returns whether a parquet file stores the Hub's types, such as class names, in its metadata."""
     import pyarrow
     from pyarrow import parquet
 
@@ -257,14 +257,14 @@ def read_column(file: Path, name: str) -> list[Any]:
         raise KfacpackError(f"{file}: column {printable(name)!r} cannot be read: {first_line(error)}") from error
 
 
-def read_rows(files: Sequence[Path], split: str, features: Any | None, place: str) -> Any:
+def read_rows(files: Sequence[Path], split: str, features: Any | None, location: str) -> Any:
     """Reads parquet files as one data set.
 
     Args:
         files: Files to read.
         split: Name of the split.
         features: Column types, if the files do not contain them.
-        place: Folder or repository, for errors.
+        location: Folder or repository, for errors.
 
     Returns:
         A `datasets.Dataset`.
@@ -274,8 +274,8 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, place: st
     """
     import datasets
 
-    # datasets reads an Arrow copy that it maps into memory. The mapping outlives the file's name, so the disk space of
-    # the copy is freed when the data set is deleted or the process ends.
+    # datasets reads an Arrow copy that it maps into memory. The mapping remains valid after the file is unlinked, so
+    # the disk space of the copy is freed when the data set is deleted or the process ends.
     with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
         try:
             by_split = {split: [escape(str(file)) for file in files]}
@@ -284,7 +284,7 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, place: st
             )
         except Exception as error:  # errors of Arrow, datasets and the system have no common base class
             cause = first_line(error.__cause__ or error)
-            raise KfacpackError(f"{place}: split {split!r} cannot be read: {cause}") from error
+            raise KfacpackError(f"{location}: split {split!r} cannot be read: {cause}") from error
 
 
 @contextmanager

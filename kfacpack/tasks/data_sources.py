@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from kfacpack.errors import HubError, KfacpackError, first_line, printable
 from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, snapshot
-from kfacpack.format.reference import read_address
+from kfacpack.format.reference import parse_address
 from kfacpack.tasks.data_files import EXPECTED, MAX_DEPTH
 
 CONVERTED = "refs/convert/parquet"
@@ -23,7 +23,7 @@ ADDRESS_FORM = "hf://datasets/OWNER/REPO, optionally followed by @REVISION and /
 
 
 class DataSource(Protocol):
-    """A place with the files of a data set."""
+    """A folder or repository with the files of a data set."""
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class DataSource(Protocol):
 
     @property
     def expected(self) -> str:
-        """What the place should contain, or where to get it, for errors."""
+        """Expected content, or how to obtain the data, for errors."""
         ...
 
     @property
@@ -136,12 +136,12 @@ class DatasetRepository:
     is_local = False
 
     def __init__(self, repository: str, revision: str | None = None, config: str | None = None):
-        """Refers to a repository without making a request.
+        """Creates a reference to a repository without making a request.
 
         Args:
             repository: `owner/repository`.
             revision: Branch, tag or commit; None for the main branch, or its parquet conversion.
-            config: Config to name in the remedies of errors.
+            config: Config that error messages suggest to download.
         """
         self.source = repository
         self._revision, self._config = revision, config
@@ -159,9 +159,9 @@ class DatasetRepository:
 
     @property
     def expected(self) -> str:
-        """What the repository should contain, or how to get the data without the Hub."""
+        """Expected content of the repository, or how to obtain the data without the Hub."""
         if self._offline_reason is None:
-            return "expected train-*.parquet and test-*.parquet, there, in data/ or in the folder of a config"
+            return "expected train-*.parquet and test-*.parquet at the top level, in data/ or in a config folder"
         problem = f"the Hub cannot be reached ({self._offline_reason}), and the local cache has no other files"
         return f"{problem}; {self._download_remedy}"
 
@@ -188,7 +188,7 @@ class DatasetRepository:
             return Path(cached)
         with self._hub_errors(f"{self.name}: {path}", commit):
             # Download by the revision's name, so that the cache can resolve it without a network; by the commit if the
-            # revision has moved on since the files were listed.
+            # revision has changed since the files were listed.
             with suppress(EntryNotFoundError):
                 file = Path(hf_hub_download(self.source, path, repo_type="dataset", revision=revision))
                 if commit in file.parts:
@@ -209,7 +209,7 @@ class DatasetRepository:
         except HubError as error:
             if self._revision == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
                 problem = "is not parquet, and the Hub has no parquet copy of it"
-                remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and give --data DIR"
+                remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and pass --data DIR"
                 raise HubError(self.name, problem, remedy) from error
             cached = self._cached_snapshot() if error.unreachable else None
             if cached is None:
@@ -229,9 +229,14 @@ class DatasetRepository:
                 return cached
         return None
 
-    def _hub_errors(self, place: str, revision: str | None) -> AbstractContextManager[None]:
+    def _hub_errors(self, target: str, revision: str | None) -> AbstractContextManager[None]:
         return hub_errors(
-            place, self.source, revision, kind="dataset", otherwise=self._download_remedy, instead=LOCAL_DATA
+            target,
+            self.source,
+            revision,
+            kind="dataset",
+            offline_remedy=self._download_remedy,
+            access_remedy=LOCAL_DATA,
         )
 
     @property
@@ -243,7 +248,7 @@ class DatasetRepository:
 
 
 def is_dataset_address(data: str) -> bool:
-    """Whether a value of `--data` is an hf:// address rather than a folder."""
+    """Returns whether a value of `--data` is an hf:// address rather than a folder."""
     return data.startswith("hf:/")
 
 
@@ -262,7 +267,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
     text = os.fspath(data)
     if not is_dataset_address(text):
         return LocalFolder(Path(text)), None
-    address = read_address(text.rstrip("/"))
+    address = parse_address(text.rstrip("/"))
     config = address.path if address else None
     if address is None or address.kind != "dataset" or not (config is None or CONFIG.fullmatch(config)):
         raise KfacpackError(f"{printable(text)}: not the address of a data set; expected {ADDRESS_FORM}")

@@ -1,4 +1,4 @@
-"""Tasks in files: parquet in the Hub's layout, or images in one folder per class, in a folder or on the Hub.
+"""Tasks from files: parquet in the Hub's layout, or images in one folder per class, local or on the Hub.
 
 Splits read their examples on access.
 """
@@ -31,7 +31,7 @@ SIXTEEN_BITS = ("PNG", "PPM")
 """Formats with at most 16 bits per pixel, although Pillow decodes them to 32-bit integers."""
 
 
-def eight_bit(picture: Image) -> Image:
+def to_8_bit(image: Image) -> Image:
     """Scales 16-bit greyscale images to 8 bits and returns other images unchanged.
 
     Pillow's own conversion to RGB clips such pixels at 255, which turns the image white.
@@ -39,15 +39,15 @@ def eight_bit(picture: Image) -> Image:
     Raises:
         ValueError: The pixels are floating-point or 32-bit numbers, whose white level is unknown.
     """
-    if picture.mode not in ("I", "F") and not picture.mode.startswith("I;16"):
-        return picture
+    if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        return image
     from PIL import Image
 
-    if picture.mode == "F" or (picture.mode == "I" and picture.format not in SIXTEEN_BITS):
-        kind = "floating-point" if picture.mode == "F" else "32-bit"
+    if image.mode == "F" or (image.mode == "I" and image.format not in SIXTEEN_BITS):
+        kind = "floating-point" if image.mode == "F" else "32-bit"
         raise ValueError(f"the pixels are {kind} numbers, expected 8 or 16 bits; store the image as PNG or JPEG")
-    scaled = Image.fromarray((np.asarray(picture) // (WHITE // 255)).astype(np.uint8))
-    scaled.format = picture.format
+    scaled = Image.fromarray((np.asarray(image) // (WHITE // 255)).astype(np.uint8))
+    scaled.format = image.format
     return scaled
 
 
@@ -71,7 +71,7 @@ class LocalSplit:
             source: Origin to record.
             rows: Rows of the data that belong to the split.
             stored: Name of the split in the files, for errors.
-            files: Image file of each row, if each has its own.
+            files: Image file of each row, if the rows are image files.
         """
         self.source = source
         self._rows, self._stored, self._files = rows, stored, files
@@ -87,11 +87,11 @@ class LocalSplit:
             row = self._inputs[self._rows[index]]
             example = {key: row[column] for key, column in self._columns.inputs.items()}
             if example.get(IMAGE) is not None:
-                example[IMAGE] = eight_bit(example[IMAGE])
+                example[IMAGE] = to_8_bit(example[IMAGE])
         except Exception as error:  # Pillow's errors for sizes, EXIF data and damaged files have no common base class
-            raise KfacpackError(f"{self._place(index)}: the image cannot be read: {first_line(error)}") from error
+            raise KfacpackError(f"{self._location(index)}: the image cannot be read: {first_line(error)}") from error
         if empty := [key for key, value in example.items() if value is None]:
-            raise KfacpackError(f"{self._place(index)}: {empty[0]!r} is null; remove such rows")
+            raise KfacpackError(f"{self._location(index)}: {empty[0]!r} is null; remove such rows")
         return example
 
     def label(self, index: int) -> int:
@@ -106,7 +106,7 @@ class LocalSplit:
         label = self._labels[self._rows[index]]
         if label not in self._class_of:
             text = printable(str(label))
-            raise KfacpackError(f"{self._place(index)}: label {text} is not a class; remove such rows")
+            raise KfacpackError(f"{self._location(index)}: label {text} is not a class; remove such rows")
         return self._class_of[label]
 
     @cached_property
@@ -119,7 +119,7 @@ class LocalSplit:
     def _labels(self) -> list[Any]:
         return list(self._data[self._columns.label])
 
-    def _place(self, index: int) -> str:
+    def _location(self, index: int) -> str:
         row = self._rows[index]
         return str(self._files[row]) if self._files else f"{self.source.dataset}, split {self._stored!r}, row {row}"
 
@@ -130,14 +130,14 @@ TEMPLATES = ("a photo of a {}.",)
 
 
 class LocalTask:
-    """A task in files. Implements `Task`.
+    """A task from files. Implements `Task`.
 
     Splits are found by file names; files are opened or downloaded when a split is read. `validation` is the data's own
     split (which may be named valid, val or dev), or else a fixed tenth of `train`, at most 5000 examples; `train` is
     then the rest. There is no `validation` if `train` has fewer than ten examples.
 
-    The definition of a published task determines which stored split serves as which, the columns, the class names in
-    prompts, and whether rows without a label are left out.
+    The definition of a published task determines the mapping of stored splits, the columns, the class names in prompts,
+    and whether rows without a label are left out.
     """
 
     def __init__(
@@ -161,24 +161,24 @@ class LocalTask:
             KfacpackError: There are no data files.
         """
         self.name = name
-        self.place: DataSource = LocalFolder(Path(data)) if isinstance(data, str | os.PathLike) else data
+        self.data_source: DataSource = LocalFolder(Path(data)) if isinstance(data, str | os.PathLike) else data
         self.definition = definition
         self._listings: dict[str, list[tuple[str, str]]] = {}
         self._requested = columns or (definition.requested_columns if definition else None)
         exact = config is not None
         self._config = config = config or (definition.config if definition else None)
-        paths = self.place.paths()
-        self._shards = self._arrange(parquet_files(paths, config, self.place.name, exact=exact))
-        by_class = not self._shards and self.place.is_local  # do not download thousands of images one by one
-        self._pictures = self._arrange(image_files(paths, self.place.name)) if by_class else {}
+        paths = self.data_source.paths()
+        self._shards = self._arrange(parquet_files(paths, config, self.data_source.name, exact=exact))
+        by_class = not self._shards and self.data_source.is_local  # do not download thousands of images one by one
+        self._images = self._arrange(image_files(paths, self.data_source.name)) if by_class else {}
         if not self._files:
             content = ", ".join(sorted({path.split("/")[0] for path in paths})[:5]) or "nothing"
-            raise KfacpackError(f"{self.place.name}: found {printable(content)}; {self.place.expected}")
+            raise KfacpackError(f"{self.data_source.name}: found {printable(content)}; {self.data_source.expected}")
 
     @property
     def _files(self) -> Splits:
-        """Files of each split that has files of its own."""
-        return self._shards or self._pictures
+        """Files of each stored split."""
+        return self._shards or self._images
 
     def _arrange(self, stored: Splits) -> Splits:
         """Maps stored splits to the task's, `train` first.
@@ -208,8 +208,8 @@ class LocalTask:
     @cached_property
     def _stored_classes(self) -> tuple[str, ...] | None:
         """Names of the classes in the files."""
-        if self._pictures:
-            return tuple(sorted({path.split("/")[-2] for files in self._pictures.values() for path in files}))
+        if self._images:
+            return tuple(sorted({path.split("/")[-2] for files in self._images.values() for path in files}))
         return tuple(map(str, self._values)) if self._columns.by_value else self._columns.classes
 
     @cached_property
@@ -217,7 +217,9 @@ class LocalTask:
         """Classes of a label without class names: its values in `train`."""
         values = {value for value in self._read_labels(self._first_split) if not _is_unlabelled(value)}
         if not values:
-            raise KfacpackError(f"{self.place.name}: column {printable(str(self._columns.label))!r} has no labels")
+            raise KfacpackError(
+                f"{self.data_source.name}: column {printable(str(self._columns.label))!r} has no labels"
+            )
         return tuple(sorted(values))
 
     @cached_property
@@ -228,14 +230,14 @@ class LocalTask:
     @property
     def templates(self) -> tuple[str, ...]:
         """Prompt templates; empty for texts."""
-        if not self._pictures and IMAGE not in self._columns.inputs:
+        if not self._images and IMAGE not in self._columns.inputs:
             return ()
         return self.definition.templates if self.definition else TEMPLATES
 
     @property
     def source(self) -> str:
         """Name of the folder or repository."""
-        return self.place.source
+        return self.data_source.source
 
     @property
     def license(self) -> str | None:
@@ -244,7 +246,7 @@ class LocalTask:
 
     def notices(self, model: str) -> tuple[str, ...]:
         """Returns notes about columns found by type, classes without names, and missing files or labels."""
-        return () if self._pictures else tuple(f"{printable(self.name)}: {notice}" for notice in self._notices())
+        return () if self._images else tuple(f"{printable(self.name)}: {notice}" for notice in self._notices())
 
     def _notices(self) -> Iterator[str]:
         columns = self._columns
@@ -276,34 +278,34 @@ class LocalTask:
 
     @cached_property
     def _columns(self) -> Columns:
-        file = self.place.file(self._shards[self._first_split][0])
+        file = self.data_source.file(self._shards[self._first_split][0])
         return find_columns(self._declared or data_files.read_schema(file)[0], str(file), self._requested)
 
     @cached_property
     def _declared(self) -> Any | None:
         """Column types from the dataset card, if the files have no such metadata and the columns are the same."""
-        file = self.place.file(self._shards[self._first_split][0])
-        if CARD not in self.place.paths() or data_files.has_hf_metadata(file):
+        file = self.data_source.file(self._shards[self._first_split][0])
+        if CARD not in self.data_source.paths() or data_files.has_hf_metadata(file):
             return None
-        text = self.place.file(CARD).read_text(encoding="utf-8", errors="replace")
+        text = self.data_source.file(CARD).read_text(encoding="utf-8", errors="replace")
         features = declared_features(text, self._config)
         return features if features and set(features) == set(data_files.read_schema(file)[0]) else None
 
     def _num_rows(self, split: str) -> int:
         """Number of examples in the files of a split."""
-        if self._pictures:
-            return len(self._pictures[split])
-        return sum(data_files.read_schema(self.place.file(path))[1] for path in self._shards[split])
+        if self._images:
+            return len(self._images[split])
+        return sum(data_files.read_schema(self.data_source.file(path))[1] for path in self._shards[split])
 
     def _labelled_rows(self, split: str) -> Sequence[int]:
         """Rows in the files of a split, without unlabelled ones if the definition drops them."""
-        if not self._drops_unlabelled or self._pictures:
+        if not self._drops_unlabelled or self._images:
             return range(self._num_rows(split))
         return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]
 
     def _read_labels(self, split: str) -> list[Any]:
         column = self._columns.label
-        files = [self.place.file(path) for path in self._shards[split]] if column else []
+        files = [self.data_source.file(path) for path in self._shards[split]] if column else []
         return [value for file in files for value in data_files.read_column(file, str(column))]
 
     @cached_property
@@ -321,14 +323,14 @@ class LocalTask:
         return [row for position, row in enumerate(rows) if (position in held_out) == (name == "validation")]
 
     def _stored_split(self, name: str) -> str:
-        """Split whose files hold a split's examples."""
+        """Returns the stored split that contains the examples of a split."""
         return name if name in self._files else "train"
 
     def listing(self, split: str) -> list[tuple[str, str]]:
         """Returns the path and a content digest of each file of a split."""
         stored = self._stored_split(split)
         if stored not in self._listings:
-            self._listings[stored] = [(path, self.place.digest(path)) for path in self._files[stored]]
+            self._listings[stored] = [(path, self.data_source.digest(path)) for path in self._files[stored]]
         return self._listings[stored]
 
     def split(self, name: str) -> LocalSplit:
@@ -337,44 +339,44 @@ class LocalTask:
         Raises:
             KfacpackError: There is no such split, its files cannot be read, or its classes are not those of `train`.
         """
-        # A split with files of its own is known without listing `splits`, which may download those of `train`.
+        # For a stored split, avoid `splits`, which may download the files of `train`.
         if name not in self._files and name not in self.splits:
             problem = f"unknown split {printable(name)!r}; expected one of {', '.join(self.splits)}"
-            expected = self.place.expected[0].upper() + self.place.expected[1:]
-            raise KfacpackError(f"{self.place.name}: {problem}. {expected}")
+            expected = self.data_source.expected[0].upper() + self.data_source.expected[1:]
+            raise KfacpackError(f"{self.data_source.name}: {problem}. {expected}")
         stored = self._stored_split(name)
-        data = self._read_pictures(stored) if self._pictures else self._read_shards(stored)
-        columns = find_columns(data.features, self.place.name, None if self._pictures else self._requested)
+        data = self._read_images(stored) if self._images else self._read_shards(stored)
+        columns = find_columns(data.features, self.data_source.name, None if self._images else self._requested)
         if columns.by_value:
             columns = replace(columns, values=self._values)
         elif columns.classes != self._stored_classes:
             problem = f"the classes of {name!r} are not those of {self._first_split!r}"
-            raise KfacpackError(f"{self.place.name}: {problem}")
+            raise KfacpackError(f"{self.data_source.name}: {problem}")
         if IMAGE in columns.inputs and not is_image(data.features[columns.inputs[IMAGE]]):
             import datasets
 
             data = data.cast_column(columns.inputs[IMAGE], datasets.Image())
-        origin = DataOrigin(self.source, name, self.license, self.place.revision)
-        files = [self.place.file(path) for path in self._pictures.get(stored, ())]
+        origin = DataOrigin(self.source, name, self.license, self.data_source.revision)
+        files = [self.data_source.file(path) for path in self._images.get(stored, ())]
         return LocalSplit(data, columns, origin, self._split_rows(name), stored, files or None)
 
     def _read_shards(self, name: str) -> Any:
         if not self._num_rows(name):
-            raise KfacpackError(f"{self.place.name}: split {name!r} has no examples")
-        files = [self.place.file(path) for path in self._shards[name]]
-        return data_files.read_rows(files, name, self._declared, self.place.name)
+            raise KfacpackError(f"{self.data_source.name}: split {name!r} has no examples")
+        files = [self.data_source.file(path) for path in self._shards[name]]
+        return data_files.read_rows(files, name, self._declared, self.data_source.name)
 
-    def _read_pictures(self, name: str) -> Any:
+    def _read_images(self, name: str) -> Any:
         import datasets
 
-        classes, paths = list(self._stored_classes or ()), self._pictures[name]
+        classes, paths = list(self._stored_classes or ()), self._images[name]
         class_of = {stored: number for number, stored in enumerate(classes)}
         labels = [class_of[path.split("/")[-2]] for path in paths]
         features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=classes))
-        files = [str(self.place.file(path)) for path in paths]
+        files = [str(self.data_source.file(path)) for path in paths]
         return datasets.Dataset.from_dict({"image": files, "label": labels}, features)
 
 
 def _is_unlabelled(value: Any) -> bool:
-    """Whether a value stands for a missing label: data sets use null, -1, a dash or an empty string."""
+    """Returns whether a value denotes a missing label: data sets use null, -1, a dash or an empty string."""
     return value is None or value in ("", "-", -1)

@@ -14,7 +14,7 @@ ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]
 
 
 def plain_names(stored: Sequence[str]) -> tuple[str, ...]:
-    """Replaces the characters that stand for spaces in folder names: baseball_diamond, /c/church/outdoor."""
+    """Replaces the characters that represent spaces in folder names: baseball_diamond, /c/church/outdoor."""
     return tuple(map(_plain_name, stored))
 
 
@@ -42,7 +42,7 @@ VALIDATION = ("validation", "valid", "val", "dev")
 """Names of a validation split."""
 OWN_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
 HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
-"""If the labels of `test` are not public, `validation` serves as test, and `train` is split for validation."""
+"""If the labels of `test` are not public, `validation` is used as `test`, and `train` is split for validation."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class PublishedTask:
     repository: str
     """Repository on the Hub, `owner/repository`."""
     license: str | None
-    """License as the owners of the data state it; None if they do not."""
+    """License as stated by the owners of the data; None if they state none."""
     classes: int
     """Number of classes."""
     stored: Mapping[str, int]
-    """Split with files of its own in the repository to its number of examples."""
+    """Stored split of the repository to its number of examples."""
     inputs: Mapping[str, tuple[str, ...]]
     """Key in the example to possible column names, the repository's own first."""
     label: tuple[str, ...] = ("label", "labels")
@@ -68,7 +68,7 @@ class PublishedTask:
     revision: str | None = None
     """Revision of the repository; None for the main branch."""
     splits: Mapping[str, tuple[str, ...]] | None = None
-    """Split to the possible names of the stored split that serves as such; the first that exists is used. Other stored
+    """Split to the possible names of the stored split to use; the first that exists is used. Other stored
     splits, such as corrupted copies of `test`, are ignored."""
     templates: tuple[str, ...] = ()
     """Prompt templates, with {} in place of the class name."""
@@ -81,7 +81,7 @@ class PublishedTask:
 
     @property
     def serving(self) -> Mapping[str, tuple[str, ...]]:
-        """Split to the possible names of the stored split that serves as such."""
+        """Split to the possible names of the stored split to use."""
         return self.splits or OWN_SPLITS
 
     @property

@@ -1,7 +1,7 @@
 """Definitions of the published tasks: vision tasks of the task arithmetic papers, ImageNet and six NLI tasks.
 
-Class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the control task, uses those that
-open_clip carries. The class names of the natural language inference tasks are T5's label words and are left unchanged.
+Class names and prompts of the vision tasks are those of CLIP's authors. ImageNet, the control task, uses those of
+open_clip. The class names of the natural language inference tasks are T5's label words and are left unchanged.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ IMAGE_COLUMNS = {"image": ("image", "img")}
 NUMBER_TEMPLATES = ('a photo of the number: "{}".',)
 
 
-def _fill_template(*parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Combines one word of each part: ("a photo of",), ("a", "the"), ("{}",) give "a photo of a {}." and so on."""
+def _join_words(*parts: tuple[str, ...]) -> tuple[str, ...]:
+    """Joins one word of each part: ("a photo of",), ("a", "the"), ("{}",) -> "a photo of a {}."."""
     return tuple(" ".join(word for word in words if word) + "." for words in product(*parts))
 
 
@@ -111,9 +111,9 @@ def stanford_cars() -> PublishedTask:
         stored={"train": 8144, "test": 8041},
         inputs=IMAGE_COLUMNS,
         templates=(
-            *_fill_template(("a photo of",), ("a", "the", "my"), ("{}",)),
+            *_join_words(("a photo of",), ("a", "the", "my"), ("{}",)),
             "i love my {}!",
-            *_fill_template(("a photo of my",), ("dirty", "clean", "new", "old"), ("{}",)),
+            *_join_words(("a photo of my",), ("dirty", "clean", "new", "old"), ("{}",)),
         ),
     )
 
@@ -127,7 +127,7 @@ def dtd() -> PublishedTask:
         classes=47,
         stored={"train": 3760, "test": 1880},
         inputs=IMAGE_COLUMNS,
-        templates=_fill_template(("a photo of",), ("a", "the"), ("{}",), ("texture", "pattern", "thing", "object")),
+        templates=_join_words(("a photo of",), ("a", "the"), ("{}",), ("texture", "pattern", "thing", "object")),
     )
 
 
@@ -140,7 +140,7 @@ def eurosat() -> PublishedTask:
         classes=10,
         stored={"train": 21600, "test": 2700},
         inputs=IMAGE_COLUMNS,
-        templates=_fill_template(("a centered satellite photo of",), ("", "a", "the"), ("{}",)),
+        templates=_join_words(("a centered satellite photo of",), ("", "a", "the"), ("{}",)),
         words=names_from_table(EUROSAT_CLASSES),
     )
 
@@ -154,7 +154,7 @@ def gtsrb() -> PublishedTask:
         classes=43,
         stored={"train": 26640, "test": 12630},
         inputs=IMAGE_COLUMNS,
-        templates=_fill_template(("a",), ("zoomed in", "centered", "close up"), ('photo of a "{}" traffic sign',)),
+        templates=_join_words(("a",), ("zoomed in", "centered", "close up"), ('photo of a "{}" traffic sign',)),
         words=gtsrb_classes,
     )
 
@@ -199,7 +199,7 @@ def sun397() -> PublishedTask:
         classes=397,
         stored={"train": 19850, "test": 19850},
         inputs=IMAGE_COLUMNS,
-        templates=_fill_template(("a photo of",), ("a", "the"), ("{}",)),
+        templates=_join_words(("a photo of",), ("a", "the"), ("{}",)),
     )
 
 
@@ -223,7 +223,7 @@ WORDNET = re.compile(r"n\d{8}")
 
 
 def imagenet() -> PublishedTask:
-    """Returns the definition of ImageNet-1k. Its validation split serves as test."""
+    """Returns the definition of ImageNet-1k. Its validation split is used as test split."""
     return PublishedTask(
         name="imagenet",
         repository="ILSVRC/imagenet-1k",
@@ -286,7 +286,7 @@ def snli() -> PublishedTask:
 
 
 def mnli() -> PublishedTask:
-    """Returns the definition of MultiNLI. Its matched validation split serves as test."""
+    """Returns the definition of MultiNLI. Its matched validation split is used as test split."""
     return PublishedTask(
         name="mnli",
         repository="nyu-mll/glue",
@@ -306,7 +306,7 @@ def sick() -> PublishedTask:
     return PublishedTask(
         name="sick",
         repository="RobZamp/sick",
-        revision="refs/convert/parquet",  # the main branch holds a loading script
+        revision="refs/convert/parquet",  # the main branch contains a loading script
         config="default",
         license="CC BY-NC-SA 3.0",
         classes=3,
@@ -333,7 +333,7 @@ def scitail() -> PublishedTask:
 
 
 def rte() -> PublishedTask:
-    """Returns the definition of RTE. Its validation split serves as test."""
+    """Returns the definition of RTE. Its validation split is used as test split."""
     return PublishedTask(
         name="rte",
         repository="nyu-mll/glue",
@@ -349,7 +349,7 @@ def rte() -> PublishedTask:
 
 
 def qnli() -> PublishedTask:
-    """Returns the definition of QNLI. Its validation split serves as test."""
+    """Returns the definition of QNLI. Its validation split is used as test split."""
     return PublishedTask(
         name="qnli",
         repository="nyu-mll/glue",

@@ -1,4 +1,4 @@
-"""The registry of tasks: those of the package, those published on the Hub, and data of the user's own."""
+"""The registry of tasks: embedded tasks, tasks published on the Hub, and user data."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns: str | None = None) -> Task:
-    """Loads a task by name. Reads nothing of the data but the names of its files.
+    """Loads a task by name. Only the names of its files are read.
 
     Args:
         name: A registered task, `NAME@k/n` for the k-th of n parts by classes, or any name together with `data`.
         data: Data to use instead of the registered one: a folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].
-            The definition of a published task (columns, class names, prompts) applies to a copy of its data, too.
-        columns: Columns of the data, such as `"image=IMG,label=Y"`; by default they are found by name or type.
+            The definition of a published task (columns, class names, prompts) also applies to a copy of its data.
+        columns: Columns of the data, such as `"image=IMG,label=Y"`; by default they are chosen by name or type.
 
     Returns:
         The task.
@@ -72,15 +72,15 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
     definition = PUBLISHED[name]() if name in PUBLISHED else None
     requested = parse_columns(columns) if columns is not None else None
     if data is not None:
-        place, config = data_source_of(data)
-        return LocalTask(name, place, definition, requested, config)
+        source, config = data_source_of(data)
+        return LocalTask(name, source, definition, requested, config)
     if requested is not None:
-        raise KfacpackError("--columns needs data of your own: add --data DIR")
+        raise KfacpackError("--columns requires your own data: add --data DIR")
     if name in TASKS:
         return TASKS[name]()
     if definition is not None:
-        place = DatasetRepository(definition.repository, definition.revision, definition.config)
-        return LocalTask(name, place, definition)
+        source = DatasetRepository(definition.repository, definition.revision, definition.config)
+        return LocalTask(name, source, definition)
     suggestion = did_you_mean(name, [*TASKS, *PUBLISHED])
-    remedy = "For data of your own, add --data DIR with train-*.parquet and test-*.parquet, or images in class folders"
+    remedy = "For your own data, add --data DIR with train-*.parquet and test-*.parquet, or images in class folders"
     raise KfacpackError(f"unknown task {printable(name)!r}{suggestion} Run `kfacpack tasks` for a list. {remedy}")

@@ -1,9 +1,9 @@
 """The task interface: named splits of labelled examples. Also class splits and the choice of examples.
 
 A class split `NAME@k/n` divides a task's classes into n groups, as in class-incremental learning, and keeps the
-examples of the k-th. The groups are consecutive and as even as possible. `classes` stays that of the whole task, and so
-do labels and heads: vectors of the parts have the same head, and their sum is evaluated on the union of the classes.
-Training distinguishes only the group's own classes, evaluation all of them.
+examples of the k-th. The groups are consecutive and as even as possible. `classes`, labels
+and heads are those of the whole task: vectors of the parts have the same head, and their sum is evaluated on the union
+of the classes. Training uses only the logits of the group's own classes, evaluation uses all of them.
 """
 
 from __future__ import annotations
@@ -268,26 +268,26 @@ class ClassSplitView:
         """
         self.source = whole.source
         self._whole = whole
-        self._numbers = [number for number in range(len(whole)) if whole.label(number) in classes]
+        self._indices = [number for number in range(len(whole)) if whole.label(number) in classes]
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._indices)
 
     def __getitem__(self, index: int) -> Example:
-        return self._whole[self._numbers[index]]
+        return self._whole[self._indices[index]]
 
     def label(self, index: int) -> int:
         """Returns the class of an example, an index into the whole task's `classes`."""
-        return self._whole.label(self._numbers[index])
+        return self._whole.label(self._indices[index])
 
 
 def parent_task(task: Task) -> Task:
-    """Returns the whole task of a class split; any other task itself."""
+    """Returns the whole task of a class split; other tasks are returned unchanged."""
     return task.whole if isinstance(task, ClassSplitTask) else task
 
 
 def own_classes(task: Task) -> range | None:
-    """Returns the classes that training distinguishes: those of a class split; None, for all, otherwise."""
+    """Returns the classes of a class split, which training is restricted to; None for other tasks."""
     return task.own_classes if isinstance(task, ClassSplitTask) else None
 
 
@@ -296,7 +296,7 @@ def parse_count(text: str, size: int) -> int:
 
     Args:
         text: A number (`"256"`), a share (`"30%"`) or `"all"`.
-        size: Number of examples there are, the maximum of the result.
+        size: Number of available examples, the maximum of the result.
 
     Returns:
         A number from 1 to `size`.
@@ -318,21 +318,21 @@ def parse_count(text: str, size: int) -> int:
 
 def sample_indices(size: int, count: int, seed: int) -> list[int]:
     """Draws `count` different indices below `size`, in increasing order."""
-    # The counter separates this stream from the one that draws the probes of each example.
+    # The counter separates this stream from the one that the probes are drawn from.
     generator = np.random.Generator(np.random.Philox(key=seed, counter=[0, 0, 1, 0]))
     return sorted(generator.choice(size, count, replace=False, shuffle=False).tolist())
 
 
-def batched(numbers: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
-    """Yields consecutive groups of at most `batch_size` numbers.
+def batched(items: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
+    """Yields consecutive groups of at most `batch_size` items.
 
     Raises:
         KfacpackError: `batch_size` is not positive.
     """
     if batch_size < 1:
         raise KfacpackError(f"batch size {batch_size}: expected at least 1")
-    for start in range(0, len(numbers), batch_size):
-        yield numbers[start : start + batch_size]
+    for start in range(0, len(items), batch_size):
+        yield items[start : start + batch_size]
 
 
 VALIDATION_SHARE, MAX_VALIDATION = 10, 5000
@@ -342,8 +342,8 @@ VALIDATION_SHARE, MAX_VALIDATION = 10, 5000
 def validation_indices(size: int) -> list[int]:
     """Chooses the training examples to hold out for validation, as in the task arithmetic papers.
 
-    Divides the `size` examples into equal stretches and draws one from each, so that every class is represented whether
-    the examples are sorted by class or the classes alternate.
+    Divides the `size` examples into equal intervals and draws one from each, so that every class is represented,
+    whether the examples are sorted by class or shuffled.
 
     Returns:
         Indices below `size` in increasing order: a tenth of them, at most 5000.

@@ -104,9 +104,9 @@ class DataPenalty:
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         value = torch.zeros((), dtype=torch.float64)
-        upcoming = self._batches_from(step, regime.model, at_once)
+        next_batches = self._batches_from(step, regime.model, at_once)
         for _ in self._parts(step, at_once):
-            change, result = regime.drift(next(upcoming), tau)
+            change, result = regime.drift(next(next_batches), tau)
             value += weight * float(change.square().sum())
             result.add_gradient(2 * weight * change, gradients)
         self._next = step + 1, at_once
@@ -129,6 +129,6 @@ class DataPenalty:
         if self._upcoming is None or self._next != (step, at_once):
             self.close()
             sources = list(zip(self._splits, self.tasks, strict=True))
-            parts = (part for later in count(step) for part in self._parts(later, at_once))
+            parts = (part for next_step in count(step) for part in self._parts(next_step, at_once))
             self._upcoming = batches(model, sources, parts)
         return self._upcoming

@@ -37,12 +37,12 @@ class FactorPlacement:
         """Yields each block with a function that multiplies its matrices, `multiply(matrix, x)`."""
         streams = self._storage_device != self.device and self.device.type == "cuda"
         stream = torch.cuda.Stream(self.device) if streams else None
-        upcoming = self._on_device(blocks[0], stream) if blocks else None
+        next_operators = self._on_device(blocks[0], stream) if blocks else None
         for number, block in enumerate(blocks):
-            assert upcoming is not None
-            operators, copied = upcoming
+            assert next_operators is not None
+            operators, copied = next_operators
             # Start the next copy before this block is computed, so that they overlap.
-            upcoming = self._on_device(blocks[number + 1], stream) if number + 1 < len(blocks) else None
+            next_operators = self._on_device(blocks[number + 1], stream) if number + 1 < len(blocks) else None
             if copied is not None:
                 _wait_for_copy(operators, copied, self.device)
             yield block, _multiply(operators)

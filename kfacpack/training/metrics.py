@@ -1,4 +1,4 @@
-"""Training metrics of each step: the JSON Lines file beside the vector, and the check for too strong a penalty."""
+"""Metrics of each training step: the JSON Lines file beside the vector, and the check of the penalty's strength."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kfacpack.errors import KfacpackError
 _MIN_STEPS = 10
 """Shorter runs are not checked, because their losses are too noisy."""
 _NOT_LEARNED = 0.95
-"""A final loss above this fraction of the first loss has not decreased."""
+"""A final loss above this fraction of the first loss counts as not decreased."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def require_metrics_path(output: Path) -> None:
         KfacpackError: If `output` or its metrics file is a folder.
     """
     if output.is_dir():
-        raise KfacpackError(f"{output}: is a folder; give the path of a file to write the vector to")
+        raise KfacpackError(f"{output}: is a folder; expected the path of a file for the vector")
     path = metrics_path(output)
     if path.is_dir():
         problem = "is a folder, but the metrics of each step are written to a file of this name"

@@ -1,8 +1,8 @@
 """The optimizer of τ: the order of the examples, the default learning rate, and AdamW with a state that can be stored.
 
-The order of the examples is a function of the seed and the step, so it needs no state. Epochs follow each other, each
-in its own order; a batch may begin in one epoch and end in the next. So every batch is full, and every example occurs
-once per epoch for any batch size.
+The order of the examples is a function of the seed and the step, so it needs no state. Each epoch has
+its own order; a batch may begin in one epoch and end in the next. Every batch is therefore full, and every example
+occurs once per epoch for any batch size.
 
 The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
 in the direction of the sign of its gradient. How far this moves f differs between models by orders of magnitude, but
@@ -130,15 +130,15 @@ def _linearization_at_zero(regime: Regime, batch: Batch) -> tuple[Linearized, Li
 def no_influence_error(regime: Regime) -> KfacpackError:
     """Returns the error for parameters that f does not depend on."""
     names = list(regime.parameters)
-    some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(
-        f"f does not depend on the chosen parameters ({some}), so training them has no effect. "
+        f"f does not depend on the chosen parameters ({listed}), so training them has no effect. "
         "Choose others with --params"
     )
 
 
 class AdamWState:
-    """All that a training step changes: τ, its gradient, and the moments of AdamW.
+    """The state that a training step changes: τ, its gradient, and the moments of AdamW.
 
     Args:
         parameters: Parameters to train, by name; τ has their shapes and starts at zero.
@@ -149,7 +149,7 @@ class AdamWState:
         self.tau = zeros_like_parameters(parameters)
         self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.tau.items()}
         self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay)
-        # torch creates the moments in its first step; a resumed run needs them before.
+        # torch creates the moments in its first step, but a resumed run needs them earlier.
         for tensor in self.tau.values():
             self._optimizer.state[tensor] = {
                 "step": torch.zeros((), dtype=torch.float32),

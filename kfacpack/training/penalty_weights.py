@@ -4,9 +4,10 @@ For a layer with R positions per example, the published code takes both A and B 
 
     A' = 1/(N R) Σ a aᵀ = A        B' = 1/(N R) Σ g gᵀ = B / R
 
-where B here is a mean over examples and a sum over positions, as it must be for B ⊗ A to be a block of the GGN. So its
-penalty of such a layer is ours divided by R; for the output projection, which has one position, it is the same. In
-addition it weights norms and tokens by 10 and the output projection by 0.1. The published λ belong to that scaling.
+where B here is a mean over examples and a sum over positions, as it must be for B ⊗ A to be a block of the GGN. Its
+penalty of such a layer is therefore ours divided by R; for the output projection, which has one position, it is the
+same. In addition, it weights norms and tokens by 10 and the output projection by 0.1. The published λ are for that
+scaling.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _published_divisor(block: CurvatureBlock) -> float:
         return 1.0
     if (positions := _positions(block)) is None:
         problem = "does not record the number of positions per example, which preset 'tak' divides by"
-        raise KfacpackError(f"block {block.name!r} {problem}. Estimate it again, or use no preset")
+        raise KfacpackError(f"block {block.name!r} {problem}. Estimate it again, or omit the preset")
     return positions
 
 

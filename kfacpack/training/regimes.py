@@ -1,7 +1,7 @@
-"""Training regimes: which parameters move, and through which model the loss is computed.
+"""Training regimes: which parameters are trained, and with which model the loss is computed.
 
 `linear` trains the linearised model f + J τ, in which task vectors add up. `full` trains the model itself at θ0 + τ.
-`attention` also trains the model itself, but moves only parameters of attention layers, which keeps it closer to its
+`attention` also trains the model itself, but changes only parameters of attention layers, which keeps it closer to its
 linearisation.
 
 Shapes: N examples, C the width of f; τ and its gradient have the shapes of the parameters.
@@ -151,9 +151,9 @@ class FullRegime(Regime):
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, FullForward]:
         """Returns f(θ0 + τ) − f(θ0), (N, C), and the forward result at θ0 + τ."""
         with torch.no_grad(), eval_mode(self.model.module, {}):
-            before = at_least_float32(call_model(self.model.forward, batch).detach())
+            base_output = at_least_float32(call_model(self.model.forward, batch).detach())
         result = self.forward(batch, tau)
-        return result.f - before, result
+        return result.f - base_output, result
 
 
 class _FunctionalModule(nn.Module):

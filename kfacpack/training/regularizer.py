@@ -59,7 +59,7 @@ class Regularizer:
             was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
-        KfacpackError: If the bundles do not belong together, or an option is out of range.
+        KfacpackError: If the bundles are incompatible, or an option is out of range.
 
     Example:
         >>> penalty = kp.Regularizer(["cars.kfac", "svhn.kfac"], strength=80.0)
@@ -91,7 +91,7 @@ class Regularizer:
         """Digests of the bundles as passed, recorded in the vector's file."""
         unchanged = [(bundle, bundle) for bundle in inputs]
         pairs = _without_own_task(inputs, leaving_out) if leaving_out else unchanged
-        self._inputs = [used for _, used in pairs]
+        self._inputs = [reduced for _, reduced in pairs]
         self._left_out = leaving_out if pairs != unchanged else None
         check_addable(self._inputs)
         check_weights(weights, [original.curvature for original, _ in pairs])
@@ -107,10 +107,10 @@ class Regularizer:
         self._shapes = {p.name: p.shape for curvature in self.curvatures for p in curvature.about.base.parameters}
         self._blocks: list[CurvatureBlock] = []
         self._block_weights: dict[int, float] = {}
-        for original, used in pairs:
+        for original, reduced in pairs:
             # Only the original records the number of positions; a subtraction loses it.
             factors = block_factors(original.curvature, weights, preset)
-            penalised = [block for block in used.curvature.blocks if factors[block.name]]
+            penalised = [block for block in reduced.curvature.blocks if factors[block.name]]
             self._blocks += penalised
             self._block_weights |= {id(block): factors[block.name] for block in penalised}
 
@@ -157,7 +157,7 @@ class Regularizer:
     ) -> None:
         """Checks that the bundles were estimated for this model at its current weights, and for the same f.
 
-        Each parameter is hashed at most once, also if several bundles cover it.
+        Each parameter is hashed at most once, even if several bundles cover it.
 
         Args:
             model: A kfacpack model, a module or a state dict.
@@ -166,7 +166,7 @@ class Regularizer:
                 are not hashed again.
 
         Raises:
-            KfacpackError: If a bundle is of another f or base model; names the first parameter that differs.
+            KfacpackError: If a bundle is for another f or base model; names the first parameter that differs.
         """
         if isinstance(model, Model):
             function = function or model.function
@@ -175,12 +175,12 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for another f than the model's: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for a different f than the model's: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
                 if words := difference(parameter, weights):
-                    problem = f"was estimated for {about.base.name} with other weights than the model's"
+                    problem = f"was estimated for {about.base.name} with different weights than the model's"
                     remedy = "Estimate its curvature at these weights"
                     raise KfacpackError(f"{bundle.name}: {problem}: parameter {parameter.name!r} {words}. {remedy}")
                 identified[parameter.name] = parameter
@@ -236,13 +236,13 @@ class Regularizer:
         covered = self._covered(tau)
         if grads is None:
             self._require_persistent(tau, covered)
-            own = {
+            tau_grads = {
                 name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
                 for name, tensor in covered.items()
             }
             for name, tensor in covered.items():
-                tensor.grad = own[name]
-            return self._compute(covered, own)
+                tensor.grad = tau_grads[name]
+            return self._compute(covered, tau_grads)
         if not isinstance(grads, MutableMapping):
             raise KfacpackError(f"grads: expected a dict that gradients are added to, got {type(grads).__name__}")
         for name, tensor in covered.items():
@@ -255,7 +255,7 @@ class Regularizer:
 
     @staticmethod
     def _require_persistent(tau: Mapping[str, Tensor], covered: Mapping[str, Tensor]) -> None:
-        """Refuses mappings that create a new tensor at each access, such as task vectors: a `.grad` would be lost."""
+        """Rejects mappings that create a new tensor at each access, such as task vectors: a `.grad` would be lost."""
         if any(tau[name] is not tensor for name, tensor in covered.items()):
             problem = f"the tensors of a {type(tau).__name__} are created at each access and keep no .grad"
             raise TaskVectorError(f"{problem}. Pass a dict that gradients are added to: add_grad(tau, grads)")
@@ -312,7 +312,7 @@ class _Penalty(torch.autograd.Function):
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
     """Returns the mean of ‖f‖² over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
 
-    Bundles that do not record it take the mean of the others. If none records it, the penalty is not divided.
+    Bundles that do not record it use the mean of the others. If none records it, the penalty is not divided.
     """
     if inputs[0].curvature.about.function.normalized:
         return 1.0
@@ -335,7 +335,7 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
     others = [bundle for bundle in inputs if any(parent.task != task for parent in bundle.parents)]
     if not others:
         raise KfacpackError(
-            f"the bundles contain only {task!r}, the task being trained, so there is nothing to protect. "
+            f"the bundles contain only {task!r}, the task being trained, so there are no tasks to protect. "
             "Give bundles of other tasks"
         )
     try:
@@ -346,7 +346,7 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
 
 
 def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
-    """Warns of a class split and its whole task, or of overlapping splits, which cannot be subtracted."""
+    """Warns about bundles of tasks with common classes, which cannot be subtracted."""
     protected = {
         parent.task: bundle for bundle in inputs for parent in bundle.parents if parent.task and parent.task != task
     }

@@ -44,21 +44,21 @@ class TrainingSettings:
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
             raise KfacpackError("the length of training is given by steps or by epochs, got both")
-        for name, value, least in (
+        for name, value, minimum in (
             ("steps", self.steps, 1),
             ("epochs", self.epochs, 1e-6),
             ("batch size", self.batch_size, 1),
-            ("number at once", self.at_once, 1),
+            ("at_once", self.at_once, 1),
             ("learning rate", self.lr, 0),
             ("weight decay", self.weight_decay, 0),
         ):
-            if value is not None and not (isfinite(value) and value >= least):
-                raise KfacpackError(f"{name} {value}: expected a number of at least {least}")
+            if value is not None and not (isfinite(value) and value >= minimum):
+                raise KfacpackError(f"{name} {value}: expected a number of at least {minimum}")
         for name, rate in (("learning rate", self.lr), ("weight decay", self.weight_decay)):
             if rate is not None and rate > MAX_RATE:
                 raise KfacpackError(f"{name} {rate}: expected a number of at most {MAX_RATE:g}")
         if not 0 <= self.seed < 2**64:
-            raise KfacpackError(f"seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
+            raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:
             raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps, from 0 to 1")
 

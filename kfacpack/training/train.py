@@ -1,4 +1,4 @@
-"""Training a task vector in one call: what `kfacpack train`, the stages of a plan and `kp.train` have in common."""
+"""Training a task vector in one call; shared by `kfacpack train`, the stages of a plan and `kp.train`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(
     task: Task | str,
     *,
     reg: Sequence[Mergeable] | Mergeable = (),
-    reg_data: Sequence[Task | str] = (),
+    reg_data: Sequence[Task | str] | Task | str = (),
     strength: float | None = None,
     reg_every: int = 1,
     weights: Mapping[str, float] | None = None,
@@ -62,30 +62,30 @@ def train(
     """Trains a task vector, with or without a penalty that protects other tasks.
 
     Args:
-        model: A model of `kp.load_model`, or its name.
-        task: A task of `kp.load_task`, or its name.
+        model: A model from `kp.load_model`, or its name.
+        task: A task from `kp.load_task`, or its name.
         reg: Bundles of the other tasks' curvature: curvatures, paths or `hf://` references. The trained task is left
             out of bundles that contain it, where that is possible.
-        reg_data: Other tasks whose drift is penalised on their own data instead of by bundles (τJp).
+        reg_data: One or several other tasks whose drift is penalised on their own data, instead of using bundles (τJp).
         strength: λ. By default 80, 1 with `reg_data`, or the preset's.
         reg_every: Apply the penalty at every N-th step only.
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
-        offload: Keep the factors on the CPU and move one block at a time.
+        offload: Whether to keep the factors on the CPU and move one block at a time.
         regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only.
         params: Names or patterns of the trained parameters; by default all that the model family does not freeze.
-        head: A frozen head, or how to make one: `"auto"`, `"text"`, `"words"` or `"prototypes"`.
+        head: A frozen head, or the kind of head to compute: `"auto"`, `"text"`, `"words"` or `"prototypes"`.
         steps: Number of steps; 500 if neither `steps` nor `epochs` is given.
         epochs: Passes over the training examples, instead of `steps`.
-        batch_size: Examples of one step, over all processes.
-        at_once: Examples computed at a time; the gradients of a step are accumulated.
-        lr: Peak learning rate; by default one that fits the model.
-        warmup: Fraction of the steps in which the learning rate rises.
+        batch_size: Examples per step, summed over all processes.
+        at_once: Examples per forward pass; the gradients of a step are accumulated.
+        lr: Peak learning rate; by default derived from the model.
+        warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
-        autocast: Whether to compute the model in bfloat16; by default only on CUDA.
+        autocast: Whether to run the model in bfloat16; by default only on CUDA.
         seed: Seed for the order of the examples.
-        output: File to write. Metrics of each step go beside it, and so does the state of an interrupted run.
-            Without it, nothing is kept on disk.
+        output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. None:
+            nothing is written.
         resume: Resume an interrupted run of the same `output`.
         on_progress: Called after each step with its metrics and the number of steps.
         stopped: Checked after each step; once it returns True the state is stored and `Interrupted` is raised.
@@ -94,17 +94,18 @@ def train(
         The task vector, with its head.
 
     Raises:
-        KfacpackError: If the model, the task, the bundles or the settings do not fit together.
+        KfacpackError: If the model, the task, the bundles or the settings are incompatible.
 
     Example:
         >>> vector = kp.train("tiny", "digits", reg=["others.kfac"], steps=50)
         >>> vector.save("digits.safetensors")
     """
+    others = [reg_data] if isinstance(reg_data, str) or not isinstance(reg_data, Sequence) else reg_data
     trainer = build_trainer(
         load_model(model) if isinstance(model, str) else model,
         load_task(task) if isinstance(task, str) else task,
         reg=reg,
-        reg_data=[load_task(other) if isinstance(other, str) else other for other in reg_data],
+        reg_data=[load_task(other) if isinstance(other, str) else other for other in others],
         strength=strength,
         reg_every=reg_every,
         weights=weights,
@@ -168,19 +169,21 @@ def build_trainer(
         params: See `train`.
         head: See `train`.
         autocast: See `train`.
-        on_head: Called with the examples done and their number while a head of prototypes is made.
+        on_head: Called with the number of examples done and their total while a prototype head is computed.
 
     Returns:
         A trainer that is ready to `run`.
 
     Raises:
-        KfacpackError: If a penalty option is given without its penalty, or if model, task and bundles do not fit.
+        KfacpackError: If a penalty option is given without its penalty, or if model, task and bundles are incompatible.
     """
     bundles = as_bundle_list(reg)
     check_penalty_options(
         bundles, reg_data, strength=strength, weights=weights, preset=preset, reg_every=reg_every, offload=offload
     )
-    chosen = REGIMES[regime](model, params)
+    if regime not in REGIMES:
+        raise KfacpackError(f"unknown regime {regime!r}; expected one of {', '.join(REGIMES)}")
+    training_regime = REGIMES[regime](model, params)
     regularizer = None
     if bundles:
         regularizer = Regularizer(
@@ -192,9 +195,9 @@ def build_trainer(
             offload=offload,
             leaving_out=task.name,
         )
-    base = identify_base(chosen, regularizer)  # before the head, which may take long
+    base = identify_base(training_regime, regularizer)  # before the head, which may take a long time
     return Trainer(
-        chosen,
+        training_regime,
         task,
         head if isinstance(head, Head) else head_for(model, task, kind=head, on_progress=on_head),
         settings,
@@ -220,7 +223,7 @@ def check_penalty_options(
     reg_every: int,
     offload: bool,
 ) -> None:
-    """Refuses options of a penalty that is not there; needs no model, so that it can run first.
+    """Rejects options of a penalty that is not used; needs no model, so that it can be called first.
 
     Args:
         bundles: The bundles of the penalty, if any.
@@ -240,11 +243,11 @@ def check_penalty_options(
         raise KfacpackError("--strength needs a penalty: give --reg FILE.kfac or --reg-data TASK")
     if not bundles and (weights or preset or reg_every != 1 or offload):
         options = "--weight, --preset, --reg-every and --offload"
-        raise KfacpackError(f"{options} belong to a penalty of bundles: give --reg FILE.kfac")
+        raise KfacpackError(f"{options} apply to a penalty from bundles: give --reg FILE.kfac")
 
 
 def uses_autocast(model: Model, autocast: bool | None = None) -> bool:
-    """Returns whether a training computes the model in bfloat16: as requested, or by default on CUDA only."""
+    """Returns whether training runs the model in bfloat16: as requested, or by default on CUDA only."""
     return next(model.module.parameters()).device.type == "cuda" if autocast is None else autocast
 
 
@@ -255,5 +258,5 @@ def _data_penalty(
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise KfacpackError(f"--reg-data {printable(repeated[0])} is given twice and would count twice")
     if task.name in names:
-        raise KfacpackError(f"--reg-data {printable(task.name)} is the task that is trained; name the other tasks")
+        raise KfacpackError(f"--reg-data {printable(task.name)} is the task being trained; name the other tasks")
     return DataPenalty(others, strength, settings.batch_size, settings.seed) if others else None

@@ -65,7 +65,7 @@ def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Bas
         The identity of the trained and the penalised parameters.
 
     Raises:
-        KfacpackError: If a bundle is of another f or base model.
+        KfacpackError: If a bundle is for another f or base model.
     """
     model = regime.model
     penalised = regularizer.parameters if regularizer else ()
@@ -78,13 +78,13 @@ def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Bas
 
 
 def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
-    """Returns everything that must be unchanged for an interrupted run to be resumed.
+    """Returns the settings that must be unchanged for an interrupted run to be resumed.
 
     Args:
         trainer: The run.
         base: Identity of the trained parameters.
     """
-    model, others = trainer.regime.model, trainer.drift.splits if trainer.drift else {}
+    model, penalty_splits = trainer.regime.model, trainer.drift.splits if trainer.drift else {}
     settings = _settings(trainer)
     settings.pop("output_scale", None)  # follows from the bundles or the data
     return {
@@ -96,7 +96,7 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
         "task": trainer.task.name,
         "data": f"{trainer.split.source.dataset}, {len(trainer.split)} examples",
         "data_content": fingerprint(model, trainer.split, trainer.task.name, labels=True),
-        "reg_data_content": {name: fingerprint(model, split, name) for name, split in others.items()},
+        "reg_data_content": {name: fingerprint(model, split, name) for name, split in penalty_splits.items()},
         "head": f"{trainer.head.origin}, {_head_digest(trainer.head)}",
         "bundles": list(trainer.regularizer.digests) if trainer.regularizer else [],
     }
@@ -167,7 +167,7 @@ class Trainer:
     The model's weights must not change after construction.
 
     Raises:
-        KfacpackError: If model, task, head and penalty do not fit together, or there is nothing to learn.
+        KfacpackError: If model, task, head and penalty are incompatible, or there is nothing to train.
     """
 
     regime: Regime
@@ -273,17 +273,17 @@ class Trainer:
         parts = ((0, part) for step in range(done, self.steps) for part in self._own_parts(step))
         with (
             open_metrics_log(metrics_path(output), done) if first else nullcontext() as log,
-            closing(batches(model, [(self.split, self.task.name)], parts)) as upcoming,
+            closing(batches(model, [(self.split, self.task.name)], parts)) as loader,
             closing(self.drift) if self.drift else nullcontext(),
         ):
             for step in range(done, self.steps):
-                metrics, stop = self._step(step, state, upcoming, stopped)
+                metrics, stop = self._step(step, state, loader, stopped)
                 if log:
                     log.add(metrics)
                 on_progress(metrics, self.steps)
                 stop = stop or (distributed.world_size() == 1 and stopped())
                 if first:
-                    partial.keep(state, step + 1, now=stop)
+                    partial.save(state, step + 1, now=stop)
                 if stop:
                     raise Interrupted
         vector = build_task_vector(self, state.tau, base)
@@ -322,7 +322,7 @@ class Trainer:
         return self._order.own(step, self.settings.at_once)
 
     def _step(
-        self, step: int, state: AdamWState, upcoming: Iterator[Batch], stopped: Callable[[], bool]
+        self, step: int, state: AdamWState, loader: Iterator[Batch], stopped: Callable[[], bool]
     ) -> tuple[Metrics, bool]:
         """Takes one step; returns its metrics and whether any process is to stop, in which case all do."""
         numbers = self._order.batch(step)
@@ -330,7 +330,7 @@ class Trainer:
         loss, correct, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
         try:
             for part in self._own_parts(step):
-                batch = to_device(next(upcoming), self.head.weight.device)
+                batch = to_device(next(loader), self.head.weight.device)
                 part_loss, part_correct = self._add_loss_gradient(part, batch, state)
                 loss += part_loss
                 correct += part_correct
@@ -362,11 +362,11 @@ class Trainer:
         state = "The last stored state beside the output is kept, if there is one"
         for name, parameter in self.regime.model.module.named_parameters():
             if not bool(parameter.isfinite().all()):
-                remedy = f"the weights of the model contain NaN or Inf, first in {name!r}: load others"
+                remedy = f"the weights of the model contain NaN or Inf, first in {name!r}: load other weights"
                 break
         else:
-            no_lr = "τ is still zero at this step: check the data, or use another --dtype"
-            remedy = "a smaller --lr may help" if lr_involved else no_lr
+            not_lr = "τ is still zero at this step: check the data, or use another --dtype"
+            remedy = "a smaller --lr may help" if lr_involved else not_lr
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
     def _add_loss_gradient(self, part: Sequence[int], batch: Batch, state: AdamWState) -> tuple[float, int]:

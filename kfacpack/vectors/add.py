@@ -1,4 +1,4 @@
-"""`kp.add`: merges the task vectors of many tasks into one, one parameter at a time when it is read."""
+"""`kp.add`: merges task vectors into one, lazily, one parameter at a time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Addable = TaskVector | str | os.PathLike[str]
 
 
 class MergedVector(VectorStorage):
-    """The result of a merge method, computed one parameter at a time when it is read."""
+    """The result of a merge method, computed lazily, one parameter at a time."""
 
     def __init__(
         self, method: MergeMethod, inputs: Sequence[MethodInput], about: AboutVector, heads: Mapping[str, Head]
@@ -82,7 +82,7 @@ def add(
 
     Raises:
         KfacpackError: If the method, a setting or alpha is invalid.
-        TaskVectorError: If the vectors do not belong together, or if one would be counted twice.
+        TaskVectorError: If the vectors are incompatible, or if one would be counted twice.
 
     Example:
         >>> merged = kp.add(["cars.safetensors", "dtd.safetensors"], method="ties", keep=0.3)
@@ -94,6 +94,9 @@ def add(
     if isinstance(vectors, TaskVector | str | os.PathLike):
         raise KfacpackError("add expects a list of task vectors or paths, got a single one")
     sources = list(vectors)
+    for number, source in enumerate(sources, start=1):
+        if not isinstance(source, TaskVector | str | os.PathLike):
+            raise KfacpackError(f"vector {number}: expected a task vector or a path, got {type(source).__name__}")
     loaded = [source if isinstance(source, TaskVector) else TaskVector.load(source) for source in sources]
     if not loaded:
         raise KfacpackError("nothing to add: expected at least one task vector")
@@ -132,9 +135,9 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
         addends = [(addend.sha256, addend.coefficient > 0) for addend in vector.about.addends]
         for piece in {(vector.digest, True), *addends}:
             if piece in seen:
-                both = f"{printable(seen[piece])} and {printable(name)}"
+                pair = f"{printable(seen[piece])} and {printable(name)}"
                 remedy = f"Pass it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
                 problem = "are the same vector" if vector.digest == digests[seen[piece]] else "share a vector"
-                raise TaskVectorError(f"{both} {problem}, which would be counted twice. {remedy}")
+                raise TaskVectorError(f"{pair} {problem}, which would be counted twice. {remedy}")
             seen[piece] = name
         digests[name] = vector.digest

@@ -1,4 +1,4 @@
-"""Where the tensors of a task vector are stored, and the provenance of sums of vectors.
+"""Storage of the tensors of a task vector, and the provenance of sums of vectors.
 
 A `TaskVector` is a weighted sum of `VectorStorage` objects: vectors in memory, in a file, or computed by a merge
 method.
@@ -133,7 +133,7 @@ class VectorFile(SealedFile):
 
     def __init__(self, path: str | os.PathLike[str] | Container):
         super().__init__(path, VECTOR)
-        self.manifest = validated(self.path, self.said, VectorManifest)
+        self.manifest = validated(self.path, self.manifest_json, VectorManifest)
         self._digests = {tensor.name: tensor.sha256 for tensor in self.manifest.tensors}
         expected = self.manifest.specs()
         for name, (dtype, shape) in expected.items():

@@ -236,7 +236,7 @@ class TaskVector(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
-    # Mapping would compare all tensors; identity is the only comparison that is cheap.
+    # Mapping would compare all tensors; vectors are compared by identity instead.
     def __eq__(self, other: object) -> bool:
         return self is other
 
@@ -288,8 +288,8 @@ class TaskVector(Mapping[str, Tensor]):
 
     def _times(self, number: float, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
         vector = TaskVector._from_terms(terms)
-        before, direction = self.as_multiple()
-        vector._multiple = number * before, direction
+        previous, direction = self.as_multiple()
+        vector._multiple = number * previous, direction
         return vector
 
     def as_multiple(self) -> tuple[float, TaskVector]:
@@ -307,13 +307,13 @@ class TaskVector(Mapping[str, Tensor]):
             function: The model's f; checked as well if passed.
 
         Raises:
-            TaskVectorError: If f differs, or a parameter, the first of which is named.
+            TaskVectorError: If f or a parameter differs; the message names the first such parameter.
         """
         weights = weights_of_model(model)
         about = self._terms[0][1].about
         base = about.base
         if function and (change := function_difference(about.function, function)):
-            problem = f"this vector was trained for another function f than the model's: {change}"
+            problem = f"this vector was trained for a different function f than the model's: {change}"
             raise TaskVectorError(f"{problem}. Load the model as it was for training, at the same image size")
         for parameter in base.parameters:
             if change := difference(parameter, weights):
@@ -331,13 +331,13 @@ class TaskVector(Mapping[str, Tensor]):
 
         Args:
             model: The base model or its state dict, with its original weights.
-            in_place: Modifies the model itself instead of a copy.
+            in_place: Whether to modify the model itself instead of a copy.
 
         Returns:
             The edited model or state dict.
 
         Raises:
-            TaskVectorError: If the model is not θ0; this also prevents that a vector is applied twice.
+            TaskVectorError: If the model is not θ0; this also prevents a vector from being applied twice.
         """
         self.check(model)
         if isinstance(model, nn.Module):
@@ -364,13 +364,13 @@ class TaskVector(Mapping[str, Tensor]):
         """
         self.check(model, function)
         state = model.state_dict()
-        before = {name: state[name].clone() for name in self}
+        original = {name: state[name].clone() for name in self}
         try:
             self._add_to(state)
             yield model
         finally:
             with torch.no_grad():
-                for name, value in before.items():
+                for name, value in original.items():
                     state[name].copy_(value)
 
     @torch.no_grad()
@@ -383,7 +383,7 @@ class TaskVector(Mapping[str, Tensor]):
 
 
 def _pretrained() -> Any:
-    # By name: kfacpack.hub comes after this package in the import order, and is only needed when it is called.
+    # Imported by name: kfacpack.hub depends on this package, and is only needed by these methods.
     return import_module("kfacpack.hub.pretrained")
 
 
@@ -401,7 +401,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _number(value: Any, operation: str) -> float | None:
-    """Converts a real number, also a numpy scalar, to a float; returns None for anything else."""
+    """Converts a real number, including numpy scalars, to a float; returns None for other types."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:

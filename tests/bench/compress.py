@@ -20,7 +20,7 @@ from promises import kept
 
 import kfacpack as kp
 from kfacpack.compression.chain import CodecChain
-from kfacpack.compression.compress import choice_of, compress_by
+from kfacpack.compression.compress import choose_codecs, compress_with
 from kfacpack.curvature.saving import file_size
 
 if TYPE_CHECKING:
@@ -91,8 +91,8 @@ def budget(folder: Path) -> list[tuple[str, float, str, float]]:
     promises = []
     print(f"tiny on mnist, {file_size(digits) / 1e6:.1f} MB; relative errors of quadratic on random τ")
     for spec in UNIFORM:
-        uniform, loss = compress_by(digits, choice_of(digits, spec, None))
-        chosen, found = compress_by(digits, choice_of(digits, None, file_size(uniform)))
+        uniform, loss = compress_with(digits, choose_codecs(digits, spec, None))
+        chosen, found = compress_with(digits, choose_codecs(digits, None, file_size(uniform)))
         size, smaller = file_size(uniform), file_size(chosen)
         print(
             f"{spec:18}{size / 1e6:8.3f} MB {loss.moments.quadratic:9.2e}   budget {smaller / 1e6:8.3f} MB "

@@ -157,7 +157,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
 def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
     estimation = SimpleNamespace(tensors=lambda: iter([("sum", torch.arange(100.0))]))
     partial = PartialFile(tmp_path / "t.kfac.partial", "an estimate", {"seed": 1})
-    partial.keep(estimation, 3, now=True)
+    partial.save(estimation, 3, now=True)
     assert partial.restore(estimation) == 3
     raw = bytearray(partial.path.read_bytes())
     raw[-7] ^= 1

@@ -81,7 +81,7 @@ def test_what_no_bundle_covers_is_told(bundles, tmp_path):
     common += [bundles / "mnist.kfac", "-o", tmp_path / "t.safetensors"]
     names = [name for name, _ in kp.load_model("tiny").module.named_parameters() if name.startswith("visual.ln_p")]
     done = run(*common)
-    assert f"no bundle covers {len(names)} of the parameters that are trained: {names[0]}" in done.stderr
+    assert f"{len(names)} trained parameters are not covered by any bundle: {names[0]}" in done.stderr
     assert not run(*common, "--quiet").stderr
     assert json.loads(run(*common, "--json").stdout)["unpenalised"] == names
 

@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import kfacpack as kp
-from kfacpack.compression.compress import choice_of, compress_by
+from kfacpack.compression.compress import choose_codecs, compress_with
 from kfacpack.curvature.saving import file_size
 from kfacpack.format.units import parse_size
 
@@ -31,15 +31,15 @@ def digits() -> kp.Curvature:
 
 @pytest.mark.parametrize("spec", SINGLE)
 def test_a_budget_has_a_smaller_error_than_one_codec_for_all(digits, spec):
-    uniform, loss = compress_by(digits, choice_of(digits, spec, None))
-    chosen, found = compress_by(digits, choice_of(digits, None, file_size(uniform)))
+    uniform, loss = compress_with(digits, choose_codecs(digits, spec, None))
+    chosen, found = compress_with(digits, choose_codecs(digits, None, file_size(uniform)))
     assert file_size(chosen) <= file_size(uniform)
     assert found.moments.quadratic <= loss.moments.quadratic
 
 
 @pytest.mark.parametrize("budget", ["40%", "20%", "10%", "60kB"])
 def test_the_file_is_within_its_budget(digits, tmp_path, budget):
-    small, report = compress_by(digits, choice_of(digits, None, budget))
+    small, report = compress_with(digits, choose_codecs(digits, None, budget))
     small.save(tmp_path / "t.kfac")
     assert (tmp_path / "t.kfac").stat().st_size == file_size(small) <= parse_size(budget, report.dense_bytes)
     assert kp.verify(tmp_path / "t.kfac").holds
@@ -47,7 +47,9 @@ def test_the_file_is_within_its_budget(digits, tmp_path, budget):
 
 def test_a_larger_budget_has_no_larger_error(digits):
     """The objective is the product of the errors on random τ and along the curvature."""
-    errors = [compress_by(digits, choice_of(digits, None, f"{share}%"))[1].moments for share in (10, 20, 30, 45, 60)]
+    errors = [
+        compress_with(digits, choose_codecs(digits, None, f"{share}%"))[1].moments for share in (10, 20, 30, 45, 60)
+    ]
     products = [moments.quadratic * moments.along for moments in errors]
     assert products == sorted(products, reverse=True)
     assert products[-1] == 0

@@ -11,7 +11,7 @@ from kit import HOLDS, random_psd, random_tau, refused, small_curvature
 import kfacpack as kp
 from kfacpack.compression.chain import CodecChain
 from kfacpack.curvature.matrices.dense import Packed
-from kfacpack.curvature.matrices.matrix import negative_direction
+from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
 from kfacpack.curvature.matrices.sparse import Sparse
 from kfacpack.curvature.matrices.structured import Diagonal, LowRank
 
@@ -58,7 +58,7 @@ def test_matrices_declared_psd_are_psd(spec, make, side, seed):
     keeps = "prune" not in names and ("int8" not in names or "svd" in names)
     assert encoded.psd is keeps
     if encoded.psd:
-        assert negative_direction(encoded) is None
+        assert negative_eigenvalue_bound(encoded) is None
 
 
 def test_codecs_do_not_declare_other_matrices_psd():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kit import dense_block, random_psd, random_tau, small_curvature
 
 import kfacpack as kp
-from kfacpack.compression.compress import choice_of, compress_by
+from kfacpack.compression.compress import choose_codecs, compress_with
 from kfacpack.compression.compression_report import Moments, compare, moments
 from kfacpack.curvature.matrices.dense import Packed
 from kfacpack.curvature.matrices.structured import Diagonal
@@ -21,7 +21,7 @@ seeds = st.integers(0, 2**16)
 
 
 def compressed(curvature, spec, **more):
-    return compress_by(curvature, choice_of(curvature, spec, None), **more)
+    return compress_with(curvature, choose_codecs(curvature, spec, None), **more)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -106,7 +106,7 @@ def test_losses_are_listed_in_the_order_of_the_steps():
 def test_the_error_of_a_zero_matrix_is_zero():
     assert Moments().frobenius == Moments().quadratic == 0
     before = small_curvature("packed")
-    zeros = before.blocks[0].structure.replaced(lambda m: Packed.from_dense(torch.zeros(m.side, m.side)))
+    zeros = before.blocks[0].structure.map_matrices(lambda m: Packed.from_dense(torch.zeros(m.side, m.side)))
     block = kp.CurvatureBlock("one.weight", "linear", before.blocks[0].join, zeros)
     small = kp.compress(kp.Curvature([block, *before.blocks[1:]], before.about), "int8")
     assert small.blocks[0].losses[-1].frobenius == 0

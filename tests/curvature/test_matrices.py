@@ -12,7 +12,7 @@ import kfacpack as kp
 from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import InMemoryTensors, pack, unpack
 from kfacpack.curvature.matrices.dense import Dense, Packed
-from kfacpack.curvature.matrices.matrix import negative_direction
+from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
 from kfacpack.curvature.matrices.sparse import Sparse
 from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank, spans
 from kfacpack.format.schema import LAYOUTS
@@ -92,9 +92,9 @@ def test_sparse_keeps_the_largest_entries(side, seed):
 @given(side=sides, seed=seeds)
 def test_int8_is_off_by_at_most_half_a_step_of_its_row(hold, side, seed):
     matrix = HOLDS[hold](random_psd(side, seed))
-    exact, rounded = matrix.numbers(torch.float64), matrix.quantized()
+    exact, rounded = matrix.float_values(torch.float64), matrix.quantized()
     scale = rounded.components["scale"].double().reshape(-1)[rounded.row_index()]
-    assert bool(((rounded.numbers(torch.float64) - exact).abs() <= scale * 0.5001).all())
+    assert bool(((rounded.float_values(torch.float64) - exact).abs() <= scale * 0.5001).all())
 
 
 def test_int8_of_zeros_is_zero():
@@ -169,7 +169,7 @@ def test_a_rank_deficient_matrix_is_positive_semi_definite(dtype, size):
     """The second moment of ten examples at side 300, at any magnitude that the dtype can represent."""
     a = torch.randn(10, 300, generator=torch.Generator().manual_seed(0))
     full = (size * (a.T @ a) / 10).to(dtype)
-    assert negative_direction(Packed.from_dense(full)) is None
+    assert negative_eigenvalue_bound(Packed.from_dense(full)) is None
 
 
 def test_a_long_float32_sum_is_positive_semi_definite():
@@ -180,7 +180,7 @@ def test_a_long_float32_sum_is_positive_semi_definite():
     for chunk in rows.split(1):
         total.addmm_(chunk.T, chunk)
     A = Packed(32, Packed.from_dense(total / len(rows)).components, positions=len(rows))
-    assert negative_direction(A) is None
+    assert negative_eigenvalue_bound(A) is None
 
 
 @pytest.mark.parametrize("hold", ["dense", "packed", "block", "diagonal", "lowrank-signed"])
@@ -188,11 +188,11 @@ def test_a_negative_eigenvalue_is_detected(hold):
     matrix = HOLDS[hold](random_psd(9, 0) - 0.8 * torch.eye(9))
     expected = float(torch.linalg.eigvalsh(matrix.dense(torch.float64))[0])
     assert expected < -0.01
-    assert expected < negative_direction(matrix) < 0
+    assert expected < negative_eigenvalue_bound(matrix) < 0
 
 
 def test_zeros_are_positive_semi_definite():
-    assert negative_direction(Packed.from_dense(torch.zeros(4, 4))) is None
+    assert negative_eigenvalue_bound(Packed.from_dense(torch.zeros(4, 4))) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -200,17 +200,17 @@ def test_zeros_are_positive_semi_definite():
 def test_a_negative_diagonal_is_not_taken_for_rounding(dtype, side):
     full = torch.eye(side, dtype=dtype)
     full[side // 2, side // 2] = -0.25
-    assert negative_direction(Packed.from_dense(full)) is not None
-    assert negative_direction(Packed.from_dense(-torch.eye(side, dtype=dtype))) is not None
+    assert negative_eigenvalue_bound(Packed.from_dense(full)) is not None
+    assert negative_eigenvalue_bound(Packed.from_dense(-torch.eye(side, dtype=dtype))) is not None
 
 
 def test_the_check_does_not_depend_on_magnitude():
     for size in (1e-200, 1e200):
         full = size * torch.eye(3, dtype=torch.float64)
-        assert negative_direction(Packed.from_dense(full)) is None
-        assert negative_direction(Packed.from_dense(-full)) is not None
+        assert negative_eigenvalue_bound(Packed.from_dense(full)) is None
+        assert negative_eigenvalue_bound(Packed.from_dense(-full)) is not None
 
 
 def test_many_small_blocks_are_checked_at_once():
     many = BlockDiagonal(100_000, InMemoryTensors(data=torch.ones(100_000, 1)))
-    assert negative_direction(many) is None
+    assert negative_eigenvalue_bound(many) is None

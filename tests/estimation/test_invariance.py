@@ -256,7 +256,7 @@ def waits(layers, **options):
     with eval_mode(model, parameters):
         accumulator = begin_accumulation(model, sentences(), parameters, EstimateOptions(**options), None)
         with Waits() as mode:
-            accumulator.take(sentences(), 100)
+            accumulator.add_batch(sentences(), 100)
     return mode.count
 
 

@@ -74,6 +74,10 @@ def test_a_selection_of_examples_is_reproducible(eye, task, by_colour):
     assert evaluate(eye, task, head=by_colour, examples="5").examples == 5
 
 
+def test_the_number_of_examples_may_be_an_integer(task):
+    assert EvaluationSet.of(task, examples=5).numbers == EvaluationSet.of(task, examples="5").numbers
+
+
 def test_progress_counts_the_examples(eye, task, by_colour):
     progress = []
     evaluate(eye, task, head=by_colour, batch_size=8, on_progress=lambda done, total: progress.append((done, total)))

@@ -138,6 +138,11 @@ def test_several_tasks_are_subtracted_and_others_added(paths, tmp_path):
         assert_same_parents(found, expected)
 
 
+def test_what_is_no_sum_does_not_ask_for_the_task_s_own_bundle(paths):
+    with refused(kp.SubtractionError, "stack", "tak"):
+        kp.merge([kp.merge(paths, "stack")], without="b")
+
+
 def test_a_difference_verifies_and_says_that_its_error_is_not_known(paths, tmp_path):
     kp.merge([kp.merge(paths), paths[1]], without="b").save(tmp_path / "others.kfac")
     assert kp.verify(tmp_path / "others.kfac").holds
@@ -152,7 +157,7 @@ def test_what_remains_of_almost_nothing_promises_nothing():
 
     def without_own(factor: float) -> kp.Curvature:
         small = [
-            replace(block, structure=block.structure.replaced(lambda m: kp.Packed.from_dense(m.dense() * factor)))
+            replace(block, structure=block.structure.map_matrices(lambda m: kp.Packed.from_dense(m.dense() * factor)))
             for block in other.blocks
         ]
         return kp.merge([kp.merge([own, kp.Curvature(small, other.about)]), own], without="own")

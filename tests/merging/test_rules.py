@@ -221,7 +221,7 @@ def test_long_matrices_are_read_in_strips(monkeypatch):
         for t, (b, a) in enumerate([(HOLDS["packed"], HOLDS["lowrank-int8"]), (HOLDS["block-int8"], HOLDS["sparse"])])
     ]
     whole = merge_and_report(curvatures, "optimal")
-    monkeypatch.setattr("kfacpack.merging.strips.STRIP_NUMBERS", 100)
+    monkeypatch.setattr("kfacpack.merging.strips.STRIP_ENTRIES", 100)
     narrow = merge_and_report(curvatures, "optimal")
     assert narrow.report.total.frobenius == pytest.approx(whole.report.total.frobenius, rel=1e-9)
     torch.testing.assert_close(dense_block(narrow.curvature.blocks[0]), dense_block(whole.curvature.blocks[0]))

@@ -145,7 +145,9 @@ def test_inputs_that_are_not_shards_of_one_task_are_rejected(net, sentences):
     with refused(kp.KfacpackError, "'toy'", "shards"):
         kp.merge([one, two])
     uncounted = [
-        kp.CurvatureBlock(b.name, b.operation, b.join, b.structure.replaced(lambda m: kp.Packed.from_dense(m.dense())))
+        kp.CurvatureBlock(
+            b.name, b.operation, b.join, b.structure.map_matrices(lambda m: kp.Packed.from_dense(m.dense()))
+        )
         for b in one.blocks
     ]
     merge_fails([kp.Curvature(uncounted, one.about), two], "input 1", "number of examples")

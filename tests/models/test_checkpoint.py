@@ -32,7 +32,7 @@ def loaded_by_its_line(model, path):
     import transformers
 
     names = {"open_clip": open_clip, "timm": timm, "transformers": transformers, "kfacpack": kfacpack}
-    loaded = eval(model.checkpoint.how_to_load(path), names)
+    loaded = eval(model.checkpoint.load_command(path), names)
     return getattr(loaded, "module", loaded).eval()
 
 
@@ -58,7 +58,7 @@ def test_image_models(which, size, tiny_clip, pictures, tmp_path):
 
 
 def test_the_line_that_loads_an_open_clip_model(tiny_clip, tmp_path):
-    line = load_model(tiny_clip, weights="random", image_size=48).checkpoint.how_to_load(tmp_path / "a.safetensors")
+    line = load_model(tiny_clip, weights="random", image_size=48).checkpoint.load_command(tmp_path / "a.safetensors")
     assert line.startswith(f"open_clip.create_model({tiny_clip!r}, pretrained=")
     assert line.endswith("force_image_size=48)")
 

@@ -189,6 +189,6 @@ def test_the_example_in_the_text_follows_the_schema():
 
 @pytest.mark.parametrize("change", [{"version": 1}, {"source": None}, {"blocks": [{"structure": "circulant"}]}])
 def test_the_schema_rejects_invalid_manifests(change):
-    manifest = kp.Bundle(golden.GOLDEN / "packed.kfac").said
+    manifest = kp.Bundle(golden.GOLDEN / "packed.kfac").manifest_json
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**manifest, **change}, json.loads(golden.SCHEMA.read_text("utf-8")))

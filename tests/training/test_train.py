@@ -63,11 +63,33 @@ def test_defaults_are_those_of_the_settings():
         {"reg_data": ["faces", "faces"]},
         {"reg": ["no.kfac"], "reg_data": ["faces"]},
         {"steps": 2, "epochs": 1.0},
+        {"regime": "none"},
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings):
     with refused(kp.KfacpackError):
         kp.train("tiny", "digits", params=FEW, **settings)
+
+
+def test_one_task_of_the_penalty_needs_no_list():
+    settings = {"params": FEW, "steps": 2, "batch_size": 8}
+    one, listed = (kp.train("tiny", "faces", reg_data=other, **settings) for other in ("weaves", ["weaves"]))
+    assert one.digest == listed.digest
+
+
+@pytest.mark.parametrize("shard", [(3, 2), (0, 2), (-1, 2), (1, 0)])
+def test_shards_that_do_not_exist_are_refused(shard):
+    with refused(kp.KfacpackError, f"{shard[0]}/{shard[1]}"):
+        kp.estimate_task("tiny", "faces", examples=8, params=FEW, shard=shard)
+
+
+def test_a_run_with_another_seed_is_not_resumed(tmp_path):
+    settings = {"params": FEW, "steps": 3, "batch_size": 8, "output": tmp_path / "faces.safetensors"}
+    with pytest.raises(kp.Interrupted):
+        kp.train("tiny", "faces", stopped=lambda: True, **settings)
+    # The default learning rate follows from the seed, so it differs as well.
+    with refused(kp.KfacpackError, "seed = 0", "got 3"):
+        kp.train("tiny", "faces", seed=3, resume=True, **settings)
 
 
 def test_a_plan_runs_from_python(tmp_path):

@@ -175,6 +175,12 @@ for count in (2, 2, len(files)):
 """
 
 
+@pytest.mark.parametrize("source", [3, None, {}])
+def test_what_is_no_vector_is_refused(source):
+    with refused(kp.KfacpackError, "vector 2", type(source).__name__):
+        kp.add([drawn(1)[0], source])
+
+
 def test_files_are_not_held_in_memory(tmp_path):
     layer = 4 * 700 * 1000
     for k in range(8):

@@ -3,8 +3,8 @@
 A triangle is stored row by row: m[0,0], m[1,0], m[1,1], m[2,0], … Shapes: a full matrix is (..., n, n), its triangle
 (..., n(n+1)/2); leading dimensions are batch dimensions.
 
-Components are in memory, in a bundle, or computed on demand. `specs` has the dtype and shape of each tensor and is
-available without reading anything; getting a tensor by name may read or compute it.
+Components are in memory, in a bundle, or computed on demand. `specs` contains the dtype and shape of each tensor and
+is available without reading any values; accessing a tensor by name may read or compute it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def pack(full: Tensor) -> Tensor:
 
 
 def pack_rows(part: Tensor, row: int, left: int, packed: Tensor) -> None:
-    """Copies a part of a full matrix to its place in a triangle.
+    """Copies a part of a full matrix to its position in a triangle.
 
     Args:
         part: Rows of the full matrix, (k, w).
@@ -93,7 +93,7 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
     if packed.device.type != "cpu" or not _has_storage(packed):
         if scale is not None:
             packed = packed * scale[..., row_indices(side).to(scale.device)]
-        # One gather instead of n small copies, which would be n kernels.
+        # One gather is faster than n small copies, each of which would launch a kernel.
         i, j = torch.meshgrid(*(torch.arange(side, device=packed.device),) * 2, indexing="ij")
         high, low = torch.maximum(i, j), torch.minimum(i, j)
         return packed[..., high * (high + 1) // 2 + low]
@@ -124,28 +124,28 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _numpy_view(tensor: Tensor) -> Any:
-    """Returns a numpy view, which copies a row in a quarter of the time torch takes; bfloat16 is viewed as int16."""
+    """Returns a numpy view, bfloat16 as int16. numpy copies rows about four times as fast as torch."""
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
 
 def row_indices(side: int) -> Tensor:
-    """Returns the row of every value of a triangle, that is 0, 1, 1, 2, 2, 2 and so on."""
+    """Returns the row of every value of a triangle: 0, 1, 1, 2, 2, 2 and so on."""
     rows = torch.arange(side)
     return rows.repeat_interleave(rows + 1)
 
 
 def asymmetry(full: Tensor) -> float:
-    """Returns the largest |m - mᵀ| of a (n, n) tensor; NaN if it contains NaN."""
-    gaps = [
+    """Returns the largest |m - mᵀ| of an (n, n) tensor; NaN if it contains NaN."""
+    differences = [
         (full[rows, columns] - full[columns, rows].mT).abs().amax()
         for rows in _tiles(full.shape[-1])
         for columns in _tiles(rows.stop)
     ]
-    return float(torch.stack(gaps).amax())
+    return float(torch.stack(differences).amax())
 
 
 def _tiles(side: int) -> list[slice]:
-    """Returns slices for square tiles that fit a core's cache, so that reading along columns is fast too."""
+    """Returns slices for square tiles that fit a core's cache, so that access along columns is fast as well."""
     return [slice(start, min(start + _TILE, side)) for start in range(0, side, _TILE)]
 
 
@@ -165,8 +165,8 @@ TORCH_TYPES = {
 FILE_TYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 """Names in safetensors files by torch dtype."""
 
-CHUNK_NUMBERS = 2**21
-"""Number of values that are written at a time, small enough to be in the cache when they are hashed."""
+CHUNK_VALUES = 2**21
+"""Number of values that are written at a time, small enough to stay in the CPU cache for hashing."""
 
 
 class MatrixTensors(ABC):
@@ -196,7 +196,7 @@ class MatrixTensors(ABC):
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """Yields the values of a component in row-major order, in parts."""
-        yield from self[name].reshape(-1).split(CHUNK_NUMBERS)
+        yield from self[name].reshape(-1).split(CHUNK_VALUES)
 
 
 class InMemoryTensors(MatrixTensors):
@@ -211,16 +211,16 @@ class InMemoryTensors(MatrixTensors):
 
 
 class LazyTensors(MatrixTensors):
-    """The component `data`, computed when it is first used and then kept."""
+    """The component `data`, computed on first use and then cached."""
 
-    def __init__(self, spec: Spec, make: Callable[[], Tensor]):
+    def __init__(self, spec: Spec, compute: Callable[[], Tensor]):
         self.specs = {"data": spec}
-        self._make: Callable[[], Tensor] | None = make
+        self._compute: Callable[[], Tensor] | None = compute
         self._data: Tensor | None = None
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._data is None and self._make is not None:
-            self._data, self._make = self._make(), None
+        if self._data is None and self._compute is not None:
+            self._data, self._compute = self._compute(), None
         assert name == "data"
         assert self._data is not None
         return self._data
@@ -240,7 +240,7 @@ class BundleTensors(MatrixTensors):
         if not data:
             return torch.empty(shape, dtype=TORCH_TYPES[dtype])
         if self._bundle.tensors[self._names[name]].start % ITEM_BYTES[dtype]:
-            data = memoryview(bytearray(data))  # other writers may store tensors unaligned
+            data = memoryview(bytearray(data))  # other software may write unaligned tensors
         return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
@@ -257,7 +257,7 @@ class BundleTensors(MatrixTensors):
 
 
 class LazyPackedTensors(MatrixTensors):
-    """The triangle of a full matrix, packed whenever it is read, and not kept."""
+    """The triangle of a full matrix, packed on every access and not cached."""
 
     def __init__(self, full: MatrixTensors):
         dtype, (side, _) = full.specs["data"]
@@ -269,14 +269,14 @@ class LazyPackedTensors(MatrixTensors):
 
     def parts(self, name: str) -> Iterator[Tensor]:
         """Yields the triangle in parts of whole rows."""
-        return pack_in_parts(self._full[name], CHUNK_NUMBERS)
+        return pack_in_parts(self._full[name], CHUNK_VALUES)
 
 
 def spec_of(tensor: Tensor) -> Spec:
-    """Returns the dtype and shape of a tensor as in a file.
+    """Returns the dtype and shape of a tensor as stored in a file.
 
     Raises:
-        MatrixError: If the file format does not have the dtype.
+        MatrixError: If the file format does not support the dtype.
     """
     if tensor.dtype not in FILE_TYPES:
         supported = ", ".join(map(str, FILE_TYPES))

@@ -1,7 +1,7 @@
-"""Matrices that keep all values: `Packed`, the lower triangle, and `Dense`, all n² values.
+"""Matrices without approximation: `Packed` stores the lower triangle, `Dense` all n² values.
 
-`Packed` is the default form in files: half the bytes of a symmetric matrix, without loss. `Dense` is the form of a
-matrix that is being computed, or that is in use.
+`Packed` is the default form in files and takes half the bytes, without loss. `Dense` is used for matrices that are
+being computed or multiplied.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Packed(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, *, psd: bool = True) -> Packed:
-        """Packs a (n, n) tensor.
+        """Packs an (n, n) tensor.
 
         Args:
             matrix: Square floating-point tensor; only its lower triangle is read.
@@ -65,7 +65,7 @@ class Packed(Matrix):
         return PackedOperator(self._full(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor."""
+        """Returns M as an (n, n) tensor."""
         return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
@@ -77,7 +77,7 @@ class Packed(Matrix):
         return row_indices(self.side)
 
     def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        data, scale = self.stored_numbers(dtype, device)
+        data, scale = self.stored_values(dtype, device)
         return unpack(data, self.side, scale)
 
 
@@ -114,13 +114,13 @@ class Dense(Matrix):
             MatrixError: If `matrix` is not square, not symmetric, or contains NaN or Inf.
         """
         side = require_square(matrix)
-        if isnan(gap := asymmetry(matrix)):
+        if isnan(difference := asymmetry(matrix)):
             raise MatrixError("the matrix contains NaN or Inf")
-        if gap:
-            # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few roundings of the largest value.
+        if difference:
+            # Some kernels sum m[i,j] and m[j,i] in different orders: allow a few rounding errors of the largest value.
             eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
-            if gap > 8 * eps * float(matrix.abs().amax()):
-                problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
+            if difference > 8 * eps * float(matrix.abs().amax()):
+                problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {difference:.3g}"
                 raise MatrixError(f"{problem}. If this is rounding, pass (m + m.T) / 2")
             matrix = unpack(pack(matrix), side)
         wrapped = cls(side, InMemoryTensors(data=matrix), psd=psd, examples=examples, positions=positions)
@@ -128,20 +128,20 @@ class Dense(Matrix):
         return wrapped
 
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
-        return PackedOperator(self.numbers(dtype, device))
+        return PackedOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor, without a copy if it has this dtype."""
-        return self.numbers(dtype)
+        """Returns M as an (n, n) tensor, without a copy if it has this dtype."""
+        return self.float_values(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
         """Yields M."""
-        yield self.numbers(torch.float64)
+        yield self.float_values(torch.float64)
 
     def violation(self) -> tuple[str, str] | None:
         """Checks that the matrix is symmetric."""
-        if gap := asymmetry(self.components["data"]):
-            return "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {gap:.3g}"
+        if difference := asymmetry(self.components["data"]):
+            return "data", f"is not symmetric: m[i,j] and m[j,i] differ by up to {difference:.3g}"
         return None
 
     def for_storage(self) -> Matrix:

@@ -32,13 +32,13 @@ _ACCURATE_FRACTION = 0.8
 _FULL_BELOW = 256
 """Matrices with a smaller side are decomposed in full."""
 _TOLERANCE, _MAX_ITERATIONS = 1e-5, 100
-"""Iteration stops when a step reduces the squared error by at most this fraction of it, or after this many steps."""
+"""Iteration stops when a step reduces the squared error by at most this fraction, or after this many steps."""
 _UNKNOWN_COUNT = 10_000
-"""Number of summed terms that is assumed for a matrix without counts."""
+"""Assumed number of summed terms of a matrix that does not record it."""
 
 
 def width_for(side: int, rank: int) -> int:
-    """Returns the subspace dimension with which `rank` eigenpairs are computed. All ranks share a few dimensions."""
+    """Returns the subspace dimension for computing `rank` eigenpairs. Few values occur, so results can be cached."""
     widths = (int(fraction * side) for fraction in _SUBSPACE_FRACTIONS) if side >= _FULL_BELOW else ()
     return next((width for width in widths if rank <= _ACCURATE_FRACTION * width), side)
 
@@ -46,8 +46,8 @@ def width_for(side: int, rank: int) -> int:
 def leading_eigenpairs(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Computes the `width` eigenvalues of largest magnitude and their eigenvectors.
 
-    Uses subspace iteration unless `width` is the whole side: a random subspace is multiplied by the matrix and
-    orthonormalised repeatedly, which takes a fraction of the time of a full decomposition.
+    Uses subspace iteration if `width` is smaller than n: a random subspace is repeatedly multiplied by the matrix and
+    orthonormalised, which takes a fraction of the time of a full decomposition.
 
     Args:
         matrix: Symmetric float64 matrix, (n, n).
@@ -144,7 +144,7 @@ class Matrix(ABC):
         self._resident: Operator | None = None
 
     def operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
-        """Returns an operator that multiplies by M. Keep it to multiply more than once.
+        """Returns an operator that multiplies by M. Reuse it for repeated products.
 
         Args:
             dtype: Dtype of the tensors to multiply.
@@ -169,7 +169,7 @@ class Matrix(ABC):
 
     @abstractmethod
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor. It may share memory with the components: do not modify it."""
+        """Returns M as an (n, n) tensor. It may share memory with the components: do not modify it."""
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
@@ -177,7 +177,7 @@ class Matrix(ABC):
         return (self.side, self.side)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M for programs that do not know the forms: (n, n), or (n,) for a diagonal matrix."""
+        """Returns M for export: (n, n), or (n,) for a diagonal matrix."""
         return self.dense(dtype)
 
     @abstractmethod
@@ -185,7 +185,7 @@ class Matrix(ABC):
         """Yields symmetric float64 matrices, (n, n) or (k, n, n), that are all PSD if and only if M is."""
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w); see the function."""
+        """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w); see `leading_eigenpairs`."""
         return leading_eigenpairs(self.dense(torch.float64), width)
 
     def eigenvalues(self) -> Tensor:
@@ -198,25 +198,25 @@ class Matrix(ABC):
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
 
     def violation(self) -> tuple[str, str] | None:
-        """Checks the rules of the form that shapes do not show.
+        """Checks the requirements of the form that depend on values.
 
         Returns:
-            The component at fault and the problem, or None if there is none.
+            The invalid component and a description of the problem, or None.
         """
         if "scale" in self.components.specs and bool((self.components["scale"] < 0).any()):
             return "scale", "contains negative factors"
         return None
 
     def skip_validation(self) -> None:
-        """Skips validation, for values that are computed from validated ones."""
+        """Marks the values as valid, for values that are computed from validated ones."""
         self._validated = True
 
-    def require_sound(self) -> None:
-        """Validates the values by the rules of the form. Runs once, before they are first used.
+    def require_valid(self) -> None:
+        """Validates the values once, before they are first used.
 
         Raises:
-            MatrixError: If the values break a rule of the form.
-            CorruptTensor: The same, for tensors of a bundle.
+            MatrixError: If the values violate a requirement of the form.
+            CorruptTensor: In the same case, for tensors of a bundle.
         """
         if not self._validated:
             if violation := self.violation():
@@ -237,16 +237,16 @@ class Matrix(ABC):
         """Dtype of the stored values."""
         return TORCH_TYPES[self.components.specs["data"][0]]
 
-    def numbers(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def float_values(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Returns `data` in floating point and in its own shape; int8 values are multiplied by their scale."""
-        data, scale = self.stored_numbers(dtype, device)
+        data, scale = self.stored_values(dtype, device)
         if scale is None:
             return data
         return data.to(dtype) * scale.reshape(-1)[self.row_index().to(data.device)]
 
-    def stored_numbers(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
+    def stored_values(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns (`data` as `dtype`, None), or for an int8 matrix (`data` as int8, `scale` as `dtype`)."""
-        self.require_sound()
+        self.require_valid()
         if "scale" not in self.components.specs:
             return self.components["data"].to(device=device, dtype=dtype), None
         return self.components["data"].to(device), self.components["scale"].to(device=device, dtype=dtype)
@@ -254,9 +254,9 @@ class Matrix(ABC):
     def rounded(self, dtype: torch.dtype) -> Self:
         """Returns the matrix with its values in another floating-point dtype.
 
-        `psd` is kept, because its check allows for rounding.
+        `psd` is kept, because the check of `psd` allows for rounding errors.
         """
-        values = self.numbers(torch.promote_types(torch.float32, dtype)).to(dtype)
+        values = self.float_values(torch.promote_types(torch.float32, dtype)).to(dtype)
         return self._with_components(InMemoryTensors(data=values, **self._index_components()), self.psd)
 
     @property
@@ -266,7 +266,7 @@ class Matrix(ABC):
 
     def quantized(self) -> Self:
         """Returns the matrix in int8, each stored row scaled by its largest magnitude."""
-        data = self.numbers(torch.float64)
+        data = self.float_values(torch.float64)
         index = self.row_index().to(data.device).expand_as(data)
         shape = LAYOUTS[self.form].shapes(self.side, tuple(data.shape))["scale"]
         largest = data.new_zeros(shape).reshape(-1)
@@ -300,19 +300,19 @@ def require_square(matrix: Tensor) -> int:
     return matrix.shape[0]
 
 
-def negative_direction(matrix: Matrix) -> float | None:
-    """Looks for an eigenvalue that is further below zero than rounding explains.
+def negative_eigenvalue_bound(matrix: Matrix) -> float | None:
+    """Checks for eigenvalues that are more negative than rounding errors can explain.
 
-    Storing an entry changes it by half an eps of itself (or of the smallest normal number), and summing k terms in
-    float32 by about √k eps; no eigenvalue changes by more than the Frobenius norm of these errors. Sums of squares stay
-    positive in any dtype, so for the diagonal only the summation error is allowed. The test is a Cholesky
-    factorisation, at a tenth of the cost of the eigenvalues.
+    Storing an entry changes it by at most half an eps of its value (or of the smallest normal number), and summing k
+    terms in float32 by about √k eps; no eigenvalue changes by more than the Frobenius norm of these errors. Sums
+    of squares stay positive in any dtype, so for the diagonal only the summation error is allowed. The test is a
+    Cholesky factorisation, which costs a tenth of an eigenvalue decomposition.
 
     Args:
         matrix: The matrix to check.
 
     Returns:
-        The (negative) bound that an eigenvalue is below, NaN if the matrix contains NaN or Inf, or None if the matrix
+        A negative upper bound on the smallest eigenvalue, NaN if the matrix contains NaN or Inf, or None if the matrix
         is positive semi-definite up to rounding.
     """
     stored = torch.finfo(matrix.dtype if matrix.dtype.is_floating_point else torch.float32)
@@ -323,7 +323,7 @@ def negative_direction(matrix: Matrix) -> float | None:
             continue
         if not isfinite(size):
             return nan
-        # Scaled to unit size, so that the test does not depend on the magnitude of the values.
+        # Normalise, so that the test does not depend on the magnitude of the values.
         unit = witness / size
         norm = torch.linalg.matrix_norm(unit)[..., None]
         smallest = stored.tiny * stored.eps * unit.shape[-1] / size

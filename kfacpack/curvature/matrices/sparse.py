@@ -14,8 +14,8 @@ from kfacpack.errors import MatrixError
 
 _SPARSE_COST = 16
 """Cost of multiplying by one sparse entry, relative to one dense entry, and roughly the cost of filling in one entry of
-a dense matrix. Measured 8 to 14 on 2 cores; with more cores the dense product gains more. So a wide product is dense
-from one entry in sixteen, and a product with one vector hardly ever."""
+a dense matrix. Measured as 8 to 14 on 2 cores; with more cores the dense product gains more. A wide product is
+therefore dense if more than one entry in sixteen is stored, and a product with one vector almost never."""
 
 
 class SparseOperator(Operator):
@@ -83,11 +83,11 @@ class Sparse(Matrix):
         return self._sparse_operator(x.dtype, x.device)(x)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor."""
+        """Returns M as an (n, n) tensor."""
         return self._full(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:
-        """Yields nothing: dropping entries may make a matrix indefinite, and the format forbids `psd`."""
+        """Yields nothing: the format does not allow `psd`, because dropping entries may make a matrix indefinite."""
         return iter(())
 
     def row_index(self) -> Tensor:
@@ -110,7 +110,7 @@ class Sparse(Matrix):
 
     def _full(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         rows, columns = self._coordinates(device)
-        values = self.numbers(dtype, device)
+        values = self.float_values(dtype, device)
         full = torch.zeros(self.side**2, dtype=dtype, device=values.device)
         full[rows * self.side + columns] = values
         full[columns * self.side + rows] = values
@@ -118,7 +118,7 @@ class Sparse(Matrix):
 
     def _sparse_operator(self, dtype: torch.dtype, device: torch.device | None) -> SparseOperator:
         rows, columns = self._coordinates(device)
-        values = self.numbers(dtype, device)
+        values = self.float_values(dtype, device)
         off_diagonal = rows != columns
         mirrored = columns[off_diagonal], rows[off_diagonal]
         coordinates = torch.stack([torch.cat([rows, mirrored[0]]), torch.cat([columns, mirrored[1]])])
@@ -127,13 +127,13 @@ class Sparse(Matrix):
 
     def _coordinates(self, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
         # Validate first: an index out of range may crash a kernel.
-        self.require_sound()
+        self.require_valid()
         rows, columns = (self.components[name].to(device).long() for name in ("rows", "columns"))
         return rows, columns
 
 
 def _largest(magnitudes: Tensor, count: int) -> Tensor:
-    """Returns the indices of the `count` largest values in ascending order; of equal values, the first are taken."""
+    """Returns the indices of the `count` largest values in ascending order; ties are broken by the lower index."""
     if not count:
         return torch.zeros(0, dtype=torch.int64, device=magnitudes.device)
     threshold = magnitudes.kthvalue(len(magnitudes) - count + 1).values

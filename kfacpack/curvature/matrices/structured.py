@@ -3,8 +3,8 @@
 `Diagonal` keeps only the diagonal.
 
 `BlockDiagonal` keeps K diagonal blocks: 1/K of the bytes and of the arithmetic. Block k covers q or q + 1 consecutive
-indices, q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles of the longest
-one, shorter blocks with a last row of zeros, so that one batched product multiplies them all.
+indices, q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles of the same
+length; shorter blocks are padded with a last row of zeros, so that one batched product multiplies all of them.
 
 `LowRank` is M = U diag(w) Uᵀ with U of shape (n, r): r/n of the values. It is positive semi-definite
 if no weight is negative.
@@ -25,7 +25,7 @@ from kfacpack.format.schema import widest_block
 
 
 class DiagonalOperator(Operator):
-    """Product of each row of x with its factor."""
+    """Multiplies each row of x by its factor."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -69,11 +69,11 @@ class Diagonal(Matrix):
         return cls(len(diagonal), InMemoryTensors(data=diagonal), psd=psd, examples=examples, positions=positions)
 
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> DiagonalOperator:
-        return DiagonalOperator(self.numbers(dtype, device))
+        return DiagonalOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor."""
-        return self.numbers(dtype).diag()
+        """Returns M as an (n, n) tensor."""
+        return self.float_values(dtype).diag()
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
@@ -82,16 +82,16 @@ class Diagonal(Matrix):
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the diagonal, (n,)."""
-        return self.numbers(dtype)
+        return self.float_values(dtype)
 
     def eigenvalues(self) -> Tensor:
         """Returns all eigenvalues, (n,), float64, in descending order."""
-        return self.numbers(torch.float64).sort(descending=True).values
+        return self.float_values(torch.float64).sort(descending=True).values
 
     def psd_witnesses(self) -> Iterator[Tensor]:
         """Yields the smallest and the largest value as a diagonal matrix, (2, 2)."""
         # The largest value is included so that the tolerance for the smallest is relative to it.
-        yield torch.stack(self.numbers(torch.float64).aminmax()).diag()
+        yield torch.stack(self.float_values(torch.float64).aminmax()).diag()
 
 
 class BlockDiagonalOperator(Operator):
@@ -108,7 +108,7 @@ class BlockDiagonalOperator(Operator):
 
 
 class BlockDiagonal(Matrix):
-    """A block-diagonal matrix: `data` (K, s(s+1)/2), the lower triangles of the blocks, s the side of the longest.
+    """A block-diagonal matrix: `data` (K, s(s+1)/2), the lower triangles of the blocks, with s the side of the largest.
 
     Example:
         >>> import torch
@@ -121,7 +121,7 @@ class BlockDiagonal(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, count: int, *, psd: bool = True) -> BlockDiagonal:
-        """Keeps the diagonal blocks of a (n, n) tensor.
+        """Keeps the diagonal blocks of an (n, n) tensor.
 
         Args:
             matrix: Square floating-point tensor; only the lower triangles of the blocks are read.
@@ -150,7 +150,7 @@ class BlockDiagonal(Matrix):
 
     def blocks(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Returns the blocks, (K, s, s), the shorter ones padded with zeros."""
-        data, scale = self.stored_numbers(dtype, device)
+        data, scale = self.stored_values(dtype, device)
         return unpack(data, widest_block(self.side, self.count), scale)
 
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> BlockDiagonalOperator:
@@ -160,7 +160,7 @@ class BlockDiagonal(Matrix):
         return BlockDiagonalOperator(blocks[:longer], blocks[longer:, :-1, :-1].contiguous())
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor."""
+        """Returns M as an (n, n) tensor."""
         sizes = (stop - start for start, stop in spans(self.side, self.count))
         parts = (block[:size, :size] for block, size in zip(self.blocks(dtype), sizes, strict=True))
         full: Tensor = torch.block_diag(*parts)
@@ -263,7 +263,7 @@ class LowRank(Matrix):
         return LowRankOperator(*self._factors(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as a (n, n) tensor."""
+        """Returns M as an (n, n) tensor."""
         u, w = self._factors(dtype)
         return (u * w) @ u.T
 
@@ -289,4 +289,4 @@ class LowRank(Matrix):
         return torch.arange(self.side)[:, None]
 
     def _factors(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        return self.numbers(dtype, device), self.components["weights"].to(device=device, dtype=dtype)
+        return self.float_values(dtype, device), self.components["weights"].to(device=device, dtype=dtype)

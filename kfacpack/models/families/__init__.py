@@ -43,13 +43,13 @@ class DownloadedModel(NamedTuple):
     """Size of the repository's files in bytes."""
 
 
-def downloaded() -> list[DownloadedModel]:
-    """Lists the models whose weights are in the local Hub cache. One repository may serve several names."""
+def downloaded_models() -> list[DownloadedModel]:
+    """Lists the models whose weights are in the local Hub cache. One repository may provide several models."""
     return [
         DownloadedModel(model, family.name, repository.name, repository.revision, repository.nbytes)
         for repository in cached_repositories()
         for family in FAMILIES.values()
-        for model in family.downloaded(repository)
+        for model in family.downloaded_names(repository)
     ]
 
 
@@ -92,7 +92,7 @@ def load_model(
         spec: `"tiny"`, an open_clip name (`"ViT-B-32"`, `"ViT-B-16/laion2b_s34b_b88k"`), `"timm:NAME"`,
             `"t5:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
         weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
-            A file that is named random is `"./random"`.
+            Use `"./random"` for a file named random.
         image_size: Side of the input images in pixels; the model's library resamples position embeddings.
         dtype: Dtype of the module.
         device: Device of the module.

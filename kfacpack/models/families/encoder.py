@@ -1,4 +1,4 @@
-"""Text encoders like BERT, such as `hf:sentence-transformers/all-MiniLM-L6-v2` or `hf:DIR`.
+"""BERT-like text encoders, such as `hf:sentence-transformers/all-MiniLM-L6-v2` or `hf:DIR`.
 
 f is the normalised mean of the last hidden state over the tokens.
 """
@@ -48,7 +48,7 @@ class EncoderFamily:
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-            """Returns the mean over the tokens that are not padding: all (N, length) to (N, hidden)."""
+            """Returns the mean over the tokens that are not padding: (N, length) to (N, hidden)."""
             mask = attention_mask.to(device)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **inputs).last_hidden_state
@@ -82,8 +82,8 @@ class EncoderFamily:
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
 
-    def downloaded(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the name of a cached repository that holds a text encoder."""
+    def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the name of a cached repository if it contains a text encoder."""
         from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as ENCODERS
 
         config = repository.config
@@ -99,7 +99,7 @@ def _encoder_class(config: Any, name: str) -> Any:
     """Returns the class that AutoModel would choose."""
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, MODEL_MAPPING
 
-    # Causal and vision models would run as well, but the mean over their tokens is no text embedding.
+    # Causal and vision models would run as well, but the mean over their tokens is not a text embedding.
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
         remedy = "use t5: for T5 models, and timm: or open_clip names for vision models"
         raise KfacpackError(f"hf:{name} is a {config.model_type!r} model, expected a text encoder like BERT; {remedy}")

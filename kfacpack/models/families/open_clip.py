@@ -27,9 +27,9 @@ from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import (
     LOCAL_WEIGHTS,
     CheckpointFile,
-    as_call,
     check_safetensors,
     download_weights,
+    format_call,
     mismatched_tensors,
     safetensors_name,
     weights_error,
@@ -47,7 +47,7 @@ RESIZED = ("*positional_embedding", "*pos_embed")
 DEFAULT_TAG = "openai"
 """Pretrained tag of a name without one."""
 TEXT_BATCH_SIZE = 256
-"""Texts that are embedded at once."""
+"""Number of texts per batch."""
 _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode", "fill_color")
 
 
@@ -93,10 +93,10 @@ class OpenClipFamily:
                 pretrained_text=False,
             )
 
-        def how_to_load(path: Path) -> str:
+        def load_command(path: Path) -> str:
             if spec in EMBEDDED_MODELS or vision_only:
-                return as_call("kfacpack.load_model", spec, weights=str(path), image_size=image_size)
-            return as_call(
+                return format_call("kfacpack.load_model", spec, weights=str(path), image_size=image_size)
+            return format_call(
                 "open_clip.create_model",
                 name,
                 pretrained=str(path),
@@ -105,7 +105,7 @@ class OpenClipFamily:
                 force_preprocess_cfg=preprocessing or None,
             )
 
-        # If the file holds only the vision tower, the text tower is random: it is neither used nor saved.
+        # If the file contains only the vision tower, the text tower is random and is neither used nor saved.
         vision_only = file is not None and _is_vision_only(file)
         with silence_logging(), seeded_rng(seed):
             if file is None:
@@ -137,12 +137,12 @@ class OpenClipFamily:
             prepare=image_batches(image_transform_v2(setting, is_train=False), name),
             preprocessing=f"open_clip: RGB, resize ({setting.resize_mode}, {setting.interpolation}) "
             f"to {height}x{width}, normalize mean {list(setting.mean)} std {list(setting.std)}",
-            checkpoint=CheckpointFile(module, how_to_load, only="visual." if vision_only else ""),
+            checkpoint=CheckpointFile(module, load_command, prefix="visual." if vision_only else ""),
             encode_text=None if vision_only else _text_encoder(module, name, device, tokenizer),
             logit_scale=float(module.logit_scale.detach().exp()),
         )
 
-    def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+    def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
         """Yields the names whose weights are in a cached repository."""
         make_torchvision_importable()
         import open_clip
@@ -155,12 +155,12 @@ class OpenClipFamily:
 
 
 class OpenClipConfig(NamedTuple):
-    """What a model name stands for."""
+    """The configuration of a model name."""
 
     name: str
     """Name of open_clip's model config."""
     pretrained: Mapping[str, Any]
-    """open_clip's registry entry of the weights: activation, preprocessing, place on the Hub."""
+    """open_clip's registry entry of the weights: activation, preprocessing, location on the Hub."""
     tokenizer: Mapping[str, Any]
     """Arguments for `open_clip.get_tokenizer`."""
     published: Callable[[], tuple[Path, str | None]]
@@ -222,7 +222,7 @@ def _build(build: Callable[[Path | None], Any], name: str) -> Any:
 
 
 def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str, resized: bool) -> Any:
-    """Builds the model with a file's weights: all, or the vision tower's with a random text tower."""
+    """Builds the model with the weights of a file, which may lack the text tower."""
     if _is_vision_only(path):
         return _load_vision_tower(_build(build, name), path, name)
     try:
@@ -234,7 +234,7 @@ def _build_from_file(build: Callable[[Path | None], Any], path: Path, name: str,
 
 @contextmanager
 def _resizable(path: Path) -> Iterator[Path]:
-    """Yields the file, or a copy in float32: on a CPU, torch does not resample in half precision."""
+    """Yields the file, or a copy in float32: on a CPU, torch cannot resample in half precision."""
     if all(spec.dtype not in ("F16", "BF16") for spec in Container(path).tensors.values()):
         yield path
         return
@@ -273,7 +273,7 @@ def _text_encoder(
 ) -> Callable[[Sequence[str]], Tensor]:
     @cache
     def tokenizer() -> Any:
-        """Loads the tokenizer on first use: those of some models are on the Hub."""
+        """Loads the tokenizer on first use, because some tokenizers are downloaded from the Hub."""
         import open_clip
 
         with silence_logging():

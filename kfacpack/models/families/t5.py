@@ -76,8 +76,8 @@ class T5Family:
             if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
                 raise KfacpackError(f"t5:{name} has no token for class {without_token[0]!r}; use --head prototypes")
             rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
-            # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no attribute of
-            # its own for this.
+            # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no
+            # separate attribute for this.
             scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
             scaled: Tensor = rows * config.d_model**-0.5 if scales else rows
             return scaled
@@ -103,7 +103,7 @@ class T5Family:
             preprocessing=f"prompts in the style of {style!r}, at most {limit} tokens",
         )
 
-    def downloaded(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the name of a cached repository that holds a T5 model."""
+    def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the name of a cached repository if it contains a T5 model."""
         if repository.config.get("model_type") == "t5" and repository.is_for_transformers:
             yield f"t5:{repository.name}"

@@ -19,9 +19,9 @@ from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import (
     LOCAL_WEIGHTS,
     CheckpointFile,
-    as_call,
     check_safetensors,
     download_weights,
+    format_call,
     safetensors_name,
     weights_error,
 )
@@ -41,7 +41,7 @@ class TimmFamily:
     prompt_styles: tuple[PromptStyle, ...] = ()
 
     def load(self, request: ModelRequest) -> Model:
-        """Loads a model. A weights file may have another classifier than the published weights, or none."""
+        """Loads a model. A weights file may have a different classifier than the published weights, or none."""
         name, weights, image_size, dtype, device, seed, _ = request
         with compiler_deferred():
             make_torchvision_importable()
@@ -65,8 +65,10 @@ class TimmFamily:
             features = module.forward_features(images.to(device, dtype))
             return normalize(module.forward_head(features, pre_logits=True), dim=-1)
 
-        def how_to_load(path: Path) -> str:
-            return as_call("timm.create_model", name, num_classes=module.num_classes, checkpoint_path=str(path), **size)
+        def load_command(path: Path) -> str:
+            return format_call(
+                "timm.create_model", name, num_classes=module.num_classes, checkpoint_path=str(path), **size
+            )
 
         tag = name.partition(".")[2] or (pretrained.tag if weights is None else "")
         return Model(
@@ -86,10 +88,10 @@ class TimmFamily:
             preprocessing=f"timm: RGB, resize ({setting['interpolation']}) and crop ({setting['crop_mode']}, "
             f"{setting['crop_pct']}) to {height}x{width}, "
             f"normalize mean {list(setting['mean'])} std {list(setting['std'])}",
-            checkpoint=CheckpointFile(module, how_to_load),
+            checkpoint=CheckpointFile(module, load_command),
         )
 
-    def downloaded(self, repository: CachedRepository) -> Iterator[str]:
+    def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
         """Yields the names whose weights are in a cached repository."""
         make_torchvision_importable()
         import timm
@@ -102,7 +104,7 @@ class TimmFamily:
 
 
 def _pretrained_config(name: str) -> Any:
-    """Returns timm's config of a model's pretrained weights: input size, classifier, place on the Hub."""
+    """Returns timm's config of a model's pretrained weights: input size, classifier, location on the Hub."""
     import timm
 
     base, _, tag = name.partition(".")
@@ -143,8 +145,8 @@ def _build_from_file(name: str, path: Path, pretrained: Any, size: dict[str, Any
     """Builds the model with a file's weights; timm resamples the position embedding to the image size."""
     import timm
 
-    # The file may have another classifier, or none. timm would drop it and then ignore every missing key, so the model
-    # is built with the number of classes in the file.
+    # The file may have a different classifier, or none. timm would drop it and then ignore every missing key, so the
+    # model is built with the number of classes in the file.
     heads = [Container(path).tensors.get(f"{head}.weight") for head in _classifiers(pretrained)]
     classes = next((head.shape[0] for head in heads if head is not None), 0)
     overlay = {"file": str(path), "num_classes": classes, "label_offset": 0, "custom_load": False}

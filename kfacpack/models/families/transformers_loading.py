@@ -12,7 +12,7 @@ import torch
 from kfacpack._compat import make_torchvision_importable, silence_logging
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.models.model import WeightsSource, seeded_rng
-from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, as_call, check_safetensors, weights_error
+from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, check_safetensors, format_call, weights_error
 from kfacpack.tasks.task import Example
 
 MAX_TOKENS = 512
@@ -22,7 +22,7 @@ _SAFE = {"use_safetensors": True, "trust_remote_code": False}
 
 
 @contextmanager
-def transformers_quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Temporarily disables transformers' progress bars and logging."""
     make_torchvision_importable()
     from transformers.utils import logging
@@ -55,7 +55,7 @@ def config_and_tokenizer(name: str, prefix: str) -> tuple[Any, Any]:
     looks_local = name.startswith((".", "/", "~"))
     if looks_local and not Path(name).is_dir():
         raise KfacpackError(f"{prefix}:{name}: no such directory; expected one with config.json and a tokenizer")
-    with transformers_quiet():
+    with quiet_transformers():
         from transformers import AutoConfig, AutoTokenizer
 
         try:
@@ -77,7 +77,7 @@ def load_pretrained(
     seed: int,
     unused: str = "",
 ) -> tuple[Any, frozenset[str]]:
-    """Loads a model and checks that all its weights are there; transformers would initialise missing ones randomly.
+    """Loads a model and checks that no weights are missing; transformers would initialise them randomly.
 
     Args:
         model_class: Class of transformers.
@@ -96,7 +96,7 @@ def load_pretrained(
     """
     from safetensors.torch import load_file
 
-    with transformers_quiet(), seeded_rng(seed):
+    with quiet_transformers(), seeded_rng(seed):
         if weights == "random":
             return model_class(config).to(dtype), frozenset()
         for file in [weights] if weights else sorted(Path(name).glob("*.safetensors")):
@@ -133,13 +133,13 @@ def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]
     """
 
     def fill(folder: Path) -> None:
-        with transformers_quiet():
+        with quiet_transformers():
             state = {name: value for name, value in module.state_dict().items() if name not in missing}
             module.save_pretrained(folder, state_dict=state if missing else None)
             tokenizer.save_pretrained(folder)
 
     return CheckpointFolder(
-        fill, lambda path: as_call(f"transformers.{type(module).__name__}.from_pretrained", str(path))
+        fill, lambda path: format_call(f"transformers.{type(module).__name__}.from_pretrained", str(path))
     )
 
 
@@ -155,18 +155,18 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
         Column name to N strings.
 
     Raises:
-        KfacpackError: A column holds something else than strings.
+        KfacpackError: A column contains values that are not strings.
     """
     columns = list(examples[0]) if examples else []
     for example in examples:
         for column, value in example.items():
             if not isinstance(value, str):
-                problem = f"column {printable(column)!r} of {task!r} holds {type(value).__name__}"
+                problem = f"column {printable(column)!r} of {task!r} contains {type(value).__name__}"
                 raise KfacpackError(f"{model} expects texts, but {problem}; use an image model")
     return {column: [example[column] for example in examples] for column in columns}
 
 
 def max_length(tokenizer: Any, config: Any) -> int:
-    """Returns the maximum length of a text in tokens: the least of the model's, the tokenizer's and `MAX_TOKENS`."""
+    """Returns the maximum length of a text in tokens: the minimum of the model's, the tokenizer's and `MAX_TOKENS`."""
     positions = getattr(config, "max_position_embeddings", None) or MAX_TOKENS
     return int(min(MAX_TOKENS, tokenizer.model_max_length, positions))

@@ -36,7 +36,7 @@ class DareMethod(MergeMethod):
     """Seed of the random choice."""
 
     def __post_init__(self) -> None:
-        self.require_share("drop", zero=True, one=False)
+        self.require_fraction("drop", zero=True, one=False)
         if type(self.seed) is not int or not 0 <= self.seed < 2**64:
             raise KfacpackError(f"dare: seed is {self.seed!r}, expected an integer from 0 to 2^64 - 1")
 
@@ -45,7 +45,7 @@ class DareMethod(MergeMethod):
         total = torch.zeros(())
         for vector in inputs:
             part = vector.read(name)
-            dropped = CounterRandom(f"dare/{self.seed}/{vector.digest}/{name}").chance(self.drop, tuple(part.shape))
+            dropped = CounterRandom(f"dare/{self.seed}/{vector.digest}/{name}").bernoulli(self.drop, tuple(part.shape))
             part[torch.from_numpy(dropped).to(part.device)] = 0.0
             total = total.to(part.device) + part / (1 - self.drop)
         return total

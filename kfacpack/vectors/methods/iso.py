@@ -43,7 +43,7 @@ class IsoMethod(MergeMethod):
     """Whether parameters that are not matrices are averaged."""
 
     def __post_init__(self) -> None:
-        self.require_switch("mean")
+        self.require_bool("mean")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""
@@ -66,8 +66,8 @@ class IsoCtsMethod(MergeMethod):
     """Whether parameters that are not matrices are averaged."""
 
     def __post_init__(self) -> None:
-        self.require_share("common", zero=True, one=True)
-        self.require_switch("mean")
+        self.require_fraction("common", zero=True, one=True)
+        self.require_bool("mean")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""

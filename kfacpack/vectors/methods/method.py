@@ -1,7 +1,7 @@
 """The base class of merge methods for task vectors, and the sum.
 
-A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum: it is used at α = 1, and
-no method averages unless its setting `mean` is on. A method is odd and homogeneous: multiplying every α by c
+A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum, to be used at α = 1. No
+method averages unless its setting `mean` is true. A method is odd and homogeneous: multiplying every α by c
 multiplies the result by c.
 
 Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.
@@ -65,7 +65,7 @@ class MergeMethod(ABC):
         return asdict(self)
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
-        """Returns a function that merges one parameter, after computing what depends on all parameters."""
+        """Precomputes quantities that depend on all parameters, and returns a function that merges one parameter."""
         return partial(self.parameter, inputs)
 
     @abstractmethod
@@ -80,7 +80,7 @@ class MergeMethod(ABC):
             The merged change in float64.
         """
 
-    def require_share(self, setting: str, *, zero: bool, one: bool) -> None:
+    def require_fraction(self, setting: str, *, zero: bool, one: bool) -> None:
         """Checks that a setting is a number between 0 and 1.
 
         Args:
@@ -97,7 +97,7 @@ class MergeMethod(ABC):
             interval = f"{'[' if zero else '('}0, 1{']' if one else ')'}"
             raise KfacpackError(f"{self.name}: {setting} is {value!r}, expected a number in {interval}")
 
-    def require_switch(self, setting: str) -> None:
+    def require_bool(self, setting: str) -> None:
         """Checks that a setting is a boolean.
 
         Raises:
@@ -113,7 +113,7 @@ def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False
     Args:
         inputs: T task vectors.
         name: The parameter.
-        mean: Divides the sum by T.
+        mean: Whether to divide the sum by T.
 
     Returns:
         Σ α τ, or Σ α τ / T, in float64.

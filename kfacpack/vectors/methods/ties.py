@@ -46,8 +46,8 @@ class TiesMethod(MergeMethod):
     """Whether the entries that agree are averaged."""
 
     def __post_init__(self) -> None:
-        self.require_share("keep", zero=False, one=True)
-        self.require_switch("mean")
+        self.require_fraction("keep", zero=False, one=True)
+        self.require_bool("mean")
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
         """Computes the thresholds and returns a function that merges one parameter."""

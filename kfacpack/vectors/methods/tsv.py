@@ -90,7 +90,7 @@ class TsvMethod(MergeMethod):
     """Whether parameters that are not matrices are averaged."""
 
     def __post_init__(self) -> None:
-        self.require_switch("mean")
+        self.require_bool("mean")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""
