@@ -175,7 +175,7 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for a different f than the model's: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for another f than the model's: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue

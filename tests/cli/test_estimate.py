@@ -121,8 +121,8 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
         "import time\n"
         "from kfacpack.estimation.accumulator import CurvatureAccumulator\n"
         "from kfacpack.estimation.task_estimate import TaskEstimate\n"
-        "take = CurvatureAccumulator.take\n"
-        "CurvatureAccumulator.take = lambda *given: (time.sleep(0.2), take(*given))[1]\n"
+        "add_batch = CurvatureAccumulator.add_batch\n"
+        "CurvatureAccumulator.add_batch = lambda *given: (time.sleep(0.2), add_batch(*given))[1]\n"
         "TaskEstimate.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
