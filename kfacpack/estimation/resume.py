@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
+from shutil import rmtree
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
@@ -73,12 +74,14 @@ class PartialFile:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
         metadata = json.dumps({"request": self.request, "batches": done, "sha256": digests}, sort_keys=True)
-        temporary = self.path.with_name(f".{self.path.name}")
         try:
-            save_file(tensors, temporary, {_KEY: metadata})
-            temporary.replace(self.path)
+            # If the process is killed, safetensors leaves a file with a random name; in a folder it can be found.
+            self._folder.mkdir(exist_ok=True)
+            save_file(tensors, self._folder / "state", {_KEY: metadata})
+            (self._folder / "state").replace(self.path)
+            rmtree(self._folder)
         except (OSError, SafetensorError) as error:
-            temporary.unlink(missing_ok=True)
+            rmtree(self._folder, ignore_errors=True)
             raise KfacpackError(f"{self.path}: cannot save the state of {self.what}: {error}") from error
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
@@ -127,8 +130,14 @@ class PartialFile:
         return 0
 
     def remove(self) -> None:
-        """Removes the file, if it exists."""
+        """Removes the file, if it exists, and what a killed process left of it."""
         self.path.unlink(missing_ok=True)
+        rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _folder(self) -> Path:
+        """Folder in which the file is written before it takes its place."""
+        return self.path.with_name(f".{self.path.name}")
 
     def _compare(self, saved: dict[str, Any]) -> None:
         """Checks that the file was saved with the same settings."""
