@@ -15,6 +15,8 @@ from kfacpack.errors import KfacpackError
 
 _MIN_STEPS = 10
 """Shorter runs are not checked, because their losses are too noisy."""
+_LEARNED = 0.3
+"""A loss below this is that of a task that is solved already, by the base model or by the vector."""
 _NOT_LEARNED = 0.95
 """A final loss above this fraction of the first loss counts as not decreased."""
 
@@ -78,14 +80,15 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
         return None
     loss = fmean(metrics.loss for metrics in early)
     balance = strength * loss / penalty
-    first, last = steps[0].loss, fmean(metrics.loss for metrics in steps[-window:])
+    # The first batch alone is noisy.
+    first, last = max(steps[0].loss, loss), fmean(metrics.loss for metrics in steps[-window:])
     if penalty > loss:
         remedy = f"They would balance at λ = {balance:.2g}"
         return f"the penalty outweighed the loss in the first steps: {penalty:.3g} against {loss:.3g}. {remedy}"
-    if last > _NOT_LEARNED * first:
+    if last > max(_NOT_LEARNED * first, _LEARNED):
         cause = f"The penalty was smaller than the loss and would balance it at λ = {balance:.2g}"
         remedy = f"{cause}, so another learning rate or more steps may help more than a smaller λ"
-        return f"the loss did not decrease: {first:.3g} at the first step, {last:.3g} at the end. {remedy}"
+        return f"the loss did not decrease: {first:.3g} in the first steps, {last:.3g} at the end. {remedy}"
     return None
 
 

@@ -171,6 +171,7 @@ def test_a_penalty_that_is_too_strong_is_detected():
     assert "λ = 4" in problem
     assert penalty_problem(steps([1.0] * 40, [0.0] + 39 * [0.1]), 80.0) is not None
     assert penalty_problem(steps([1.0] * 40, [0.0] * 40), 80.0) is None
+    assert penalty_problem(steps([0.07] + [0.1] * 39, [0.0] + 39 * [0.05]), 80.0) is None  # solved from the start
     assert penalty_problem(steps([1.0] * 40, [None] * 40), 80.0) is None
     assert penalty_problem(steps([1.0] * 5, [9.0] * 5), 80.0) is None
 
