@@ -87,7 +87,8 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
         return
     on_device = dist.get_backend() == "nccl"
     for tensor in tensors:
-        moved = tensor.cuda() if on_device else tensor
+        # gloo reduces CPU tensors only, so tensors of a device without NCCL go through the CPU.
+        moved = tensor.cuda() if on_device else tensor.cpu()
         communicate(moved)
         if moved is not tensor:
             tensor.copy_(moved)
