@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 from experiments.small import TEXT
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 import kfacpack as kp
 from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.train import uses_autocast
 
 FEW = ["visual.transformer.resblocks.3.mlp.*"]
 OPTIONS = ["--params", FEW[0]]
@@ -100,3 +102,13 @@ def test_a_plan_runs_from_python(tmp_path):
     asked = []
     kp.run(tmp_path / "plan.yaml", tmp_path / "out", device="cpu", show=lambda *stage: asked.append(stage))
     assert not asked
+
+
+@pytest.mark.parametrize(("device", "requested", "expected"), [
+    ("cuda", None, True), ("cuda", False, False), ("cpu", None, False), ("mps", None, False), ("cpu", True, True),
+])  # fmt: skip
+def test_autocast_is_the_default_on_cuda_only(device, requested, expected):
+    """One rule for `kfacpack train`, plans and `kp.train`."""
+    parameter = SimpleNamespace(device=SimpleNamespace(type=device))
+    model = SimpleNamespace(module=SimpleNamespace(parameters=lambda: iter([parameter])))
+    assert uses_autocast(model, requested) is expected
