@@ -137,10 +137,10 @@ def train(
     batch_size: int = option(
         TRAINING_PANEL, 32, "--batch-size", min=1, help="Examples per step, summed over all processes."
     ),
-    at_once: int | None = option(
+    micro_batch_size: int | None = option(
         TRAINING_PANEL,
         None,
-        "--at-once",
+        "--micro-batch-size",
         min=1,
         metavar="N",
         help="Examples per forward pass; the gradients of a step are accumulated.",
@@ -185,7 +185,7 @@ def train(
         steps=steps,
         epochs=epochs,
         batch_size=batch_size,
-        at_once=at_once,
+        micro_batch_size=micro_batch_size,
         lr=lr,
         warmup=warmup,
         weight_decay=weight_decay,

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 def drift(
     model: Model,
-    exams: Sequence[EvaluationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     vectors: Mapping[str, TaskVector],
     bundles: Mapping[str, Curvature],
     *,
@@ -46,7 +46,7 @@ def drift(
 
     Args:
         model: The base model.
-        exams: Examples of each bundle's task.
+        evaluation_sets: Examples of each bundle's task.
         vectors: Task name -> vector.
         bundles: Task name -> curvature.
         layer_examples: Number of examples on which single blocks are measured; 0: blocks are not measured.
@@ -65,7 +65,7 @@ def drift(
         >>> sets = [EvaluationSet.of(kp.load_task("digits"))]
         >>> kp.drift(model, sets, {"mnist": vector}, {"digits": kp.load("digits.kfac")})["pairs"]
     """
-    tasks, taus = by_task_name(exams), list(vectors.values())
+    tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if not bundles:
         raise KfacpackError("no bundle to compare with the measured drift")

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 def disentanglement(
     model: Model,
-    exams: tuple[EvaluationSet, EvaluationSet],
+    evaluation_sets: tuple[EvaluationSet, EvaluationSet],
     vectors: tuple[TaskVector, TaskVector],
     *,
     alphas: Sequence[float],
@@ -53,7 +53,7 @@ def disentanglement(
 
     Args:
         model: The base model.
-        exams: Examples of the first vector's task, and of the second vector's task.
+        evaluation_sets: Examples of the first vector's task, and of the second vector's task.
         vectors: Two vectors of one base model and one regime.
         alphas: Coefficients of both axes of the grid.
         heads: Task name -> head; by default the vector's head for its task, or else `kp.head_for(model, task)`.
@@ -73,17 +73,21 @@ def disentanglement(
     alphas = [float(alpha) for alpha in alphas]
     if not alphas or not all(map(isfinite, alphas)):
         raise KfacpackError(f"alphas {alphas}: expected at least one number, all finite")
-    names = list(by_task_name(exams))
+    names = list(by_task_name(evaluation_sets))
     require_compatible_vectors(vectors)
-    task_heads = [_head(model, subset, vector, heads or {}) for subset, vector in zip(exams, vectors, strict=True)]
+    task_heads = [
+        _head(model, subset, vector, heads or {}) for subset, vector in zip(evaluation_sets, vectors, strict=True)
+    ]
     count_errors = _linear_errors if vectors[0].is_linear else _nonlinear_errors
-    errors = count_errors(model, exams, vectors, task_heads, alphas, batch_size, on_progress)
-    shares = [counts.cpu().double() / len(subset.numbers) for counts, subset in zip(errors, exams, strict=True)]
+    errors = count_errors(model, evaluation_sets, vectors, task_heads, alphas, batch_size, on_progress)
+    shares = [
+        counts.cpu().double() / len(subset.numbers) for counts, subset in zip(errors, evaluation_sets, strict=True)
+    ]
     return {
         "tasks": names,
         "alphas": alphas,
         "xi": (shares[0] + shares[1]).tolist(),
-        "examples": {name: len(subset.numbers) for name, subset in zip(names, exams, strict=True)},
+        "examples": {name: len(subset.numbers) for name, subset in zip(names, evaluation_sets, strict=True)},
     }
 
 

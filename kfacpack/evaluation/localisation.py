@@ -29,7 +29,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 def localisation(
     model: Model,
-    exams: Sequence[EvaluationSet],
+    evaluation_sets: Sequence[EvaluationSet],
     vectors: Mapping[str, TaskVector],
     *,
     batch_size: int = 64,
@@ -39,7 +39,7 @@ def localisation(
 
     Args:
         model: The base model.
-        exams: Examples of each vector's task and, optionally, of further tasks. All examples that are not of a
+        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. All examples that are not of a
             vector's own task are off-task for it.
         vectors: Task name -> vector.
         batch_size: Examples per forward pass.
@@ -57,13 +57,13 @@ def localisation(
         >>> sets = [EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist")]
         >>> kp.localisation(model, sets, {"digits": vector})["auroc"]
     """
-    tasks, taus = by_task_name(exams), list(vectors.values())
+    tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if missing := [name for name in vectors if name not in tasks]:
         raise KfacpackError(f"no examples of {printable(missing[0])}, the task of one of the vectors")
     if len(tasks) < 2:
         raise KfacpackError(f"only examples of {printable(next(iter(tasks)))}; examples of another task are needed")
-    examples = sum(len(evaluation_set.numbers) for evaluation_set in exams)
+    examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
     counter = ProgressCounter(passes_needed(model, taus) * examples, on_progress)
     sizes_by_task = {
         name: _squared_changes(model, evaluation_set, taus, batch_size, counter)

@@ -33,13 +33,14 @@ ENTAILMENT_ANSWERS = {
 """Class name to flan's answer."""
 _THREE = "OPTIONS:\n- yes\n- it is not possible to tell\n- no"
 _TWO = "OPTIONS:\n- yes\n- no"
-_ENTAILMENT = "Premise: {%s}\n\nHypothesis: {%s}\n\nDoes the premise entail the hypothesis?\n\n%s"
 FLAN_TEMPLATES = {
-    "snli": _ENTAILMENT % ("premise", "hypothesis", _THREE),
-    "mnli": _ENTAILMENT % ("premise", "hypothesis", _THREE),
-    "sick": _ENTAILMENT % ("sentence_A", "sentence_B", _THREE),
-    "scitail": _ENTAILMENT % ("premise", "hypothesis", "OPTIONS:\n- yes\n- it is not possible to tell"),
-    "rte": _ENTAILMENT % ("sentence1", "sentence2", _TWO),
+    "snli": "Caption: {premise}\n\nStatement: {hypothesis}\n\nDoes the caption mean that the statement is true?\n\n"
+    + _THREE,
+    "mnli": "Premise: {premise}\n\nHypothesis: {hypothesis}\n\nDoes the premise entail the hypothesis?\n\n" + _THREE,
+    "sick": "Sentence A: {sentence_A}\n\nSentence B: {sentence_B}\n\nIf A is true, is B true?\n\n" + _THREE,
+    "scitail": "Text: {premise}\n\nScientific claim: {hypothesis}\n\nDoes the text support the claim?\n\n"
+    + "OPTIONS:\n- yes\n- it is not possible to tell",
+    "rte": "{sentence1}\n\nCan we conclude from this paragraph that {sentence2}\n\n" + _TWO,
     "qnli": "Question: {question}\n\nSentence: {sentence}\n\nDoes the sentence answer the question?\n\n" + _TWO,
 }
 """Task to template; the fields are the task's columns."""

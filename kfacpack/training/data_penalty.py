@@ -88,7 +88,7 @@ class DataPenalty:
         }
 
     def add_grad(
-        self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], at_once: int | None = None
+        self, step: int, regime: Regime, tau: Tau, gradients: dict[str, Tensor], micro_batch_size: int | None = None
     ) -> Tensor:
         """Computes this process's share of the penalty at a step, and adds its gradient in place.
 
@@ -97,19 +97,19 @@ class DataPenalty:
             regime: The regime that is trained in.
             tau: Parameter name -> τ.
             gradients: Parameter name -> gradient to add to.
-            at_once: Examples per forward pass; None: all.
+            micro_batch_size: Examples per forward pass; None: all.
 
         Returns:
             The value, a 0-d float64 tensor on the CPU.
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         value = torch.zeros((), dtype=torch.float64)
-        next_batches = self._batches_from(step, regime.model, at_once)
-        for _ in self._parts(step, at_once):
+        next_batches = self._batches_from(step, regime.model, micro_batch_size)
+        for _ in self._parts(step, micro_batch_size):
             change, result = regime.drift(next(next_batches), tau)
             value += weight * float(change.square().sum())
             result.add_gradient(2 * weight * change, gradients)
-        self._next = step + 1, at_once
+        self._next = step + 1, micro_batch_size
         return value
 
     def close(self) -> None:
@@ -118,17 +118,17 @@ class DataPenalty:
             self._upcoming.close()
             self._upcoming = None
 
-    def _parts(self, step: int, at_once: int | None) -> list[tuple[int, Sequence[int]]]:
+    def _parts(self, step: int, micro_batch_size: int | None) -> list[tuple[int, Sequence[int]]]:
         """Returns (task index, example indices) of each forward pass of this process at a step."""
         generator = np.random.Generator(np.random.Philox(key=self._seed, counter=[0, step, 3, 0]))
         task = int(generator.choice(len(self._splits), p=self._shares))
-        return [(task, part) for part in self._orders[task].own(step, at_once)]
+        return [(task, part) for part in self._orders[task].own(step, micro_batch_size)]
 
-    def _batches_from(self, step: int, model: Model, at_once: int | None) -> Iterator[Batch]:
+    def _batches_from(self, step: int, model: Model, micro_batch_size: int | None) -> Iterator[Batch]:
         """Returns the batches from a step on. Consecutive steps share an iterator, which prepares batches ahead."""
-        if self._upcoming is None or self._next != (step, at_once):
+        if self._upcoming is None or self._next != (step, micro_batch_size):
             self.close()
             sources = list(zip(self._splits, self.tasks, strict=True))
-            parts = (part for next_step in count(step) for part in self._parts(next_step, at_once))
+            parts = (part for next_step in count(step) for part in self._parts(next_step, micro_batch_size))
             self._upcoming = batches(model, sources, parts)
         return self._upcoming

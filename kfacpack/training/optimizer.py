@@ -55,10 +55,10 @@ class BatchOrder:
         start = step * self._batch_size
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
 
-    def own(self, step: int, at_once: int | None) -> list[Sequence[int]]:
-        """Returns this process's share of a step's examples, in parts of `at_once` examples; None: one part."""
+    def own(self, step: int, micro_batch_size: int | None) -> list[Sequence[int]]:
+        """Returns this process's share of a step's examples, in parts of `micro_batch_size` examples; None: one part."""
         own = self.batch(step)[distributed.rank() :: distributed.world_size()]
-        return list(batched(own, at_once or max(1, len(own))))
+        return list(batched(own, micro_batch_size or max(1, len(own))))
 
     def _shuffled(self, epoch: int) -> list[int]:
         # The third counter word separates this stream from those that sample examples and probes.

@@ -55,7 +55,7 @@ class Regularizer:
         offload: Whether to keep factors on the CPU and copy them to the device one block at a time.
         device: Device of the computation; None: the device of τ.
         dtype: Dtype of the computation; None: the dtype of τ, at least float32.
-        leaving_out: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
+        exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
             was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
@@ -77,7 +77,7 @@ class Regularizer:
         offload: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-        leaving_out: str | None = None,
+        exclude_task: str | None = None,
     ):
         sources = [bundles] if isinstance(bundles, Curvature | str | os.PathLike) else list(bundles)
         inputs = [MergeInput.of(source, position) for position, source in enumerate(sources, start=1)]
@@ -90,9 +90,9 @@ class Regularizer:
         self.digests = tuple(bundle.curvature.digest for bundle in inputs)
         """Digests of the bundles as passed, recorded in the vector's file."""
         unchanged = [(bundle, bundle) for bundle in inputs]
-        pairs = _without_own_task(inputs, leaving_out) if leaving_out else unchanged
+        pairs = _without_own_task(inputs, exclude_task) if exclude_task else unchanged
         self._inputs = [reduced for _, reduced in pairs]
-        self._left_out = leaving_out if pairs != unchanged else None
+        self._left_out = exclude_task if pairs != unchanged else None
         check_addable(self._inputs)
         check_weights(weights, [original.curvature for original, _ in pairs])
         self.strength = self._resolve_strength(strength, preset)

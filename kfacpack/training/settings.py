@@ -30,7 +30,7 @@ class TrainingSettings:
     """Passes over the training examples, as an alternative to `steps`."""
     batch_size: int = 32
     """Examples per step, summed over all processes."""
-    at_once: int | None = None
+    micro_batch_size: int | None = None
     """Examples per forward pass; gradients of a step are accumulated. None: the whole share of a process."""
     lr: float | None = None
     """Peak learning rate; None: derived from the model by `optimizer.find_learning_rate`."""
@@ -48,7 +48,7 @@ class TrainingSettings:
             ("steps", self.steps, 1),
             ("epochs", self.epochs, 1e-6),
             ("batch size", self.batch_size, 1),
-            ("at_once", self.at_once, 1),
+            ("micro_batch_size", self.micro_batch_size, 1),
             ("learning rate", self.lr, 0),
             ("weight decay", self.weight_decay, 0),
         ):

@@ -48,7 +48,7 @@ def train(
     steps: int | None = None,
     epochs: float | None = None,
     batch_size: int = 32,
-    at_once: int | None = None,
+    micro_batch_size: int | None = None,
     lr: float | None = None,
     warmup: float = 0.1,
     weight_decay: float = 0.1,
@@ -78,7 +78,7 @@ def train(
         steps: Number of steps; 500 if neither `steps` nor `epochs` is given.
         epochs: Passes over the training examples, instead of `steps`.
         batch_size: Examples per step, summed over all processes.
-        at_once: Examples per forward pass; the gradients of a step are accumulated.
+        micro_batch_size: Examples per forward pass; the gradients of a step are accumulated.
         lr: Peak learning rate; by default derived from the model.
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
@@ -118,7 +118,7 @@ def train(
             steps=steps,
             epochs=epochs,
             batch_size=batch_size,
-            at_once=at_once,
+            micro_batch_size=micro_batch_size,
             lr=lr,
             warmup=warmup,
             weight_decay=weight_decay,
@@ -193,7 +193,7 @@ def build_trainer(
             preset=preset,
             every=reg_every,
             offload=offload,
-            leaving_out=task.name,
+            exclude_task=task.name,
         )
     base = identify_base(training_regime, regularizer)  # before the head, which may take a long time
     return Trainer(

@@ -319,7 +319,7 @@ class Trainer:
         return int(done)
 
     def _own_parts(self, step: int) -> list[Sequence[int]]:
-        return self._order.own(step, self.settings.at_once)
+        return self._order.own(step, self.settings.micro_batch_size)
 
     def _step(
         self, step: int, state: AdamWState, loader: Iterator[Batch], stopped: Callable[[], bool]
@@ -336,7 +336,9 @@ class Trainer:
                 correct += part_correct
             if self.drift:
                 with self._autocast_context():
-                    drift += self.drift.add_grad(step, self.regime, state.tau, state.gradients, self.settings.at_once)
+                    drift += self.drift.add_grad(
+                        step, self.regime, state.tau, state.gradients, self.settings.micro_batch_size
+                    )
         except NotFiniteError as error:
             raise self._step_error(step, str(error), lr_involved=step > 0) from error
         stop = torch.tensor(float(distributed.world_size() > 1 and stopped()))

@@ -153,10 +153,10 @@ def test_an_estimate_can_be_compressed_at_once():
     x = torch.randn(30, 40)
     full = kp.estimate(model, [x])
     for spec in ("svd:4+int8", "prune:10%", "fp16"):
-        at_once, later = kp.estimate(model, [x], compress=spec), kp.compress(full, spec)
+        micro_batch_size, later = kp.estimate(model, [x], compress=spec), kp.compress(full, spec)
         tau = random_tau(full)
-        torch.testing.assert_close(at_once.quadratic(tau), later.quadratic(tau))
-        assert [block.losses for block in at_once.blocks] == [block.losses for block in later.blocks]
+        torch.testing.assert_close(micro_batch_size.quadratic(tau), later.quadratic(tau))
+        assert [block.losses for block in micro_batch_size.blocks] == [block.losses for block in later.blocks]
     direct = kp.estimate(model, [x], compress="block:4+int8")
     assert [(loss.step, loss.frobenius is None) for loss in direct.blocks[0].losses] == [
         ("block:4", True),

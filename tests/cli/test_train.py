@@ -146,7 +146,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
     # Adam divides by the gradient's own size: where that is nearly zero, rounding is all there is, except in float64.
     exact = penalty == "--reg-data"
     how = ["--reg-data", "faces", "--dtype", "float64"] if exact else ["--reg", bundles / "mnist.kfac"]
-    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--at-once", "2", *how, "-o"]
+    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--micro-batch-size", "2", *how, "-o"]
     assert run(*common, tmp_path / "one.safetensors").exit_code == 0
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
     done = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])

@@ -68,9 +68,9 @@ def test_prototypes_separate_colours_with_random_weights(tiny, task):
 
 
 def test_a_selection_of_examples_is_reproducible(eye, task, by_colour):
-    exams = [EvaluationSet.of(task, examples="50%") for _ in range(2)]
-    assert exams[0].numbers == exams[1].numbers
-    assert len(set(exams[0].numbers)) == 6
+    evaluation_sets = [EvaluationSet.of(task, examples="50%") for _ in range(2)]
+    assert evaluation_sets[0].numbers == evaluation_sets[1].numbers
+    assert len(set(evaluation_sets[0].numbers)) == 6
     assert evaluate(eye, task, head=by_colour, examples="5").examples == 5
 
 

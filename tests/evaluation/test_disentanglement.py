@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evaluation.toy import EXAMS, TASKS, emulate_device, inputs, task_vector
+from evaluation.toy import EVALUATION_SETS, TASKS, emulate_device, inputs, task_vector
 from kit import refused
 from toys import on_device, toy_model
 
@@ -27,14 +27,16 @@ def pair(model, regime):
 def answers(model, vectors, task, a, b):
     with edited_model(model, a * vectors[0] + b * vectors[1]) as forward:
         head = vectors[("one", "two").index(task)].heads[task]
-        return head.logits(forward(inputs(model, EXAMS[task]))).argmax(1)
+        return head.logits(forward(inputs(model, EVALUATION_SETS[task]))).argmax(1)
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
 @pytest.mark.parametrize("batch_size", [7, 64])
 def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
     vectors = pair(model, regime)
-    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, alphas=ALPHAS, batch_size=batch_size)
+    found = disentanglement(
+        model, (EVALUATION_SETS["one"], EVALUATION_SETS["two"]), vectors, alphas=ALPHAS, batch_size=batch_size
+    )
     assert (found["tasks"], found["alphas"], found["examples"]) == (["one", "two"], ALPHAS, {"one": 20, "two": 20})
     expected = [
         [
@@ -54,7 +56,7 @@ def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
 def test_the_model_is_restored(model):
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     for regime in ("linear", "full"):
-        disentanglement(model, (EXAMS["one"], EXAMS["two"]), pair(model, regime), alphas=[1.0])
+        disentanglement(model, (EVALUATION_SETS["one"], EVALUATION_SETS["two"]), pair(model, regime), alphas=[1.0])
     assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())
 
 
@@ -64,7 +66,7 @@ def test_progress_ends_at_its_total(model, regime, looks):
     progress = []
     disentanglement(
         model,
-        (EXAMS["one"], EXAMS["two"]),
+        (EVALUATION_SETS["one"], EVALUATION_SETS["two"]),
         pair(model, regime),
         alphas=[1.0, 2.0],
         on_progress=lambda done, total: progress.append((done, total)),
@@ -78,14 +80,16 @@ def test_heads_can_be_replaced(model):
     own = vectors[0].heads["one"]
     blind = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
     heads = {"one": blind, "two": kp.Head(blind.weight, blind.bias, TASKS["two"].classes, "prototypes")}
-    found = disentanglement(model, (EXAMS["one"], EXAMS["two"]), vectors, alphas=ALPHAS, heads=heads)
+    found = disentanglement(
+        model, (EVALUATION_SETS["one"], EVALUATION_SETS["two"]), vectors, alphas=ALPHAS, heads=heads
+    )
     assert found["xi"] == [[0.0] * 4] * 4
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
 def test_a_device_without_float64_gives_the_same_grid(regime, monkeypatch):
     model = toy_model(dtype=torch.float32)
-    vectors, both = pair(model, regime), (EXAMS["one"], EXAMS["two"])
+    vectors, both = pair(model, regime), (EVALUATION_SETS["one"], EVALUATION_SETS["two"])
     expected = disentanglement(model, both, vectors, alphas=ALPHAS)
     heads = {
         name: kp.Head(*on_device(head.weight, head.bias), head.classes, head.origin)
@@ -98,13 +102,13 @@ def test_a_device_without_float64_gives_the_same_grid(regime, monkeypatch):
 
 def test_incompatible_inputs_are_refused(model):
     one, two = pair(model, "linear")
-    both = (EXAMS["one"], EXAMS["two"])
+    both = (EVALUATION_SETS["one"], EVALUATION_SETS["two"])
     with refused(kp.KfacpackError, "linear", "full"):
         disentanglement(model, both, (one, task_vector(model, TASKS["two"], "full")), alphas=ALPHAS)
     with refused(kp.KfacpackError):
         disentanglement(model, both, (two, one), alphas=ALPHAS)
     with refused(kp.KfacpackError):
-        disentanglement(model, (EXAMS["one"], EXAMS["one"]), (one, one), alphas=ALPHAS)
+        disentanglement(model, (EVALUATION_SETS["one"], EVALUATION_SETS["one"]), (one, one), alphas=ALPHAS)
     with refused(kp.KfacpackError):
         disentanglement(model, both, (one, two), alphas=[])
     with refused(kp.TaskVectorError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from evaluation.toy import (
-    EXAMS,
+    EVALUATION_SETS,
     TASKS,
     bundle_of,
     change,
@@ -34,7 +34,12 @@ def test_an_exact_bundle_predicts_the_measured_drift():
     model = linear_model()
     vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "two")}
     found = drift(
-        model, [EXAMS["one"]], vectors, {"one": bundle_of(model, TASKS["one"], "test")}, layer_examples=20, batch_size=6
+        model,
+        [EVALUATION_SETS["one"]],
+        vectors,
+        {"one": bundle_of(model, TASKS["one"], "test")},
+        layer_examples=20,
+        batch_size=6,
     )
     assert [(each["vector"], each["block"]) for each in found["layers"]] == [
         (name, block) for name in vectors for block in ("0.weight", "1.weight")
@@ -42,7 +47,7 @@ def test_an_exact_bundle_predicts_the_measured_drift():
     for each in found["layers"]:
         assert each["predicted"] == pytest.approx(each["measured"], rel=1e-5)
         tau = {each["block"]: vectors[each["vector"]][each["block"]]}
-        brute = change(model, inputs(model, EXAMS["one"]), tau).square().sum() / 20
+        brute = change(model, inputs(model, EVALUATION_SETS["one"]), tau).square().sum() / 20
         assert each["measured"] == pytest.approx(float(brute), rel=1e-5)
     # The sum of the blocks leaves out what lies between them, which the measurement does not.
     for pair in found["pairs"]:
@@ -57,7 +62,7 @@ def test_every_vector_is_compared_with_every_bundle(model):
     progress = []
     found = drift(
         model,
-        list(EXAMS.values()),
+        list(EVALUATION_SETS.values()),
         vectors,
         bundles,
         layer_examples=8,
@@ -70,7 +75,7 @@ def test_every_vector_is_compared_with_every_bundle(model):
         (vector, task) for task in bundles for vector in vectors
     ]
     for each in found["pairs"]:
-        brute = change(model, inputs(model, EXAMS[each["task"]]), vectors[each["vector"]]).square().sum() / 20
+        brute = change(model, inputs(model, EVALUATION_SETS[each["task"]]), vectors[each["vector"]]).square().sum() / 20
         assert each["measured"] == pytest.approx(float(brute), rel=1e-5)
         assert each["predicted"] == pytest.approx(float(bundles[each["task"]].quadratic(vectors[each["vector"]])))
     rows = {(each["vector"], each["task"], each["block"]): each for each in found["layers"]}
@@ -81,19 +86,21 @@ def test_every_vector_is_compared_with_every_bundle(model):
     assert list(tau) == ["mlp.weight", "mlp.bias"]
     delta = gather(tau, block.join, {name: tuple(each.shape) for name, each in tau.items()}).double().flatten()
     assert row["predicted"] == pytest.approx(float(delta @ dense_block(block) @ delta), rel=1e-5)
-    assert row["measured"] == pytest.approx(brute_force(model, EXAMS["two"], 8, tau), rel=1e-5)
+    assert row["measured"] == pytest.approx(brute_force(model, EVALUATION_SETS["two"], 8, tau), rel=1e-5)
 
 
-def brute_force(model, exam, count, tau):
+def brute_force(model, evaluation_set, count, tau):
     """Returns E ‖J τ‖² over the first examples."""
-    first = EvaluationSet(exam.task, exam.split, exam.numbers[:count], exam.labels[:count])
+    first = EvaluationSet(
+        evaluation_set.task, evaluation_set.split, evaluation_set.numbers[:count], evaluation_set.labels[:count]
+    )
     return float(change(model, inputs(model, first), tau).square().sum() / count)
 
 
 def test_blocks_that_share_a_projection_are_measured_on_their_rows():
     model = crossed_model()
     vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
-    found = drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle}, layer_examples=5)
+    found = drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": bundle}, layer_examples=5)
     spans = {block.name: block.join.pieces[0].rows for block in bundle.blocks if block.join.pieces[0].rows}
     assert sorted(spans.values()) == [(0, 4), (4, 12)]
     for row in found["layers"]:
@@ -102,13 +109,15 @@ def test_blocks_that_share_a_projection_are_measured_on_their_rows():
             kept = {name: torch.zeros_like(vector[name]) for name in ("attn.in_proj_weight", "attn.in_proj_bias")}
             for name in kept:
                 kept[name][start:stop] = vector[name][start:stop]
-            assert row["measured"] == pytest.approx(brute_force(model, EXAMS["two"], 5, kept), rel=1e-5)
+            assert row["measured"] == pytest.approx(brute_force(model, EVALUATION_SETS["two"], 5, kept), rel=1e-5)
 
 
 def test_nonlinear_vectors_are_measured_in_the_edited_model(model):
     vector = task_vector(model, TASKS["one"], "attention", params="attn.in_proj")
-    found = drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle_of(model, TASKS["two"])}, layer_examples=3)
-    x = inputs(model, EXAMS["two"])
+    found = drift(
+        model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": bundle_of(model, TASKS["two"])}, layer_examples=3
+    )
+    x = inputs(model, EVALUATION_SETS["two"])
     with torch.no_grad():
         brute = (vector.apply(model.module)(x) - model.module(x)).square().sum() / 20
     assert found["pairs"][0]["measured"] == pytest.approx(float(brute), rel=1e-5)
@@ -118,29 +127,29 @@ def test_nonlinear_vectors_are_measured_in_the_edited_model(model):
 def test_a_device_without_float64_gives_the_same_drift(monkeypatch):
     model = toy_model(dtype=torch.float32)
     vectors, bundles = {"one": task_vector(model, TASKS["one"])}, {"two": bundle_of(model, TASKS["two"])}
-    expected = drift(model, [EXAMS["two"]], vectors, bundles, layer_examples=8)
+    expected = drift(model, [EVALUATION_SETS["two"]], vectors, bundles, layer_examples=8)
     emulate_device(monkeypatch)
-    assert drift(model, [EXAMS["two"]], vectors, bundles, layer_examples=8) == expected
+    assert drift(model, [EVALUATION_SETS["two"]], vectors, bundles, layer_examples=8) == expected
 
 
 def test_layers_may_be_left_out(model):
     vector = task_vector(model, TASKS["one"])
     bundle = bundle_of(model, TASKS["two"])
-    assert not drift(model, [EXAMS["two"]], {"one": vector}, {"two": bundle}, layer_examples=0)["layers"]
+    assert not drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": bundle}, layer_examples=0)["layers"]
 
 
 def test_incompatible_inputs_are_refused(model):
     vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
     with refused(kp.KfacpackError):
-        drift(model, [EXAMS["one"]], {"one": vector}, {"two": bundle})
+        drift(model, [EVALUATION_SETS["one"]], {"one": vector}, {"two": bundle})
     with refused(kp.KfacpackError):
-        drift(model, [EXAMS["one"]], {"one": vector}, {})
+        drift(model, [EVALUATION_SETS["one"]], {"one": vector}, {})
     other = bundle_of(toy_model(seed=1), TASKS["two"])
     with refused(kp.TaskVectorError):
-        drift(model, [EXAMS["two"]], {"one": vector}, {"two": other})
-    part = kp.estimate(model.module, [inputs(model, EXAMS["two"])], params="mlp.*", function=model.function)
+        drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": other})
+    part = kp.estimate(model.module, [inputs(model, EVALUATION_SETS["two"])], params="mlp.*", function=model.function)
     with refused(kp.TaskVectorError):
-        drift(model, [EXAMS["two"]], {"one": vector}, {"two": part})
-    wide = kp.estimate(model.module, [inputs(model, EXAMS["two"])])
+        drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": part})
+    wide = kp.estimate(model.module, [inputs(model, EVALUATION_SETS["two"])])
     with refused(kp.TaskVectorError):
-        drift(model, [EXAMS["two"]], {"one": vector}, {"two": wide})
+        drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": wide})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from evaluation.toy import EXAMS, TASKS, change, emulate_device, inputs, task_vector
+from evaluation.toy import EVALUATION_SETS, TASKS, change, emulate_device, inputs, task_vector
 from hypothesis import given
 from hypothesis import strategies as st
 from kit import refused
@@ -21,8 +21,8 @@ def model():
     return toy_model()
 
 
-def sizes(model, vector, exam):
-    x = inputs(model, exam)
+def sizes(model, vector, evaluation_set):
+    x = inputs(model, evaluation_set)
     if vector.regime == "linear":
         return change(model, x, vector).square().sum(1)
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_changes_equal_those_of_the_full_jacobian(model, regime):
     progress = []
     found = localisation(
         model,
-        list(EXAMS.values()),
+        list(EVALUATION_SETS.values()),
         vectors,
         batch_size=8,
         on_progress=lambda done, total: progress.append((done, total)),
@@ -45,7 +45,7 @@ def test_changes_equal_those_of_the_full_jacobian(model, regime):
     assert (progress[0], progress[-1]) == ((0, looks), (looks, looks))
     assert list(found["vectors"]) == list(NAMES[:2])
     for name, vector in vectors.items():
-        expected = {task: sizes(model, vector, exam) for task, exam in EXAMS.items()}
+        expected = {task: sizes(model, vector, evaluation_set) for task, evaluation_set in EVALUATION_SETS.items()}
         off = torch.cat([each for task, each in expected.items() if task != name])
         result = found["vectors"][name]
         assert list(result["by_task"]) == list(NAMES)
@@ -65,9 +65,9 @@ def test_changes_equal_those_of_the_full_jacobian(model, regime):
 def test_a_device_without_float64_gives_the_same_result(regime, monkeypatch):
     model = toy_model(dtype=torch.float32)
     vectors = {name: task_vector(model, TASKS[name], regime) for name in NAMES[:2]}
-    expected = localisation(model, list(EXAMS.values()), vectors)
+    expected = localisation(model, list(EVALUATION_SETS.values()), vectors)
     emulate_device(monkeypatch)
-    assert localisation(model, list(EXAMS.values()), vectors) == expected
+    assert localisation(model, list(EVALUATION_SETS.values()), vectors) == expected
 
 
 def zip_by_task(result, expected):
@@ -89,8 +89,8 @@ def test_auroc_counts_pairs_and_halves_ties(on, off):
 def test_missing_examples_or_vectors_are_refused(model):
     vector = task_vector(model, TASKS["one"])
     with refused(kp.KfacpackError):
-        localisation(model, [EXAMS["one"]], {"one": vector})
+        localisation(model, [EVALUATION_SETS["one"]], {"one": vector})
     with refused(kp.KfacpackError):
-        localisation(model, [EXAMS["two"], EXAMS["three"]], {"one": vector})
+        localisation(model, [EVALUATION_SETS["two"], EVALUATION_SETS["three"]], {"one": vector})
     with refused(kp.KfacpackError):
-        localisation(model, list(EXAMS.values()), {})
+        localisation(model, list(EVALUATION_SETS.values()), {})

@@ -33,33 +33,37 @@ def head():
 
 
 @pytest.fixture(scope="module")
-def exam():
+def evaluation_set():
     return EvaluationSet.of(ToyTask(size=90))
 
 
-def batch_of(model, exam):
-    return model.prepare([exam.split[number] for number in exam.numbers], exam.task.name)
+def batch_of(model, evaluation_set):
+    return model.prepare([evaluation_set.split[number] for number in evaluation_set.numbers], evaluation_set.task.name)
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
-def test_a_sweep_equals_separate_evaluations(model, head, exam, regime):
+def test_a_sweep_equals_separate_evaluations(model, head, evaluation_set, regime):
     vector = made_up(model, regime=regime, size=1.5)
-    found = scores(model, head, exam, vector, ALPHAS, batch_size=32)
+    found = scores(model, head, evaluation_set, vector, ALPHAS, batch_size=32)
     assert len({each.correct for each in found}) > 2, "α makes a difference"
     for alpha, each in zip(ALPHAS, found, strict=True):
-        assert each == score(model, head, exam, vector=vector, alpha=alpha, batch_size=32)
-        assert each == score(model, head, exam, vector=alpha * vector, batch_size=32)
-    halves = scores(model, head, exam, 0.5 * vector, ALPHAS, batch_size=32)
-    assert halves == [score(model, head, exam, vector=0.5 * alpha * vector, batch_size=32) for alpha in ALPHAS]
-    public = kp.sweep(model, exam.task, vector, ALPHAS, head=head, batch_size=32)
+        assert each == score(model, head, evaluation_set, vector=vector, alpha=alpha, batch_size=32)
+        assert each == score(model, head, evaluation_set, vector=alpha * vector, batch_size=32)
+    halves = scores(model, head, evaluation_set, 0.5 * vector, ALPHAS, batch_size=32)
+    assert halves == [
+        score(model, head, evaluation_set, vector=0.5 * alpha * vector, batch_size=32) for alpha in ALPHAS
+    ]
+    public = kp.sweep(model, evaluation_set.task, vector, ALPHAS, head=head, batch_size=32)
     assert public == found
-    assert public[3] == kp.evaluate(model, exam.task, head=head, vector=vector, alpha=ALPHAS[3], batch_size=32)
+    assert public[3] == kp.evaluate(
+        model, evaluation_set.task, head=head, vector=vector, alpha=ALPHAS[3], batch_size=32
+    )
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
-def test_alpha_and_a_multiple_are_bitwise_equal(model, exam, regime):
+def test_alpha_and_a_multiple_are_bitwise_equal(model, evaluation_set, regime):
     sum_ = 0.7 * made_up(model, regime=regime) + 0.3 * made_up(model, "other", regime, seed=2)
-    x = batch_of(model, exam)
+    x = batch_of(model, evaluation_set)
     for alpha in (0.3, -1.1, 1 / 3):
         with edited_model(model, sum_, alpha) as one:
             first = one(x)
@@ -67,10 +71,10 @@ def test_alpha_and_a_multiple_are_bitwise_equal(model, exam, regime):
             assert torch.equal(first, other(x))
 
 
-def test_a_linear_vector_is_evaluated_as_f_plus_alpha_j_tau(exam):
+def test_a_linear_vector_is_evaluated_as_f_plus_alpha_j_tau(evaluation_set):
     model = toy_model(dtype=torch.float64)
     vector = made_up(model)
-    x = batch_of(model, exam)
+    x = batch_of(model, evaluation_set)
     names = dict(model.module.named_parameters())
 
     def f(*values):
@@ -84,9 +88,11 @@ def test_a_linear_vector_is_evaluated_as_f_plus_alpha_j_tau(exam):
             torch.testing.assert_close(forward(x), (f0 + alpha * change).detach())
 
 
-def test_alpha_zero_is_the_model_itself(model, head, exam):
+def test_alpha_zero_is_the_model_itself(model, head, evaluation_set):
     for regime in ("linear", "full"):
-        assert scores(model, head, exam, made_up(model, regime=regime), [0.0, 1.0])[0] == score(model, head, exam)
+        assert scores(model, head, evaluation_set, made_up(model, regime=regime), [0.0, 1.0])[0] == score(
+            model, head, evaluation_set
+        )
 
 
 def test_examples_are_read_once(model, head):
@@ -105,51 +111,51 @@ def test_examples_are_read_once(model, head):
             read.append(index)
             return self.x[index]
 
-    exam = EvaluationSet.of(Counting())
-    found = scores(model, head, exam, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
+    evaluation_set = EvaluationSet.of(Counting())
+    found = scores(model, head, evaluation_set, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
     assert read == list(range(30))
     assert [each.examples for each in found] == [30] * 3
 
 
 def test_progress_counts_every_pass(model, head):
-    exam = EvaluationSet.of(ToyTask())
+    evaluation_set = EvaluationSet.of(ToyTask())
     for regime, passes in (("linear", 1), ("full", 3)):
         progress = []
         vector, tell = made_up(model, regime=regime), lambda *counts, progress=progress: progress.append(counts)
-        scores(model, head, exam, vector, [0, 1, 2], batch_size=20, on_progress=tell)
+        scores(model, head, evaluation_set, vector, [0, 1, 2], batch_size=20, on_progress=tell)
         assert progress[0] == (0, 30 * passes)
         assert progress[-1] == (30 * passes, 30 * passes)
         assert len(progress) == 1 + 2 * passes
 
 
-def test_another_f_is_refused(model, head, exam):
+def test_another_f_is_refused(model, head, evaluation_set):
     seen = model.function.model_copy(update={"detail": "of 64x64 pixels"})
     other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
     for regime in ("linear", "full"):
         vector = made_up(model, regime=regime, function=seen)
         with refused(kp.TaskVectorError, "64x64", "96x96"):
-            score(other, head, exam, vector=vector)
+            score(other, head, evaluation_set, vector=vector)
 
 
-def test_invalid_alphas_and_vectors_are_refused(model, head, exam):
+def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
     vector = made_up(model)
     with refused(KfacpackError):
-        scores(model, head, exam, vector, [])
+        scores(model, head, evaluation_set, vector, [])
     with refused(KfacpackError):
-        scores(model, head, exam, vector, [1.0, float("nan")])
+        scores(model, head, evaluation_set, vector, [1.0, float("nan")])
     with refused(KfacpackError):
-        score(model, head, exam, alpha=0.5)
+        score(model, head, evaluation_set, alpha=0.5)
     with refused(KfacpackError, "test", "0", "63"):
-        score(model, head, exam, vector=made_up(model, size=float("inf")))
+        score(model, head, evaluation_set, vector=made_up(model, size=float("inf")))
 
 
-def test_overflow_of_outputs_or_logits_is_reported(model, head, exam):
+def test_overflow_of_outputs_or_logits_is_reported(model, head, evaluation_set):
     """J τ is finite, but α J τ or the logits overflow float32."""
-    _, change = kp.linearize(model).outputs(batch_of(model, exam), dict(made_up(model)))
+    _, change = kp.linearize(model).outputs(batch_of(model, evaluation_set), dict(made_up(model)))
     vector = made_up(model, size=1e36 / float(change.abs().max()))
     for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
         with refused(KfacpackError, "test", "0", "63"):
-            scores(model, wide, exam, vector, [0.0, alpha])
+            scores(model, wide, evaluation_set, vector, [0.0, alpha])
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kfacpack.format.vector_manifest import AboutVector, TaskEntry
 from kfacpack.linearization.linearize import Linearized
 
 TASKS = {name: ToyTask(name, seed=seed, size=20) for seed, name in enumerate(("one", "two", "three"), start=1)}
-EXAMS = {name: EvaluationSet.of(task, "test") for name, task in TASKS.items()}
+EVALUATION_SETS = {name: EvaluationSet.of(task, "test") for name, task in TASKS.items()}
 
 
 def task_vector(model, task, regime="linear", *, size=0.3, seed=None, params=None):
@@ -34,8 +34,8 @@ def task_vector(model, task, regime="linear", *, size=0.3, seed=None, params=Non
     return kp.TaskVector(tensors, about, {task.name: kp.head_for(model, task)})
 
 
-def inputs(model, exam):
-    return model.prepare([exam.split[number] for number in exam.numbers], exam.task.name)
+def inputs(model, evaluation_set):
+    return model.prepare([evaluation_set.split[number] for number in evaluation_set.numbers], evaluation_set.task.name)
 
 
 def change(model, x, tau):
@@ -50,9 +50,9 @@ def change(model, x, tau):
 
 def bundle_of(model, task, split="train"):
     """Returns the exact curvature over all examples of a split."""
-    exam = EvaluationSet.of(task, split)
+    evaluation_set = EvaluationSet.of(task, split)
     about = {"name": model.name, "function": model.function, "source": kp.Source(task=task.name, dataset_size=20)}
-    return kp.estimate(model.module, [inputs(model, exam)], fisher="exact", forward=model.forward, **about)
+    return kp.estimate(model.module, [inputs(model, evaluation_set)], fisher="exact", forward=model.forward, **about)
 
 
 def linear_model():

@@ -84,13 +84,13 @@ def test_a_curvature_in_memory_has_the_digest_of_its_file(tmp_path):
 @given(seed=seeds)
 def test_merging_in_steps_is_merging_at_once(rule, seed):
     a, b, c, d = tasks(seed)
-    at_once = kp.merge([a, b, c, d], rule)
+    micro_batch_size = kp.merge([a, b, c, d], rule)
     in_steps = kp.merge([kp.merge([kp.merge([a, b], rule), c], rule), d], rule)
-    assert_same(in_steps, at_once)
-    assert_same_parents(in_steps, at_once)
+    assert_same(in_steps, micro_batch_size)
+    assert_same_parents(in_steps, micro_batch_size)
     in_pairs = kp.merge([kp.merge([a, b], "stack"), kp.merge([c, d], rule)], rule)
-    assert_same(in_pairs, at_once)
-    assert_same_parents(in_pairs, at_once)
+    assert_same(in_pairs, micro_batch_size)
+    assert_same_parents(in_pairs, micro_batch_size)
 
 
 def test_a_merged_bundle_can_be_loaded_and_verified(paths, tmp_path):

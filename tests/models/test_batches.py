@@ -70,7 +70,7 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
         where = tmp_path / str(workers)
         where.mkdir()
         data = ["--data", folder, "--workers", workers, "-q"]
-        how = ["--steps", 3, "--at-once", 2, "--lr", "1e-3", "--reg-data", "digits"]
+        how = ["--steps", 3, "--micro-batch-size", 2, "--lr", "1e-3", "--reg-data", "digits"]
         for line in (
             ["estimate", "--task", "mine", *FEW, "-o", where / "t.kfac", *data],
             ["train", "--task", "mine", *FEW, *how, "-o", where / "t.safetensors", *data],

@@ -135,10 +135,10 @@ def test_a_part_and_its_whole_are_not_counted_twice():
         kp.merge([whole, part])
     assert len(kp.merge([part, rest]).about.merge.parents) == 2
     with warned(OwnTaskWarning, "cars@1/2", "cars"):
-        kp.Regularizer(whole, leaving_out="cars@1/2")
+        kp.Regularizer(whole, exclude_task="cars@1/2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kp.Regularizer([part, rest], leaving_out="cars@1/2")
+        kp.Regularizer([part, rest], exclude_task="cars@1/2")
 
 
 def test_the_whole_pipeline_works_with_parts(folder):

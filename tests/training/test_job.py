@@ -69,10 +69,10 @@ def test_training_reduces_the_loss_and_records_its_settings(regime, tmp_path):
 
 
 @pytest.mark.parametrize("regime", list(REGIMES))
-@pytest.mark.parametrize("at_once", [1, 3, 7])
-def test_gradient_accumulation_gives_the_same_vector(regime, at_once, tmp_path):
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 7])
+def test_gradient_accumulation_gives_the_same_vector(regime, micro_batch_size, tmp_path):
     whole = job(regime).run(tmp_path / "whole.safetensors")
-    parts = job(regime, replace(SETTINGS, at_once=at_once)).run(tmp_path / "parts.safetensors")
+    parts = job(regime, replace(SETTINGS, micro_batch_size=micro_batch_size)).run(tmp_path / "parts.safetensors")
     for name in whole:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=1e-7)
 

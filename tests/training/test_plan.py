@@ -61,7 +61,7 @@ def test_the_learning_rate_rises_and_falls():
         ({"batch_size": 0}, "batch size 0"),
         ({"seed": -1}, "seed -1: expected a whole number"),
         ({"seed": 2**64}, "expected a whole number from 0 to"),
-        ({"at_once": 0}, "at_once 0"),
+        ({"micro_batch_size": 0}, "micro_batch_size 0"),
         ({"warmup": 2.0}, "warmup 2.0: expected a fraction"),
     ],
 )

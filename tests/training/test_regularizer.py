@@ -342,12 +342,12 @@ def test_the_trained_task_is_subtracted_if_possible():
     parts = [of_task(name, size, seed) for name, size, seed in (("one", 10, 1), ("two", 20, 2), ("three", 30, 3))]
     merged, others = kp.merge(parts), kp.merge(parts[1:])
     tau = random_tau(merged, dtype=torch.float64)
-    exact = kp.Regularizer([merged, parts[0]], 1.0, leaving_out="one")
+    exact = kp.Regularizer([merged, parts[0]], 1.0, exclude_task="one")
     assert exact.tasks == ("two", "three")
     torch.testing.assert_close(exact.value(tau), kp.Regularizer(others, 1.0).value(tau), rtol=1e-5, atol=0)
-    untouched = kp.Regularizer(merged, 1.0, leaving_out="four")
+    untouched = kp.Regularizer(merged, 1.0, exclude_task="four")
     assert torch.equal(untouched.value(tau), kp.Regularizer(merged, 1.0).value(tau))
-    apart = kp.Regularizer(parts, 1.0, leaving_out="two")
+    apart = kp.Regularizer(parts, 1.0, exclude_task="two")
     assert apart.tasks == ("one", "three")
 
 
@@ -356,13 +356,13 @@ def test_a_trained_task_that_cannot_be_subtracted_causes_a_warning():
     merged = kp.merge(parts)
     tau = random_tau(merged)
     with warned(OwnTaskWarning, "one"):
-        kept = kp.Regularizer(merged, 1.0, leaving_out="one")
+        kept = kp.Regularizer(merged, 1.0, exclude_task="one")
     assert torch.equal(kept.value(tau), kp.Regularizer(merged, 1.0).value(tau))
     with refused(kp.KfacpackError):
-        kp.Regularizer(parts[0], leaving_out="one")
+        kp.Regularizer(parts[0], exclude_task="one")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kp.Regularizer(parts, leaving_out="one")
+        kp.Regularizer(parts, exclude_task="one")
 
 
 def test_steps_with_a_penalty():
