@@ -39,7 +39,7 @@ def localisation(
 
     Args:
         model: The base model.
-        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. All examples that are not of a
+        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. All others are off-task
             vector's own task are off-task for it.
         vectors: Task name -> vector.
         batch_size: Examples per forward pass.

@@ -56,7 +56,7 @@ class BatchOrder:
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
 
     def own(self, step: int, micro_batch_size: int | None) -> list[Sequence[int]]:
-        """Returns this process's share of a step's examples, in parts of `micro_batch_size` examples; None: one part."""
+        """Returns this process's share of a step's examples, in parts of `micro_batch_size`; None: one part."""
         own = self.batch(step)[distributed.rank() :: distributed.world_size()]
         return list(batched(own, micro_batch_size or max(1, len(own))))
 
