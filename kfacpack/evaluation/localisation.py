@@ -39,8 +39,8 @@ def localisation(
 
     Args:
         model: The base model.
-        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. All others are off-task
-            vector's own task are off-task for it.
+        evaluation_sets: Examples of each vector's task and, optionally, of further tasks. Examples of other
+            tasks are off-task for a vector.
         vectors: Task name -> vector.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
