@@ -98,7 +98,7 @@ def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, qui
     start = time.perf_counter()
     model = _load_base_model(tau, target, show=show)
     with steps_bar("writing", show=show) as advance:
-        tau.save(output, progress=advance)
+        tau.save(output, on_progress=advance)
     vector, seconds = TaskVector.load(output), time.perf_counter() - start
     if show:
         size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"

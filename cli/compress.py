@@ -71,7 +71,7 @@ def compress(
     with steps_bar("trying codecs", show=show and budget is not None) as advance:
         choice = choose_codecs(curvature, spec, budget, advance, with_vector=tau is not None)
     with steps_bar("compressing", show=show) as advance:
-        compressed, report = compress_with(curvature, choice, vector=tau, progress=advance)
+        compressed, report = compress_with(curvature, choice, vector=tau, on_progress=advance)
     file: dict[str, Any] = {"path": None, "sha256": None, "bytes": file_size(compressed)}
     if output is not None and not dry_run:
         compressed.save(output)

@@ -52,7 +52,7 @@ def export(
     curvature = from_bundle(source)
     show = not (quiet or as_json)
     with steps_bar("writing", show=show) as advance:
-        write(curvature, output, dtype=dtype, progress=advance)
+        write(curvature, output, dtype=dtype, on_progress=advance)
     size = output.stat().st_size
     if as_json:
         print_json({"path": str(output), "bytes": size, "dtype": dtype, "blocks": len(curvature.blocks)})
@@ -139,7 +139,7 @@ def import_(
             samples=samples,
             params=params or None,
             dataset_size=dataset_size,
-            progress=advance,
+            on_progress=advance,
         )
     bundle = Bundle(output)
     if as_json:

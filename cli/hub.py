@@ -98,7 +98,7 @@ def push(
                 license=license,
                 base_model=base_model,
                 dry_run=dry_run,
-                progress=advance,
+                on_progress=advance,
             )
     except VerificationError as error:
         show_error(f"{error}. Nothing was uploaded")
@@ -171,7 +171,7 @@ def pull(
     show = not (quiet or as_json)
     try:
         with checks_bar("verifying", show=show) as advance:
-            pulled = pull_files(source, files or (), output=output, force=force, progress=advance)
+            pulled = pull_files(source, files or (), output=output, force=force, on_progress=advance)
     except VerificationError as error:
         show_error(f"{error}. The file was not saved")
         raise typer.Exit(1) from error

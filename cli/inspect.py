@@ -170,7 +170,7 @@ def verify(
             unreadable.append({"path": path, "error": str(error)})
             continue
         with checks_bar(locate(path).name, show=not (quiet or as_json)) as advance:
-            result = verify_bundle(path, bases.load_for(manifest), progress=advance)
+            result = verify_bundle(path, bases.load_for(manifest), on_progress=advance)
         verified.append(result)
         if not as_json:
             _print_result(result, model, quiet)

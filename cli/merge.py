@@ -85,10 +85,10 @@ def merge(
             weights=_parse_weights(weights),
             without=without or (),
             allow_partial=allow_partial,
-            progress=advance,
+            on_progress=advance,
         )
     with steps_bar("writing", show=show) as advance:
-        merged.curvature.save(output, progress=advance)
+        merged.curvature.save(output, on_progress=advance)
     seconds, bundle, about = time.perf_counter() - start, Bundle(output), merged.curvature.about
     assert about.merge is not None
     if as_json:

@@ -97,12 +97,12 @@ class Candidates:
     """One entry per block."""
 
     @classmethod
-    def of(cls, curvature: Curvature, progress: OnProgress) -> Candidates:
+    def of(cls, curvature: Curvature, on_progress: OnProgress) -> Candidates:
         """Tries every candidate on every matrix, without keeping the compressed matrices.
 
         Args:
             curvature: The curvature to compress.
-            progress: Called with the number of groups done and their total.
+            on_progress: Called with the number of groups done and their total.
 
         Returns:
             Sizes and errors of all candidates.
@@ -110,9 +110,9 @@ class Candidates:
         members = _group_members(curvature)
         groups = []
         for number, (matrices, sides) in enumerate(members):
-            progress(number, len(members))
+            on_progress(number, len(members))
             groups.append(_try_candidates(matrices, sides))
-        progress(len(members), len(members))
+        on_progress(len(members), len(members))
         group_of = {id(matrix): number for number, (matrices, _) in enumerate(members) for matrix in matrices}
         return cls(tuple(groups), tuple(_error_table(block, groups, group_of) for block in curvature.blocks))
 

@@ -80,7 +80,7 @@ def choose_codecs(
     curvature: Curvature,
     spec: str | None,
     budget: str | int | None,
-    progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
     *,
     with_vector: bool = False,
 ) -> CodecChoice:
@@ -92,7 +92,7 @@ def choose_codecs(
         curvature: The curvature to compress.
         spec: See `compress`.
         budget: See `compress`.
-        progress: Called with the number of groups of matrices done and their total.
+        on_progress: Called with the number of groups of matrices done and their total.
         with_vector: Whether the file will also contain the errors on a task vector, which take some bytes.
 
     Returns:
@@ -106,14 +106,16 @@ def choose_codecs(
         chain = CodecChain.parse(spec)
         return CodecChoice(str(chain), lambda matrix: chain)
     if budget is not None and spec is None:
-        return _choose_for_budget(curvature, budget, progress, with_vector)
+        return _choose_for_budget(curvature, budget, on_progress, with_vector)
     raise KfacpackError("expected either a codec, such as block:8+int8, or a budget, such as 70MB or 10%")
 
 
-def _choose_for_budget(curvature: Curvature, budget: str | int, progress: OnProgress, with_vector: bool) -> CodecChoice:
+def _choose_for_budget(
+    curvature: Curvature, budget: str | int, on_progress: OnProgress, with_vector: bool
+) -> CodecChoice:
     matrices = {id(matrix): matrix for block in curvature.blocks for _, matrix in block.structure.matrices()}
     limit = parse_size(budget, sum(map(dense_bytes, matrices.values())))
-    candidates = Candidates.of(curvature, progress)
+    candidates = Candidates.of(curvature, on_progress)
     search = BudgetSearch(candidates)
     files = _CandidateFiles(curvature, candidates, search.single(), with_vector)
     picks = _fit_budget(files, search, limit, budget)
@@ -174,7 +176,7 @@ def compress_with(
     choice: CodecChoice,
     *,
     vector: Vector | None = None,
-    progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[Curvature, CompressionReport]:
     """Compresses every matrix by the codec that was chosen for it, block by block.
 
@@ -184,7 +186,7 @@ def compress_with(
         curvature: The curvature to compress.
         choice: The codec of each matrix.
         vector: A task vector on which the error of `quadratic` is measured as well.
-        progress: Called with the number of blocks done and their total.
+        on_progress: Called with the number of blocks done and their total.
 
     Returns:
         The compressed curvature and its errors.
@@ -195,7 +197,7 @@ def compress_with(
     measure = _vector_measure(curvature, vector) if vector else None
     blocks, reports = [], []
     for number, block in enumerate(curvature.blocks):
-        progress(number, len(curvature.blocks))
+        on_progress(number, len(curvature.blocks))
         for side in block.structure.sides:
             for matrix in side:
                 if id(matrix) not in encoded:
@@ -206,7 +208,7 @@ def compress_with(
         smaller, report = assemble_report(block, encoded, sides, counted, measure)
         blocks.append(smaller)
         reports.append(report)
-    progress(len(curvature.blocks), len(curvature.blocks))
+    on_progress(len(curvature.blocks), len(curvature.blocks))
     return finish_report(curvature, blocks, reports, choice.name)
 
 

@@ -298,19 +298,19 @@ class Curvature:
         return Curvature(blocks, self.about, bundle=self.bundle)
 
     def save(
-        self, path: str | os.PathLike[str], *, pack: bool = True, progress: OnProgress = lambda done, total: None
+        self, path: str | os.PathLike[str], *, pack: bool = True, on_progress: OnProgress = lambda done, total: None
     ) -> None:
         """Writes the bundle atomically.
 
         Args:
             path: File to write, by convention `*.kfac`.
             pack: Whether dense symmetric matrices are stored as lower triangles.
-            progress: Called with the number of matrices written and their total.
+            on_progress: Called with the number of matrices written and their total.
 
         Raises:
             BundleError: If a value is not finite, or the file cannot be written.
         """
-        save(self, path, pack=pack, progress=progress)
+        save(self, path, pack=pack, on_progress=on_progress)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
         """Saves the curvature to a directory, which is created if it does not exist.
@@ -427,12 +427,12 @@ def matrix_of(bundle: Bundle, name: str) -> Matrix:
     return FORMS[entry.form](entry.side, components, psd=entry.psd, examples=entry.examples, positions=entry.positions)
 
 
-def check_form(bundle: Bundle, progress: CheckProgress) -> CheckResult:
+def check_form(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
     """Checks symmetry and the other requirements of each matrix form that depend on values.
 
     Args:
         bundle: The bundle to check.
-        progress: Called with the name of the check, the number of matrices checked and their total.
+        on_progress: Called with the name of the check, the number of matrices checked and their total.
 
     Returns:
         The number of matrices and the failures.
@@ -444,15 +444,15 @@ def check_form(bundle: Bundle, progress: CheckProgress) -> CheckResult:
             return CheckFailure(f"tensor {bundle.matrices[name].components[component]!r}", problem)
         return None
 
-    return run_check("symmetry", bundle.matrices, failure, progress)
+    return run_check("symmetry", bundle.matrices, failure, on_progress)
 
 
-def check_psd(bundle: Bundle, progress: CheckProgress) -> CheckResult:
+def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
     """Checks that all matrices that are declared positive semi-definite are positive semi-definite up to rounding.
 
     Args:
         bundle: The bundle to check.
-        progress: Called with the name of the check, the number of matrices checked and their total.
+        on_progress: Called with the name of the check, the number of matrices checked and their total.
 
     Returns:
         The number of matrices, the failures, and the number of exempt matrices.
@@ -466,5 +466,5 @@ def check_psd(bundle: Bundle, progress: CheckProgress) -> CheckResult:
         return CheckFailure(f"tensor {tensor!r}", problem)
 
     declared = [name for name, entry in bundle.matrices.items() if entry.psd]
-    result = run_check("psd", declared, failure, progress)
+    result = run_check("psd", declared, failure, on_progress)
     return replace(result, exempt=len(bundle.matrices) - len(declared))

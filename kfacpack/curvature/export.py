@@ -40,7 +40,7 @@ def export(
     path: str | os.PathLike[str],
     *,
     dtype: FloatType = "float32",
-    progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> None:
     """Writes every matrix as a dense tensor to a plain safetensors file, atomically.
 
@@ -53,7 +53,7 @@ def export(
         curvature: A curvature, or the path of a bundle.
         path: File to write.
         dtype: Dtype of the tensors, such as "float32" or "bfloat16".
-        progress: Called with the number of matrices written and their total.
+        on_progress: Called with the number of matrices written and their total.
 
     Raises:
         KfacpackError: If a value is out of range for `dtype`, or the file cannot be written.
@@ -79,13 +79,13 @@ def export(
     }
     with write_plain(path, specs, metadata) as write:
         for number, (name, matrix) in enumerate(matrices.items()):
-            progress(number, len(matrices))
+            on_progress(number, len(matrices))
             for part in matrix.plain(compute_type).to(number_type).reshape(-1).split(2**22):
                 if not bool(torch.stack(part.aminmax()).isfinite().all()):
                     remedy = "Use bfloat16 or float32. Nothing was written"
                     raise KfacpackError(f"{name!r}: contains values out of range for {dtype}. {remedy}")
                 write(name, raw_bytes(part))
-        progress(len(matrices), len(matrices))
+        on_progress(len(matrices), len(matrices))
 
 
 def _description(curvature: Curvature) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
 
 
-def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, progress: OnProgress) -> None:
+def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, on_progress: OnProgress) -> None:
     """Writes a curvature to a file atomically; see `Curvature.save`.
 
     Raises:
@@ -39,14 +39,14 @@ def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, prog
     manifest, specs = _manifest_and_specs(curvature, path, stored, identifiers)
     with write_bundle(path, manifest, specs) as write:
         for number, (name, matrix) in enumerate(matrices.items()):
-            progress(number, len(matrices))
+            on_progress(number, len(matrices))
             matrix.require_valid()
             for component in stored[name].components.specs:
                 tensor_name = _tensor_name(name, component)
                 for part in stored[name].components.parts(component):
                     _require_finite(path, tensor_name, part)
                     write(tensor_name, raw_bytes(part))
-        progress(len(matrices), len(matrices))
+        on_progress(len(matrices), len(matrices))
 
 
 def file_size(curvature: Curvature) -> int:

@@ -42,7 +42,7 @@ def verify(
     path: str | os.PathLike[str],
     model: nn.Module | Mapping[str, Tensor] | str | os.PathLike[str] | None = None,
     *,
-    progress: CheckProgress = lambda check, done, total: None,
+    on_progress: CheckProgress = lambda check, done, total: None,
 ) -> Verification:
     """Checks hashes, finite values, symmetry and positive semi-definiteness of a bundle.
 
@@ -52,7 +52,7 @@ def verify(
         path: The bundle.
         model: A module, a state dict, or the path of a safetensors file. If given, its weights are compared with those
             that the curvature was computed at.
-        progress: Called with the name of a check, the number of items checked and their total.
+        on_progress: Called with the name of a check, the number of items checked and their total.
 
     Returns:
         The checks and their failures.
@@ -67,19 +67,19 @@ def verify(
     """
     bundle = Bundle(path)
     checks = [
-        check_tensors("sha256", bundle, bundle.hash_problem, progress),
-        check_tensors("finite", bundle, bundle.finite_problem, progress),
+        check_tensors("sha256", bundle, bundle.hash_problem, on_progress),
+        check_tensors("finite", bundle, bundle.finite_problem, on_progress),
     ]
     intact = not any(check.failures for check in checks)
     if model is not None:
-        checks.append(check_model(bundle, _weights(model), progress))
+        checks.append(check_model(bundle, _weights(model), on_progress))
     if intact:
         # Imported here because it imports torch, which takes time and is not needed for a damaged file.
         from kfacpack.curvature.curvature import check_form, check_psd
 
-        checks.append(check_form(bundle, progress))
+        checks.append(check_form(bundle, on_progress))
         if not checks[-1].failures:
-            checks.append(check_psd(bundle, progress))
+            checks.append(check_psd(bundle, on_progress))
     return Verification(str(bundle.path), bundle.digest, tuple(checks))
 
 

@@ -130,8 +130,8 @@ class MergeStage(SealedStage):
     def make(self, monitor: StageProgress) -> None:
         """Computes the file."""
         paths, monitor = [bundle.path for bundle in self.bundles], monitor.interruptible()
-        merged = merge_and_report(paths, self.rule, rank=self.rank, progress=monitor.report)
-        merged.curvature.save(self.path, progress=monitor.report)
+        merged = merge_and_report(paths, self.rule, rank=self.rank, on_progress=monitor.report)
+        merged.curvature.save(self.path, on_progress=monitor.report)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
@@ -282,7 +282,7 @@ class AddStage(SealedStage):
     def make(self, monitor: StageProgress) -> None:
         """Computes the file."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
-        add(vectors, self.method).save(self.path, progress=monitor.interruptible().report)
+        add(vectors, self.method).save(self.path, on_progress=monitor.interruptible().report)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""

@@ -294,7 +294,7 @@ class CheckResult:
 
 
 def run_check(
-    name: str, subjects: Iterable[str], failure: Callable[[str], CheckFailure | None], progress: CheckProgress
+    name: str, subjects: Iterable[str], failure: Callable[[str], CheckFailure | None], on_progress: CheckProgress
 ) -> CheckResult:
     """Checks every subject and collects all failures.
 
@@ -302,7 +302,7 @@ def run_check(
         name: Name of the check.
         subjects: Names of the items to check.
         failure: Returns the failure of one item, or None.
-        progress: Called before each item and at the end.
+        on_progress: Called before each item and at the end.
 
     Returns:
         The number of items and the failures.
@@ -310,15 +310,15 @@ def run_check(
     names = list(subjects)
     failures = []
     for done, subject in enumerate(names):
-        progress(name, done, len(names))
+        on_progress(name, done, len(names))
         if problem := failure(subject):
             failures.append(problem)
-    progress(name, len(names), len(names))
+    on_progress(name, len(names), len(names))
     return CheckResult(name, len(names), tuple(failures))
 
 
 def check_tensors(
-    name: str, bundle: SealedFile, problem: Callable[[str], str | None], progress: CheckProgress
+    name: str, bundle: SealedFile, problem: Callable[[str], str | None], on_progress: CheckProgress
 ) -> CheckResult:
     """Runs a check on every tensor of a sealed file.
 
@@ -326,7 +326,7 @@ def check_tensors(
         name: Name of the check.
         bundle: The open file.
         problem: Returns a description of the problem with a tensor, given its name, or None.
-        progress: Called with the progress of the check.
+        on_progress: Called with the progress of the check.
 
     Returns:
         The number of tensors and the failures.
@@ -336,16 +336,16 @@ def check_tensors(
         description = problem(tensor)
         return CheckFailure(f"tensor {tensor!r}", description) if description else None
 
-    return run_check(name, bundle.tensors, failure, progress)
+    return run_check(name, bundle.tensors, failure, on_progress)
 
 
-def check_model(bundle: Bundle, weights: WeightReader, progress: CheckProgress) -> CheckResult:
+def check_model(bundle: Bundle, weights: WeightReader, on_progress: CheckProgress) -> CheckResult:
     """Checks that a model has exactly the parameters that the curvature was computed at.
 
     Args:
         bundle: The open bundle.
         weights: Reads the model's parameters.
-        progress: Called with the progress of the check.
+        on_progress: Called with the progress of the check.
 
     Returns:
         The number of parameters and the failures.
@@ -356,4 +356,4 @@ def check_model(bundle: Bundle, weights: WeightReader, progress: CheckProgress) 
         description = difference(parameters[name], weights)
         return CheckFailure(f"parameter {name!r}", description) if description else None
 
-    return run_check("model", parameters, failure, progress)
+    return run_check("model", parameters, failure, on_progress)

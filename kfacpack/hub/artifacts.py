@@ -94,25 +94,25 @@ class Artifact(ABC):
         """
 
     @abstractmethod
-    def verify(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
         """Runs all checks on the file.
 
         Args:
             path: Local path of the file.
-            progress: Called as checks advance.
+            on_progress: Called as checks advance.
         """
 
-    def require_valid(self, path: str | os.PathLike[str], progress: FileProgress) -> None:
+    def require_valid(self, path: str | os.PathLike[str], on_progress: FileProgress) -> None:
         """Runs all checks on the file.
 
         Args:
             path: Local path of the file.
-            progress: Called as checks advance.
+            on_progress: Called as checks advance.
 
         Raises:
             VerificationError: If a check fails.
         """
-        verification = self.verify(path, progress)
+        verification = self.verify(path, on_progress)
         for check in verification.checks:
             for failure in check.failures[:1]:
                 more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
@@ -173,9 +173,9 @@ class BundleArtifact(Artifact):
         use = "drift = curvature.quadratic(tau)  # predicted drift of f on this task for a task vector tau"
         return ["import kfacpack as kp", f'curvature = kp.load("{place}")', use]
 
-    def verify(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
         """Runs all checks on the bundle."""
-        return verify(path, progress=progress)
+        return verify(path, on_progress=on_progress)
 
 
 @dataclass(frozen=True)
@@ -208,11 +208,11 @@ class VectorArtifact(Artifact):
         use = "edited = vector.apply(model)  # the base model with the vector added"
         return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', use]
 
-    def verify(self, path: str | os.PathLike[str], progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
         """Checks the bytes and values of all tensors."""
         file = VectorFile(path)
         checks = (
-            check_tensors("sha256", file, file.hash_problem, progress),
-            check_tensors("finite", file, file.finite_problem, progress),
+            check_tensors("sha256", file, file.hash_problem, on_progress),
+            check_tensors("finite", file, file.finite_problem, on_progress),
         )
         return Verification(str(file.path), file.digest, checks)

@@ -73,7 +73,7 @@ class Importer(Protocol):
         samples: int | None = None,
         params: Sequence[str] | None = None,
         dataset_size: int | None = None,
-        progress: ImportProgress = lambda done, total: None,
+        on_progress: ImportProgress = lambda done, total: None,
     ) -> ImportResult:
         """Imports factors."""
 

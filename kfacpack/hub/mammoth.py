@@ -63,7 +63,7 @@ def import_mammoth(
     samples: int | None = None,
     params: Sequence[str] | None = None,
     dataset_size: int | None = None,
-    progress: ImportProgress = lambda done, total: None,
+    on_progress: ImportProgress = lambda done, total: None,
 ) -> ImportResult:
     """Converts the published factors of one task into a bundle, which is written atomically.
 
@@ -78,7 +78,7 @@ def import_mammoth(
         samples: Number of random directions for "mc". The files do not record it.
         params: Names or patterns of the parameters to import. Defaults to all that the model's family does not freeze.
         dataset_size: Size of the whole data set, which is the task's weight in a merge.
-        progress: Called with the number of written tensors and the number of all tensors.
+        on_progress: Called with the number of written tensors and the number of all tensors.
 
     Returns:
         A summary of the import.
@@ -118,7 +118,7 @@ def import_mammoth(
         about = _about(model, selected, _estimate(tensors, fisher, samples), data)
         share = 1.0 / (samples or 1) / examples
         curvature = Curvature([block_of(tensors, layer, examples, share) for layer in selected], about)
-        curvature.save(output, progress=progress)
+        curvature.save(output, on_progress=on_progress)
     Bundle(output)
     return ImportResult(
         path=output,

@@ -57,7 +57,7 @@ def push(
     license: str | None = None,
     base_model: str | None = None,
     dry_run: bool = False,
-    progress: FileProgress = lambda check, done, total: None,
+    on_progress: FileProgress = lambda check, done, total: None,
 ) -> PushResult:
     """Verifies files and uploads them with a model card in one commit.
 
@@ -73,7 +73,7 @@ def push(
         license: License identifier of the Hub for the card's metadata.
         base_model: Hub id of the base model for the card's metadata.
         dry_run: Whether to prepare everything without uploading.
-        progress: Called as the verification advances.
+        on_progress: Called as the verification advances.
 
     Returns:
         The files, the card and the commit.
@@ -97,7 +97,7 @@ def push(
     if duplicate := first_duplicate(item.name for _, item in items):
         raise KfacpackError(f"two files have the name {duplicate}, which must be unique in a repository; rename one")
     for path, item in items:
-        item.require_valid(path, progress)
+        item.require_valid(path, on_progress)
     existing, branch_missing = _inspect_target(name, revision)
     if private and existing and not existing.private:
         raise HubError(name, "is a public repository; --private is for new ones", "Change it in its settings")

@@ -129,7 +129,7 @@ def pull(
     *,
     output: str | os.PathLike[str] | None = None,
     force: bool = False,
-    progress: FileProgress = lambda check, done, total: None,
+    on_progress: FileProgress = lambda check, done, total: None,
 ) -> list[PullResult]:
     """Downloads bundles and task vectors from the Hub and verifies them.
 
@@ -141,7 +141,7 @@ def pull(
         files: Names of files in the repository. Defaults to all bundles and task vectors.
         output: Target directory, or target file if there is one file. Defaults to the current directory.
         force: Whether to overwrite existing files that differ.
-        progress: Called as the verification advances.
+        on_progress: Called as the verification advances.
 
     Returns:
         The downloaded files.
@@ -160,7 +160,7 @@ def pull(
     for reference, target in zip(references, _targets(references, output), strict=True):
         cached = local_copy(reference, checked=True)
         item = Artifact.of(cached, reference.file)
-        item.require_valid(cached, progress)
+        item.require_valid(cached, on_progress)
         _copy_to(cached, target, force=force)
         pulled.append(PullResult(reference, target, Artifact.of(target, reference.file)))
     return pulled

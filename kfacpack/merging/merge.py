@@ -148,7 +148,7 @@ def merge_and_report(
     weights: Sequence[float] | None = None,
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> MergeResult:
     """Merges curvatures like `merge` and reports the approximation errors.
 
@@ -159,7 +159,7 @@ def merge_and_report(
         weights: See `merge`.
         without: See `merge`.
         allow_partial: See `merge`.
-        progress: Called with the number of measured blocks and the number of all blocks.
+        on_progress: Called with the number of measured blocks and the number of all blocks.
 
     Returns:
         The merged curvature and the report.
@@ -186,7 +186,7 @@ def merge_and_report(
     check_compatible(inputs, allow_partial=allow_partial)
     merge_rule.check(inputs)
     factors = merge_rule.weights(inputs, weights)
-    blocks, report = _merge_blocks(merge_rule, inputs, factors, progress)
+    blocks, report = _merge_blocks(merge_rule, inputs, factors, on_progress)
     about = _about(merge_rule, inputs, factors, report)
     return MergeResult(Curvature(blocks, about), replace(report, subtracted=subtracted))
 
@@ -196,7 +196,7 @@ def _contains_task(item: MergeInput, task: str) -> bool:
 
 
 def _merge_blocks(
-    rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[float], progress: Callable[[int, int], None]
+    rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[float], on_progress: Callable[[int, int], None]
 ) -> tuple[list[CurvatureBlock], MergeReport]:
     names = merge_ordered([list(item.blocks) for item in inputs])
     terms_of_blocks = [_terms(name, inputs, factors) for name in names]
@@ -208,7 +208,7 @@ def _merge_blocks(
     measure = not rule.exact and max_terms > 1
     with _GramMatrices(terms_of_blocks if measure else ()) as gram_matrices:
         for number, (name, block_terms) in enumerate(zip(names, terms_of_blocks, strict=True)):
-            progress(number, len(names))
+            on_progress(number, len(names))
             terms = gram_matrices.add_coordinates(block_terms)
             combination = rule.kronecker(terms) if len(terms.sides) == 2 else rule.whole(terms)
             sides = [
@@ -224,7 +224,7 @@ def _merge_blocks(
             losses = _losses(rule, [block.losses for block in own], report)
             blocks.append(replace(own[0], structure=structure, losses=losses))
             reports.append(report)
-    progress(len(names), len(names))
+    on_progress(len(names), len(names))
     return blocks, MergeReport(tuple(reports), measure)
 
 

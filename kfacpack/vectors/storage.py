@@ -261,7 +261,7 @@ def write_vector(
     path: str | os.PathLike[str],
     about: AboutVector,
     read: TensorReader,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Writes a task vector file atomically, one tensor at a time.
 
@@ -269,7 +269,7 @@ def write_vector(
         path: The file to write.
         about: The provenance.
         read: Reads a tensor of the file.
-        progress: Called with the number of written tensors and the number of all tensors.
+        on_progress: Called with the number of written tensors and the number of all tensors.
 
     Raises:
         BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
@@ -277,7 +277,7 @@ def write_vector(
     specs = about.specs()
     with write_sealed(path, _manifest(about), specs, VECTOR) as put:
         for number, name in enumerate(specs):
-            progress(number, len(specs))
+            on_progress(number, len(specs))
             tensor = read(name)
             if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
                 raise BundleError(path, "contains NaN or Inf", f"tensor {name!r}", "Nothing was written")

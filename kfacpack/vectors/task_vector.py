@@ -101,18 +101,18 @@ class TaskVector(Mapping[str, Tensor]):
         return cls._from_terms([(1.0, storage)])
 
     def save(
-        self, path: str | os.PathLike[str], *, progress: Callable[[int, int], None] = lambda done, total: None
+        self, path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] = lambda done, total: None
     ) -> None:
         """Writes the vector to a file atomically, one tensor at a time.
 
         Args:
             path: The file to write.
-            progress: Called with the number of written tensors and the number of all tensors.
+            on_progress: Called with the number of written tensors and the number of all tensors.
 
         Raises:
             BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
         """
-        write_vector(path, self.about, file_tensors(self.__getitem__, self.about, self.heads), progress)
+        write_vector(path, self.about, file_tensors(self.__getitem__, self.about, self.heads), on_progress)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
         """Saves the vector to a directory, which is created if it does not exist.
