@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -101,11 +103,62 @@ def test_types_of_public_functions_are_public():
                 assert used <= public.keys(), f"{name}: {used - public.keys()}"
 
 
-def test_public_functions_document_their_arguments():
+def function_in(value):
+    """The function in a method, class method or context manager; None for anything else."""
+    function = inspect.unwrap(getattr(value, "__func__", value))
+    return function if inspect.isfunction(function) and function.__module__.startswith("kfacpack") else None
+
+
+def public_functions():
+    """(name, function, docstrings) of public functions, constructors and methods.
+
+    An override may leave the arguments to the docstring of the method that it overrides.
+    """
     for name in kp.__all__:
         value = getattr(kp, name)
-        if inspect.isfunction(value) and len(inspect.signature(value).parameters):
-            assert "Args:" in (value.__doc__ or ""), name
+        if function := function_in(value):
+            yield name, function, [function.__doc__]
+        if not inspect.isclass(value):
+            continue
+        plain = not (dataclasses.is_dataclass(value) or issubclass(value, Exception))
+        if plain and function_in(vars(value).get("__init__")):
+            yield name, value.__init__, [value.__doc__]
+        for attribute, member in vars(value).items():
+            if (attribute == "__call__" or not attribute.startswith("_")) and (function := function_in(member)):
+                methods = [function_in(vars(base).get(attribute)) for base in value.__mro__]
+                yield f"{name}.{attribute}", function, [method.__doc__ for method in methods if method]
+
+
+def documented_arguments(docstring: str | None) -> list[str]:
+    section = re.search(r"^Args:\n((?: {4}.*\n?|\n)*)", inspect.cleandoc(docstring or ""), re.MULTILINE)
+    return re.findall(r"^ {4}(\*{0,2}\w+):", section[1], re.MULTILINE) if section else []
+
+
+PUBLIC_FUNCTIONS = [pytest.param(function, docs, id=name) for name, function, docs in public_functions()]
+
+
+@pytest.mark.parametrize(("function", "docs"), PUBLIC_FUNCTIONS)
+def test_docstrings_list_the_arguments(function, docs):
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    parameters = inspect.signature(function).parameters.values()
+    names = [stars.get(parameter.kind, "") + parameter.name for parameter in parameters]
+    expected = [name for name in names if name not in ("self", "cls")]
+    assert next(filter(None, map(documented_arguments, docs)), []) == expected
+
+
+@pytest.mark.parametrize(("function", "docs"), PUBLIC_FUNCTIONS)
+def test_docstrings_describe_results_and_errors(function, docs):
+    docstring = inspect.cleandoc(docs[0] or "")
+    assert docstring
+    returns_nothing = inspect.signature(function).return_annotation in ("None", inspect.Signature.empty)
+    describes_result = re.search(r"\A(Returns|Yields) |^(Returns|Yields):", docstring, re.MULTILINE)
+    assert returns_nothing or describes_result or len(docs) > 1
+    raised = {
+        node.exc.func.id
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function))))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+    }
+    assert "Raises:" in docstring or not any(issubclass(getattr(kp, name, object), kp.KfacpackError) for name in raised)
 
 
 def test_no_class_name_is_defined_twice():

@@ -150,28 +150,62 @@ class BlockForm(ABC):
     @classmethod
     @abstractmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> BlockForm:
-        """Builds the form from its `weights` and `sides`."""
+        """Builds the form from its `weights` and `sides`.
+
+        Args:
+            weights: Weight of each term.
+            sides: For each side of the Kronecker product, the matrix of every term.
+
+        Returns:
+            The form.
+        """
 
     @abstractmethod
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> BlockForm:
-        """Returns the same form with every matrix mapped by `function`."""
+        """Returns the same form with every matrix mapped by `function`.
+
+        Args:
+            function: Called with each matrix; returns the matrix that replaces it.
+        """
 
     @abstractmethod
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns why the matrices cannot act on a (rows, columns) matrix, or None if they can."""
+        """Returns why the matrices cannot act on a (rows, columns) matrix, or None if they can.
+
+        Args:
+            rows: Number of rows of ΔW.
+            columns: Number of columns of ΔW.
+        """
 
     @classmethod
     @abstractmethod
     def from_entry(cls, entry: Any, matrices: Mapping[str, Matrix]) -> BlockForm:
-        """Builds the form from a manifest entry and the matrices by name."""
+        """Builds the form from a manifest entry.
+
+        Args:
+            entry: The entry of the block.
+            matrices: Matrices by name.
+
+        Returns:
+            The form.
+        """
 
     @abstractmethod
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry | DenseEntry:
-        """Returns the manifest entry; `identifiers` maps each role to the name of its matrix."""
+        """Returns the manifest entry.
+
+        Args:
+            identifiers: Role -> name of its matrix.
+            **common: Fields of the entry that all forms have.
+        """
 
     @abstractmethod
     def plain(self, names: Mapping[str, str]) -> dict[str, Any]:
-        """Returns a JSON description for exported files; `names` maps each role to the name of its tensor."""
+        """Returns a JSON description for exported files.
+
+        Args:
+            names: Role -> name of its tensor.
+        """
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,9 @@ class EvaluationSet:
             examples: "all", a number, or a percentage of the split such as "30%".
             seed: Seed of the selection.
 
+        Returns:
+            The selected examples with their labels.
+
         Raises:
             KfacpackError: If the split is empty or unknown, the task has no class names, or `examples` is invalid.
         """

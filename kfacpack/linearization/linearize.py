@@ -108,7 +108,7 @@ class Linearized:
         return zeros_like_parameters(self._parameters)
 
     def __call__(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Tensor:
-        """Returns f + J τ, of shape (N, C), which can be differentiated once in τ.
+        """Returns f + J τ, (N, C), which can be differentiated once in τ.
 
         Args:
             batch: A tensor, a tuple of arguments or a dict of keyword arguments.
@@ -128,7 +128,13 @@ class Linearized:
     def outputs(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns f and J τ, both (N, C), without a graph: f + α J τ is then cheap for any α.
 
-        Args and errors are those of `__call__`.
+        Args:
+            batch: As for `__call__`.
+            tau: As for `__call__`.
+
+        Raises:
+            TaskVectorError: If `tau` does not fit the parameters.
+            KfacpackError: If the model cannot be linearised.
         """
         if self._fast:
             point = self._compute(batch, tau, self._forward_with_tangent, saved_tensors_hooks(_save_nothing, _no_load))
@@ -139,7 +145,13 @@ class Linearized:
     def at(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Linearization:
         """Returns f and J τ together with the graph of f, for training loops that do not use autograd themselves.
 
-        Args and errors are those of `__call__`.
+        Args:
+            batch: As for `__call__`.
+            tau: As for `__call__`.
+
+        Raises:
+            TaskVectorError: If `tau` does not fit the parameters.
+            KfacpackError: If the model cannot be linearised.
         """
         if self._fast:
             hooks = saved_tensors_hooks(_save_tensor, _load_tensor)

@@ -60,11 +60,19 @@ class Head:
         return f.to(self.weight.dtype) @ self.weight.T + self.bias
 
     def to(self, device: torch.device) -> Head:
-        """Returns the head on another device."""
+        """Returns the head on another device.
+
+        Args:
+            device: The device.
+        """
         return Head(self.weight.to(device), self.bias.to(device), self.classes, self.origin)
 
     def difference(self, other: Head) -> str | None:
-        """Describes the first difference between two heads; None if they are equal."""
+        """Returns a description of the first difference between two heads; None if they are equal.
+
+        Args:
+            other: The head to compare with.
+        """
         if self.classes != other.classes:
             first = next((pair for pair in zip(self.classes, other.classes, strict=False) if pair[0] != pair[1]), None)
             if first is None:

@@ -67,7 +67,11 @@ class Split(Protocol):
     def __getitem__(self, index: int) -> Example: ...
 
     def label(self, index: int) -> int:
-        """Returns the class of an example, an index into the task's `classes`."""
+        """Returns the class of an example, an index into the task's `classes`.
+
+        Args:
+            index: Index of the example in the split.
+        """
         ...
 
 
@@ -121,14 +125,20 @@ class Task(Protocol):
         """Returns the path and a content digest of each file of a split.
 
         Empty for the package's own tasks, whose examples change only with the version.
+
+        Args:
+            split: Name of the split.
         """
         ...
 
     def split(self, name: str) -> Split:
         """Returns a split.
 
+        Args:
+            name: Name of the split.
+
         Raises:
-            KfacpackError: There is no such split, or it cannot be read.
+            KfacpackError: If there is no such split, or it cannot be read.
         """
         ...
 

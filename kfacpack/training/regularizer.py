@@ -145,7 +145,11 @@ class Regularizer:
         return tuple(dict.fromkeys(task for task in parents if task))
 
     def due(self, step: int) -> bool:
-        """Returns whether the penalty applies to step `step`, from 0."""
+        """Returns whether the penalty applies to a step.
+
+        Args:
+            step: Index of the step, from 0.
+        """
         return step % self.every == 0
 
     def check(

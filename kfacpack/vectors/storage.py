@@ -52,7 +52,11 @@ class VectorStorage(ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
-        """Returns a parameter's change in float32. It may share memory and must not be modified."""
+        """Returns a parameter's change in float32. It may share memory and must not be modified.
+
+        Args:
+            name: Name of the parameter.
+        """
 
     @property
     @abstractmethod

@@ -97,7 +97,11 @@ class TaskVector(Mapping[str, Tensor]):
 
     @classmethod
     def from_storage(cls, storage: VectorStorage) -> TaskVector:
-        """Returns a task vector with the tensors of a storage."""
+        """Returns a task vector with the tensors of a storage.
+
+        Args:
+            storage: The storage.
+        """
         return cls._from_terms([(1.0, storage)])
 
     def save(

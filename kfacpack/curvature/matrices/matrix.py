@@ -158,18 +158,31 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def resident(self, dtype: torch.dtype, device: torch.device) -> Self:
-        """Returns the same matrix with its operator for `dtype` kept on `device`; the components are shared."""
+        """Returns the same matrix with its operator for `dtype` kept on `device`; the components are shared.
+
+        Args:
+            dtype: Dtype of the operator.
+            device: Device of the operator.
+        """
         matrix = copy.copy(self)
         matrix._resident = self.operator(dtype, device)
         return matrix
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Returns M x, (n, k) -> (n, k), in the dtype and on the device of x."""
+        """Returns M x, (n, k), in the dtype and on the device of x.
+
+        Args:
+            x: A matrix, (n, k).
+        """
         return self.operator(x.dtype, x.device)(x)
 
     @abstractmethod
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor. It may share memory with the components: do not modify it."""
+        """Returns M as an (n, n) tensor. It may share memory with the components: do not modify it.
+
+        Args:
+            dtype: Dtype of the result.
+        """
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
@@ -177,7 +190,11 @@ class Matrix(ABC):
         return (self.side, self.side)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M for export: (n, n), or (n,) for a diagonal matrix."""
+        """Returns M for export: (n, n), or (n,) for a diagonal matrix.
+
+        Args:
+            dtype: Dtype of the result.
+        """
         return self.dense(dtype)
 
     @abstractmethod
@@ -185,7 +202,11 @@ class Matrix(ABC):
         """Yields symmetric float64 matrices, (n, n) or (k, n, n), that are all PSD if and only if M is."""
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w); see `leading_eigenpairs`."""
+        """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w); see `leading_eigenpairs`.
+
+        Args:
+            width: w, the number of eigenvalues.
+        """
         return leading_eigenpairs(self.dense(torch.float64), width)
 
     def eigenvalues(self) -> Tensor:
@@ -238,14 +259,24 @@ class Matrix(ABC):
         return TORCH_TYPES[self.components.specs["data"][0]]
 
     def float_values(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Returns `data` in floating point and in its own shape; int8 values are multiplied by their scale."""
+        """Returns `data` in floating point and in its own shape; int8 values are multiplied by their scale.
+
+        Args:
+            dtype: Dtype of the result.
+            device: Device of the result. Defaults to that of the components.
+        """
         data, scale = self.stored_values(dtype, device)
         if scale is None:
             return data
         return data.to(dtype) * scale.reshape(-1)[self.row_index().to(data.device)]
 
     def stored_values(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor | None]:
-        """Returns (`data` as `dtype`, None), or for an int8 matrix (`data` as int8, `scale` as `dtype`)."""
+        """Returns (`data` as `dtype`, None), or for an int8 matrix (`data` as int8, `scale` as `dtype`).
+
+        Args:
+            dtype: Dtype of the floating-point values.
+            device: Device of the result. Defaults to that of the components.
+        """
         self.require_valid()
         if "scale" not in self.components.specs:
             return self.components["data"].to(device=device, dtype=dtype), None
@@ -255,6 +286,9 @@ class Matrix(ABC):
         """Returns the matrix with its values in another floating-point dtype.
 
         `psd` is kept, because the check of `psd` allows for rounding errors.
+
+        Args:
+            dtype: The dtype.
         """
         values = self.float_values(torch.promote_types(torch.float32, dtype)).to(dtype)
         return self._with_components(InMemoryTensors(data=values, **self._index_components()), self.psd)

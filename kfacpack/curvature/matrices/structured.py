@@ -149,7 +149,12 @@ class BlockDiagonal(Matrix):
         return self.components.specs["data"][1][0]
 
     def blocks(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Returns the blocks, (K, s, s), the shorter ones padded with zeros."""
+        """Returns the blocks, (K, s, s), the shorter ones padded with zeros.
+
+        Args:
+            dtype: Dtype of the result.
+            device: Device of the result. Defaults to that of the components.
+        """
         data, scale = self.stored_values(dtype, device)
         return unpack(data, widest_block(self.side, self.count), scale)
 
