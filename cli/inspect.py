@@ -13,13 +13,13 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kfacpack.curvature.verification import verify as verify_bundle
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, abbreviate, printable
 from kfacpack.format.identity import weights_of_file
 from kfacpack.format.reader import Bundle
 from kfacpack.format.reference import header_of, locate
 from kfacpack.format.schema import LAYOUTS
 from kfacpack.format.units import human_bytes
-from kfacpack.hub.card import abbreviate, bundle_summary, relative_error
+from kfacpack.hub.card import bundle_summary, relative_error
 
 from .console import checks_bar, key_value_table, out, plain_table, print_json, print_line, show_error
 from .options import AS_JSON, IMAGE_SIZE, MODEL, QUIET, RUN, WEIGHTS, File, option

@@ -1,4 +1,4 @@
-"""Exceptions that kfacpack raises for invalid input, and helpers that make untrusted text safe to print.
+"""Exceptions that kfacpack raises for invalid input, and helpers for the text of messages.
 
 Every message names the file or object, the actual and the expected value and, if there is one, a remedy.
 """
@@ -6,6 +6,8 @@ Every message names the file or object, the actual and the expected value and, i
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class KfacpackError(Exception):
@@ -84,6 +86,37 @@ class CorruptTensor(BundleError):  # noqa: N818 - part of the public API under t
     """
 
 
+class SubtractionError(KfacpackError):
+    """Raised when a task cannot be subtracted from a merged bundle."""
+
+
+class NotFiniteError(KfacpackError):
+    """Raised when the model's output f contains NaN or Inf."""
+
+
+class HubError(KfacpackError):
+    """Raised when a file or repository on the Hub cannot be read or written.
+
+    Attributes:
+        target: The reference or repository that was requested.
+        problem: Description of the problem.
+        remedy: What the user can do about it.
+        unreachable: Whether the Hub did not answer, was busy, or must not be contacted (offline mode), so that a
+            cached copy may be used instead.
+    """
+
+    def __init__(self, target: str, problem: str, remedy: str, *, unreachable: bool = False):
+        self.target, self.problem, self.remedy, self.unreachable = target, problem, remedy, unreachable
+        super().__init__(printable(f"{target}: {problem}. {remedy}", max_length=2000))
+
+    def __reduce__(self) -> tuple[type[HubError], tuple[str, str, str]]:
+        return type(self), (self.target, self.problem, self.remedy)
+
+
+class VerificationError(KfacpackError):
+    """Raised when a file fails verification. The command line exits with code 1."""
+
+
 def printable(text: str, max_length: int = 400) -> str:
     """Makes text from an untrusted file safe to print.
 
@@ -114,32 +147,25 @@ def first_line(message: object) -> str:
     return printable(informative[0]) if informative else type(message).__name__
 
 
-class SubtractionError(KfacpackError):
-    """Raised when a task cannot be subtracted from a merged bundle."""
+def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
+    """Returns the end of an error about an unknown name: "; did you mean 'a', 'b' or 'c'?", or "." if none is close.
 
-
-class NotFiniteError(KfacpackError):
-    """Raised when the model's output f contains NaN or Inf."""
-
-
-class HubError(KfacpackError):
-    """Raised when a file or repository on the Hub cannot be read or written.
-
-    Attributes:
-        target: The reference or repository that was requested.
-        problem: Description of the problem.
-        remedy: What the user can do about it.
-        unreachable: Whether the Hub did not answer, was busy, or must not be contacted (offline mode), so that a
-            cached copy may be used instead.
+    Args:
+        name: The unknown name.
+        names: The valid names. Case is ignored.
+        count: Maximum number of suggestions.
+        cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.
     """
+    by_lower = {candidate.lower(): candidate for candidate in names}
+    close = get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
+    if not close:
+        return "."
+    *first, last = [repr(by_lower[key]) for key in close]
+    return f"; did you mean {', '.join(first)} or {last}?" if first else f"; did you mean {last}?"
 
-    def __init__(self, target: str, problem: str, remedy: str, *, unreachable: bool = False):
-        self.target, self.problem, self.remedy, self.unreachable = target, problem, remedy, unreachable
-        super().__init__(printable(f"{target}: {problem}. {remedy}", max_length=2000))
 
-    def __reduce__(self) -> tuple[type[HubError], tuple[str, str, str]]:
-        return type(self), (self.target, self.problem, self.remedy)
-
-
-class VerificationError(KfacpackError):
-    """Raised when a file fails verification. The command line exits with code 1."""
+def abbreviate(words: Iterable[str], limit: int = 16) -> str:
+    """Joins words by commas; beyond `limit` words, only the number of the remaining words is given."""
+    listed = list(words)
+    more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
+    return ", ".join([*listed[:limit], *more])

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kfacpack.errors import HubError, first_line
+from kfacpack.errors import HubError, abbreviate, first_line
 from kfacpack.format.reference import Reference
 from kfacpack.format.units import human_bytes
 from kfacpack.hub.model_ids import dataset_id, hub_id
@@ -127,13 +127,6 @@ def _model_facts(base: Base, function: Function) -> Iterator[tuple[str, str]]:
     normalized = "normalised " if function.normalized else ""
     detail = f": {function.detail}" if function.detail else ""
     yield "f", f"{normalized}{function.output} of width {function.width}{detail}"
-
-
-def abbreviate(words: Iterable[str], limit: int = 16) -> str:
-    """Joins words by commas; beyond `limit` words, the number of the remaining ones is given instead."""
-    listed = list(words)
-    more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
-    return ", ".join([*listed[:limit], *more])
 
 
 def relative_error(relative: float | None) -> str:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.curvature.curvature import identify
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, did_you_mean, printable
 from kfacpack.format.manifest import Base, Function
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import Checkpoint
-from kfacpack.tasks.task import Example, did_you_mean
+from kfacpack.tasks.task import Example
 
 
 class UnknownModel(KfacpackError):  # noqa: N818 - part of the public API under this name

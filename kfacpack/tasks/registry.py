@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 
 from kfacpack.demo import drawn_tasks, photo_tasks
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, did_you_mean, printable
 from kfacpack.tasks import published_tasks
 from kfacpack.tasks.columns import parse_columns
 from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
 from kfacpack.tasks.local_task import LocalTask
 from kfacpack.tasks.published import PublishedTask
-from kfacpack.tasks.task import ClassSplitTask, Task, did_you_mean, parse_class_split
+from kfacpack.tasks.task import ClassSplitTask, Task, parse_class_split
 
 PUBLISHED: dict[str, Callable[[], PublishedTask]] = {
     "stanford_cars": published_tasks.stanford_cars,

@@ -9,9 +9,8 @@ of the classes. Training uses only the logits of the group's own classes, evalua
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -23,23 +22,6 @@ from kfacpack.format.identity import CLASS_SPLIT, base_task_name
 
 Example = Mapping[str, Any]
 """Column name to value, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
-
-
-def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
-    """Returns the end of an error about an unknown name: "; did you mean 'a', 'b' or 'c'?", or "." if none is close.
-
-    Args:
-        name: The unknown name.
-        names: The valid names. Case is ignored.
-        count: Maximum number of suggestions.
-        cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.
-    """
-    by_lower = {candidate.lower(): candidate for candidate in names}
-    close = get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
-    if not close:
-        return "."
-    *first, last = [repr(by_lower[key]) for key in close]
-    return f"; did you mean {', '.join(first)} or {last}?" if first else f"; did you mean {last}?"
 
 
 @dataclass(frozen=True)

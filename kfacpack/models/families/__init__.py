@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
-from kfacpack.errors import KfacpackError, first_line, printable
+from kfacpack.errors import KfacpackError, did_you_mean, first_line, printable
 from kfacpack.format.reference import expand_user
 from kfacpack.models.families.encoder import EncoderFamily
 from kfacpack.models.families.open_clip import OpenClipFamily
@@ -17,7 +17,6 @@ from kfacpack.models.families.t5 import T5Family
 from kfacpack.models.families.timm import TimmFamily
 from kfacpack.models.model import Model, ModelFamily, ModelRequest, UnknownModel, WeightsSource, cached_repositories
 from kfacpack.models.prompts import PromptStyle
-from kfacpack.tasks.task import did_you_mean
 
 FAMILIES: dict[str, ModelFamily] = {
     family.prefix: family for family in (OpenClipFamily(), TimmFamily(), T5Family(), EncoderFamily())
