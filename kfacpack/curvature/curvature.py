@@ -9,8 +9,7 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from pydantic import ValidationError
@@ -20,6 +19,7 @@ from kfacpack.curvature.blocks import STRUCTURES, CurvatureBlock
 from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import BundleTensors, raw_bytes, spec_of
 from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
+from kfacpack.curvature.pretrained_mixin import PretrainedMixin
 from kfacpack.curvature.saving import digest_of, save
 from kfacpack.errors import KfacpackError, TaskVectorError
 from kfacpack.format.identity import describe
@@ -29,9 +29,6 @@ from kfacpack.format.schema import coverage_problem
 
 if TYPE_CHECKING:
     import os
-    from pathlib import Path
-
-    from typing_extensions import Self
 
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.format.identity import WeightReader
@@ -164,7 +161,7 @@ def _state_dict(model: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]
     return model
 
 
-class Curvature:
+class Curvature(PretrainedMixin):
     """The curvature of a task: a block-diagonal matrix G over the parameters of a model.
 
     A curvature that is loaded from a file reads its tensors when they are used.
@@ -312,59 +309,6 @@ class Curvature:
         """
         save(self, path, pack=pack, on_progress=on_progress)
 
-    def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
-        """Saves the curvature to a directory, which is created if it does not exist.
-
-        Args:
-            directory: Target directory.
-            filename: Name of the file. Defaults to `curvature.kfac`.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            KfacpackError: If `directory` is a file, or `filename` contains a path separator.
-        """
-        path: Path = _pretrained().save_pretrained(self, directory, filename=filename)
-        return path
-
-    def push_to_hub(self, repo_id: str, **settings: Any) -> Any:
-        """Uploads the curvature and a model card to the Hugging Face Hub.
-
-        Args:
-            repo_id: Repository, `owner/repo`; created if it does not exist.
-            **settings: `filename` (defaults to `curvature.kfac`), `revision`, `private`, `commit_message`, `license`
-                and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
-
-        Returns:
-            What was uploaded, including the commit id.
-
-        Raises:
-            HubError: If the repository cannot be written.
-        """
-        return _pretrained().push_to_hub(self, repo_id, **settings)
-
-    @classmethod
-    def from_pretrained(
-        cls, repo_or_path: str | os.PathLike[str], *, revision: str | None = None, filename: str | None = None
-    ) -> Self:
-        """Loads a curvature from a local file or directory, or from the Hugging Face Hub.
-
-        Args:
-            repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
-            revision: Branch, tag or commit of the repository. Defaults to the main branch.
-            filename: Name of the file. Defaults to `curvature.kfac`, or else to the only bundle.
-
-        Returns:
-            The curvature. Its tensors are read when they are used.
-
-        Raises:
-            KfacpackError: If the source does not exist, or has no bundle or several.
-            HubError: If the repository cannot be read.
-        """
-        curvature: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)
-        return curvature
-
     def _matrices(self) -> dict[int, Matrix]:
         """Returns every matrix once, by its id."""
         return {id(matrix): matrix for block in self.blocks for _, matrix in block.structure.matrices()}
@@ -373,11 +317,6 @@ class Curvature:
         """Checks τ and returns the blocks that act on it."""
         check_task_vector(tau, self._shapes, "curvature")
         return [block for block in self.blocks if any(name in tau for name in block.parameters)]
-
-
-def _pretrained() -> Any:
-    # Imported lazily: kfacpack.hub depends on this package and is only needed when one of these methods is called.
-    return import_module("kfacpack.hub.pretrained")
 
 
 def load(path: str | os.PathLike[str]) -> Curvature:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
-from importlib import import_module
 from math import isfinite
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.curvature.curvature import weights_of_model
+from kfacpack.curvature.pretrained_mixin import PretrainedMixin
 from kfacpack.errors import TaskVectorError
 from kfacpack.format.identity import difference, function_difference
 from kfacpack.format.vector_manifest import AboutVector, HeadEntry
@@ -33,10 +33,6 @@ from kfacpack.vectors.storage import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from typing_extensions import Self
-
     from kfacpack.format.manifest import Function
     from kfacpack.models.heads import Head
 
@@ -44,7 +40,7 @@ if TYPE_CHECKING:
 Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
 
 
-class TaskVector(Mapping[str, Tensor]):
+class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """A task vector: a mapping from state-dict names to parameter changes in float32.
 
     Sums and multiples are lazy: `tv[name]` reads one tensor of each addend and sums them. The returned tensors must
@@ -117,59 +113,6 @@ class TaskVector(Mapping[str, Tensor]):
             BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
         """
         write_vector(path, self.about, file_tensors(self.__getitem__, self.about, self.heads), on_progress)
-
-    def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
-        """Saves the vector to a directory, which is created if it does not exist.
-
-        Args:
-            directory: Target directory.
-            filename: Name of the file. Defaults to `vector.safetensors`.
-
-        Returns:
-            The path of the file.
-
-        Raises:
-            KfacpackError: If `directory` is a file, or `filename` contains a path separator.
-        """
-        path: Path = _pretrained().save_pretrained(self, directory, filename=filename)
-        return path
-
-    def push_to_hub(self, repo_id: str, **settings: Any) -> Any:
-        """Uploads the vector and a model card to the Hugging Face Hub.
-
-        Args:
-            repo_id: Repository, `owner/repo`; created if it does not exist.
-            **settings: `filename` (defaults to `vector.safetensors`), `revision`, `private`, `commit_message`,
-                `license` and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
-
-        Returns:
-            What was uploaded, including the commit id.
-
-        Raises:
-            HubError: If the repository cannot be written.
-        """
-        return _pretrained().push_to_hub(self, repo_id, **settings)
-
-    @classmethod
-    def from_pretrained(
-        cls, repo_or_path: str | os.PathLike[str], *, revision: str | None = None, filename: str | None = None
-    ) -> Self:
-        """Loads a task vector from a local file or directory, or from the Hugging Face Hub.
-
-        Args:
-            repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
-            revision: Branch, tag or commit of the repository. Defaults to the main branch.
-            filename: Name of the file. Defaults to `vector.safetensors`, or else to the only task vector.
-
-        Returns:
-            The vector. Its tensors are read when they are used.
-
-        Raises:
-            KfacpackError: If the source does not exist, or has no task vector or several.
-            HubError: If the repository cannot be read.
-        """
-        vector: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)
-        return vector
 
     @classmethod
     def _from_terms(cls, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
@@ -384,11 +327,6 @@ class TaskVector(Mapping[str, Tensor]):
             # Added in at least float32 and rounded once to the dtype of the model.
             wide = torch.promote_types(target.dtype, torch.float32)
             target.copy_(target.to(wide) + self[name].to(target.device, wide))
-
-
-def _pretrained() -> Any:
-    # Imported by name: kfacpack.hub depends on this package, and is only needed by these methods.
-    return import_module("kfacpack.hub.pretrained")
 
 
 def _copied(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
