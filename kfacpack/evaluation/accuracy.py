@@ -14,9 +14,11 @@ from kfacpack.evaluation.edited_model import device_of, forward_passes
 from kfacpack.format.identity import base_task_name
 from kfacpack.format.units import OnProgress
 from kfacpack.models.data_loading import name_task_in_errors, prepared_batches
+from kfacpack.models.families import load_model
 from kfacpack.models.functional import tensors_of
 from kfacpack.models.heads import Head, head_for, require_classes, require_matching_classes
 from kfacpack.models.model import Batch, Model
+from kfacpack.tasks.registry import load_task
 from kfacpack.tasks.task import Split, Task, parse_count, sample_indices
 from kfacpack.vectors.task_vector import TaskVector
 
@@ -25,33 +27,33 @@ class ProgressCounter:
     """Reports the progress of several computations as one.
 
     Args:
-        total: Number of units of all computations.
-        on_progress: Called with the number of completed units and the total.
+        total: Number of examples that all computations together process.
+        on_progress: Called with the number of examples done and their total.
     """
 
     def __init__(self, total: int, on_progress: OnProgress):
         self._done, self._total, self._on_progress = 0, total, on_progress
         on_progress(0, total)
 
-    def add(self, more: int) -> None:
-        """Reports `more` further units as completed."""
-        self._done += more
+    def add(self, examples: int) -> None:
+        """Reports further examples as done."""
+        self._done += examples
         self._on_progress(self._done, self._total)
 
     def subcounter(self) -> OnProgress:
-        """Returns a progress callback for one computation that counts its own units from zero."""
+        """Returns a progress callback for one computation that counts its own examples from zero."""
         before = self._done
         return lambda done, total: self.add(before + done - self._done)
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Examples of a task with their labels, checked before any model runs."""
+    """Examples of a task with their labels, which are checked before a model runs."""
 
     task: Task
     """The task."""
     split: Split
-    """The split that the examples are from."""
+    """The split that contains the examples."""
     numbers: Sequence[int]
     """Indices of the examples in the split."""
     labels: Sequence[int]
@@ -86,19 +88,19 @@ class Score:
     """Result of an evaluation."""
 
     correct: int
-    """Number of examples whose class was predicted."""
+    """Number of examples that are classified correctly."""
     examples: int
     """Number of examples."""
 
     @property
     def accuracy(self) -> float:
-        """Fraction of correct examples."""
+        """Fraction of the examples that are classified correctly."""
         return self.correct / self.examples
 
 
 def evaluate(
-    model: Model,
-    task: Task,
+    model: Model | str,
+    task: Task | str,
     *,
     head: Head | None = None,
     split: str = "test",
@@ -111,11 +113,11 @@ def evaluate(
 ) -> Score:
     """Evaluates a model, or the model with α times a task vector, on a task.
 
-    A prediction is the class with the largest logit.
+    The predicted class of an example is the one with the largest logit.
 
     Args:
-        model: The model.
-        task: The task.
+        model: A model from `kp.load_model`, or its name.
+        task: A task from `kp.load_task`, or its name.
         head: Head to classify with; None: the vector's head for this task, or else `kp.head_for(model, task)`.
         split: Name of the split.
         vector: Task vector to add to the model, if any.
@@ -126,20 +128,34 @@ def evaluate(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        The numbers of correct and of all examples, and the accuracy.
+        The number of correct examples, the number of all examples, and the accuracy.
 
     Raises:
         KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
 
     Example:
-        >>> model, task = kp.load_model("tiny"), kp.load_task("digits")
-        >>> kp.evaluate(model, task, vector=kp.TaskVector.load("digits.safetensors")).accuracy
+        >>> kp.evaluate("tiny", "digits", vector=kp.TaskVector.load("digits.safetensors")).accuracy
     """
-    evaluation_set = EvaluationSet.of(task, split, examples, seed)
-    head = head or head_of(model, task, vector)
+    model, head, evaluation_set = scoring_inputs(model, task, head, vector, split, examples, seed)
     return score(
         model, head, evaluation_set, vector=vector, alpha=alpha, batch_size=batch_size, on_progress=on_progress
     )
+
+
+def scoring_inputs(
+    model: Model | str,
+    task: Task | str,
+    head: Head | None,
+    vector: TaskVector | None,
+    split: str,
+    examples: int | str,
+    seed: int,
+) -> tuple[Model, Head, EvaluationSet]:
+    """Returns the model, the head and the examples that the arguments of `evaluate` select."""
+    task = load_task(task) if isinstance(task, str) else task
+    evaluation_set = EvaluationSet.of(task, split, examples, seed)
+    model = load_model(model) if isinstance(model, str) else model
+    return model, head or head_of(model, task, vector), evaluation_set
 
 
 def head_of(model: Model, task: Task, vector: TaskVector | None) -> Head:
@@ -164,7 +180,7 @@ def vector_head(task: Task, vector: TaskVector | None) -> Head | None:
     for name, head in others:
         if difference := first.difference(head):
             problem = f"the vector's heads for {printable(first_name)} and {printable(name)} differ: {difference}"
-            raise KfacpackError(f"{printable(task.name)}: {problem}. Choose one with --head")
+            raise KfacpackError(f"{printable(task.name)}: {problem}. Choose one with --head (head=...)")
     return first
 
 
@@ -243,7 +259,8 @@ def count_examples(
     model: Model, vector: TaskVector | None, alphas: Sequence[float], evaluation_sets: Iterable[EvaluationSet]
 ) -> int:
     """Returns the number of examples that `scores` processes for these evaluation sets, over all passes."""
-    return len(forward_passes(model, vector, alphas)) * sum(len(subset.numbers) for subset in evaluation_sets)
+    examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
+    return len(forward_passes(model, vector, alphas)) * examples
 
 
 def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
@@ -252,10 +269,10 @@ def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
     Raises:
         KfacpackError: If not.
     """
-    if vector is None and tuple(alphas) != (1.0,):
-        raise KfacpackError("alpha is the coefficient of a task vector: give a vector as well")
     if not alphas:
-        raise KfacpackError("no alpha to evaluate at; give at least one")
+        raise KfacpackError("alphas []: expected at least one number")
+    if vector is None and tuple(alphas) != (1.0,):
+        raise KfacpackError(f"alpha {alphas[0]} is the coefficient of a task vector: give a vector as well")
     if invalid := [alpha for alpha in alphas if not isfinite(alpha)]:
         raise KfacpackError(f"alpha {invalid[0]}: expected a finite number")
 
@@ -271,7 +288,7 @@ class _PreparedBatches:
         self._kept: list[tuple[Sequence[int], Batch, Tensor]] | None = None
 
     def __iter__(self) -> Iterator[tuple[Sequence[int], Batch, Tensor]]:
-        """Yields the examples' indices, the batch, and the labels, (N,)."""
+        """Yields the indices of N examples, their batch, and their labels, (N,)."""
         if self._kept is not None:
             yield from self._kept
             return

@@ -49,7 +49,7 @@ def drift(
         evaluation_sets: Examples of each bundle's task.
         vectors: Task name -> vector.
         bundles: Task name -> curvature.
-        layer_examples: Number of examples on which single blocks are measured; 0: blocks are not measured.
+        layer_examples: Number of examples on which single blocks are measured; 0 to measure no blocks.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
 
@@ -62,13 +62,13 @@ def drift(
         TaskVectorError: If a bundle is for another model or f, or does not cover the parameters of the vectors.
 
     Example:
-        >>> sets = [EvaluationSet.of(kp.load_task("digits"))]
+        >>> sets = [kp.EvaluationSet.of(kp.load_task("digits"))]
         >>> kp.drift(model, sets, {"mnist": vector}, {"digits": kp.load("digits.kfac")})["pairs"]
     """
     tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if not bundles:
-        raise KfacpackError("no bundle to compare with the measured drift")
+        raise KfacpackError("expected at least one bundle to compare with the measured drift, got 0")
     for task, bundle in bundles.items():
         if task not in tasks:
             raise KfacpackError(f"no examples of {printable(task)} to measure the drift that its bundle predicts")
@@ -92,18 +92,18 @@ def drift(
         if layer_counts[task]:
             layer_drift = _LayerDrift(model, tasks[task], layer_counts[task], batch_size, taus[0])
         shapes = {parameter.name: parameter.shape for parameter in bundle.about.base.parameters}
-        for (own, vector), total_change in zip(vectors.items(), squared, strict=True):
+        for (vector_name, vector), total_change in zip(vectors.items(), squared, strict=True):
             tau = dict(vector)
             predicted = 0.0
             for block in blocks[task]:
                 block_predicted = float(block.quadratic(tau, shapes))
                 predicted += block_predicted
                 if layer_drift:
-                    row = {"vector": own, "task": task, "block": block.name, "predicted": block_predicted}
+                    row = {"vector": vector_name, "task": task, "block": block.name, "predicted": block_predicted}
                     measured = layer_drift.measure(_restricted(tau, block, shapes), counter)
                     layers.append({**row, "measured": measured})
             measured = float(total_change) / examples[task]
-            pairs.append({"vector": own, "task": task, "predicted": predicted, "measured": measured})
+            pairs.append({"vector": vector_name, "task": task, "predicted": predicted, "measured": measured})
     return {"pairs": pairs, "layers": layers}
 
 
@@ -129,7 +129,7 @@ class _LayerDrift:
 def _restricted(
     tau: Mapping[str, Tensor], block: CurvatureBlock, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns τ of this block's parameters, or of those rows of them that are in the block; zero elsewhere."""
+    """Returns the part of τ that a block covers; rows of its parameters that are in other blocks are zero."""
     restricted = scatter(gather(tau, block.join, shapes), block.join, shapes)
     return {name: value for name, value in restricted.items() if name in tau}
 
@@ -143,7 +143,9 @@ def _require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> Non
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
             problem = f"the vectors change {parameter.name!r}, which the bundle of {name} does not cover"
-            raise TaskVectorError(f"{problem}, so it cannot predict their drift. Estimate it with --params")
+            raise TaskVectorError(
+                f"{problem}, so it cannot predict their drift. Estimate a bundle that covers it with --params (params=...)"
+            )
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
             problem = f"have different base models ({models}): {parameter.name!r} differs"
@@ -191,8 +193,8 @@ def spectra(curvature: Curvature, *, on_progress: OnProgress = lambda done, tota
 def effective_rank(values: Tensor) -> float:
     """Returns the exponential of the entropy of the normalised eigenvalues (Roy and Vetterli).
 
-    It is n for n equal eigenvalues, and 1 for a single one. Negative eigenvalues, from rounding or pruning, count as
-    zero.
+    It is n for n equal eigenvalues, and 1 if only one is nonzero. Negative eigenvalues, which result from rounding or
+    pruning, count as zero.
     """
     positive = values[values > 0].cpu().double()
     if not len(positive):

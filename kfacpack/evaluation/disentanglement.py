@@ -8,6 +8,7 @@ It ranges from 0, where adding the other vector changes no prediction, to 2. N e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     AlphaPair = tuple[float, float]
-
     """Coefficients of the first and of the second vector."""
 
 
@@ -56,7 +56,7 @@ def disentanglement(
         evaluation_sets: Examples of the first vector's task, and of the second vector's task.
         vectors: Two vectors of one base model and one regime.
         alphas: Coefficients of both axes of the grid.
-        heads: Task name -> head; by default the vector's head for its task, or else `kp.head_for(model, task)`.
+        heads: Task name -> head. Defaults to the vector's head for its task, or else to `kp.head_for(model, task)`.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
 
@@ -67,86 +67,87 @@ def disentanglement(
         KfacpackError: If vectors, tasks and heads do not fit together, or `alphas` is empty or not finite.
 
     Example:
-        >>> sets = tuple(EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
-        >>> kp.disentanglement(model, sets, (digits, mnist), [0.0, 0.5, 1.0])["xi"]
+        >>> sets = tuple(kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
+        >>> kp.disentanglement(model, sets, (digits, mnist), alphas=[0.0, 0.5, 1.0])["xi"]
     """
     alphas = [float(alpha) for alpha in alphas]
     if not alphas or not all(map(isfinite, alphas)):
         raise KfacpackError(f"alphas {alphas}: expected at least one number, all finite")
     names = list(by_task_name(evaluation_sets))
     require_compatible_vectors(vectors)
-    task_heads = [
-        _head(model, subset, vector, heads or {}) for subset, vector in zip(evaluation_sets, vectors, strict=True)
-    ]
-    count_errors = _linear_errors if vectors[0].is_linear else _nonlinear_errors
-    errors = count_errors(model, evaluation_sets, vectors, task_heads, alphas, batch_size, on_progress)
-    shares = [
-        counts.cpu().double() / len(subset.numbers) for counts, subset in zip(errors, evaluation_sets, strict=True)
-    ]
+    heads = heads or {}
+    tasks = tuple(
+        (evaluation_set, _head(model, evaluation_set, vector, heads))
+        for evaluation_set, vector in zip(evaluation_sets, vectors, strict=True)
+    )
+    grid = _ErrorGrid(model, tasks, vectors, alphas, batch_size, on_progress)
+    errors = grid.linear_errors() if vectors[0].is_linear else grid.nonlinear_errors()
+    sizes = [len(evaluation_set.numbers) for evaluation_set in evaluation_sets]
+    first, second = (counts.cpu().double() / size for counts, size in zip(errors, sizes, strict=True))
     return {
         "tasks": names,
         "alphas": alphas,
-        "xi": (shares[0] + shares[1]).tolist(),
-        "examples": {name: len(subset.numbers) for name, subset in zip(names, evaluation_sets, strict=True)},
+        "xi": (first + second).tolist(),
+        "examples": dict(zip(names, sizes, strict=True)),
     }
 
 
-def _linear_errors(
-    model: Model,
-    evaluation_sets: Sequence[EvaluationSet],
-    vectors: Sequence[TaskVector],
-    heads: Sequence[Head],
-    alphas: Sequence[float],
-    batch_size: int,
-    on_progress: OnProgress,
-) -> list[Tensor]:
-    """Returns the number of changed predictions per evaluation set, (alphas, alphas) each, from f, J τ1 and J τ2."""
-    counter = ProgressCounter(sum(len(subset.numbers) for subset in evaluation_sets), on_progress)
-    grid = torch.tensor(alphas, dtype=torch.float64)
-    errors = []
-    for own, (evaluation_set, head) in enumerate(zip(evaluation_sets, heads, strict=True)):
-        changed = torch.zeros(len(alphas), len(alphas), dtype=torch.int64)
-        weight, bias = head.weight.cpu().double(), head.bias.cpu().double()
-        for f, changes in output_changes(model, evaluation_set, vectors, batch_size, counter):
-            # The head is affine, so logits are linear in the coefficients like f.
-            start = f.cpu().double() @ weight.T + bias
-            first, second = changes.cpu().double() @ weight.T
-            columns = grid[:, None, None] * second
-            single = (start + grid[:, None, None] * (first, second)[own]).argmax(-1)
-            for row, alpha in enumerate(grid):
-                combined = ((start + alpha * first) + columns).argmax(-1)
-                changed[row] += (combined != (single[row] if own == 0 else single)).sum(-1)
-        errors.append(changed)
-    return errors
+@dataclass(frozen=True)
+class _ErrorGrid:
+    """Counts, per task and pair of coefficients, the examples whose prediction the other vector changes.
 
+    Both methods return one tensor per task, (alphas, alphas).
+    """
 
-def _nonlinear_errors(
-    model: Model,
-    evaluation_sets: Sequence[EvaluationSet],
-    vectors: Sequence[TaskVector],
-    heads: Sequence[Head],
-    alphas: Sequence[float],
-    batch_size: int,
-    on_progress: OnProgress,
-) -> list[Tensor]:
-    """Returns the same as `_linear_errors`, by applying every combination to the model."""
-    pairs: dict[AlphaPair, None] = dict.fromkeys((a, b) for a in alphas for b in alphas)
-    needed = [pairs | {(a, 0.0): None for a in alphas}, pairs | {(0.0, b): None for b in alphas}]
-    total = sum(len(own) * len(subset.numbers) for own, subset in zip(needed, evaluation_sets, strict=True))
-    counter = ProgressCounter(total, on_progress)
-    predictions: list[dict[AlphaPair, Tensor]] = [{}, {}]
-    device_heads = [head.to(device_of(model)) for head in heads]
-    for a, b in needed[0] | needed[1]:
-        with edited_model(model, a * vectors[0] + b * vectors[1]) as forward:
-            for own, (evaluation_set, head) in enumerate(zip(evaluation_sets, device_heads, strict=True)):
-                if (a, b) in needed[own]:
-                    batches = outputs_of(model, evaluation_set, forward, batch_size, counter)
-                    predictions[own][a, b] = torch.cat([head.logits(f).argmax(1).cpu() for f in batches])
-    first, second = predictions
-    return [
-        torch.tensor([[int((first[a, b] != first[a, 0.0]).sum()) for b in alphas] for a in alphas]),
-        torch.tensor([[int((second[a, b] != second[0.0, b]).sum()) for b in alphas] for a in alphas]),
-    ]
+    model: Model
+    tasks: tuple[tuple[EvaluationSet, Head], ...]
+    vectors: tuple[TaskVector, TaskVector]
+    alphas: Sequence[float]
+    batch_size: int
+    on_progress: OnProgress
+
+    def linear_errors(self) -> list[Tensor]:
+        """Computes the predictions of the whole grid from f, J τ1 and J τ2."""
+        examples = sum(len(evaluation_set.numbers) for evaluation_set, _ in self.tasks)
+        counter = ProgressCounter(examples, self.on_progress)
+        grid = torch.tensor(self.alphas, dtype=torch.float64)
+        errors = []
+        for own, (evaluation_set, head) in enumerate(self.tasks):
+            changed = torch.zeros(len(grid), len(grid), dtype=torch.int64)
+            weight, bias = head.weight.cpu().double(), head.bias.cpu().double()
+            for f, changes in output_changes(self.model, evaluation_set, self.vectors, self.batch_size, counter):
+                # The head is affine, so logits are linear in the coefficients like f.
+                start = f.cpu().double() @ weight.T + bias
+                first, second = changes.cpu().double() @ weight.T
+                columns = grid[:, None, None] * second
+                single = (start + grid[:, None, None] * (first, second)[own]).argmax(-1)
+                for row, alpha in enumerate(grid):
+                    combined = ((start + alpha * first) + columns).argmax(-1)
+                    changed[row] += (combined != (single[row] if own == 0 else single)).sum(-1)
+            errors.append(changed)
+        return errors
+
+    def nonlinear_errors(self) -> list[Tensor]:
+        """Computes the predictions by applying every combination of the vectors to the model."""
+        alphas = self.alphas
+        pairs: dict[AlphaPair, None] = dict.fromkeys((a, b) for a in alphas for b in alphas)
+        needed = [pairs | {(a, 0.0): None for a in alphas}, pairs | {(0.0, b): None for b in alphas}]
+        total = sum(len(own) * len(task[0].numbers) for own, task in zip(needed, self.tasks, strict=True))
+        counter = ProgressCounter(total, self.on_progress)
+        predictions: list[dict[AlphaPair, Tensor]] = [{}, {}]
+        device = device_of(self.model)
+        tasks = [(evaluation_set, head.to(device)) for evaluation_set, head in self.tasks]
+        for a, b in needed[0] | needed[1]:
+            with edited_model(self.model, a * self.vectors[0] + b * self.vectors[1]) as forward:
+                for own, (evaluation_set, head) in enumerate(tasks):
+                    if (a, b) in needed[own]:
+                        batches = outputs_of(self.model, evaluation_set, forward, self.batch_size, counter)
+                        predictions[own][a, b] = torch.cat([head.logits(f).argmax(1).cpu() for f in batches])
+        first, second = predictions
+        return [
+            torch.tensor([[int((first[a, b] != first[a, 0.0]).sum()) for b in alphas] for a in alphas]),
+            torch.tensor([[int((second[a, b] != second[0.0, b]).sum()) for b in alphas] for a in alphas]),
+        ]
 
 
 def _head(model: Model, evaluation_set: EvaluationSet, vector: TaskVector, heads: Mapping[str, Head]) -> Head:

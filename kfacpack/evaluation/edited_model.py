@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     BatchForward = Callable[[Batch], Tensor]
-
     """A batch -> f, (N, C), without gradient."""
 
     BatchForwards = Callable[[Batch], list[Tensor]]
-
     """A batch -> f with each of several multiples of a vector, each (N, C), without gradient."""
 
 
@@ -140,7 +138,7 @@ def passes_needed(model: Model, vectors: Sequence[TaskVector]) -> int:
 def _passes(model: Model, vectors: Sequence[TaskVector]) -> list[AbstractContextManager[BatchForward]]:
     """Returns the passes over the examples: in the linear regime one pass for f and every J τ.
 
-    In other regimes, one pass for f and one per vector, because applying a vector takes longer than a batch.
+    In other regimes there is one pass for f and one per vector, because applying a vector takes longer than a batch.
     """
     if vectors[0].is_linear:
         return [_tangents(model, vectors)]
@@ -164,7 +162,7 @@ def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
         KfacpackError: If not; names the difference.
     """
     if not vectors:
-        raise KfacpackError("no task vector to measure")
+        raise KfacpackError("nothing to measure: expected at least one task vector, got 0")
     sum(vectors)  # addition checks all of this
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Model
     from kfacpack.vectors.task_vector import TaskVector
 
-
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
@@ -54,7 +53,7 @@ def localisation(
         KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or vectors are incompatible.
 
     Example:
-        >>> sets = [EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist")]
+        >>> sets = [kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist")]
         >>> kp.localisation(model, sets, {"digits": vector})["auroc"]
     """
     tasks, taus = by_task_name(evaluation_sets), list(vectors.values())

@@ -7,13 +7,11 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
-from kfacpack.evaluation.accuracy import ProgressCounter, Score, check_alphas, count_examples, scores
+from kfacpack.evaluation.accuracy import Score, check_alphas
+from kfacpack.evaluation.sweep import SelectionScores, SelectionTask
 from kfacpack.format.units import OnProgress
 
 if TYPE_CHECKING:
-    from kfacpack.evaluation.accuracy import EvaluationSet
-    from kfacpack.evaluation.sweep import SelectionTask
-    from kfacpack.models.heads import Head
     from kfacpack.models.model import Model
     from kfacpack.vectors.task_vector import TaskVector
 
@@ -35,16 +33,17 @@ def negate(
 ) -> dict[str, Any]:
     """Selects α for −α τ on validation data and reports what it removes from the targets on test data.
 
-    The selected α has the smallest mean accuracy of the targets, counted as at least chance, among those at which the
-    control keeps the fraction `keep` of its accuracy without the vector. Ties are resolved in favour of the
-    smallest α; zero is always a candidate. The test splits are evaluated at this α and at zero only.
+    Candidates are the values of α at which the control keeps the fraction `keep` of its accuracy without the vector.
+    Among them, the α with the smallest mean accuracy of the targets is selected, where accuracies below chance count
+    as chance. Ties are resolved in favour of the smallest α; zero is always a candidate. The test splits are evaluated
+    only at this α and at zero.
 
     Args:
         model: The model.
         targets: Tasks to forget.
         control: Task that must keep its accuracy.
         vector: The task vector to negate.
-        alphas: Candidates, zero or positive.
+        alphas: Values of α to try, zero or positive.
         keep: Fraction of the control's accuracy to keep, above 0 and at most 1.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
@@ -59,36 +58,28 @@ def negate(
     """
     check_alphas(vector, alphas)
     if negative := [alpha for alpha in alphas if alpha < 0]:
-        problem = f"alpha {negative[0]:g}: the vector is negated already, so α is a magnitude"
-        raise KfacpackError(f"{problem}; expected zero or more, such as 0:1:0.05")
+        problem = f"alpha {negative[0]:g}: the vector is negated already, so that a negative α would add it"
+        raise KfacpackError(f"{problem}; expected zero or positive values")
     if not 0 < keep <= 1:
         raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")
     if control.name in [target.name for target in targets]:
-        raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; name another task")
+        raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; choose another task")
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
-    subjects = [*targets, control]
-    total = count_examples(model, vector, candidates, [subject.validation for subject in subjects])
-    total += count_examples(model, vector, [0.0, 1.0], [subject.test for subject in subjects])
-    counter = ProgressCounter(total, on_progress)
-    negated = -vector
-
-    def evaluated(head: Head, subset: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
-        return scores(model, head, subset, negated, alphas, batch_size=batch_size, on_progress=counter.subcounter())
-
-    validation = [evaluated(subject.head, subject.validation, candidates) for subject in subjects]
+    task_scores = SelectionScores(model, [*targets, control], -vector, candidates, 2, batch_size, on_progress)
+    *target_scores, control_scores = task_scores.validation()
     classes = [len(target.head.classes) for target in targets]
-    alpha = candidates[choose_negation_alpha(validation[:-1], validation[-1], keep, classes)]
-    before, after = zip(*(evaluated(subject.head, subject.test, [0.0, alpha]) for subject in subjects), strict=True)
-    tasks = {
+    alpha = candidates[choose_negation_alpha(target_scores, control_scores, keep, classes)]
+    before, after = zip(*task_scores.test([0.0, alpha]), strict=True)
+    results = {
         target.name: {
             "alpha": alpha,
-            **_target_result(after[k], before[k], len(target.head.classes)),
+            **_target_result(after[k], before[k], classes[k]),
             "control": after[-1].accuracy,
             "control_before": before[-1].accuracy,
         }
         for k, target in enumerate(targets)
     }
-    return {"control": control.name, "keep": keep, "tasks": tasks}
+    return {"control": control.name, "keep": keep, "tasks": results}
 
 
 def choose_negation_alpha(

@@ -15,8 +15,8 @@ from kfacpack.evaluation.accuracy import (
     Score,
     check_alphas,
     count_examples,
-    head_of,
     scores,
+    scoring_inputs,
 )
 from kfacpack.format.units import OnProgress
 
@@ -36,7 +36,7 @@ def evaluation_result(
         task_scores: Task name -> score.
         individual: Task name -> accuracy of the vector of this task alone. If it is unknown or zero, `normalized` is
             None, and so is the mean of `normalized`.
-        heads: Task name -> what its head was made from, added as "head".
+        heads: Task name -> origin of its head, which is added as "head".
 
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`.
@@ -50,10 +50,8 @@ def evaluation_result(
         }
         for name, score in task_scores.items()
     }
-    return {"tasks": tasks, "mean": {key: _mean([task[key] for task in tasks.values()]) for key in MEANS}}
-
-
-MEANS = ("accuracy", "normalized")
+    means = {key: _mean([task[key] for task in tasks.values()]) for key in ("accuracy", "normalized")}
+    return {"tasks": tasks, "mean": means}
 
 
 def normalized(accuracy: float, individual: float | None) -> float | None:
@@ -66,8 +64,8 @@ def _mean(values: list[Any]) -> float | None:
 
 
 def sweep(
-    model: Model,
-    task: Task,
+    model: Model | str,
+    task: Task | str,
     vector: TaskVector,
     alphas: Sequence[float],
     *,
@@ -80,12 +78,12 @@ def sweep(
 ) -> list[Score]:
     """Evaluates a model with α times a task vector, for each α.
 
-    The results equal those of `kp.evaluate` at each α exactly. For a linear vector, f and J τ are computed once, so a
-    sweep costs as much as one evaluation; in other regimes each α is a pass over the examples, which are read once.
+    The scores are exactly those of `kp.evaluate` at each α. For a linear vector, f and J τ are computed once, so that
+    a sweep takes as long as one evaluation. In other regimes, each α takes a forward pass over the examples.
 
     Args:
-        model: The model.
-        task: The task.
+        model: A model from `kp.load_model`, or its name.
+        task: A task from `kp.load_task`, or its name.
         vector: The task vector.
         alphas: Coefficients of the vector.
         head: Head to classify with; None: the vector's head for this task, or else `kp.head_for(model, task)`.
@@ -102,11 +100,10 @@ def sweep(
         KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
 
     Example:
-        >>> scores = kp.sweep(model, task, vector, [0.0, 0.5, 1.0])
-        >>> [score.accuracy for score in scores]
+        >>> vector = kp.TaskVector.load("digits.safetensors")
+        >>> [score.accuracy for score in kp.sweep("tiny", "digits", vector, [0.0, 0.5, 1.0])]
     """
-    evaluation_set = EvaluationSet.of(task, split, examples, seed)
-    head = head or head_of(model, task, vector)
+    model, head, evaluation_set = scoring_inputs(model, task, head, vector, split, examples, seed)
     return scores(model, head, evaluation_set, vector, alphas, batch_size=batch_size, on_progress=on_progress)
 
 
@@ -149,14 +146,14 @@ VALIDATION = "validation"
 
 @dataclass(frozen=True)
 class SelectionTask:
-    """A task with its head, whose validation examples select α and whose test examples report the result."""
+    """A task on which α is selected: its head, and its validation and test examples."""
 
     head: Head
     """Head to classify with."""
     validation: EvaluationSet
-    """Examples to select α on."""
+    """Examples on which α is selected."""
     test: EvaluationSet
-    """Examples to report."""
+    """Examples on which the result is reported."""
 
     @property
     def name(self) -> str:
@@ -186,15 +183,65 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
     """
     if VALIDATION not in task.splits:
         problem = f"α is selected on the split {VALIDATION!r}, never on test, but the task has only "
-        remedy = "Add validation-*.parquet or validation/CLASS/ to its folder, or give a single α to evaluate at"
+        remedy = "Add validation-*.parquet or validation/CLASS/ to its folder, or evaluate a single α"
         splits = ", ".join(map(printable, task.splits))
         raise KfacpackError(f"{printable(task.name)}: {problem}{splits}. {remedy}")
     return EvaluationSet.of(task, VALIDATION, examples, seed)
 
 
+class SelectionScores:
+    """Scores of several tasks at all candidates on validation data, and at a few values of α on test data.
+
+    Args:
+        model: The model.
+        tasks: Tasks with their heads and examples.
+        vector: The task vector.
+        candidates: Values of α to evaluate on validation data.
+        tests: Number of values of α that will be evaluated on test data.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of examples done and their total, over both splits.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tasks: Sequence[SelectionTask],
+        vector: TaskVector,
+        candidates: Sequence[float],
+        tests: int,
+        batch_size: int,
+        on_progress: OnProgress,
+    ):
+        self._model, self._tasks, self._vector, self._batch_size = model, tasks, vector, batch_size
+        self._candidates = candidates
+        total = count_examples(model, vector, candidates, [task.validation for task in tasks])
+        total += count_examples(model, vector, [1.0] * tests, [task.test for task in tasks])
+        self._counter = ProgressCounter(total, on_progress)
+
+    def validation(self) -> list[list[Score]]:
+        """Returns, for each task, its score on validation data at every candidate."""
+        return [self._scores(task.head, task.validation, self._candidates) for task in self._tasks]
+
+    def test(self, alphas: Sequence[float]) -> list[list[Score]]:
+        """Returns, for each task, its score on test data at every α."""
+        return [self._scores(task.head, task.test, alphas) for task in self._tasks]
+
+    def _scores(self, head: Head, evaluation_set: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
+        on_progress = self._counter.subcounter()
+        return scores(
+            self._model,
+            head,
+            evaluation_set,
+            self._vector,
+            alphas,
+            batch_size=self._batch_size,
+            on_progress=on_progress,
+        )
+
+
 def choose_alpha(
     model: Model,
-    subjects: Sequence[SelectionTask],
+    tasks: Sequence[SelectionTask],
     vector: TaskVector,
     alphas: Sequence[float],
     *,
@@ -205,7 +252,7 @@ def choose_alpha(
 
     Args:
         model: The model.
-        subjects: Tasks with their heads and examples.
+        tasks: Tasks with their heads and examples.
         vector: The task vector.
         alphas: Candidates; ties are resolved in favour of the one nearest to 1.
         batch_size: Examples per forward pass.
@@ -215,14 +262,9 @@ def choose_alpha(
         KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
     """
     check_alphas(vector, alphas)
-    total = count_examples(model, vector, alphas, [subject.validation for subject in subjects])
-    total += count_examples(model, vector, alphas[:1], [subject.test for subject in subjects])
-    counter = ProgressCounter(total, on_progress)
-
-    def evaluated(head: Head, subset: EvaluationSet, alphas: Sequence[float]) -> list[Score]:
-        return scores(model, head, subset, vector, alphas, batch_size=batch_size, on_progress=counter.subcounter())
-
-    validation = {subject.name: evaluated(subject.head, subject.validation, alphas) for subject in subjects}
-    alpha = alphas[best(alphas, list(validation.values()))]
-    test = {subject.name: evaluated(subject.head, subject.test, [alpha])[0] for subject in subjects}
-    return AlphaChoice(alpha, tuple(alphas), validation, test)
+    task_scores = SelectionScores(model, tasks, vector, alphas, 1, batch_size, on_progress)
+    names = [task.name for task in tasks]
+    validation = task_scores.validation()
+    alpha = alphas[best(alphas, validation)]
+    test = {name: score for name, (score,) in zip(names, task_scores.test([alpha]), strict=True)}
+    return AlphaChoice(alpha, tuple(alphas), dict(zip(names, validation, strict=True)), test)

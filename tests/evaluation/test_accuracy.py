@@ -85,14 +85,14 @@ def test_progress_counts_the_examples(eye, task, by_colour):
 
 
 def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):
-    with refused(KfacpackError, "dev"):
+    with refused(KfacpackError, "unknown split 'dev'", "train, validation, test"):
         evaluate(eye, task, head=by_colour, split="dev")
-    with refused(KfacpackError):
+    with refused(KfacpackError, "head", "classes", "colours"):
         evaluate(eye, task, head=replace(by_colour, classes=("a", "b", "c")))
-    with refused(KfacpackError, "some"):
+    with refused(KfacpackError, "examples 'some'"):
         evaluate(eye, task, head=by_colour, examples="some")
     blind = replace(eye, forward=lambda images: images.mean((2, 3)) / 0 * 0)
-    with refused(KfacpackError, "test", "0", "11"):
+    with refused(KfacpackError, "colours, split 'test', examples 0 to 11: f contains NaN"):
         evaluate(blind, task, head=by_colour)
 
 
@@ -111,3 +111,10 @@ def test_texts_without_labels_are_refused(eye, by_colour, tmp_path, labelled):
     words = "row 1: label -1 is not a class" if labelled else "words: unknown class names"
     with pytest.raises(KfacpackError, match=words):
         evaluate(eye, load_task("words", tmp_path), head=by_colour)
+
+
+def test_a_model_and_a_task_may_be_named():
+    by_name = evaluate("tiny", "digits", examples=16)
+    assert by_name == evaluate(load_model("tiny"), load_task("digits"), examples=16)
+    with refused(KfacpackError, "no-such-task"):
+        evaluate("tiny", "no-such-task")

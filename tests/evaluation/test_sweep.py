@@ -133,19 +133,19 @@ def test_another_f_is_refused(model, head, evaluation_set):
     other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
     for regime in ("linear", "full"):
         vector = made_up(model, regime=regime, function=seen)
-        with refused(kp.TaskVectorError, "64x64", "96x96"):
+        with refused(kp.TaskVectorError, "different function f", "64x64", "96x96"):
             score(other, head, evaluation_set, vector=vector)
 
 
 def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
     vector = made_up(model)
-    with refused(KfacpackError):
+    with refused(KfacpackError, "alphas []", "at least one"):
         scores(model, head, evaluation_set, vector, [])
-    with refused(KfacpackError):
+    with refused(KfacpackError, "alpha nan", "finite"):
         scores(model, head, evaluation_set, vector, [1.0, float("nan")])
-    with refused(KfacpackError):
+    with refused(KfacpackError, "alpha 0.5", "give a vector"):
         score(model, head, evaluation_set, alpha=0.5)
-    with refused(KfacpackError, "test", "0", "63"):
+    with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
         score(model, head, evaluation_set, vector=made_up(model, size=float("inf")))
 
 
@@ -154,7 +154,7 @@ def test_overflow_of_outputs_or_logits_is_reported(model, head, evaluation_set):
     _, change = kp.linearize(model).outputs(batch_of(model, evaluation_set), dict(made_up(model)))
     vector = made_up(model, size=1e36 / float(change.abs().max()))
     for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
-        with refused(KfacpackError, "test", "0", "63"):
+        with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
             scores(model, wide, evaluation_set, vector, [0.0, alpha])
 
 
@@ -193,7 +193,7 @@ def test_valid_alphas(text, alphas):
     ],
 )
 def test_invalid_alphas_are_refused(text, words):
-    with refused(KfacpackError, text, words):
+    with refused(KfacpackError, f"alpha {text!r}: ", words, "expected a number"):
         parse_alphas(text)
 
 
@@ -208,3 +208,10 @@ def test_the_best_alpha():
     assert best([1.0, 0.0], thirds) == 0, "equal as fractions, whatever floats say"
     table = as_table([0.5, 1.0], {"one": found[0][:2], "two": found[1][:2]})
     assert table == {"alphas": [0.5, 1.0], "tasks": {"one": [0.3, 0.8], "two": [1.0, 0.4]}, "mean": [0.65, 0.6]}
+
+
+def test_a_model_and_a_task_may_be_named():
+    model, task = kp.load_model("tiny"), kp.load_task("digits")
+    vector = made_up(model, regime="linear")
+    by_name = kp.sweep("tiny", "digits", vector, [0.0, 1.0], examples=16)
+    assert by_name == kp.sweep(model, task, vector, [0.0, 1.0], examples=16)
