@@ -1,4 +1,4 @@
-"""The running estimate: a plan, its sums, and the batches that were added; and the forecast of its size and cost."""
+"""Accumulates the sums of all blocks of a plan over batches, and forecasts the size and cost of an estimate."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Forecast:
     bytes: int
     """Size of the bundle's tensors."""
     seconds: float
-    """Time of one batch, times the number of batches."""
+    """Measured time of one batch, times the number of batches."""
     peak_memory: int
     """Bytes of the weights, the sums, and the tensors that autograd saves for the backward pass of a batch."""
 

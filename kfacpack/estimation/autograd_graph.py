@@ -1,9 +1,9 @@
-"""Reads from autograd's graph where parameters enter a computation.
+"""Finds the operations in autograd's graph that use parameters.
 
 An edge leads from the operation that used a tensor to the one that computed it; a parameter is a leaf. In the opposite
-direction, from a parameter outwards, there are first operations on the parameter alone (a transpose, a cast, one part
-of a fused projection), and then the operation where it meets the examples. Estimates are made from that operation.
-Modules are neither inspected nor changed.
+direction, a path from a parameter begins with operations on the parameter alone (a transpose, a cast, a slice of a
+fused projection) and ends at the operation that combines it with the examples. Factors are computed from the inputs
+and the output gradient of that operation. Modules are neither inspected nor changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class GraphStep(NamedTuple):
-    """One operation on the path from a parameter outwards."""
+    """One operation on the path from a parameter to f."""
 
     node: Node
     slot: int
@@ -121,7 +121,7 @@ class AutogradGraph:
         return nodes
 
     def paths(self, parameter: Tensor, ends: Callable[[GraphSteps], bool]) -> Iterator[GraphSteps]:
-        """Yields all paths from a parameter outwards.
+        """Yields all paths from a parameter towards f.
 
         Args:
             parameter: A parameter that f was computed from.
@@ -147,7 +147,9 @@ class AutogradGraph:
             return last_operation(steps) in path.ends if path.length is None else len(steps) == path.length
 
         paths = list(self.paths(parameter, ends))
-        matches = [s for s in paths if last_operation(s) in path.ends and selected_outputs(s) == path.parts]
+        matches = [
+            steps for steps in paths if last_operation(steps) in path.ends and selected_outputs(steps) == path.parts
+        ]
         return matches[0] if len(matches) == 1 and len(paths) == path.count else None
 
     def source(self, node: Node, slot: int, through: Collection[str]) -> Node | None:
@@ -241,7 +243,7 @@ def selected_outputs(steps: GraphSteps) -> tuple[int, ...]:
 
 
 def _input_count(node: Node) -> int:
-    """Number of differentiable inputs."""
+    """Returns the number of differentiable inputs."""
     return sum(child is not None for child, _ in node.next_functions)
 
 

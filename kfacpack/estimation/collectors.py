@@ -222,7 +222,7 @@ class VectorCollector(WholeCollector):
         super().__init__(planned, settings)
         assert isinstance(planned.operation, VectorOperation)
         self._operation = planned.operation
-        # Operations on the path to the operation do not return gradients during the backward pass either.
+        # During the backward pass, the operations between the parameter and the operand return no gradients either.
         self.immediate = planned.operation.immediate and planned.is_operand
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:

@@ -32,7 +32,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     """Joins the process group of torchrun or accelerate, if this process was started by one of them.
 
     Args:
-        device: Device of this process; decides between NCCL and Gloo.
+        device: Device of this process: NCCL is used on CUDA devices, Gloo on others.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _is_distributed():
         yield
@@ -87,11 +87,11 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
         return
     on_device = dist.get_backend() == "nccl"
     for tensor in tensors:
-        # gloo reduces CPU tensors only, so tensors of a device without NCCL go through the CPU.
-        moved = tensor.cuda() if on_device else tensor.cpu()
-        communicate(moved)
-        if moved is not tensor:
-            tensor.copy_(moved)
+        # Gloo supports CPU tensors only, so tensors on a device without NCCL are copied to the CPU and back.
+        buffer = tensor.cuda() if on_device else tensor.cpu()
+        communicate(buffer)
+        if buffer is not tensor:
+            tensor.copy_(buffer)
 
 
 def barrier() -> None:

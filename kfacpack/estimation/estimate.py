@@ -21,7 +21,7 @@ from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.tracing import ModelTrace, trace_model
 from kfacpack.format.manifest import About, Function, Loss
 from kfacpack.models.functional import batch_size_of, eval_mode, select_parameters, to_device
-from kfacpack.models.model import Model
+from kfacpack.models.model import Model, unwrap_model
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,8 +53,8 @@ def estimate(
 ) -> Curvature:
     """Estimates the curvature of a model's output f on the given inputs: G = 1/N Σ JᵀJ, block by block.
 
-    The model is used in eval mode, and its flags are restored. With several processes (torch.distributed), all are
-    passed the same batches; each processes its share of them, and all return the whole result.
+    The model is used in eval mode, and its flags are restored. With several processes (torch.distributed), pass the
+    same batches to all of them; each processes a part of the batches, and all return the same curvature.
 
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
@@ -88,17 +88,12 @@ def estimate(
     """
     params = list(params) if params is not None and not isinstance(params, str) else params
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
-    frozen: tuple[str, ...] = ()
+    module, own_forward, frozen = unwrap_model(model)
     family, revision = "torch", None
     if isinstance(model, Model):
-        module, frozen, family, revision = model.module, model.frozen, model.family, model.revision
+        family, revision, name = model.family, model.revision, name or model.name
         # The model's `function` only describes its own f.
         function = function or (model.function if forward is None else None)
-        forward, name = forward or model.forward, name or model.name
-    elif isinstance(model, nn.Module):
-        module = model
-    else:
-        raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
     parameters = select_parameters(module, params, frozen)
     remaining = iter(batches)
     first = next(remaining, None)
@@ -106,7 +101,7 @@ def estimate(
         raise KfacpackError("there are no batches to estimate from")
     device = device_of(parameters)
     with eval_mode(module, parameters), ThreadPoolExecutor(max_workers=1) as background:
-        accumulator = begin_accumulation(forward or module, to_device(first, device), parameters, options, params)
+        accumulator = begin_accumulation(forward or own_forward, to_device(first, device), parameters, options, params)
         name = name or type(module).__name__
         base = background.submit(identify, module, accumulator.covered, family=family, name=name, revision=revision)
         for start, batch in _own_batches(chain([first], remaining), accumulator):
@@ -164,7 +159,7 @@ def begin_accumulation(
 def _trace_and_plan(
     forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], options: EstimateOptions
 ) -> tuple[ModelTrace, BlockPlan]:
-    """Plans from the first example of a batch, or from a later one if it has gradients where the first has none."""
+    """Plans from the first example of a batch, or from a later one if it has nonzero gradients at more operations."""
     best: tuple[ModelTrace, BlockPlan] | None = None
     for example in sorted({0, (batch_size_of(batch) or 1) // 2, (batch_size_of(batch) or 1) - 1}):
         trace = trace_model(forward, batch, parameters, example)

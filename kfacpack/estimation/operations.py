@@ -3,7 +3,7 @@
 Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
 `VectorOperation` each. All other uses are a `GenericOperation`: the gradient at the operand is linear in the gradient
 at the output, so the gradient of one example is obtained by setting the output gradients of all other examples to
-zero. This is exact, and takes N small steps.
+zero. This is exact, and takes N backward calls of the operation.
 """
 
 from __future__ import annotations

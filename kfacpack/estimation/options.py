@@ -89,10 +89,10 @@ class Probes:
                 unit[:, k] = 1
                 yield unit
             return
-        drawn = torch.stack([self._of_example(example, width) for example in examples])
+        probes = torch.stack([self._of_example(example, width) for example in examples])
         if self.kind == "orthogonal":
-            drawn = torch.linalg.qr(drawn.mT).Q.mT * width**0.5
-        yield from drawn.unbind(1)
+            probes = torch.linalg.qr(probes.mT).Q.mT * width**0.5
+        yield from probes.unbind(1)
 
     def _of_example(self, example: int, width: int) -> Tensor:
         """Returns the probes of one example, (samples, C), in float64."""
@@ -129,7 +129,7 @@ class EstimateOptions:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        chain, _ = self.chain, self.probes
+        chain, _ = self.chain, self.probes  # both check their options
         if self.sharing not in ("expand", "reduce"):
             raise KfacpackError(f"sharing {self.sharing!r}: expected 'expand' or 'reduce'")
         if self.structure not in ("kronecker", "diagonal"):

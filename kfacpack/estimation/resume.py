@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
@@ -25,10 +28,10 @@ if TYPE_CHECKING:
 
 
 SAVE_INTERVAL = 30.0
-"""Seconds between two saves; work is saved at the end of a batch."""
+"""Default number of seconds between two saves. Work is saved at the end of a batch."""
 
-_SAVE_FRACTION = 20
-"""Saving takes at most one second in this many."""
+_MIN_INTERVAL = 20
+"""Minimum interval between two saves, in multiples of the time that a save takes."""
 _KEY = "kfacpack_partial"
 
 
@@ -40,7 +43,7 @@ class Resumable(Protocol):
     """Work that can be saved and resumed."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Returns the whole state by name; the tensors are written to when work resumes."""
+        """Returns all tensors of the state by name. They are modified in place when work is resumed."""
 
 
 @dataclass
@@ -63,13 +66,13 @@ class PartialFile:
         Args:
             work: The work.
             done: Number of batches that are done.
-            now: Save regardless of the interval.
+            now: Whether to save regardless of the interval.
 
         Raises:
             KfacpackError: If the file cannot be written.
         """
         start = time.monotonic()
-        if not now and start - self._last_save < max(self.every, _SAVE_FRACTION * self._save_seconds):
+        if not now and start - self._last_save < max(self.every, _MIN_INTERVAL * self._save_seconds):
             return
         tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -90,7 +93,7 @@ class PartialFile:
         """Restores the saved tensors.
 
         Args:
-            work: The work, whose tensors are written to.
+            work: The work, whose tensors are modified in place.
 
         Returns:
             The number of batches that are done; 0 if there is no file.
@@ -125,32 +128,32 @@ class PartialFile:
             KfacpackError: If the file exists.
         """
         if self.path.exists():
-            problem = f"exists: {self.what} was interrupted"
-            raise KfacpackError(f"{self.path}: {problem}. Resume it (--resume), or remove the file to start over")
+            problem = f"{self.path}: exists, because {self.what} was interrupted"
+            raise KfacpackError(f"{problem}. Resume it with --resume (resume=True), or remove the file to start over")
         return 0
 
     def remove(self) -> None:
-        """Removes the file, if it exists, and what a killed process left of it."""
+        """Removes the file, if it exists, and incomplete copies that a killed process left."""
         self.path.unlink(missing_ok=True)
         rmtree(self._folder, ignore_errors=True)
 
     @property
     def _folder(self) -> Path:
-        """Folder in which the file is written before it takes its place."""
+        """Folder in which the file is written before it is moved to its path."""
         return self.path.with_name(f".{self.path.name}")
 
     def _compare(self, saved: dict[str, Any]) -> None:
         """Checks that the file was saved with the same settings."""
         current = json.loads(json.dumps(self.request))
-        # All differences are named: a default may follow from the option that was changed, such as lr from the seed.
+        # All differences are listed: the default of one option may depend on another, such as lr on the seed.
         changed = [
             f"{key} = {saved.get(key)!r}, got {current.get(key)!r}"
             for key in sorted(current.keys() | saved.keys())
             if current.get(key) != saved.get(key)
         ]
         if changed:
-            problem = f"was saved with {'; '.join(changed)}"
-            raise KfacpackError(f"{self.path}: {problem}. Use the same options, or remove it to start over")
+            problem = f"{self.path}: was saved with {'; '.join(changed)}"
+            raise KfacpackError(f"{problem}. Use the same options, or remove the file to start over")
 
 
 def _digest(tensor: Tensor) -> str:
@@ -158,7 +161,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def require_unfinished(output: Path) -> None:
-    """Checks, before work is resumed, that it is not finished yet.
+    """Checks that work to be resumed is not finished yet.
 
     Raises:
         KfacpackError: If the output exists and there is no partial file beside it.
@@ -166,6 +169,30 @@ def require_unfinished(output: Path) -> None:
     if output.exists() and not any(output.parent.glob(f"{escape(output.name)}.partial*")):
         problem = "is finished: there is no partial file to resume from"
         raise KfacpackError(f"{output}: {problem}. Run without --resume to compute it again")
+
+
+@contextmanager
+def output_path(output: str | os.PathLike[str] | None, filename: str, *, resume: bool) -> Iterator[Path]:
+    """Context manager that yields the path to write.
+
+    Args:
+        output: The path; None for a file in a temporary folder, which is removed on exit.
+        filename: Name of the temporary file.
+        resume: Whether an interrupted run is resumed.
+
+    Yields:
+        The path.
+
+    Raises:
+        KfacpackError: If a run is resumed without an output.
+    """
+    if output is not None:
+        yield Path(output)
+    elif resume:
+        raise KfacpackError("resume=True needs an output: without one, no state is kept on disk")
+    else:
+        with TemporaryDirectory() as folder:
+            yield Path(folder) / filename
 
 
 def require_writable_folder(output: Path) -> None:

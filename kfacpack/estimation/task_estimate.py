@@ -1,7 +1,7 @@
-"""Estimating the curvature of a task: sampled examples, several processes, resumable.
+"""`kp.estimate_task`: the curvature of a model on a sample of a task's examples, in runs that can be resumed.
 
-Shared by `kfacpack estimate`, the stages of a plan and `kp.estimate_task`. With n processes, each of them processes
-every n-th batch, and all return the same curvature.
+`kfacpack estimate` and the stages of a plan use it as well. With n processes, each of them processes every n-th batch,
+and all return the same curvature.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.errors import KfacpackError
@@ -22,7 +21,7 @@ from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
 from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature
 from kfacpack.estimation.options import EstimateOptions
-from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
+from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
 from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
 from kfacpack.models.families import load_model
@@ -83,16 +82,17 @@ def estimate_task(
         seed: Seed for the examples and the probes.
         batch_size: Examples per forward pass.
         offload: Whether to accumulate on the CPU, regardless of the model's device.
-        output: File to write. The state of an interrupted run is kept beside it. Without it, nothing is written.
-        resume: Resume an interrupted run of the same `output`.
+        output: File to write. The state of an interrupted run is saved beside it. By default, no file is written.
+        resume: Whether to resume an interrupted run with the same `output`.
         on_progress: Called with the number of examples done by this process and their total.
-        stopped: Checked after each batch; once it returns True the state is stored and `Interrupted` is raised.
+        stopped: Called after each batch; once it returns True, the state is saved and `Interrupted` is raised.
 
     Returns:
-        The curvature, which records model, task and estimate.
+        The curvature. Its manifest describes the model, the task and the options.
 
     Raises:
         KfacpackError: If the model, the task or the options do not fit together.
+        Interrupted: If `stopped` returned True.
 
     Example:
         >>> curvature = kp.estimate_task("tiny", "digits", examples=64)
@@ -109,12 +109,8 @@ def estimate_task(
         (params,) if isinstance(params, str) else tuple(params) if params is not None else None,
         shard,
     )
-    if output is not None:
-        return run.run(Path(output), resume=resume, on_progress=on_progress, stopped=stopped)
-    if resume:
-        raise KfacpackError("resume needs an output: without one, nothing is kept on disk")
-    with TemporaryDirectory() as folder:
-        return run.run(Path(folder) / "task.kfac", on_progress=on_progress, stopped=stopped)
+    with output_path(output, "task.kfac", resume=resume) as path:
+        return run.run(path, resume=resume, on_progress=on_progress, stopped=stopped)
 
 
 @dataclass
@@ -168,44 +164,44 @@ class TaskEstimate:
         *,
         resume: bool = False,
         every: float = SAVE_INTERVAL,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_progress: OnProgress = lambda done, total: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Curvature:
         """Estimates the curvature and writes the bundle.
 
         Args:
-            output: File to write. The state is stored beside it every `every` seconds.
-            resume: Resume from the stored state.
-            every: Seconds between two stored states.
+            output: File to write. The state is saved beside it at intervals.
+            resume: Whether to resume from the saved state.
+            every: Seconds between two saves.
             on_progress: Called with the number of examples done by this process and their total.
-            stopped: Checked after each batch; once it returns True the state is stored.
+            stopped: Called after each batch; once it returns True, the state is saved and the run ends.
 
         Returns:
             The curvature, the same in every process.
 
         Raises:
             Interrupted: If `stopped` returned True.
-            KfacpackError: If the output cannot be written or a stored state has other settings.
+            KfacpackError: If the output cannot be written, or the state was saved with other settings.
         """
         require_writable_folder(output)
         own_batches = self.own_batches
         total = sum(map(len, own_batches))
-        with self._accumulator() as estimation:
-            base = self.model.base(estimation.covered)
-            partial = PartialFile(_partial_path(output), "an estimate", self._request(estimation, base), every)
-            done = partial.restore(estimation) if resume else partial.require_absent()
-            on_progress(estimation.examples, total)
+        with self._accumulator() as accumulator:
+            base = self.model.base(accumulator.covered)
+            partial = PartialFile(_partial_path(output), "an estimate", self._request(accumulator, base), every)
+            done = partial.restore(accumulator) if resume else partial.require_absent()
+            on_progress(accumulator.examples, total)
             prepared = batches(
                 self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches[done:]]
             )
             for number, (examples, batch) in enumerate(zip(own_batches[done:], prepared, strict=True), start=done + 1):
-                estimation.add_batch(to_device(batch, device_of(self.parameters)), examples)
-                on_progress(estimation.examples, total)
+                accumulator.add_batch(to_device(batch, device_of(self.parameters)), examples)
+                on_progress(accumulator.examples, total)
                 if stopped():
-                    partial.save(estimation, number, now=True)
+                    partial.save(accumulator, number, now=True)
                     raise Interrupted
-                partial.save(estimation, number)
-            curvature = finish_curvature(estimation, self.options, base, self.model.function, self._source())
+                partial.save(accumulator, number)
+            curvature = finish_curvature(accumulator, self.options, base, self.model.function, self._source())
         if self.options.compress:
             curvature, self.report = compress_result(curvature, self.options)
         if distributed.rank() == 0:
@@ -217,22 +213,22 @@ class TaskEstimate:
     def forecast(self) -> Forecast:
         """Forecasts blocks, bytes, time and memory of the estimate by running one batch."""
         indices = self.indices[: self.batch_size]
-        with self._accumulator() as estimation:
+        with self._accumulator() as accumulator:
             start = time.perf_counter()
-            estimation.add_batch(self._batch(indices), indices)
+            accumulator.add_batch(self._batch(indices), indices)
             seconds = time.perf_counter() - start
             module = self.model.module
             saved_bytes = activation_bytes(module, self.model.forward, self._batch(indices[:1]), len(indices))
-        blocks = estimation.forecasts()
+        blocks = accumulator.forecasts()
         return Forecast(
             blocks=blocks,
             frozen=tuple(name for name, _ in module.named_parameters() if name not in self.parameters),
-            unused=estimation.plan.unused,
+            unused=accumulator.plan.unused,
             examples=len(self.indices),
             batches=len(self.own_batches),
             bytes=sum(block.bytes for block in blocks),
             seconds=seconds * len(self.own_batches),
-            peak_memory=weight_bytes(module) + estimation.nbytes + saved_bytes,
+            peak_memory=weight_bytes(module) + accumulator.nbytes + saved_bytes,
         )
 
     @contextmanager
@@ -248,10 +244,10 @@ class TaskEstimate:
         batch: ModelInput = to_device(prepared, device_of(self.parameters))
         return batch
 
-    def _request(self, estimation: CurvatureAccumulator, base: Base) -> dict[str, Any]:
-        """Returns the settings that must be unchanged for a stored state to be resumed."""
+    def _request(self, accumulator: CurvatureAccumulator, base: Base) -> dict[str, Any]:
+        """Returns the settings that must be unchanged to resume from a saved state."""
         model = self.model
-        blocks = [(block.name, block.structure) for block in estimation.plan.blocks]
+        blocks = [(block.name, block.structure) for block in accumulator.plan.blocks]
         return {
             **asdict(self.options),
             "model": f"{model.family} {model.name}",

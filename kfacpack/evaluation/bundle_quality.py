@@ -143,9 +143,8 @@ def _require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> Non
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
             problem = f"the vectors change {parameter.name!r}, which the bundle of {name} does not cover"
-            raise TaskVectorError(
-                f"{problem}, so it cannot predict their drift. Estimate a bundle that covers it with --params (params=...)"
-            )
+            remedy = "Estimate a bundle that covers it with --params (params=...)"
+            raise TaskVectorError(f"{problem}, so it cannot predict their drift. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
             problem = f"have different base models ({models}): {parameter.name!r} differs"

@@ -25,18 +25,21 @@ from kfacpack.curvature.curvature import check_task_vector
 from kfacpack.errors import KfacpackError
 from kfacpack.linearization.jvp_mode import JvpMode, TangentMap, require_tracked
 from kfacpack.models.functional import call_model, eval_mode, map_tensors, select_parameters, zeros_like_parameters
-from kfacpack.models.model import Model
+from kfacpack.models.model import unwrap_model
 
 if TYPE_CHECKING:
     from kfacpack.models.functional import Forward, ModelInput
-
+    from kfacpack.models.model import Model
 
 _LOCK = threading.RLock()
 """Held during a call, which changes flags of the module, so that other threads neither see nor restore them."""
 
 
 class SlowLinearizationWarning(UserWarning):
-    """The fast path of `kp.linearize` does not work with this torch version; `torch.func.jvp` is used instead."""
+    """Issued if the fast path of `kp.linearize` does not work with this torch version.
+
+    `torch.func.jvp` is used instead.
+    """
 
 
 def linearize(
@@ -65,13 +68,8 @@ def linearize(
         >>> tau = {name: value.requires_grad_() for name, value in lin.zeros().items()}
         >>> lin(x, tau).square().mean().backward()
     """
-    if isinstance(model, Model):
-        module, f, frozen = model.module, model.forward, model.frozen
-    elif isinstance(model, nn.Module):
-        module, f, frozen = model, model, ()
-    else:
-        raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
-    return Linearized(module, f if forward is None else forward, select_parameters(module, params, frozen))
+    module, own_forward, frozen = unwrap_model(model)
+    return Linearized(module, own_forward if forward is None else forward, select_parameters(module, params, frozen))
 
 
 class Linearized:
@@ -104,7 +102,7 @@ class Linearized:
         return tuple(self._parameters)
 
     def zeros(self) -> dict[str, Tensor]:
-        """Returns τ = 0, at least in float32, as the starting point of training."""
+        """Returns τ = 0, the starting point of training, in at least float32."""
         return zeros_like_parameters(self._parameters)
 
     def __call__(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Tensor:
@@ -201,7 +199,7 @@ class Linearized:
 
 
 class Linearization:
-    """f at one batch, its change along τ, and the graph that gradients are computed from.
+    """f on one batch, its change along τ, and the graph for computing gradients.
 
     Args:
         f: Output with its graph, (N, C).

@@ -141,6 +141,22 @@ class Model:
         return identify(self.module, parameters, family=self.family, name=self.name, revision=self.revision)
 
 
+def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Tensor], tuple[str, ...]]:
+    """Returns the module of a model, its f, and the patterns of its frozen parameters.
+
+    Args:
+        model: A model, or a module that computes f itself and has no frozen parameters.
+
+    Raises:
+        KfacpackError: If the argument is neither.
+    """
+    if isinstance(model, Model):
+        return model.module, model.forward, model.frozen
+    if isinstance(model, nn.Module):
+        return model, model, ()
+    raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
+
+
 class ModelRequest(NamedTuple):
     """Arguments of `ModelFamily.load`."""
 
@@ -174,11 +190,11 @@ class ModelFamily(Protocol):
     """A kind of model. Each family is one module and one entry in `FAMILIES`."""
 
     prefix: str
-    """The part of `--model` before the colon; empty for open_clip, whose names have no prefix."""
+    """The part of a model's name before the colon; empty for open_clip, whose names have no prefix."""
     name: str
     """Name of the family in `Model.family` and in manifests."""
     form: str
-    """Accepted forms of `--model`, for messages."""
+    """Accepted forms of a model's name, for messages."""
     takes_folder: bool
     """Whether the part after the colon may be a folder."""
     f: str
@@ -198,7 +214,7 @@ class ModelFamily(Protocol):
         ...
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
-        """Yields the `--model` names of the family whose weights are in a cached repository."""
+        """Yields the names of the family's models, with prefix, whose weights are in a cached repository."""
         ...
 
 

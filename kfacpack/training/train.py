@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.estimation.resume import output_path
 from kfacpack.models.families import load_model
 from kfacpack.models.heads import Head, head_for
 from kfacpack.models.model import Model
@@ -126,12 +125,8 @@ def train(
         ),
         autocast=autocast,
     )
-    if output is not None:
-        return trainer.run(Path(output), resume=resume, on_progress=on_progress, stopped=stopped)
-    if resume:
-        raise KfacpackError("resume needs an output: without one, nothing is kept on disk")
-    with TemporaryDirectory() as folder:
-        return trainer.run(Path(folder) / "vector.safetensors", on_progress=on_progress, stopped=stopped)
+    with output_path(output, "vector.safetensors", resume=resume) as path:
+        return trainer.run(path, resume=resume, on_progress=on_progress, stopped=stopped)
 
 
 def build_trainer(
