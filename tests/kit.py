@@ -27,12 +27,18 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def refused(error: type[Exception], *facts: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Expects `error` with each fact (a file, a name, a number) in its message, whatever the wording."""
+def refused(error: type[Exception], *facts: object, **fields: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Expects `error` with each fact in its message, whatever the wording, and with the given attributes.
+
+    The facts (a file, a name, a number found or expected) and the attributes (`path`, `where`, `target`) tell the
+    error from all others of its class.
+    """
     with pytest.raises(error) as caught:
         yield caught
     for fact in facts:
         assert str(fact) in str(caught.value), f"{fact!r} is not in {str(caught.value)!r}"
+    for name, value in fields.items():
+        assert str(getattr(caught.value, name)) == str(value), name
 
 
 @contextmanager

@@ -141,17 +141,17 @@ def test_auto_chooses_the_first_kind_that_is_possible(model, vision_only, task):
 def test_a_class_without_examples_is_named(vision_only, tmp_path):
     counts = {"train": {"red": 2, "green": 2}, "test": {"red": 1, "green": 1, "blue": 1}}
     task = load_task("colours", paint(tmp_path, counts))
-    with refused(KfacpackError, "blue", "train"):
+    with refused(KfacpackError, "colours: class 'blue' has no example in split 'train'"):
         head_for(vision_only, task)
 
 
 def test_impossible_heads_are_refused(model, vision_only, task):
-    with refused(KfacpackError, "--head"):
+    with refused(KfacpackError, "tiny has no text tower", "--head prototypes"):
         head_for(vision_only, task, kind="text")
-    with refused(KfacpackError):
+    with refused(KfacpackError, "colours has no prompt templates"):
         head_for(model, ChangedTask(task, templates=()), kind="text")
     for kind in ("text", "prototypes"):
-        with refused(KfacpackError):
+        with refused(KfacpackError, "colours: unknown class names"):
             head_for(model, ChangedTask(task, classes=None), kind=kind)
-    with refused(KfacpackError, "guess"):
+    with refused(KfacpackError, "head 'guess'", "auto, text, words or prototypes"):
         head_for(model, task, kind="guess")

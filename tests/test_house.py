@@ -67,7 +67,7 @@ def test_every_public_name_is_there():
     assert set(kp.__all__) <= set(dir(kp))
     for name in kp.__all__:
         assert getattr(kp, name) is not None
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="nothing"):
         _ = kp.nothing
 
 

@@ -107,7 +107,8 @@ def choose_codecs(
         return CodecChoice(str(chain), lambda matrix: chain)
     if budget is not None and spec is None:
         return _choose_for_budget(curvature, budget, on_progress, with_vector)
-    raise KfacpackError("expected either a codec, such as block:8+int8, or a budget, such as 70MB or 10%")
+    count = "neither" if spec is None else "both"
+    raise KfacpackError(f"expected either a codec, such as block:8+int8, or a budget, such as 70MB or 10%, got {count}")
 
 
 def _choose_for_budget(

@@ -82,7 +82,7 @@ class Regularizer:
         sources = [bundles] if isinstance(bundles, Curvature | str | os.PathLike) else list(bundles)
         inputs = [MergeInput.of(source, position) for position, source in enumerate(sources, start=1)]
         if not inputs:
-            raise KfacpackError("a regularizer needs at least one bundle")
+            raise KfacpackError("a regularizer needs at least one bundle, got 0")
         if preset not in (None, "tak"):
             raise KfacpackError(f"unknown preset {preset!r}; expected 'tak'")
         if every < 1:

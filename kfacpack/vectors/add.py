@@ -99,7 +99,7 @@ def add(
             raise KfacpackError(f"vector {number}: expected a task vector or a path, got {type(source).__name__}")
     loaded = [source if isinstance(source, TaskVector) else TaskVector.load(source) for source in sources]
     if not loaded:
-        raise KfacpackError("nothing to add: expected at least one task vector")
+        raise KfacpackError("nothing to add: expected at least one task vector, got 0")
     alphas = _alphas(alpha, len(loaded))
     _require_different(loaded, sources)
     first, *others = (vector * number for vector, number in zip(loaded, alphas, strict=True))

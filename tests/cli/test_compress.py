@@ -123,11 +123,11 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
     to = ["-o", tmp_path / "small.kfac"]
     for arguments, words in (
         (["int8"], "-o SMALL.kfac"),
-        (to, "either a codec"),
-        (["int8", "--budget", "10%", *to], "either a codec"),
+        (to, "either a codec, such as block:8+int8, or a budget, such as 70MB or 10%, got neither"),
+        (["int8", "--budget", "10%", *to], "or a budget, such as 70MB or 10%, got both"),
         (["wavelet:3", *to], "expected one of block:K"),
         (["--budget", "lots", *to], "expected a size such as 70MB"),
-        (["--budget", "10B", *to], "budget '10B' is 10 bytes"),
+        (["--budget", "10B", *to], "budget '10B' is 10 bytes, but the smallest file found has"),
         (["int8", "-o", bundle], "is also an input"),
         (["int8", "-o", link], "is also an input"),
         (["int8", "-o", "/no/such/folder/s.kfac"], "/no/such/folder"),
@@ -164,5 +164,5 @@ def test_an_estimate_can_be_compressed_at_once():
     ]
     torch.testing.assert_close(direct.quadratic(tau), kp.compress(full, "block:4+int8").quadratic(tau))
     assert [(loss.step, loss.frobenius) for loss in direct.about.losses] == [("block:4+int8", None)]
-    with refused(kp.KfacpackError):
+    with refused(kp.KfacpackError, "'svd:4'", "diagonal", "fp16 or bf16"):
         kp.estimate(model, [x], structure="diagonal", compress="svd:4")

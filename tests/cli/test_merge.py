@@ -107,7 +107,7 @@ def test_an_input_is_never_overwritten(paths, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--weights", "1,x,2"], "'1,x,2'"),
+        (["--weights", "1,x,2"], "--weights '1,x,2': expected numbers"),
         (["--weights", "1,2"], "expected 3 weights"),
         (["--rank", "2"], "has no rank"),
         (["--rule", "best"], "unknown merge rule 'best'"),

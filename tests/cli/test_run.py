@@ -82,7 +82,7 @@ def test_a_wrong_plan_is_refused(tmp_path):
     ("known", "unknown", "expected"),
     [
         ("[faces, weaves]", "[faces, nowhere]", "line 3: tasks.1: unknown task 'nowhere'"),
-        ("weaves]", "{name: mine, data: ~nosuch/x}]", "line 3: tasks.1: ~nosuch/x: "),
+        ("weaves]", "{name: mine, data: ~nosuch/x}]", "line 3: tasks.1: ~nosuch/x: the home directory of this user"),
         ("name: tiny", "name: nosuch", "line 2: model: unknown open_clip model 'nosuch'"),
     ],
 )

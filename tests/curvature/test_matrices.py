@@ -123,7 +123,7 @@ def test_nbytes_of_a_form(hold, share):
 def test_an_asymmetric_matrix_is_refused():
     full = random_psd(5, 0)
     full[1, 3] += 0.5
-    with refused(ValueError, "0.5"):
+    with refused(ValueError, "symmetric", "m[i,j] and m[j,i]", "0.5"):
         Dense.of(full)
     assert Dense.of(random_psd(5, 0)).violation() is None
 
@@ -135,24 +135,24 @@ def test_asymmetry_within_rounding_uses_the_lower_triangle():
     assert torch.equal(Dense.of(lopsided).dense(), full)
     half = full.bfloat16()
     half[1, 3] = torch.nextafter(half[1, 3], torch.tensor(9.0, dtype=torch.bfloat16))
-    with refused(kp.MatrixError):
+    with refused(kp.MatrixError, "symmetric"):
         Dense.of(half)
 
 
 def test_bad_arguments_are_refused():
-    with refused(ValueError):
+    with refused(ValueError, "square", "[2, 3]"):
         Dense.of(torch.zeros(2, 3))
-    with refused(ValueError, "1", "4", "5"):
+    with refused(ValueError, "1 to 4 diagonal blocks", "got 5"):
         BlockDiagonal.from_dense(random_psd(4, 0), 5)
-    with refused(ValueError, "0", "4", "5"):
+    with refused(ValueError, "rank from 0 to 4", "got 5"):
         LowRank.from_dense(random_psd(4, 0), 5)
-    with refused(TypeError):
+    with refused(TypeError, "'dense'", "int8"):
         Dense.of(random_psd(4, 0)).quantized()
-    with refused(kp.MatrixError):
+    with refused(kp.MatrixError, "square", "[0, 0]"):
         Dense.of(torch.zeros(0, 0))
-    with refused(kp.MatrixError):
+    with refused(kp.MatrixError, "vector", "[2, 2]"):
         Diagonal.of(torch.zeros(2, 2))
-    with refused(kp.MatrixError, "0", "1"):
+    with refused(kp.MatrixError, "from 0 to 1", "-0.2"):
         Sparse.from_dense(random_psd(4, 0), -0.2)
 
 

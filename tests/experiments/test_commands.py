@@ -86,5 +86,5 @@ def test_hub_models_have_no_folder(folders):
 
 
 def test_a_model_folder_in_the_working_directory_is_refused(folders):
-    with refused(kp.KfacpackError, "hub/name", folders[0]):
+    with refused(kp.KfacpackError, "'hub/name'", folders[0], "the plan's own folder"):
         plan_of(folders[0], "t5:hub/name").model_folder()

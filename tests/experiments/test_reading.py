@@ -63,7 +63,7 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
         (changed("examples: 20", "examples: 0"), ["plan.yaml, line 10: evaluation.examples: "]),
         (changed("examples: 20", "examples: [1]"), ["plan.yaml, line 10: evaluation.examples: "]),
         (changed("{examples: 8,", "{compress: zip, examples: 8,"), ["line 4: curvature.compress: ", "'zip'"]),
-        (changed("name: small", "name: small\n\tx: 1"), ["plan.yaml, line 2: ", "plan"]),
+        (changed("name: small", "name: small\n\tx: 1"), ["plan.yaml, line 2: not a valid plan: "]),
         (TEXT + "  methods: [sun]\n", ["evaluation.methods.0: ", "'sun'", "sum, ties"]),
         (changed("[faces, weaves]", "&all [faces, *all]"), ["plan.yaml, line 3: ", "alias *all"]),
         (BOMB, ["plan.yaml, line 2: ", "alias *a0"]),
@@ -87,7 +87,7 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
         (changed("strength: 3", "strength: true"), ["plan.yaml, line 8: arms.kfac.strength: ", "number", "True"]),
         (TEXT + "seeds: [!!int foo]\n", ["plan.yaml: not a valid plan"]),
         (changed("name: small", "name: !foo small"), ["plan.yaml, line 1: not a valid plan"]),
-        (changed("name: small", "name: &a [*a]"), ["alias *a"]),
+        (changed("name: small", "name: &a [*a]"), ["not a valid plan", "alias *a"]),
         ("- a\n- b\n", ["plan.yaml, line 1: ", "model, tasks and arms"]),
         ("", ["plan.yaml, line 1: ", "model, tasks and arms"]),
         ("!!python/object/apply:os.system [true]", ["plan.yaml, line 1"]),
@@ -99,7 +99,7 @@ def test_errors_name_the_line_and_the_key(text, facts):
 
 
 def test_missing_and_binary_files_are_refused(tmp_path):
-    with refused(kp.KfacpackError, tmp_path / "plan.yaml"):
+    with refused(kp.KfacpackError, tmp_path / "plan.yaml", "cannot be read", "No such file"):
         read_plan(tmp_path / "plan.yaml")
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
     with refused(kp.KfacpackError, tmp_path / "plan.yaml", "UTF-8"):
@@ -141,4 +141,4 @@ def test_default_strength_depends_on_the_penalty(penalty, lam):
 
 @pytest.mark.parametrize("every", [False, True])
 def test_the_plan_of_the_demo_is_valid(every):
-    assert len(parse(plan_text(every=every), "demo").tasks) == (8 if every else 3)
+    assert len(parse(plan_text(all_tasks=every), "demo").tasks) == (8 if every else 3)

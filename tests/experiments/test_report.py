@@ -356,7 +356,7 @@ def test_unknown_keys_are_reported(tmp_path):
 
 def test_times_are_checked_too(tmp_path):
     write_run(tmp_path, make_results(2, 1, full=False), {"stages": "none"})
-    with refused(KfacpackError):
+    with refused(KfacpackError, "times.json: stages: ", "list"):
         report(tmp_path, tmp_path / "report.html")
 
 

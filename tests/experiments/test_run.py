@@ -147,7 +147,7 @@ def test_stages_can_be_interrupted(tmp_path, kind, left):
 def test_two_runs_in_one_folder_are_refused(tmp_path):
     from kfacpack.experiments.run import _exclusive_lock
 
-    with _exclusive_lock(tmp_path), refused(kp.KfacpackError):
+    with _exclusive_lock(tmp_path), refused(kp.KfacpackError, tmp_path, "another run"):
         run_of(tmp_path).execute()
 
 

@@ -133,7 +133,7 @@ def test_a_full_disk_is_reported_and_changes_nothing(tmp_path, monkeypatch):
 
     (tmp_path / "t.kfac").write_text("the old file")
     monkeypatch.setattr(os, "pwrite", full)
-    with refused(kp.BundleError):
+    with refused(kp.BundleError, "could not be written", "No space left on device", path=tmp_path / "t.kfac"):
         small_curvature().save(tmp_path / "t.kfac")
     assert (tmp_path / "t.kfac").read_text() == "the old file"
     assert [p.name for p in tmp_path.iterdir()] == ["t.kfac"]
@@ -148,9 +148,9 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 
 def test_unwritable_paths_are_reported(tmp_path):
-    with refused(kp.BundleError):
+    with refused(kp.BundleError, "No such file or directory", path=tmp_path / "nowhere" / "t.kfac"):
         small_curvature().save(tmp_path / "nowhere" / "t.kfac")
-    with refused(kp.BundleError):
+    with refused(kp.BundleError, "it is a directory", path=tmp_path):
         small_curvature().save(tmp_path)
 
 
@@ -177,8 +177,8 @@ def test_writing_to_a_link_replaces_its_target(tmp_path):
 def test_special_files_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name in ("pipe", "loop", "nul\0"):
-        with refused(kp.BundleError):
+    for name, problem in (("pipe", "special file"), ("loop", "Symlink loop"), ("nul\0", "null byte")):
+        with refused(kp.BundleError, "could not be written", problem, path=tmp_path / name):
             small_curvature().save(tmp_path / name)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 

@@ -71,7 +71,7 @@ def test_the_card_describes_the_files(owner, shelf):
     digest = kp.Bundle(shelf / "one.kfac").digest
     for words in (
         'curvature = kp.load("hf://owner/repo/one.kfac")', "--reg hf://owner/repo/one.kfac", f"sha256 {digest}",
-        "| scaling | expand", "| licence of the data | CC BY 4.0 |", "| merge history | tak: one × 1, two × 1 |",
+        "| scaling | expand", "| license of the data | CC BY 4.0 |", "| merge history | tak: one × 1, two × 1 |",
         'kp.TaskVector.load("hf://owner/repo/sum.safetensors")', "| merge history | sum: one × 1, two × 1 |",
     ):  # fmt: skip
         assert words in text, words

@@ -68,9 +68,9 @@ def test_revisions_may_be_branches_commits_and_pull_requests(stocked, shelf):
     commit = stocked.put("owner/repo", {"t.kfac": (shelf / "two.kfac").read_bytes()})
     assert same(kp.load("hf://owner/repo@refs%2Fpr%2F1/t.kfac"), kp.load(shelf / "one.kfac"))
     assert same(kp.load(f"hf://owner/repo@{commit}/t.kfac"), kp.load(shelf / "two.kfac"))
-    with refused(kp.KfacpackError):
+    with refused(kp.KfacpackError, "no such file", first, "--list", target=f"hf://owner/repo@{first}/t.kfac"):
         kp.load(f"hf://owner/repo@{first}/t.kfac")
-    with refused(kp.KfacpackError, "nowhere"):
+    with refused(kp.KfacpackError, "no revision 'nowhere'", target="hf://owner/repo@nowhere/t.kfac"):
         kp.load("hf://owner/repo@nowhere/t.kfac")
 
 
@@ -114,7 +114,7 @@ def test_an_interrupted_download_is_resumed(stocked, shelf, monkeypatch):
 
 def test_a_corrupted_download_is_rejected_and_not_cached(stocked, tmp_path):
     stocked.altered = True
-    with refused(kp.KfacpackError, "SHA-256"):
+    with refused(kp.KfacpackError, "the download differs", "SHA-256", target=LARGE):
         kp.load(LARGE)
     stocked.altered = False
     assert kp.load(LARGE).blocks
@@ -133,7 +133,7 @@ def test_a_corrupted_cached_file_is_reported_and_repaired_by_pull(stocked, shelf
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-    with refused(kp.BundleError, LARGE):
+    with refused(kp.BundleError, "SHA-256", f"kfacpack pull {LARGE}", path=LARGE):
         touch(kp.Bundle(LARGE))
     run("pull", LARGE, "-o", tmp_path / "repaired.kfac")
     assert (tmp_path / "repaired.kfac").read_bytes() == (shelf / "large.kfac").read_bytes()
@@ -143,7 +143,7 @@ def test_a_corrupted_cached_file_is_reported_and_repaired_by_pull(stocked, shelf
 def test_a_private_repository_requires_a_login(stocked, log_in):
     stocked.repos["owner/repo"].private = True
     for _ in range(2):
-        with refused(kp.KfacpackError):
+        with refused(kp.KfacpackError, "owner/repo", "private", "hf auth login", target=LARGE):
             kp.load(LARGE)
         log_in("stranger")
     assert "hf_stranger" not in run("inspect", LARGE, code=2).output

@@ -189,9 +189,16 @@ def test_what_tak_cannot_merge_again(one, two, tmp_path):
     assert len(kp.merge([pair, three], "stack").blocks) == len(pair.blocks)
 
 
-@pytest.mark.parametrize("inputs", ["dtd.kfac", [1, 2], [None]])
-def test_inputs_must_be_a_list_of_curvatures_or_paths(inputs):
-    with refused(kp.KfacpackError):
+@pytest.mark.parametrize(
+    ("inputs", "facts"),
+    [
+        ("dtd.kfac", ("a list of curvatures", "got a single one")),
+        ([1, 2], ("input 1", "got int")),
+        ([None], ("input 1", "got NoneType")),
+    ],
+)
+def test_inputs_must_be_a_list_of_curvatures_or_paths(inputs, facts):
+    with refused(kp.KfacpackError, *facts):
         kp.merge(inputs)
 
 
@@ -199,8 +206,8 @@ def test_tasks_that_cannot_be_left_out(one, two, tmp_path):
     merge_fails([one, two], "task 'three'", "contain one, two", without="three")
     merge_fails([one, two], "no input remains", "one, two", without=["one", "two"])
     merged = kp.merge([one, two])
-    merge_fails([merged], "input 1: contains 'two'", without="two")
-    merge_fails([merged, of_task("two", seed=99)], "input 1: contains 'two'", without="two")
+    merge_fails([merged], "input 1: contains 'two'", "own bundle", without="two")
+    merge_fails([merged, of_task("two", seed=99)], "input 1: contains 'two'", "own bundle", without="two")
 
 
 def test_a_damaged_input_is_named(one, two):

@@ -88,7 +88,7 @@ def test_text_models(family, t5_folder, bert_folder, pairs, tmp_path):
     batch = model.prepare(pairs, "mnli")
     assert torch.equal(again.forward(**again.prepare(pairs, "mnli")), model.forward(**batch))
     assert [path.name for path in tmp_path.iterdir()] == ["edited"]
-    with refused(KfacpackError):
+    with refused(KfacpackError, path, "a folder that is not empty"):
         model.checkpoint.save(path)
 
 
@@ -102,21 +102,21 @@ def test_missing_weights_of_an_encoder_are_not_saved(bert_folder, tmp_path):
 
 def test_failed_saves_leave_no_files(tiny_clip, t5_folder, tmp_path, monkeypatch):
     image, text = load_model(tiny_clip, weights="random"), load_model(f"t5:{t5_folder}")
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "model.bin", ".safetensors"):
         image.checkpoint.save(tmp_path / "model.bin")
     (tmp_path / "file").write_text("mine")
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "file", "checkpoint is a folder"):
         text.checkpoint.save(tmp_path / "file")
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "nowhere" / "model", "could not be written", "No such file"):
         text.checkpoint.save(tmp_path / "nowhere" / "model")
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "nowhere" / "model.safetensors", "could not be written", "No such file"):
         image.checkpoint.save(tmp_path / "nowhere" / "model.safetensors")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(type(text.module), "save_pretrained", full)
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "model", "No space left"):
         text.checkpoint.save(tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 

@@ -105,7 +105,7 @@ def test_a_missing_or_misshapen_tensor_is_named(text_spec, tmp_path):
     name = next(name for name in state if name.endswith(("SelfAttention.q.weight", "self.query.weight")))
     whole = state.pop(name)
     save_file(state, tmp_path / "wrong.safetensors", {"format": "pt"})
-    with refused(KfacpackError, name):
+    with refused(KfacpackError, "does not contain the weights", f"{name!r} is missing"):
         load_model(text_spec, weights=tmp_path / "wrong.safetensors")
     save_file({**state, name: whole[:3].clone()}, tmp_path / "wrong.safetensors", {"format": "pt"})
     with refused(KfacpackError, name, "has shape [3, 16], expected [16, 16]"):
@@ -118,28 +118,28 @@ def test_a_folder_with_a_pickle_or_damaged_weights_is_refused(text_spec, tmp_pat
     weights = tmp_path / "copy" / "model.safetensors"
     whole, state = weights.read_bytes(), load_file(weights)
     weights.write_bytes(whole[:-3])
-    with refused(KfacpackError):
+    with refused(KfacpackError, weights, "ends at"):
         load_model(f"{prefix}:{tmp_path / 'copy'}")
     weights.unlink()
     torch.save(state, tmp_path / "copy" / "pytorch_model.bin")
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "copy", "safetensors", "--weights"):
         load_model(f"{prefix}:{tmp_path / 'copy'}")
     (tmp_path / "copy" / "config.json").write_text("{")
-    with refused(KfacpackError):
+    with refused(KfacpackError, tmp_path / "copy", "config and tokenizer", "config.json"):
         load_model(f"{prefix}:{tmp_path / 'copy'}")
 
 
 def test_a_model_of_another_kind_is_refused(t5_folder, bert_folder, pictures, pairs):
-    with refused(KfacpackError, "t5"):
+    with refused(KfacpackError, "a 't5' model", "expected a text encoder"):
         load_model(f"hf:{t5_folder}")
-    with refused(KfacpackError, "bert", "t5"):
+    with refused(KfacpackError, "a 'bert' model", "expected 't5'"):
         load_model(f"t5:{bert_folder}")
     model = load_model(f"hf:{bert_folder}")
-    with refused(KfacpackError, "dtd", "image"):
+    with refused(KfacpackError, "expects texts", "'image' of 'dtd'", "Image"):
         model.prepare(pictures[:1], "dtd")
-    with refused(KfacpackError):
+    with refused(KfacpackError, "one text or a pair", "'mnli'", "premise, hypothesis, remark"):
         model.prepare([{**pairs[0], "remark": "a dog"}], "mnli")
-    with refused(KfacpackError):
+    with refused(KfacpackError, "text model", "image size"):
         load_model(f"hf:{bert_folder}", image_size=32)
 
 
@@ -184,9 +184,9 @@ def test_the_word_head_gives_t5s_own_logits(t5_folder, pairs):
 def test_labels_with_the_same_first_token_are_refused(t5_folder, bert_folder):
     model = load_model(f"t5:{t5_folder}")
     alike = Labels(("dog", "dog runs", "field"))
-    with refused(KfacpackError, "dog", "dog runs"):
+    with refused(KfacpackError, "'dog' and 'dog runs'", "same token"):
         head_for(model, alike, kind="words")
-    with refused(KfacpackError):
+    with refused(KfacpackError, "no token for class ''", "--head prototypes"):
         head_for(model, Labels(("dog", "")), kind="words")
-    with refused(KfacpackError):
+    with refused(KfacpackError, "predicts no words", "--head prototypes"):
         head_for(load_model(f"hf:{bert_folder}"), alike, kind="words")

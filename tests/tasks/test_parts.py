@@ -77,8 +77,9 @@ def test_parts_are_even_and_make_up_the_whole():
     ],
 )
 def test_invalid_class_splits_are_refused(name, problem):
-    with pytest.raises(KfacpackError, match=problem):
+    with pytest.raises(KfacpackError, match=problem) as caught:
         kp.load_task(name)
+    assert name.partition("@")[0] in str(caught.value)
     assert CliRunner().invoke(app, ["eval", "--task", name]).exit_code == 2
 
 
@@ -99,7 +100,7 @@ def test_a_part_without_examples_in_a_split_is_refused(tmp_path):
             Image.new("L", (8, 8), 100).save(tmp_path / split / name / "1.png")
     part = kp.load_task("mine@2/2", tmp_path)
     assert part.sizes["test"] == 0
-    with refused(KfacpackError, "mine@2/2", "test"):
+    with refused(KfacpackError, "mine@2/2: split 'test'", "classes (c, d"):
         part.split("test")
 
 
@@ -131,10 +132,10 @@ def test_parts_reported_as_disjoint_share_no_class(classes):
 
 def test_a_part_and_its_whole_are_not_counted_twice():
     whole, part, rest = (of_task(name, 10, seed) for seed, name in enumerate(("cars", "cars@1/2", "cars@2/2")))
-    with refused(KfacpackError, "cars", "cars@1/2"):
+    with refused(KfacpackError, "'cars' and 'cars@1/2'", "twice"):
         kp.merge([whole, part])
     assert len(kp.merge([part, rest]).about.merge.parents) == 2
-    with warned(OwnTaskWarning, "cars@1/2", "cars"):
+    with warned(OwnTaskWarning, "'cars@1/2' itself", "'cars'"):
         kp.Regularizer(whole, exclude_task="cars@1/2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -92,8 +92,8 @@ def test_names_do_not_overlap_images():
 def test_a_task_without_images_or_classes_is_refused():
     texts, unlabelled = Colours(2), Colours(2)
     texts.split = lambda name: [{"premise": "one", "hypothesis": "two"}]
-    with refused(KfacpackError, "premise", "hypothesis"):
+    with refused(KfacpackError, "colours: ", "images", "'premise', 'hypothesis'"):
         draw_contact_sheet(texts)
     unlabelled.split, unlabelled.classes = lambda name: [{"image": Image.new("L", (4, 4))}], None
-    with refused(KfacpackError):
+    with refused(KfacpackError, "colours: ", "column of class labels"):
         draw_contact_sheet(unlabelled)

@@ -55,21 +55,21 @@ def test_defaults_are_those_of_the_settings():
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "facts"),
     [
-        {"strength": 3.0},
-        {"preset": "tak"},
-        {"reg_every": 2},
-        {"resume": True},
-        {"reg_data": ["digits"]},
-        {"reg_data": ["faces", "faces"]},
-        {"reg": ["no.kfac"], "reg_data": ["faces"]},
-        {"steps": 2, "epochs": 1.0},
-        {"regime": "none"},
+        ({"strength": 3.0}, ("--strength needs a penalty", "--reg FILE.kfac", "--reg-data TASK")),
+        ({"preset": "tak"}, ("--preset", "--reg FILE.kfac")),
+        ({"reg_every": 2}, ("--reg-every", "--reg FILE.kfac")),
+        ({"resume": True}, ("resume needs an output",)),
+        ({"reg_data": ["digits"]}, ("--reg-data digits", "the task being trained")),
+        ({"reg_data": ["faces", "faces"]}, ("--reg-data faces", "twice")),
+        ({"reg": ["no.kfac"], "reg_data": ["faces"]}, ("bundles (--reg)", "data (--reg-data)", "both")),
+        ({"steps": 2, "epochs": 1.0}, ("steps", "epochs")),
+        ({"regime": "none"}, ("'none'", "linear")),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(settings):
-    with refused(kp.KfacpackError):
+def test_settings_that_do_not_fit_are_refused(settings, facts):
+    with refused(kp.KfacpackError, *facts):
         kp.train("tiny", "digits", params=FEW, **settings)
 
 

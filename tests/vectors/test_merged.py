@@ -85,16 +85,16 @@ def test_vectors_that_do_not_belong_together_are_rejected(method, tmp_path):
             kp.add([one, other], method)
     one.save(tmp_path / "one.safetensors")
     twice = [tmp_path / "one.safetensors", tmp_path / ".." / tmp_path.name / "one.safetensors"]
-    with refused(kp.TaskVectorError):
+    with refused(kp.TaskVectorError, "one.safetensors are the same vector", "twice"):
         kp.add(twice, method)
-    with refused(kp.TaskVectorError, "1", "2"):
+    with refused(kp.TaskVectorError, "vector 1 and vector 2 are the same vector", "twice"):
         kp.add([one, one], method)
     for both in ([one + vector("two", 2), one], [one, one + vector("two", 2)]):
-        with refused(kp.TaskVectorError, "1", "2"):
+        with refused(kp.TaskVectorError, "vector 1 and vector 2 share a vector", "twice"):
             kp.add(both, method)
-    with refused(kp.KfacpackError):
+    with refused(kp.KfacpackError, "at least one task vector"):
         kp.add([], method)
-    with refused(kp.KfacpackError):
+    with refused(kp.KfacpackError, "a list of task vectors", "got a single one"):
         kp.add(one, method)
 
 

@@ -26,7 +26,7 @@ def test_arithmetic_is_that_of_tensors():
     assert "nothing" not in mixed
     with pytest.raises(KeyError):
         mixed["nothing"]
-    with refused(kp.TaskVectorError):
+    with refused(kp.TaskVectorError, "multiplied by inf"):
         float("inf") * one
     with pytest.raises(TypeError):
         one + 3
@@ -59,7 +59,7 @@ def test_coefficients_that_are_too_large_are_rejected(tmp_path):
         with refused(kp.TaskVectorError, *facts):
             wrong()
     base = one.about.model_copy(update={"addends": ({"sha256": "b" * 64, "coefficient": 1e30},)})
-    with refused(kp.TaskVectorError, "1e", "60"):
+    with refused(kp.TaskVectorError, "coefficient would be 1e+60"):
         (1e30 * kp.TaskVector(dict(one), base)).save(tmp_path / "t.safetensors")
     assert not list(tmp_path.iterdir())
 
@@ -103,7 +103,7 @@ def test_apply():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert tau.apply(model, in_place=True) is model
     assert torch.equal(model[0].weight, edited[0].weight)
-    with refused(kp.TaskVectorError, "0.weight", "sha256"):
+    with refused(kp.TaskVectorError, "'0.weight' has sha256", "add them first"):
         tau.apply(model)
 
 
@@ -137,9 +137,9 @@ def test_models_with_other_weights_are_rejected():
     other = network()
     with torch.no_grad():
         other[1].bias[2] += 1
-    with refused(kp.TaskVectorError, "0", "1.bias"):
+    with refused(kp.TaskVectorError, "trained from network 0", "parameter '1.bias'"):
         vector().apply(other)
-    with refused(kp.TaskVectorError, "0.weight"):
+    with refused(kp.TaskVectorError, "parameter '0.weight' is missing"):
         vector().apply(nn.Linear(2, 2))
 
 
@@ -155,7 +155,7 @@ def test_incompatible_vectors_cannot_be_added():
     tensors = {name: value for name, value in one.items() if name != "2.bias"}
     base = kp.identify(network(), list(tensors), family="test", name="network 0")
     fewer = kp.TaskVector(tensors, one.about.model_copy(update={"base": base}))
-    with refused(kp.TaskVectorError, "2.bias"):
+    with refused(kp.TaskVectorError, "cover different parameters", "'2.bias'"):
         one + fewer
 
 
@@ -171,14 +171,14 @@ def test_heads_of_one_task_must_be_the_same():
 def test_tensors_and_heads_must_match_the_base_model():
     one = vector()
     tensors = dict(one)
-    with refused(kp.TaskVectorError, "0.bias"):
+    with refused(kp.TaskVectorError, "'0.bias' is missing in the tensors"):
         kp.TaskVector({n: t for n, t in tensors.items() if n != "0.bias"}, one.about)
-    with refused(kp.TaskVectorError, "more"):
+    with refused(kp.TaskVectorError, "'more' is missing in the base model's parameters"):
         kp.TaskVector({**tensors, "more": torch.ones(1)}, one.about)
-    with refused(kp.TaskVectorError, "[5]"):
+    with refused(kp.TaskVectorError, "'0.bias': expected floats of shape [5]"):
         kp.TaskVector({**tensors, "0.bias": torch.ones(4)}, one.about)
-    with refused(kp.TaskVectorError, "other"):
+    with refused(kp.TaskVectorError, "a head for 'other'", "toy"):
         kp.TaskVector(tensors, one.about, {"other": head(1)})
     wide = kp.Head(torch.ones(2, 9), torch.zeros(2), ("a", "b"), "text")
-    with refused(kp.TaskVectorError, "[2, 3]", "[2]"):
+    with refused(kp.TaskVectorError, "head for 'toy'", "[2, 3] and [2]", "[2, 9]"):
         kp.TaskVector(tensors, one.about, {"toy": wide})
