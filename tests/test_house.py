@@ -183,6 +183,50 @@ def test_pickles_are_read_in_one_place():
     assert readers == {"kfacpack/hub/unpickle_worker.py"}
 
 
+GENERAL_ERRORS = {"Exception", "ValueError", "RuntimeError"} | {
+    "KfacpackError", "MatrixError", "TaskVectorError", "BundleError", "CorruptTensor", "HubError", "SubtractionError"
+}  # fmt: skip
+
+
+def unspecific_checks(source: str) -> list[str]:
+    """Returns the `refused(…)` and `pytest.raises(…)` that any error of a general class would satisfy."""
+    tree = ast.parse(source)
+    bound = {
+        item.context_expr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With)
+        for item in node.items
+        if item.optional_vars
+    }
+    found = []
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or not call.args:
+            continue
+        name, error = ast.unparse(call.func), ast.unparse(call.args[0]).rpartition(".")[2]
+        numbers = (isinstance(fact, ast.Constant) and str(fact.value).isdigit() for fact in call.args[1:])
+        if name == "refused":
+            unspecific = all(numbers) and not call.keywords
+        else:
+            unspecific = name == "pytest.raises" and not call.keywords and call not in bound
+        if unspecific and error in GENERAL_ERRORS:
+            found.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_expected_errors_have_facts(path):
+    """A test of an error fails if another error of the same class is raised."""
+    assert unspecific_checks(path.read_text(encoding="utf-8")) == []
+
+
+def test_checks_without_facts_are_found():
+    weak = ["refused(kp.BundleError)", "refused(KfacpackError, '1', 2)", "pytest.raises(kp.HubError)"]
+    strong = ["refused(BundleError, 'proj')", "refused(HubError, target='a')", "pytest.raises(HubError, match='a')"]
+    for check in [*weak, *strong, "refused(SystemExit)"]:
+        assert bool(unspecific_checks(f"with {check}:\n    pass")) == (check in weak), check
+    assert not unspecific_checks("with pytest.raises(kp.BundleError) as caught:\n    pass")
+
+
 def test_the_bundle_package_needs_no_torch():
     program = "import sys, kfacpack.format.reader, kfacpack.format.writer, kfacpack.curvature.verification\n"
     program += "assert 'torch' not in sys.modules"
