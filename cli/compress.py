@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.text import Text
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
 
 from .console import out, plain_table, print_json, print_line, print_next, steps_bar
-from .options import AS_JSON, QUIET, RUN, File, check_output, model_arguments, option
+from .options import AS_JSON, QUIET, RUN_PANEL, File, check_output, model_arguments, option, output_option
 
 if TYPE_CHECKING:
     from kfacpack.compression.compression_report import BlockCompressionReport, CompressionReport
@@ -29,30 +29,30 @@ def compress(
         metavar="CODEC",
         help="block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16; joined by +, such as block:8+int8.",
     ),
-    output: Path | None = option(RUN, None, "--output", "-o", metavar="SMALL.kfac", help="Output file."),
+    output: Path | None = output_option("SMALL.kfac", None),
     budget: str | None = option(
         COMPRESSION_PANEL,
         None,
         "--budget",
         metavar="SIZE|P%",
-        help="File size, such as 70MB or 10% of dense float32. Replaces CODEC: chooses one per matrix so that the "
-        "error is smallest.",
+        help="Maximum file size, such as 70MB or 10% (of dense float32). Instead of CODEC, the codec of each matrix is "
+        "chosen so that the error is smallest.",
     ),
     vector: File | None = option(
-        RUN, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."
+        RUN_PANEL, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."
     ),
-    blocks: bool = option(RUN, False, "--blocks", help="List codec, bytes and errors of every block."),
-    dry_run: bool = option(RUN, False, "--dry-run", help="Show size and errors; write nothing."),
+    blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the codec, size and errors of every block."),
+    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors; write nothing."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Compress a bundle and report the approximation error of G and of 'quadratic'.
+    """Compress a bundle and report the approximation error of G and of τᵀGτ.
 
-    'quadratic' is measured on random task vectors and on vectors along the curvature, τ ~ N(0, G), which are closer to
-    trained ones; --vector adds a trained one. The errors are recorded in the new bundle.
+    The error of τᵀGτ is measured on random task vectors τ and on vectors along the curvature, τ ~ N(0, G), which are
+    closer to trained ones; --vector adds the error on a trained one. The errors are recorded in the new bundle.
 
-    A matrix that the codec would not make smaller is left unchanged. block and svd keep matrices positive
-    semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16; check the others with 'verify'.
+    A matrix that the codec would not make smaller is left unchanged. The codecs block and svd keep matrices positive
+    semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16; check the others with `kfacpack verify`.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.compression.compress import choose_codecs, compress_with
@@ -61,7 +61,7 @@ def compress(
     from kfacpack.vectors.tensor_file import read_vector_tensors
 
     if output is None and not dry_run:
-        raise KfacpackError("no output file; give -o SMALL.kfac, or --dry-run to see size and errors only")
+        raise KfacpackError("no output file; give -o SMALL.kfac, or --dry-run to show only the size and the errors")
     source = Bundle(bundle)
     if output is not None:
         check_output(output, [bundle])
@@ -121,7 +121,7 @@ def _quadratic_json(report: CompressionReport | BlockCompressionReport) -> dict[
     from kfacpack.compression.compression_report import relative_error
 
     moments = report.moments
-    return {"random": moments.quadratic, "along": moments.along, "vector": relative_error(report.real)}
+    return {"random": moments.quadratic, "along": moments.along, "vector": relative_error(report.on_vector)}
 
 
 def print_report(report: CompressionReport, heading: str, size: int) -> None:
@@ -136,28 +136,33 @@ def print_report(report: CompressionReport, heading: str, size: int) -> None:
 
     dense = human_bytes(report.dense_bytes)
     print_line(f"{heading}: {size / report.dense_bytes:.2%} of dense float32 ({dense})")
-    error = relative_error(report.real)
+    error = relative_error(report.on_vector)
     on_vector = "" if error is None else f", {error:.2g} on the task vector"
     print_line(
-        f"relative error: {report.moments.frobenius:.2g} of G (Frobenius norm); of quadratic "
+        f"relative error: {report.moments.frobenius:.2g} of G (Frobenius norm); of τᵀGτ "
         f"{report.moments.quadratic:.2g} on random task vectors (root mean square), {report.moments.along:.2g} "
         f"on vectors along the curvature{on_vector}"
     )
     if unchanged := [block.name for block in report.blocks if block.step is None]:
-        names = ", ".join(unchanged[:3]) + (", …" if len(unchanged) > 3 else "")
+        names = abbreviate(unchanged, limit=3)
         print_line(f"{len(unchanged)} of {len(report.blocks)} blocks are unchanged: {names}")
 
 
 def _print_blocks(report: CompressionReport) -> None:
     from kfacpack.compression.compression_report import relative_error
 
-    with_vector = report.real is not None
+    with_vector = report.on_vector is not None
     columns = ("bytes", "of dense", "G", "random τ", "along G", *(["task vector"] * with_vector))
     table = plain_table("block", "codec", numbers=columns)
     for block in report.blocks:
         ratio = f"{block.bytes / block.dense_bytes:.2%}" if block.dense_bytes else "shared"
         moments = block.moments
-        errors = [moments.frobenius, moments.quadratic, moments.along, *([relative_error(block.real)] * with_vector)]
+        errors = [
+            moments.frobenius,
+            moments.quadratic,
+            moments.along,
+            *([relative_error(block.on_vector)] * with_vector),
+        ]
         cells = ["" if error is None else f"{error:.2g}" for error in errors]
         name = Text(block.name, overflow="fold")
         table.add_row(name, Text(block.step or "unchanged"), human_bytes(block.bytes), ratio, *cells)

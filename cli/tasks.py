@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.writer import write_atomically
 
 from .console import key_value_table, out, plain_table, print_json, print_line
-from .options import AS_JSON, COLUMNS, DATA, DATA_FOLDER, RUN, option
+from .options import AS_JSON, COLUMNS, DATA_FOLDER, DATA_PANEL, RUN_PANEL, option
 
 if TYPE_CHECKING:
     from kfacpack.tasks.published import PublishedTask
@@ -28,10 +28,14 @@ SPLITS = ("train", "validation", "test")
 def tasks(
     name: str | None = typer.Argument(None, metavar="TASK", help="Show the classes and prompts of this task."),
     sheet: Path | None = option(
-        RUN, None, "--sheet", metavar="FILE.png", help="Draw thumbnails of the task's images by class."
+        RUN_PANEL,
+        None,
+        "--sheet",
+        metavar="FILE.png",
+        help="Draw thumbnails of the task's images, by class, to this file.",
     ),
     split: str | None = option(
-        DATA, None, "--split", metavar="SPLIT", help="Split to draw with --sheet. [default: train]"
+        DATA_PANEL, None, "--split", metavar="SPLIT", help="Split to draw with --sheet. [default: train]"
     ),
     data: str | None = DATA_FOLDER,
     columns: str | None = COLUMNS,
@@ -44,12 +48,12 @@ def tasks(
     from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
     if split is not None and sheet is None:
-        raise KfacpackError("--split selects what --sheet draws; give --sheet FILE.png as well")
+        raise KfacpackError("--split selects the images that --sheet draws; give --sheet FILE.png as well")
     if name is None:
         if flag := next((flag for flag, value in (("--sheet", sheet), ("--data", data)) if value), None):
-            raise KfacpackError(f"{flag} needs one task; give its name")
+            raise KfacpackError(f"{flag} needs a task; give its name as the argument")
         embedded = [load() for load in TASKS.values()]
-        published = [describe() for describe in PUBLISHED.values()]
+        published = list(PUBLISHED.values())
         if as_json:
             lists = {"tasks": list(map(_as_json, embedded)), "published": list(map(_published_as_json, published))}
             print_json(lists)
@@ -58,7 +62,7 @@ def tasks(
             _print_published(published)
         return
     if name in PUBLISHED and name not in TASKS and not (data or sheet or columns):
-        definition = PUBLISHED[name]()
+        definition = PUBLISHED[name]
         rows = _published_rows(definition)
         print_json(_published_as_json(definition)) if as_json else out.print(key_value_table(rows))
         return
@@ -107,7 +111,7 @@ def _published_as_json(task: PublishedTask) -> dict[str, Any]:
         "url": task.url,
         "class_count": task.classes,
         "splits": task.sizes,
-        "serving": {split: list(names) for split, names in task.serving.items()},
+        "serving": {split: list(names) for split, names in task.split_names.items()},
         "columns": {key: list(names) for key, names in (*task.inputs.items(), ("label", task.label))},
         "templates": task.templates,
         "license": task.license,
@@ -118,7 +122,7 @@ def _published_as_json(task: PublishedTask) -> dict[str, Any]:
 def _print_embedded(tasks: list[Task]) -> None:
     rows = [(task.name, len(task.classes or ()), task.sizes, task.source, task.license) for task in tasks]
     _print_table("task", "source", rows)
-    print_line("'kfacpack tasks TASK' shows one of them, with --sheet FILE.png its images", style="dim")
+    print_line("`kfacpack tasks TASK` shows one of them; --sheet FILE.png draws its images", style="dim")
     out.print()
 
 
@@ -126,7 +130,9 @@ def _print_published(tasks: list[PublishedTask]) -> None:
     rows = [(task.name, task.classes, task.sizes, _address(task), task.license) for task in tasks]
     _print_table("on the Hub", "repository", rows)
     print_line(
-        "downloaded when first used, or read from a copy with --data DIR; mnist from the Hub needs --data", style="dim"
+        "these tasks are downloaded when first used, or read from a local copy with --data DIR; without --data, mnist "
+        "is the embedded task",
+        style="dim",
     )
 
 
@@ -154,7 +160,7 @@ def _published_rows(task: PublishedTask) -> Iterator[tuple[str, str]]:
     yield "classes", f"{task.classes:,}"
     yield "examples", _sizes(task.sizes)
     for split in task.sizes:
-        stored = f"split {task.serving[split][0]!r} of the repository" if split in task.stored else None
+        stored = f"split {task.split_names[split][0]!r} of the repository" if split in task.stored else None
         yield split, stored or "held out of train: 10%, at most 5,000 examples"
     yield "columns", ", ".join([*(f"{key}={names[0]}" for key, names in task.inputs.items()), f"label={task.label[0]}"])
     if task.drops_unlabelled:

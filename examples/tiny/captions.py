@@ -8,9 +8,9 @@ from kfacpack._random import CounterRandom
 from tiny.subjects import COLOURS, PLACES, SUBJECTS
 
 SUBJECT, INK, GROUND, PLACE, SECOND, SECOND_INK, MANY = range(7)
-"""Indices of the facts of a picture. A caption states some of them; the others are UNTOLD."""
+"""Indices of the facts of a picture. A caption states some of them; the others are UNSTATED."""
 FACTS = 7
-UNTOLD = -1
+UNSTATED = -1
 
 FRAMES = (
     "{}",
@@ -59,49 +59,49 @@ COLOUR_NAMES = tuple(COLOURS)
 PLACE_NAMES = tuple(PLACES)
 
 
-def caption(facts: Sequence[int], dice: CounterRandom) -> tuple[str, list[int]]:
+def caption(facts: Sequence[int], rng: CounterRandom) -> tuple[str, list[int]]:
     """Returns a random caption, and the facts that it states.
 
     Args:
         facts: The facts of the picture.
-        dice: Source of random numbers.
+        rng: Source of random numbers.
     """
-    told = [UNTOLD] * FACTS
+    stated = [UNSTATED] * FACTS
     names = SUBJECTS[facts[SUBJECT]].names
-    phrase = dice.choice(names)
-    told[SUBJECT] = facts[SUBJECT]
-    say = dice.uniform(8)
+    phrase = rng.choice(names)
+    stated[SUBJECT] = facts[SUBJECT]
+    chances = rng.uniform(8)
     if facts[SECOND] >= 0:
-        phrase, told = _pair(facts, phrase, dice, say[0] < 0.5)
+        phrase, stated = _pair(facts, phrase, rng, chances[0] < 0.5)
     else:
-        if facts[MANY] == 1 and say[0] < 0.8:
-            phrase, told[MANY] = f"{dice.choice(('many copies of', 'several times', 'a crowd of'))} {phrase}", 1
-        if facts[INK] >= 0 and say[1] < 0.35:
-            phrase, told[INK] = _coloured(phrase, COLOUR_NAMES[facts[INK]]), facts[INK]
-        if facts[GROUND] >= 0 and say[2] < 0.25:
+        if facts[MANY] == 1 and chances[0] < 0.8:
+            phrase, stated[MANY] = f"{rng.choice(('many copies of', 'several times', 'a crowd of'))} {phrase}", 1
+        if facts[INK] >= 0 and chances[1] < 0.35:
+            phrase, stated[INK] = _coloured(phrase, COLOUR_NAMES[facts[INK]]), facts[INK]
+        if facts[GROUND] >= 0 and chances[2] < 0.25:
             ground = COLOUR_NAMES[facts[GROUND]]
-            phrase, told[GROUND] = (
-                phrase + dice.choice((f" on {ground}", f" on a {ground} background", f" and {ground}")),
+            phrase, stated[GROUND] = (
+                phrase + rng.choice((f" on {ground}", f" on a {ground} background", f" and {ground}")),
                 facts[GROUND],
             )
-        if facts[PLACE] >= 0 and say[3] < 0.4:
-            phrase, told[PLACE] = f"{phrase} {PLACE_NAMES[facts[PLACE]]}", facts[PLACE]
-    sentence = dice.choice(FRAMES).format(phrase) if say[4] < 0.8 else phrase
-    if say[5] < 0.25:
+        if facts[PLACE] >= 0 and chances[3] < 0.4:
+            phrase, stated[PLACE] = f"{phrase} {PLACE_NAMES[facts[PLACE]]}", facts[PLACE]
+    sentence = rng.choice(FRAMES).format(phrase) if chances[4] < 0.8 else phrase
+    if chances[5] < 0.25:
         words = sentence.split(" ")
-        words.insert(int(dice.integers(len(words) + 1, 1)[0]) if say[6] < 0.3 else 0, dice.choice(FILLERS))
+        words.insert(int(rng.integers(len(words) + 1, 1)[0]) if chances[6] < 0.3 else 0, rng.choice(FILLERS))
         sentence = " ".join(words)
-    return " ".join(sentence.split()), told
+    return " ".join(sentence.split()), stated
 
 
-def _pair(facts: Sequence[int], phrase: str, dice: CounterRandom, coloured: bool) -> tuple[str, list[int]]:
-    other = dice.choice(SUBJECTS[facts[SECOND]].names)
-    told = [UNTOLD] * FACTS
-    told[SUBJECT], told[SECOND] = facts[SUBJECT], facts[SECOND]
+def _pair(facts: Sequence[int], phrase: str, rng: CounterRandom, coloured: bool) -> tuple[str, list[int]]:
+    other = rng.choice(SUBJECTS[facts[SECOND]].names)
+    stated = [UNSTATED] * FACTS
+    stated[SUBJECT], stated[SECOND] = facts[SUBJECT], facts[SECOND]
     if coloured:
-        told[INK], told[SECOND_INK] = facts[INK], facts[SECOND_INK]
+        stated[INK], stated[SECOND_INK] = facts[INK], facts[SECOND_INK]
         phrase, other = _coloured(phrase, COLOUR_NAMES[facts[INK]]), _coloured(other, COLOUR_NAMES[facts[SECOND_INK]])
-    return dice.choice((f"{phrase} left of {other}", f"{other} right of {phrase}", f"{phrase} and {other}")), told
+    return rng.choice((f"{phrase} left of {other}", f"{other} right of {phrase}", f"{phrase} and {other}")), stated
 
 
 def _coloured(phrase: str, colour: str) -> str:

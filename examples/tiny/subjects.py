@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kfacpack._random import CounterRandom
-from kfacpack.demo.canvas import SIZE, Field, has_glyph, per_image, smooth_step, spread, wave
+from kfacpack.demo.canvas import SIZE, Field, has_glyph, interpolate, per_image, smooth_step, wave
 
 STREAM = "pretraining"
 """Name of the random stream of the pictures."""
@@ -185,39 +185,39 @@ def _lines(position: Field, often: Field) -> Field:
     return smooth_step(wave(position) - np.float32(0.5), per_image(often) * np.float32(2 / SIZE))
 
 
-def _dots(x: Field, y: Field, often: Field, dice: CounterRandom) -> Field:
+def _dots(x: Field, y: Field, often: Field, rng: CounterRandom) -> Field:
     u, v = wave(x * per_image(often)), wave(y * per_image(often))
     return smooth_step(np.float32(0.55) - np.sqrt(u * u + v * v), per_image(often) * np.float32(2 / SIZE))
 
 
 def _cells(size: int) -> Callable[[Field, Field, Field, CounterRandom], Field]:
-    def draw(x: Field, y: Field, often: Field, dice: CounterRandom) -> Field:
-        return spread(dice.uniform((len(x), size, size)))
+    def draw(x: Field, y: Field, often: Field, rng: CounterRandom) -> Field:
+        return interpolate(rng.uniform((len(x), size, size)))
 
     return draw
 
 
-def _checks(x: Field, y: Field, often: Field, dice: CounterRandom) -> Field:
+def _checks(x: Field, y: Field, often: Field, rng: CounterRandom) -> Field:
     u, v = wave(x * per_image(often)) - np.float32(0.5), wave(y * per_image(often)) - np.float32(0.5)
     return smooth_step(np.sign(u * v) * np.minimum(np.abs(u), np.abs(v)), per_image(often) * np.float32(2 / SIZE))
 
 
 PATTERNS = (
-    Pattern(("horizontal stripes", "horizontal lines"), lambda x, y, n, dice: _lines(y * per_image(n), n)),
-    Pattern(("vertical stripes", "vertical lines"), lambda x, y, n, dice: _lines(x * per_image(n), n)),
+    Pattern(("horizontal stripes", "horizontal lines"), lambda x, y, n, rng: _lines(y * per_image(n), n)),
+    Pattern(("vertical stripes", "vertical lines"), lambda x, y, n, rng: _lines(x * per_image(n), n)),
     Pattern(
         ("diagonal stripes rising to the right", "rising diagonal lines"),
-        lambda x, y, n, dice: _lines((x + y) * per_image(n) * np.float32(0.7), n),
+        lambda x, y, n, rng: _lines((x + y) * per_image(n) * np.float32(0.7), n),
     ),
     Pattern(
         ("diagonal stripes falling to the right", "falling diagonal lines"),
-        lambda x, y, n, dice: _lines((x - y) * per_image(n) * np.float32(0.7), n),
+        lambda x, y, n, rng: _lines((x - y) * per_image(n) * np.float32(0.7), n),
     ),
     Pattern(("a checkerboard", "a checkered pattern"), _checks),
     Pattern(("polka dots", "a dotted pattern", "rows of dots"), _dots),
     Pattern(
         ("a grid", "a grid of lines", "graph paper"),
-        lambda x, y, n, dice: (
+        lambda x, y, n, rng: (
             1
             - (1 - smooth_step(wave(x * per_image(n)) - np.float32(0.7), per_image(n) * np.float32(2 / SIZE)))
             * (1 - smooth_step(wave(y * per_image(n)) - np.float32(0.7), per_image(n) * np.float32(2 / SIZE)))
@@ -225,10 +225,10 @@ PATTERNS = (
     ),
     Pattern(
         ("concentric rings", "rings around the middle", "a target"),
-        lambda x, y, n, dice: _lines(np.sqrt(x * x + y * y) * per_image(n), n),
+        lambda x, y, n, rng: _lines(np.sqrt(x * x + y * y) * per_image(n), n),
     ),
-    Pattern(("a gradient from left to right", "a horizontal gradient"), lambda x, y, n, dice: (x + 1) / 2),
-    Pattern(("a gradient from top to bottom", "a vertical gradient"), lambda x, y, n, dice: (y + 1) / 2),
+    Pattern(("a gradient from left to right", "a horizontal gradient"), lambda x, y, n, rng: (x + 1) / 2),
+    Pattern(("a gradient from top to bottom", "a vertical gradient"), lambda x, y, n, rng: (y + 1) / 2),
     Pattern(("clouds", "smooth clouds", "soft blobs"), _cells(5)),
     Pattern(("a rough surface", "coarse grain", "a mottled surface"), _cells(12)),
     Pattern(("noise", "static", "random noise"), _cells(28)),

@@ -85,17 +85,6 @@ class Codec(ABC):
         spec = cls.name if argument is None else f"{cls.name}:{argument}"
         return KfacpackError(f"codec {spec!r}: expected {cls.usage}, {expected}")
 
-    @classmethod
-    def without_argument(cls, argument: str | None) -> Self:
-        """Builds a codec that takes no argument.
-
-        Raises:
-            KfacpackError: If there is an argument.
-        """
-        if argument is not None:
-            raise cls.argument_error(argument, "which takes no argument")
-        return cls()
-
 
 def parse_count(argument: str | None) -> int | None:
     """Parses an integer of at least 1 in plain digits; returns None for anything else."""
@@ -238,20 +227,31 @@ def _vector_type(matrix: Matrix) -> torch.dtype:
     return torch.float64 if matrix.dtype is torch.float64 else torch.float32
 
 
-class HalfCodec(Codec):
-    """Base class of the codecs that store values in two bytes."""
+class NumberCodec(Codec):
+    """Base class of the codecs that choose how values are stored. They take no argument."""
 
     structural = False
-    file_type: str
-    """Dtype in the file."""
 
     @classmethod
     def parse(cls, argument: str | None) -> Self:
-        """Accepts no argument."""
-        return cls.without_argument(argument)
+        """Builds the codec.
+
+        Raises:
+            KfacpackError: If there is an argument.
+        """
+        if argument is not None:
+            raise cls.argument_error(argument, "which takes no argument")
+        return cls()
 
     def __str__(self) -> str:
         return self.name
+
+
+class HalfCodec(NumberCodec):
+    """Base class of the codecs that store values in two bytes."""
+
+    file_type: str
+    """Dtype in the file."""
 
     def specs(self, matrix: Matrix) -> Specs | None:
         """Returns the components, with `data` in two bytes per value and without `scale`."""
@@ -294,20 +294,11 @@ class Bf16Codec(HalfCodec):
 
 
 @dataclass(frozen=True)
-class Int8Codec(Codec):
+class Int8Codec(NumberCodec):
     """`int8`: stores values in int8 with one factor per stored row."""
 
     name = "int8"
     usage = "int8"
-    structural = False
-
-    @classmethod
-    def parse(cls, argument: str | None) -> Int8Codec:
-        """Accepts no argument."""
-        return cls.without_argument(argument)
-
-    def __str__(self) -> str:
-        return self.name
 
     def specs(self, matrix: Matrix) -> Specs | None:
         """Returns the components, or None if the form has no int8 variant."""

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
     EncodedMatrices = Mapping[int, tuple[CodecChain, Matrix]]
     """By the id of each original matrix, the steps that were applied and the compressed matrix."""
-    VectorError = tuple[float, float]
+    QuadraticPair = tuple[float, float]
     """`quadratic` on a task vector, before and after."""
-    Measure = Callable[[CurvatureBlock, CurvatureBlock], VectorError]
+    Measure = Callable[[CurvatureBlock, CurvatureBlock], QuadraticPair]
     """Measures `quadratic` of a block before and after."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
     """By the ids of the original matrices on one side of a block, their inner products."""
@@ -227,7 +227,7 @@ class BlockCompressionReport:
     """Size of the same matrices as dense float32; diagonals as vectors."""
     moments: Moments
     """Errors."""
-    real: VectorError | None = None
+    on_vector: QuadraticPair | None = None
     """`quadratic` on a task vector before and after, if one was passed."""
 
 
@@ -254,15 +254,15 @@ class CompressionReport:
         return sum((block.moments for block in self.blocks), Moments())
 
     @property
-    def real(self) -> VectorError | None:
+    def on_vector(self) -> QuadraticPair | None:
         """`quadratic` on a task vector before and after, if one was passed."""
-        values = [block.real for block in self.blocks if block.real is not None]
+        values = [block.on_vector for block in self.blocks if block.on_vector is not None]
         return (sum(before for before, _ in values), sum(after for _, after in values)) if values else None
 
 
-def relative_error(real: VectorError | None) -> float | None:
-    """Returns |q' − q| / |q|, or None if q is unknown or zero."""
-    return abs(real[1] - real[0]) / abs(real[0]) if real and real[0] else None
+def relative_error(pair: QuadraticPair | None) -> float | None:
+    """Returns |q' − q| / |q| of (q, q'), or None if q is unknown or zero."""
+    return abs(pair[1] - pair[0]) / abs(pair[0]) if pair and pair[0] else None
 
 
 def assemble_report(
@@ -281,7 +281,7 @@ def assemble_report(
         The compressed block and its report.
     """
     structure = block.structure.map_matrices(lambda matrix: encoded[id(matrix)][1])
-    real = measure(block, replace(block, structure=structure)) if measure else None
+    on_vector = measure(block, replace(block, structure=structure)) if measure else None
     errors = moments(block.structure.weights, [sides[tuple(map(id, side))] for side in block.structure.sides])
     chains = {role: encoded[id(matrix)][0] for role, matrix in block.structure.matrices()}
     changed = any(chain.steps for chain in chains.values())
@@ -295,9 +295,9 @@ def assemble_report(
         bytes=sum(matrix.for_storage().nbytes for matrix in own.values()),
         dense_bytes=sum(dense_bytes(matrix) for matrix in own.values()),
         moments=errors,
-        real=real,
+        on_vector=on_vector,
     )
-    losses = (*block.losses, _loss(step, errors, real)) if step else block.losses
+    losses = (*block.losses, _loss(step, errors, on_vector)) if step else block.losses
     return replace(block, structure=structure, losses=losses), report
 
 
@@ -317,13 +317,13 @@ def finish_report(
     """
     report, about = CompressionReport(tuple(reports)), before.about
     if any(block.step for block in reports):
-        losses = (*about.losses, _loss(name, report.moments, report.real))
+        losses = (*about.losses, _loss(name, report.moments, report.on_vector))
         about = about.model_copy(update={"losses": losses})
     return Curvature(blocks, about), report
 
 
-def _loss(step: str, errors: Moments, real: VectorError | None) -> Loss:
-    return Loss.measured(step, frobenius=errors.frobenius, quadratic=errors.quadratic, vector=relative_error(real))
+def _loss(step: str, errors: Moments, on_vector: QuadraticPair | None) -> Loss:
+    return Loss.measured(step, frobenius=errors.frobenius, quadratic=errors.quadratic, vector=relative_error(on_vector))
 
 
 def dense_bytes(matrix: Matrix) -> int:

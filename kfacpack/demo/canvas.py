@@ -62,12 +62,12 @@ def bend(x: Field, y: Field, rng: CounterRandom, strength: Field, knots: int = 4
     count = len(x)
     shift = rng.uniform((2, count, knots, knots), -1, 1)
     return (
-        x + per_image(strength) * spread(shift[0], x.shape[-1]),
-        y + per_image(strength) * spread(shift[1], x.shape[-1]),
+        x + per_image(strength) * interpolate(shift[0], x.shape[-1]),
+        y + per_image(strength) * interpolate(shift[1], x.shape[-1]),
     )
 
 
-def spread(knots: Field, size: int = SIZE) -> Field:
+def interpolate(knots: Field, size: int = SIZE) -> Field:
     """Interpolates values at knots, (N, K, K), over the image."""
     count = len(knots)
     x, y = grid_points(count, size)
@@ -89,16 +89,16 @@ def sample_field(images: Field, x: Field, y: Field) -> Field:
     left, top = np.floor(column), np.floor(row)
     right_share, bottom_share = column - left, row - top
     j, i = left.astype(np.int32), top.astype(np.int32)
-    along, down = (j < side - 1).astype(np.int32), (i < side - 1).astype(np.int32) * side
+    to_right, to_bottom = (j < side - 1).astype(np.int32), (i < side - 1).astype(np.int32) * side
     first = i * side + j + np.arange(len(images), dtype=np.int32)[:, None, None] * (side * side)
     values = images.reshape(-1)
 
-    def mean(place: NDArray[np.int32]) -> Field:
-        before = values.take(place)
-        return np.asarray(before + (values.take(place + along) - before) * right_share, dtype=np.float32)
+    def along_row(index: NDArray[np.int32]) -> Field:
+        before = values.take(index)
+        return np.asarray(before + (values.take(index + to_right) - before) * right_share, dtype=np.float32)
 
-    upper = mean(first)
-    return upper + (mean(first + down) - upper) * bottom_share
+    upper = along_row(first)
+    return upper + (along_row(first + to_bottom) - upper) * bottom_share
 
 
 def stamp_glyph(stamps: Field, x: Field, y: Field) -> Field:
@@ -161,39 +161,39 @@ def _shifted(field: Field, axis: int, by: int) -> Field:
 
 
 MATPLOTLIB = PackageData("matplotlib", "matplotlib", tested="3.10.0")
-SIDE = 40
+GLYPH_SIZE = 40
 """Width and height of a glyph image in pixels."""
 MARGIN = 2
 """Empty pixels around a glyph."""
-FINE = 4
+SAMPLES = 4
 """Samples per pixel and axis."""
-CURVE = 6
+CURVE_SEGMENTS = 6
 """Line segments per curve."""
 OutlinePoint = tuple[float, float]
 
 
 @cache
 def render_glyph(character: str, font: str) -> NDArray[np.float32]:
-    """Returns the coverage of a character, (SIDE, SIDE), centred and as large as fits.
+    """Returns the coverage of a character, (GLYPH_SIZE, GLYPH_SIZE), centred and as large as fits.
 
     Args:
         character: The character.
         font: File name of a font of matplotlib without suffix, such as "DejaVuSans" or "cmr10".
 
     Raises:
-        KfacpackError: If the font does not have the character, or it is blank.
+        KfacpackError: The font does not have the character, or the character is blank.
     """
     edges = _outline(character, font)
     low, high = edges.min(axis=(0, 1)), edges.max(axis=(0, 1))
     extent = max(high - low)
-    available = (SIDE - 2 * MARGIN) * FINE
-    scaled = (edges - (low + high) / 2) * (available / extent) + SIDE * FINE / 2
-    scaled[..., 1] = SIDE * FINE - scaled[..., 1]
+    available = (GLYPH_SIZE - 2 * MARGIN) * SAMPLES
+    scaled = (edges - (low + high) / 2) * (available / extent) + GLYPH_SIZE * SAMPLES / 2
+    scaled[..., 1] = GLYPH_SIZE * SAMPLES - scaled[..., 1]
     return _fill(scaled)
 
 
 def render_glyphs(pairs: Iterable[tuple[str, str]]) -> NDArray[np.float32]:
-    """Returns the coverage of N (character, font) pairs, (N, SIDE, SIDE)."""
+    """Returns the coverage of N (character, font) pairs, (N, GLYPH_SIZE, GLYPH_SIZE)."""
     return np.stack([render_glyph(character, font) for character, font in pairs])
 
 
@@ -204,18 +204,18 @@ def has_glyph(character: str, font: str) -> bool:
 
 def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
     """Returns the coverage of edges, (E, 2 ends, 2), in samples, filled by the non-zero winding rule."""
-    size = SIDE * FINE
-    turns = np.zeros((size, size + 1), dtype=np.int64)
+    size = GLYPH_SIZE * SAMPLES
+    winding = np.zeros((size, size + 1), dtype=np.int64)
     middle = np.arange(size) + 0.5
     (x0, y0), (x1, y1) = edges[:, 0].T, edges[:, 1].T
     rows, crossing = np.nonzero((y0 <= middle[:, None]) != (y1 <= middle[:, None]))
     slope = (x1[crossing] - x0[crossing]) / (y1[crossing] - y0[crossing])
     x = x0[crossing] + (middle[rows] - y0[crossing]) * slope
     first = np.clip(np.ceil(x - 0.5), 0, size).astype(np.int64)
-    np.add.at(turns, (rows, first), np.where(y1[crossing] > y0[crossing], 1, -1))
-    inside = (np.cumsum(turns[:, :size], axis=1) != 0).astype(np.int64)
-    counts = inside.reshape(SIDE, FINE, SIDE, FINE).sum(axis=(1, 3))
-    return counts.astype(np.float32) / np.float32(FINE * FINE)
+    np.add.at(winding, (rows, first), np.where(y1[crossing] > y0[crossing], 1, -1))
+    inside = (np.cumsum(winding[:, :size], axis=1) != 0).astype(np.int64)
+    counts = inside.reshape(GLYPH_SIZE, SAMPLES, GLYPH_SIZE, SAMPLES).sum(axis=(1, 3))
+    return counts.astype(np.float32) / np.float32(SAMPLES * SAMPLES)
 
 
 def _outline(character: str, font: str) -> NDArray[np.float64]:
@@ -238,8 +238,8 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
 
         def _qCurveToOne(self, handle: OutlinePoint, end: OutlinePoint) -> None:  # noqa: N802
             begin = before = self._getCurrentPoint()
-            for step in range(1, CURVE + 1):
-                t = step / CURVE
+            for step in range(1, CURVE_SEGMENTS + 1):
+                t = step / CURVE_SEGMENTS
                 a, b, c = (1 - t) * (1 - t), 2 * t * (1 - t), t * t
                 point = (
                     a * begin[0] + b * handle[0] + c * end[0],

@@ -8,6 +8,7 @@ repeating patterns in any two colours, at different scales, rotated and bent.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from kfacpack.demo.canvas import MATPLOTLIB, Field, wave
 from kfacpack.demo.embedded_task import (
     ByteArray,
     EmbeddedTask,
-    ImageSplits,
     Labels,
     draw_splits,
     finish_image,
@@ -25,6 +25,24 @@ from kfacpack.demo.embedded_task import (
     random_colours,
     random_glyphs,
 )
+from kfacpack.tasks.data_files import PackageData
+
+
+def _drawn_task(
+    name: str,
+    classes: tuple[str, ...],
+    sizes: dict[str, int],
+    draw: Callable[[Labels, CounterRandom], ByteArray],
+    *,
+    templates: tuple[str, ...],
+    source: str,
+    sha256: str,
+    package: PackageData | None = MATPLOTLIB,
+) -> EmbeddedTask:
+    """Returns the task whose splits `draw` draws; see `draw_splits` and `EmbeddedTask`."""
+    make = partial(draw_splits, name, sizes, len(classes), draw)
+    return EmbeddedTask(name, classes, templates, sizes, source, "Apache-2.0", make, sha256, package)
+
 
 HEBREW_LETTERS = {
     "alef": "א",
@@ -51,27 +69,19 @@ HEBREW_LETTERS = {
     "tav": "ת",
 }
 HEBREW_FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSans-Oblique", "DejaVuSans-BoldOblique")
-HEBREW_SIZES = {"train": 2200, "validation": 220, "test": 660}
 
 
 def load_hebrew() -> EmbeddedTask:
     """Returns the task `hebrew`."""
-    return EmbeddedTask(
-        name="hebrew",
-        classes=tuple(HEBREW_LETTERS),
+    return _drawn_task(
+        "hebrew",
+        tuple(HEBREW_LETTERS),
+        {"train": 2200, "validation": 220, "test": 660},
+        _draw_hebrew,
         templates=("the hebrew letter {}", "a photo of the hebrew letter {}.", "hebrew letter {} on paper", "{}"),
-        sizes=HEBREW_SIZES,
         source="Hebrew letters of DejaVu Sans (matplotlib), drawn",
-        license="Apache-2.0",
-        make=make_hebrew,
         sha256="42b719ef05964f17b294743351066e5c78376cacc3f7604a14e0019fab2e831f",
-        package=MATPLOTLIB,
     )
-
-
-def make_hebrew() -> ImageSplits:
-    """Draws all splits of `hebrew`."""
-    return draw_splits("hebrew", HEBREW_SIZES, len(HEBREW_LETTERS), _draw_hebrew)
 
 
 def _draw_hebrew(labels: Labels, rng: CounterRandom) -> ByteArray:
@@ -106,34 +116,26 @@ SYLLABLES = {
     for vowel, character in zip("eioa", row, strict=True)
 }
 SYLLABICS_FONTS = ("DejaVuSans", "DejaVuSans-Bold")
-SYLLABICS_SIZES = {"train": 3200, "validation": 320, "test": 800}
 
 
 def load_syllabics() -> EmbeddedTask:
     """Returns the task `syllabics`."""
-    return EmbeddedTask(
-        name="syllabics",
-        classes=tuple(SYLLABLES),
+    return _drawn_task(
+        "syllabics",
+        tuple(SYLLABLES),
+        {"train": 3200, "validation": 320, "test": 800},
+        _draw_syllable,
         templates=("the canadian syllable {}", "a photo of the syllable {}.", "a sign with the syllable {}", "{}"),
-        sizes=SYLLABICS_SIZES,
         source="Canadian Aboriginal syllables of DejaVu Sans (matplotlib), drawn",
-        license="Apache-2.0",
-        make=make_syllabics,
         sha256="25c5022be2e9c67655c377de70fb8e8bb7fb39f73c4708507f5f114847df3ef9",
-        package=MATPLOTLIB,
     )
-
-
-def make_syllabics() -> ImageSplits:
-    """Draws all splits of `syllabics`."""
-    return draw_splits("syllabics", SYLLABICS_SIZES, len(SYLLABLES), _draw_syllable)
 
 
 def _draw_syllable(labels: Labels, rng: CounterRandom) -> ByteArray:
     count, characters = len(labels), tuple(SYLLABLES.values())
     ground, ink = map(canvas.constant_field, random_colours(rng, count))
     image = canvas.blend(
-        ground, ground + rng.uniform((count, 1, 1, 3), -0.2, 0.2), canvas.spread(rng.uniform((count, 3, 3)))
+        ground, ground + rng.uniform((count, 1, 1, 3), -0.2, 0.2), canvas.interpolate(rng.uniform((count, 3, 3)))
     )
     for x in (-0.95, 0.95, 0.0):
         drawn = labels if x == 0.0 else rng.integers(len(characters), count)
@@ -166,34 +168,26 @@ EMBLEMS = {
     "moon": "☾",
 }
 EMBLEMS_FONTS = ("DejaVuSans",)
-EMBLEMS_SIZES = {"train": 1600, "validation": 200, "test": 600}
 
 
 def load_emblems() -> EmbeddedTask:
     """Returns the task `emblems`."""
-    return EmbeddedTask(
-        name="emblems",
-        classes=tuple(EMBLEMS),
+    return _drawn_task(
+        "emblems",
+        tuple(EMBLEMS),
+        {"train": 1600, "validation": 200, "test": 600},
+        _draw_emblem,
         templates=("a photo of a {}.", "a picture of a {}", "a {} on a wall", "an emblem that shows a {}", "{}"),
-        sizes=EMBLEMS_SIZES,
         source="symbols of DejaVu Sans (matplotlib), drawn",
-        license="Apache-2.0",
-        make=make_emblems,
         sha256="6743746edb46a3154b9275d054185f815dbca73c1fc01a6fe8d1956a503b9499",
-        package=MATPLOTLIB,
     )
-
-
-def make_emblems() -> ImageSplits:
-    """Draws all splits of `emblems`."""
-    return draw_splits("emblems", EMBLEMS_SIZES, len(EMBLEMS), _draw_emblem)
 
 
 def _draw_emblem(labels: Labels, rng: CounterRandom) -> ByteArray:
     count = len(labels)
     ground, ink = map(canvas.constant_field, random_colours(rng, count))
     other = np.clip(ground + rng.uniform((count, 1, 1, 3), -0.3, 0.3), 0, 1)
-    image = canvas.blend(ground, other, canvas.spread(rng.uniform((count, 9, 9))))
+    image = canvas.blend(ground, other, canvas.interpolate(rng.uniform((count, 9, 9))))
     characters = [tuple(EMBLEMS.values())[label] for label in labels]
     coverage = place_glyph(
         random_glyphs(characters, EMBLEMS_FONTS, rng), rng, extent=(1.1, 1.7), shift=0.2, turn=0.25, bend=0.2
@@ -208,7 +202,6 @@ def _draw_emblem(labels: Labels, rng: CounterRandom) -> ByteArray:
     )
 
 
-WEAVES_SIZES = {"train": 640, "validation": 160, "test": 480}
 HALF = np.float32(0.5)
 
 
@@ -237,7 +230,7 @@ def basket(x: Field, y: Field) -> Field:
 
 
 def honeycomb(x: Field, y: Field) -> Field:
-    """Draws hexagonal cells: the distance from the walls of the cell with the nearest centre, of two grids."""
+    """Draws hexagonal cells. Their centres form two grids; the nearest centre decides which cell a point is in."""
     high = np.float32(1.7320508)
     first = (np.abs(x - np.floor(x) - HALF), np.abs(y / high - np.floor(y / high) - HALF) * high)
     second = (HALF - first[0], high * HALF - first[1])
@@ -268,8 +261,8 @@ def triangles(x: Field, y: Field) -> Field:
 
 def plaid(x: Field, y: Field) -> Field:
     """Draws broad bands with a thin one between them, in both directions."""
-    along, down = (np.maximum(wave(one) - np.float32(0.6), np.float32(0.12) - wave(one)) for one in (x, y))
-    return np.maximum(along, down)
+    bands = [np.maximum(wave(axis) - np.float32(0.6), np.float32(0.12) - wave(axis)) for axis in (x, y)]
+    return np.maximum(*bands)
 
 
 def waves(x: Field, y: Field) -> Field:
@@ -295,21 +288,16 @@ WEAVES: dict[str, Callable[[Field, Field], Field]] = {
 
 def load_weaves() -> EmbeddedTask:
     """Returns the task `weaves`."""
-    return EmbeddedTask(
-        name="weaves",
-        classes=tuple(WEAVES),
+    return _drawn_task(
+        "weaves",
+        tuple(WEAVES),
+        {"train": 640, "validation": 160, "test": 480},
+        _draw_weave,
         templates=("a {} pattern", "a photo of {}.", "a texture of {}", "cloth with {}", "{}"),
-        sizes=WEAVES_SIZES,
         source="repeating patterns, drawn",
-        license="Apache-2.0",
-        make=make_weaves,
         sha256="13e96b92580ea1a86b5cd67694b3e2dd6563d4d0ebcd0cc81dafcdc895ff06e7",
+        package=None,
     )
-
-
-def make_weaves() -> ImageSplits:
-    """Draws all splits of `weaves`."""
-    return draw_splits("weaves", WEAVES_SIZES, len(WEAVES), _draw_weave)
 
 
 def _draw_weave(labels: Labels, rng: CounterRandom) -> ByteArray:
@@ -320,9 +308,9 @@ def _draw_weave(labels: Labels, rng: CounterRandom) -> ByteArray:
     x = (x + 3) * canvas.per_image(frequency) + canvas.per_image(rng.uniform(count))
     y = (y + 3) * canvas.per_image(frequency) + canvas.per_image(rng.uniform(count))
     coverage = np.empty_like(x)
-    for label, inside in enumerate(WEAVES.values()):
+    for label, pattern in enumerate(WEAVES.values()):
         mask = labels == label
-        coverage[mask] = inside(x[mask], y[mask])
+        coverage[mask] = pattern(x[mask], y[mask])
     coverage = canvas.smooth_step(coverage, canvas.per_image(frequency) * np.float32(4 / canvas.SIZE))
     first, second = map(canvas.constant_field, random_colours(rng, count))
     return finish_image(canvas.blend(first, second, coverage), rng, blur=0.8, noise=0.12)

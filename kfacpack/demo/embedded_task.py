@@ -96,8 +96,8 @@ def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
     side = images.shape[-1]
     # Pixel i of the new image lies at (2 i + 1) S / (2 size) - 1/2 of the old one, an integer in units of 1 / (2 size).
     parts = 2 * size
-    place = np.clip((2 * np.arange(size) + 1) * side - size, 0, (side - 1) * parts)
-    first, share = place // parts, place % parts
+    position = np.clip((2 * np.arange(size) + 1) * side - size, 0, (side - 1) * parts)
+    first, share = position // parts, position % parts
     second = np.minimum(first + 1, side - 1)
     rows = images[:, first] * (parts - share)[:, None] + images[:, second] * share[:, None]
     weighted = rows[:, :, first] * (parts - share) + rows[:, :, second] * share
@@ -107,8 +107,8 @@ def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
 
 def downsample(images: IntArray) -> IntArray:
     """Halves images, (N, 2 H, 2 W) -> (N, H, W), by the rounded mean of four pixels."""
-    four = images[:, ::2, ::2] + images[:, ::2, 1::2] + images[:, 1::2, ::2] + images[:, 1::2, 1::2]
-    return np.asarray((four + 2) // 4)
+    total = images[:, ::2, ::2] + images[:, ::2, 1::2] + images[:, 1::2, ::2] + images[:, 1::2, 1::2]
+    return np.asarray((total + 2) // 4)
 
 
 def to_grayscale(colours: IntArray) -> IntArray:
@@ -162,7 +162,7 @@ def write_cache(file: Path | None, splits: ImageSplits) -> None:
 
 
 PRETRAINED_MODEL = "tiny"
-"""Model that the embedded tasks are designed for."""
+"""Model that is pretrained for the embedded tasks."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class EmbeddedTask:
     sizes: Mapping[str, int]
     """Split name -> number of examples."""
     source: str
-    """Description of the origin of the data."""
+    """Origin of the data, as manifests record it."""
     license: str | None
     """License of the data."""
     make: Callable[[], ImageSplits]
@@ -188,7 +188,7 @@ class EmbeddedTask:
     package: PackageData | None = None
     """Package that contains the data, or the fonts it is drawn with."""
     namesake: str | None = None
-    """Repository and description of the well-known data set of this name: 'ylecun/mnist, all 70,000 digits'."""
+    """Repository and description of a public data set with the same name: 'ylecun/mnist, all 70,000 digits'."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -196,14 +196,15 @@ class EmbeddedTask:
         return tuple(self.sizes)
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns a notice for models other than `tiny` if the task has the name of a well-known data set."""
+        """Returns a notice for models other than `tiny` if the task has the name of a public data set."""
         if self.namesake is None or model == PRETRAINED_MODEL:
             return ()
         repository, _, description = self.namesake.partition(", ")
-        embedded = f"{self.name} without --data is {self.source}: {self.sizes['test']:,} of them are its test split"
+        address = f"hf://datasets/{repository}"
         return (
-            f"{embedded}, and accuracies on it cannot be compared with those on {description}. To use that data set: "
-            f"--data hf://datasets/{repository}",
+            f"the embedded task {self.name} is {self.source}, and its test split has {self.sizes['test']:,} of them. "
+            f"Accuracies on it cannot be compared with those on {description}. "
+            f"To use that data set: --data {address} (data={address!r})",
         )
 
     def listing(self, split: str) -> list[tuple[str, str]]:
@@ -214,7 +215,7 @@ class EmbeddedTask:
         """Returns a split.
 
         Raises:
-            KfacpackError: If there is no such split, or the images differ from the recorded hash.
+            KfacpackError: There is no such split, or the images differ from the recorded hash.
         """
         if name not in self.sizes:
             raise KfacpackError(
@@ -262,7 +263,7 @@ class EmbeddedSplit:
         return int(self._labelled.labels[index])
 
 
-BATCH = 128
+BATCH_SIZE = 128
 """Number of images drawn at a time; small enough for their fields to fit into the CPU cache.
 
 Each batch has its own random stream, so another number would change the images.
@@ -291,15 +292,15 @@ def draw_splits(
     for split, size in sizes.items():
         labels = CounterRandom(random_stream(task, split)).permutation(size) % classes
         parts = [
-            draw(labels[start : start + BATCH], CounterRandom(random_stream(task, split), number))
-            for number, start in enumerate(range(0, size, BATCH), start=1)
+            draw(labels[start : start + BATCH_SIZE], CounterRandom(random_stream(task, split), number))
+            for number, start in enumerate(range(0, size, BATCH_SIZE), start=1)
         ]
         splits[split] = label_images(np.concatenate(parts), labels)
     return splits
 
 
 def random_glyphs(characters: Sequence[str], fonts: Sequence[str], rng: CounterRandom) -> Field:
-    """Returns a glyph image for each character, each in a random font, (N, SIDE, SIDE)."""
+    """Returns a glyph image for each character, each in a random font, (N, GLYPH_SIZE, GLYPH_SIZE)."""
     font_indices = rng.integers(len(fonts), len(characters))
     return render_glyphs(
         (character, fonts[font]) for character, font in zip(characters, font_indices.tolist(), strict=True)
@@ -319,7 +320,7 @@ def place_glyph(
     """Returns the coverage of glyphs at random positions around (`x`, 0), sizes and angles.
 
     Args:
-        glyphs: (N, SIDE, SIDE).
+        glyphs: (N, GLYPH_SIZE, GLYPH_SIZE).
         rng: Random stream.
         extent: Smallest and largest width.
         shift: Largest distance from the centre, per axis.

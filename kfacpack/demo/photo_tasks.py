@@ -129,6 +129,7 @@ def make_faces() -> ImageSplits:
 
 
 PATCH_SIZE = 28
+"""Width and height of a patch in pixels."""
 MATERIALS_SIZES = {"train": 1260, "validation": 180, "test": 540}
 
 Box = tuple[int, int, int, int]
@@ -141,7 +142,7 @@ class Surface(NamedTuple):
     file: str
     """Name of the file without suffix."""
     half: bool
-    """Whether patches are cut at twice the size and halved, for structures larger than 28 pixels."""
+    """Whether patches are cut at twice their size and then halved, for structures larger than 28 pixels."""
     regions: dict[str, list[Box]]
     """Split name -> boxes."""
 
@@ -151,6 +152,7 @@ BANDS: dict[str, list[Box]] = {
     "validation": [(300, 0, 364, 512)],
     "test": [(364, 0, 512, 512)],
 }
+"""Regions of a photograph of 512×512 pixels of a single material: vertical bands."""
 SURFACES = {
     "bricks": Surface("brick", True, BANDS),
     "grass": Surface("grass", False, BANDS),

@@ -26,25 +26,25 @@ class EmbeddedModel:
 
     name: str
     """Name of the model and of its folder."""
-    trained: Mapping[str, Any]
+    pretrained: Mapping[str, Any]
     """Image normalisation, which a model config does not contain, with the keys of open_clip's pretrained registry."""
-    within: Path = DATA_FOLDER
+    parent: Path = DATA_FOLDER
     """Folder that contains the model's folder."""
 
     @property
     def config(self) -> Path:
         """Model config file."""
-        return self.within / self.name / f"{self.name}.json"
+        return self.parent / self.name / f"{self.name}.json"
 
     @property
     def merges(self) -> Path:
         """Tokenizer merges file."""
-        return self.within / self.name / "merges.txt.gz"
+        return self.parent / self.name / "merges.txt.gz"
 
     @property
     def weights(self) -> Path:
         """Weights file."""
-        return self.within / self.name / f"{self.name}.safetensors"
+        return self.parent / self.name / f"{self.name}.safetensors"
 
     @property
     def revision(self) -> str:
@@ -63,7 +63,7 @@ class EmbeddedModel:
         return config
 
 
-_EMBEDDED_MODELS = [EmbeddedModel("tiny", trained={"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)})]
+_EMBEDDED_MODELS = [EmbeddedModel("tiny", pretrained={"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)})]
 EMBEDDED_MODELS = {model.name: model for model in _EMBEDDED_MODELS}
 """Embedded models by name."""
 

@@ -1,4 +1,4 @@
-"""Ids of base models and data sets on the Hub, and the command-line options that select them."""
+"""Ids of base models and datasets on the Hub, and the command-line options that select them."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _o
 
 
 def model_from_option(option: str) -> tuple[str, str]:
-    """Returns the name in manifests and the Hub id of a value of `--model`; both are the same if it may be either."""
+    """Returns the name in manifests and the Hub id that a value of `--model` stands for.
+
+    Both are the same if the value may be either.
+    """
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name
 
@@ -105,7 +108,7 @@ def model_from_option(option: str) -> tuple[str, str]:
 
 
 def dataset_id(source: Source) -> str | None:
-    """Returns the Hub id of a data set, or None if it was not loaded from the Hub."""
+    """Returns the Hub id of a dataset, or None if it was not loaded from the Hub."""
     return source.dataset if source.dataset and _DATASET_ID.fullmatch(source.dataset) else None
 
 
@@ -120,9 +123,9 @@ def data_option(source: Source) -> str:
         return ""
     dataset, revision = dataset_id(source), source.revision
     if published and not dataset:
-        dataset, revision = published().repository, None  # a local copy of the published data set
+        dataset, revision = published.repository, None  # a local copy of the published dataset
     if not dataset:
         return " --data DIR"
-    if published and not embedded and dataset == published().repository:
+    if published and not embedded and dataset == published.repository:
         return ""
     return f" --data hf://datasets/{dataset}" + (f"@{revision}" if revision else "")

@@ -42,6 +42,7 @@ class MergeInput:
     """A curvature to be merged, with the provenance that its manifest records."""
 
     curvature: Curvature
+    """The curvature."""
     name: str
     """Name in error messages: the file, or the position among the inputs."""
 
@@ -242,7 +243,7 @@ def _check_base(inputs: Sequence[MergeInput]) -> None:
         for parameter in parameters:
             other, first = seen.setdefault(parameter.name, (item, parameter))
             if first != parameter:
-                models = " and ".join(i.curvature.about.base.name for i in (other, item))
+                models = " and ".join(owner.curvature.about.base.name for owner in (other, item))
                 problem = f"belong to different base models ({models}): the parameter {parameter.name!r} differs"
                 raise _incompatible(other, item, problem)
 

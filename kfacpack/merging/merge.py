@@ -43,6 +43,7 @@ class BlockMergeReport:
     """The approximation error of one merged block."""
 
     name: str
+    """Name of the block; empty for the total of all blocks."""
     terms: int
     """Number of terms of all inputs together."""
     missing: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ class MergeReport:
     """The approximation errors of a merge."""
 
     blocks: tuple[BlockMergeReport, ...]
+    """The report of each block."""
     measured: bool
     """Whether errors were measured; False if the merge is exact."""
     subtracted: tuple[str, ...] = ()
@@ -95,7 +97,9 @@ class MergeResult:
     """A merged curvature and its approximation errors."""
 
     curvature: Curvature
+    """The merged curvature."""
     report: MergeReport
+    """Its approximation errors."""
 
 
 def merge(

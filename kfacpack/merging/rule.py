@@ -65,6 +65,7 @@ class MergeRule(ABC):
     """
 
     name: ClassVar[str]
+    """Name of the rule."""
     exact: ClassVar[bool] = False
     """Whether the result equals the target, so that no error has to be measured."""
     keeps_sums: ClassVar[bool] = False

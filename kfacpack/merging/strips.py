@@ -37,17 +37,21 @@ Memory use does not grow with the number of matrices, up to about a hundred of t
 
 @dataclass(frozen=True)
 class Strip:
-    """Elements `start` to `stop` of the triangle or diagonal number `block`."""
+    """A range of elements of one triangle or diagonal."""
 
     block: int
+    """Index of the triangle; 0 for a diagonal."""
     start: int
+    """Index of the first element."""
     stop: int
+    """Index after the last element."""
 
 
 class StripLayout(ABC):
     """The common layout of matrices of the same side: the order of their entries, and which of them occur twice."""
 
     side: int
+    """n of the (n, n) matrices."""
     shape: Shape
     """Shape of the component `data` of a matrix in this layout."""
 

@@ -87,7 +87,8 @@ def batches(
         if "DataLoader worker" not in str(error) or isinstance(error, KfacpackError):
             raise
         problem = f"a worker process exited unexpectedly: {first_line(error)}"
-        raise KfacpackError(f"{problem}. Use --workers 0, which needs less memory") from error
+        remedy = "Without worker processes, less memory is needed: --workers 0 (use_workers(0))"
+        raise KfacpackError(f"{problem}. {remedy}") from error
 
 
 class _BatchDataset(Dataset[Any]):

@@ -23,7 +23,7 @@ from kfacpack.format.container import Container
 from kfacpack.format.hub_client import hub_errors
 from kfacpack.format.writer import replace_atomically, tensor_offsets
 
-LOCAL_WEIGHTS = "Pass a safetensors file with --weights FILE, or use --weights random"
+LOCAL_WEIGHTS = "Pass a safetensors file, --weights FILE (weights=FILE), or use --weights random (weights='random')"
 """Remedy for weights that cannot be downloaded."""
 
 _SAFETENSORS_NAMES = {

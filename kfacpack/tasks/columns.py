@@ -16,9 +16,10 @@ LABEL_NAMES = (LABEL, "labels")
 """Names of a label column that is not of type ClassLabel."""
 IMAGE = "image"
 COLUMNS_FORM = (
-    "image=COLUMN,label=COLUMN, or every text in its order and the label: premise=COLUMN,hypothesis=COLUMN,label=COLUMN"
+    "image=COLUMN,label=COLUMN, or the text columns in order and the label, such as "
+    "premise=COLUMN,hypothesis=COLUMN,label=COLUMN"
 )
-_REMEDY = f"Choose the columns with --columns {COLUMNS_FORM}"
+_REMEDY = f"Choose the columns with --columns (columns=…): {COLUMNS_FORM}"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Columns:
 
 
 def parse_columns(text: str) -> RequestedColumns:
-    """Parses the value of `--columns`.
+    """Parses a choice of columns.
 
     Args:
         text: Comma-separated `KEY=COLUMN` pairs, such as `"image=IMG,label=Y"`.
@@ -67,12 +68,12 @@ def parse_columns(text: str) -> RequestedColumns:
     for pair in text.split(","):
         key, equals, column = (part.strip() for part in pair.partition("="))
         if not (key and equals and column) or key in columns:
-            raise KfacpackError(f"--columns {printable(text)!r}: expected {COLUMNS_FORM}")
+            raise KfacpackError(f"columns {printable(text)!r}: expected {COLUMNS_FORM}")
         columns[key] = (column,)
     label = columns.pop(LABEL, ())
     if IMAGE in columns and len(columns) > 1:
         problem = "an image cannot be combined with other inputs"
-        raise KfacpackError(f"--columns {printable(text)!r}: {problem}; expected {COLUMNS_FORM}")
+        raise KfacpackError(f"columns {printable(text)!r}: {problem}; expected {COLUMNS_FORM}")
     return RequestedColumns(columns, label)
 
 

@@ -19,7 +19,7 @@ MAX_CLASSES = 60
 THUMBNAIL, GAP, NAME, LINE, MARGIN = 64, 4, 150, 24, 12
 """Pixels: side of a thumbnail, gap between two, width of a class name, height of a text line, outer margin."""
 SHAPES = ((12, 1, 12), (24, 2, 8), (MAX_CLASSES, 3, 5))
-"""Maximum number of classes, columns of classes, examples per class."""
+"""Layouts of a sheet: maximum number of classes, columns of classes, and examples per class."""
 INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
 
 
@@ -74,9 +74,9 @@ def _class_names(task: Task, split: Split) -> tuple[str, ...]:
     example = split[0]
     if "image" not in example:
         columns = ", ".join(map(repr, example))
-        raise KfacpackError(f"{task.name}: a sheet needs images, but examples have {printable(columns)}")
+        raise KfacpackError(f"{task.name}: a contact sheet needs images, but the examples have {printable(columns)}")
     if task.classes is None:
-        raise KfacpackError(f"{task.name}: a sheet needs classes, but there is no column of class labels")
+        raise KfacpackError(f"{task.name}: a contact sheet needs classes, but there is no column of class labels")
     return task.classes
 
 

@@ -34,7 +34,7 @@ class PackageData:
     module: str
     """Name of its top-level module."""
     tested: str
-    """A version that contains the data."""
+    """A version that is known to contain the data."""
 
     @property
     def version(self) -> str:
@@ -124,13 +124,13 @@ SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.parquet")
 """train-00000-of-00002.parquet; older files have a hash after the number."""
 NUMBERED = re.compile(r"\d+\.parquet")
-"""Files of the Hub's own conversion, CONFIG/SPLIT/0000.parquet."""
+"""File names of the Hub's own conversion to parquet, CONFIG/SPLIT/0000.parquet."""
 
 Splits = dict[str, list[str]]
 """Name of a split to the paths of its files."""
 
 
-def natural_order(paths: Iterable[str]) -> list[str]:
+def sort_paths(paths: Iterable[str]) -> list[str]:
     """Sorts paths folder by folder."""
     return sorted(paths, key=lambda path: path.split("/"))
 
@@ -153,7 +153,7 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
         KfacpackError: There is no such config, or there are several and none was chosen.
     """
     configs: dict[str | None, Splits] = {}
-    for path in natural_order(paths):
+    for path in sort_paths(paths):
         *folders, name = path.split("/")
         match = SHARD.fullmatch(name)
         if not match:
@@ -177,9 +177,11 @@ def _choose_config(configs: Mapping[str | None, Splits], config: str | None, loc
     names = sorted(name for name in configs if name is not None)
     problem = f"no config {printable(config)!r}" if config else "several configs"
     if not names:
-        raise KfacpackError(f"{location}: {problem}; the data has no configs. Leave it out: --data {location}")
+        remedy = f"Leave it out: --data {location} (data={location!r})"
+        raise KfacpackError(f"{location}: {problem}; the data has no configs. {remedy}")
     example = f"{location}/{printable(names[0])}"
-    raise KfacpackError(f"{location}: {problem}; there are {printable(', '.join(names))}. Choose one: --data {example}")
+    remedy = f"Choose one: --data {example} (data={example!r})"
+    raise KfacpackError(f"{location}: {problem}; its configs are {printable(', '.join(names))}. {remedy}")
 
 
 def missing_shards(files: Iterable[str]) -> int:
@@ -199,7 +201,7 @@ def image_files(paths: Iterable[str], location: str) -> Splits:
     Raises:
         KfacpackError: Images are in the folders of splits, but not of classes.
     """
-    images = [path for path in natural_order(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
+    images = [path for path in sort_paths(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
     splits: Splits = {}
     for path in images:
         if path.count("/") == 2:
@@ -228,7 +230,7 @@ def read_schema(file: Path) -> tuple[Any, int]:
         with parquet.ParquetFile(file) as opened:
             return datasets.Features.from_arrow_schema(opened.schema_arrow), opened.metadata.num_rows
     except (pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError) as error:
-        raise KfacpackError(f"{file}: is not a readable parquet file: {first_line(error)}") from error
+        raise KfacpackError(f"{file}: not a readable parquet file: {first_line(error)}") from error
 
 
 def has_hf_metadata(file: Path) -> bool:

@@ -18,7 +18,7 @@ from kfacpack.tasks.data_files import EXPECTED, MAX_DEPTH
 CONVERTED = "refs/convert/parquet"
 """Revision with the Hub's own parquet copy of data that is stored in another format."""
 CONFIG = re.compile(r"[\w.-]+")
-LOCAL_DATA = "give a folder that has the data: --data DIR"
+LOCAL_DATA = "pass a folder with the data: --data DIR (data=DIR)"
 ADDRESS_FORM = "hf://datasets/OWNER/REPO, optionally followed by @REVISION and /CONFIG"
 
 
@@ -209,7 +209,7 @@ class DatasetRepository:
         except HubError as error:
             if self._revision == CONVERTED and isinstance(error.__cause__, RevisionNotFoundError):
                 problem = "is not parquet, and the Hub has no parquet copy of it"
-                remedy = "Store it as parquet (datasets.Dataset.push_to_hub does), or download it and pass --data DIR"
+                remedy = f"Store it as parquet, as datasets.Dataset.push_to_hub does, or {LOCAL_DATA}"
                 raise HubError(self.name, problem, remedy) from error
             cached = self._cached_snapshot() if error.unreachable else None
             if cached is None:
@@ -244,16 +244,16 @@ class DatasetRepository:
         part = f" --include '{self._config}/*'" if self._config else ""
         revision = f" --revision {self._revision}" if self._revision else ""
         command = f"hf download {self.source} --repo-type dataset{revision}{part} --local-dir DIR"
-        return f"on a machine with a network, run: {command}. Then give that folder: --data DIR"
+        return f"on a machine with a network, run: {command}. Then pass that folder: --data DIR (data=DIR)"
 
 
 def is_dataset_address(data: str) -> bool:
-    """Returns whether a value of `--data` is an hf:// address rather than a folder."""
+    """Returns whether the name of a data source is an hf:// address rather than a folder."""
     return data.startswith("hf:/")
 
 
 def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None]:
-    """Opens the data source that `--data` names.
+    """Opens a data source by name.
 
     Args:
         data: A folder, or hf://datasets/OWNER/REPO[@REVISION][/CONFIG].

@@ -101,7 +101,7 @@ class LocalSplit:
             KfacpackError: There is no label column, or the label is not a class.
         """
         if self._columns.label is None:
-            remedy = "Choose a column of strings or integers with --columns label=COLUMN"
+            remedy = "Choose a column of strings or integers: --columns label=COLUMN (columns='label=COLUMN')"
             raise KfacpackError(f"{self.source.dataset}: there is no column of class labels. {remedy}")
         label = self._labels[self._rows[index]]
         if label not in self._class_of:
@@ -186,8 +186,8 @@ class LocalTask:
         The first existing name of a split is used. With a definition, other stored splits are ignored; without one,
         only `validation` has several names.
         """
-        serving = self.definition.serving if self.definition else {"validation": VALIDATION}
-        chosen = {split: next((name for name in names if name in stored), None) for split, names in serving.items()}
+        names_of = self.definition.split_names if self.definition else {"validation": VALIDATION}
+        chosen = {split: next((name for name in names if name in stored), None) for split, names in names_of.items()}
         splits = {split: stored[name] for split, name in chosen.items() if name is not None}
         if self.definition is None:
             splits |= {name: files for name, files in stored.items() if name not in chosen.values()}

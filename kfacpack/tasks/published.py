@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kfacpack.tasks.columns import RequestedColumns
 from kfacpack.tasks.task import validation_indices
 
 ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]
-"""Maps class names as data sets store them to words for prompts."""
+"""Maps the class names that a data set stores to words for prompts."""
 
 
 def plain_names(stored: Sequence[str]) -> tuple[str, ...]:
-    """Replaces the characters that represent spaces in folder names: baseball_diamond, /c/church/outdoor."""
+    """Replaces the characters that stand for spaces in folder names, such as baseball_diamond or /c/church/outdoor."""
     return tuple(map(_plain_name, stored))
 
 
@@ -38,9 +38,11 @@ def _alphanumeric(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
+IMAGE_COLUMNS = {"image": ("image", "img")}
+"""Columns of a data set of images."""
 VALIDATION = ("validation", "valid", "val", "dev")
 """Names of a validation split."""
-OWN_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
+DEFAULT_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
 HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
 """If the labels of `test` are not public, `validation` is used as `test`, and `train` is split for validation."""
 
@@ -58,8 +60,8 @@ class PublishedTask:
     classes: int
     """Number of classes."""
     stored: Mapping[str, int]
-    """Stored split of the repository to its number of examples."""
-    inputs: Mapping[str, tuple[str, ...]]
+    """Number of examples of each split that is stored in the repository."""
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IMAGE_COLUMNS)
     """Key in the example to possible column names, the repository's own first."""
     label: tuple[str, ...] = ("label", "labels")
     """Possible names of the label column."""
@@ -70,19 +72,24 @@ class PublishedTask:
     splits: Mapping[str, tuple[str, ...]] | None = None
     """Split to the possible names of the stored split to use; the first that exists is used. Other stored
     splits, such as corrupted copies of `test`, are ignored."""
-    templates: tuple[str, ...] = ()
-    """Prompt templates, with {} in place of the class name."""
+    prompts: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
+    """Prompt templates, with {} in place of the class name, or a function that reads them from a package."""
     words: ClassNamesFn = plain_names
-    """Maps class names as they are stored to words for prompts."""
+    """Maps the stored class names to words for prompts."""
     drops_unlabelled: bool = False
     """Whether rows without a label are left out; otherwise they are an error."""
     gated: bool = False
     """Whether users have to accept terms on the Hub."""
 
     @property
-    def serving(self) -> Mapping[str, tuple[str, ...]]:
+    def templates(self) -> tuple[str, ...]:
+        """Prompt templates, with {} in place of the class name; empty for texts."""
+        return self.prompts() if callable(self.prompts) else self.prompts
+
+    @property
+    def split_names(self) -> Mapping[str, tuple[str, ...]]:
         """Split to the possible names of the stored split to use."""
-        return self.splits or OWN_SPLITS
+        return self.splits or DEFAULT_SPLITS
 
     @property
     def requested_columns(self) -> RequestedColumns:

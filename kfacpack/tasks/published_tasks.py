@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import runpy
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -31,6 +31,7 @@ EUROSAT_CLASSES = {
 }
 """Folder in the EuroSAT archive to CLIP's class name."""
 
+eurosat_classes = names_from_table(EUROSAT_CLASSES)
 
 GTSRB_SIGNS = (
     ("20_kmh", "red and white circle 20 kph speed limit"),
@@ -92,150 +93,34 @@ def gtsrb_classes(stored: Sequence[str]) -> tuple[str, ...]:
     return _GTSRB_BY_NAME(stored)
 
 
-IMAGE_COLUMNS = {"image": ("image", "img")}
-NUMBER_TEMPLATES = ('a photo of the number: "{}".',)
-
-
 def _join_words(*parts: tuple[str, ...]) -> tuple[str, ...]:
-    """Joins one word of each part: ("a photo of",), ("a", "the"), ("{}",) -> "a photo of a {}."."""
+    """Joins one word of each part: ("a photo of",), ("a", "the"), ("{}",) -> "a photo of a {}.", and so on."""
     return tuple(" ".join(word for word in words if word) + "." for words in product(*parts))
 
 
-def stanford_cars() -> PublishedTask:
-    """Returns the definition of Stanford Cars."""
-    return PublishedTask(
-        name="stanford_cars",
-        repository="tanganke/stanford_cars",
-        license=None,
-        classes=196,
-        stored={"train": 8144, "test": 8041},
-        inputs=IMAGE_COLUMNS,
-        templates=(
-            *_join_words(("a photo of",), ("a", "the", "my"), ("{}",)),
-            "i love my {}!",
-            *_join_words(("a photo of my",), ("dirty", "clean", "new", "old"), ("{}",)),
-        ),
-    )
-
-
-def dtd() -> PublishedTask:
-    """Returns the definition of the Describable Textures Dataset."""
-    return PublishedTask(
-        name="dtd",
-        repository="tanganke/dtd",
-        license="for research",
-        classes=47,
-        stored={"train": 3760, "test": 1880},
-        inputs=IMAGE_COLUMNS,
-        templates=_join_words(("a photo of",), ("a", "the"), ("{}",), ("texture", "pattern", "thing", "object")),
-    )
-
-
-def eurosat() -> PublishedTask:
-    """Returns the definition of EuroSAT."""
-    return PublishedTask(
-        name="eurosat",
-        repository="tanganke/eurosat",
-        license="MIT",
-        classes=10,
-        stored={"train": 21600, "test": 2700},
-        inputs=IMAGE_COLUMNS,
-        templates=_join_words(("a centered satellite photo of",), ("", "a", "the"), ("{}",)),
-        words=names_from_table(EUROSAT_CLASSES),
-    )
-
-
-def gtsrb() -> PublishedTask:
-    """Returns the definition of the German Traffic Sign Recognition Benchmark."""
-    return PublishedTask(
-        name="gtsrb",
-        repository="tanganke/gtsrb",
-        license=None,
-        classes=43,
-        stored={"train": 26640, "test": 12630},
-        inputs=IMAGE_COLUMNS,
-        templates=_join_words(("a",), ("zoomed in", "centered", "close up"), ('photo of a "{}" traffic sign',)),
-        words=gtsrb_classes,
-    )
-
-
-def mnist() -> PublishedTask:
-    """Returns the definition of MNIST."""
-    return PublishedTask(
-        name="mnist",
-        repository="ylecun/mnist",
-        license="MIT",
-        classes=10,
-        stored={"train": 60000, "test": 10000},
-        inputs=IMAGE_COLUMNS,
-        templates=NUMBER_TEMPLATES,
-    )
-
-
-def resisc45() -> PublishedTask:
-    """Returns the definition of RESISC45."""
-    return PublishedTask(
-        name="resisc45",
-        repository="tanganke/resisc45",
-        license=None,
-        classes=45,
-        stored={"train": 18900, "test": 6300},
-        inputs=IMAGE_COLUMNS,
-        templates=tuple(
-            f"{view} {kind} of {article}{{}}."
-            for article, kind, view in product(
-                ("", "a ", "the "), ("imagery", "photo", "view"), ("satellite", "aerial")
-            )
-        ),
-    )
-
-
-def sun397() -> PublishedTask:
-    """Returns the definition of SUN397."""
-    return PublishedTask(
-        name="sun397",
-        repository="tanganke/sun397",
-        license=None,
-        classes=397,
-        stored={"train": 19850, "test": 19850},
-        inputs=IMAGE_COLUMNS,
-        templates=_join_words(("a photo of",), ("a", "the"), ("{}",)),
-    )
-
-
-def svhn() -> PublishedTask:
-    """Returns the definition of SVHN, the cropped digits."""
-    return PublishedTask(
-        name="svhn",
-        repository="ufldl-stanford/svhn",
-        config="cropped_digits",
-        license="for non-commercial use",
-        classes=10,
-        stored={"train": 73257, "test": 26032},
-        inputs=IMAGE_COLUMNS,
-        templates=NUMBER_TEMPLATES,
-    )
-
+CARS_TEMPLATES = (
+    *_join_words(("a photo of",), ("a", "the", "my"), ("{}",)),
+    "i love my {}!",
+    *_join_words(("a photo of my",), ("dirty", "clean", "new", "old"), ("{}",)),
+)
+DTD_TEMPLATES = _join_words(("a photo of",), ("a", "the"), ("{}",), ("texture", "pattern", "thing", "object"))
+EUROSAT_TEMPLATES = _join_words(("a centered satellite photo of",), ("", "a", "the"), ("{}",))
+GTSRB_TEMPLATES = _join_words(("a",), ("zoomed in", "centered", "close up"), ('photo of a "{}" traffic sign',))
+NUMBER_TEMPLATES = ('a photo of the number: "{}".',)
+RESISC45_TEMPLATES = tuple(
+    f"{view} {kind} of {article}{{}}."
+    for article, kind, view in product(("", "a ", "the "), ("imagery", "photo", "view"), ("satellite", "aerial"))
+)
+SUN397_TEMPLATES = _join_words(("a photo of",), ("a", "the"), ("{}",))
 
 OPEN_CLIP = PackageData("open_clip_torch", "open_clip", tested="3.3.0")
 TIMM = PackageData("timm", "timm", tested="1.0.30")
 WORDNET = re.compile(r"n\d{8}")
 
 
-def imagenet() -> PublishedTask:
-    """Returns the definition of ImageNet-1k. Its validation split is used as test split."""
-    return PublishedTask(
-        name="imagenet",
-        repository="ILSVRC/imagenet-1k",
-        license="for non-commercial research",
-        classes=1000,
-        stored={"train": 1281167, "test": 50000},
-        inputs=IMAGE_COLUMNS,
-        splits={**HIDDEN_TEST_SPLITS, "test": ("validation", "val", "test")},
-        templates=tuple(template("{}") for template in _open_clip_metadata()["OPENAI_IMAGENET_TEMPLATES"]),
-        words=imagenet_classes,
-        gated=True,
-    )
+def imagenet_templates() -> tuple[str, ...]:
+    """Returns open_clip's templates for ImageNet."""
+    return tuple(template("{}") for template in _open_clip_metadata()["OPENAI_IMAGENET_TEMPLATES"])
 
 
 def imagenet_classes(stored: Sequence[str]) -> tuple[str, ...]:
@@ -267,98 +152,96 @@ def _synsets() -> tuple[str, ...]:
 PREMISE, HYPOTHESIS = ("premise", "sentence1"), ("hypothesis", "sentence2")
 NLI_COLUMNS = {"premise": PREMISE, "hypothesis": HYPOTHESIS}
 NLI_LABEL = ("label", "gold_label")
+SICK_COLUMNS = {"sentence_A": ("sentence_A", *PREMISE), "sentence_B": ("sentence_B", *HYPOTHESIS)}
+RTE_COLUMNS = {"sentence1": ("sentence1", "premise"), "sentence2": ("sentence2", "hypothesis")}
+QNLI_COLUMNS = {"question": ("question",), "sentence": ("sentence",)}
+GLUE_LICENSE = "several, see the corpus"
+IMAGENET_SPLITS = {**HIDDEN_TEST_SPLITS, "test": ("validation", "val", "test")}
+MNLI_SPLITS = {**HIDDEN_TEST_SPLITS, "test": ("validation_matched", "validation", "test")}
+
+_nli_task = partial(PublishedTask, inputs=NLI_COLUMNS, label=NLI_LABEL, words=tuple)
 
 
-def snli() -> PublishedTask:
-    """Returns the definition of SNLI. Rows without a label are left out."""
-    return PublishedTask(
-        name="snli",
-        repository="stanfordnlp/snli",
+def _sizes(*sizes: int) -> dict[str, int]:
+    """Returns the stored sizes of train and test, or of train, validation and test, by split."""
+    splits = ("train", "test") if len(sizes) == 2 else ("train", "validation", "test")
+    return dict(zip(splits, sizes, strict=True))
+
+
+# Name, repository, license, number of classes and stored sizes, followed by the fields that differ from the defaults.
+PUBLISHED_TASKS = (
+    PublishedTask("stanford_cars", "tanganke/stanford_cars", None, 196, _sizes(8144, 8041), prompts=CARS_TEMPLATES),
+    PublishedTask("dtd", "tanganke/dtd", "for research", 47, _sizes(3760, 1880), prompts=DTD_TEMPLATES),
+    PublishedTask(
+        "eurosat", "tanganke/eurosat", "MIT", 10, _sizes(21600, 2700), prompts=EUROSAT_TEMPLATES, words=eurosat_classes
+    ),
+    PublishedTask(
+        "gtsrb", "tanganke/gtsrb", None, 43, _sizes(26640, 12630), prompts=GTSRB_TEMPLATES, words=gtsrb_classes
+    ),
+    PublishedTask("mnist", "ylecun/mnist", "MIT", 10, _sizes(60000, 10000), prompts=NUMBER_TEMPLATES),
+    PublishedTask("resisc45", "tanganke/resisc45", None, 45, _sizes(18900, 6300), prompts=RESISC45_TEMPLATES),
+    PublishedTask("sun397", "tanganke/sun397", None, 397, _sizes(19850, 19850), prompts=SUN397_TEMPLATES),
+    PublishedTask(
+        "svhn",
+        "ufldl-stanford/svhn",
+        "for non-commercial use",
+        10,
+        _sizes(73257, 26032),
+        config="cropped_digits",
+        prompts=NUMBER_TEMPLATES,
+    ),
+    # Rows of SNLI without a majority label are left out: 785, 158 and 176.
+    _nli_task(
+        "snli",
+        "stanfordnlp/snli",
+        "CC BY-SA 4.0",
+        3,
+        _sizes(549367, 9842, 9824),
         config="plain_text",
-        license="CC BY-SA 4.0",
-        classes=3,
-        stored={"train": 549367, "validation": 9842, "test": 9824},
-        inputs=NLI_COLUMNS,
-        label=NLI_LABEL,
-        words=tuple,
-        drops_unlabelled=True,  # rows without a majority label: 785, 158 and 176
-    )
-
-
-def mnli() -> PublishedTask:
-    """Returns the definition of MultiNLI. Its matched validation split is used as test split."""
-    return PublishedTask(
-        name="mnli",
-        repository="nyu-mll/glue",
-        config="mnli",
-        license="several, see the corpus",
-        classes=3,
-        stored={"train": 392702, "test": 9815},
-        inputs=NLI_COLUMNS,
-        label=NLI_LABEL,
-        splits={**HIDDEN_TEST_SPLITS, "test": ("validation_matched", "validation", "test")},
-        words=tuple,
-    )
-
-
-def sick() -> PublishedTask:
-    """Returns the definition of SICK."""
-    return PublishedTask(
-        name="sick",
-        repository="RobZamp/sick",
+        drops_unlabelled=True,
+    ),
+    _nli_task("mnli", "nyu-mll/glue", GLUE_LICENSE, 3, _sizes(392702, 9815), config="mnli", splits=MNLI_SPLITS),
+    _nli_task(
+        "sick",
+        "RobZamp/sick",
+        "CC BY-NC-SA 3.0",
+        3,
+        _sizes(4439, 495, 4906),
+        inputs=SICK_COLUMNS,
         revision="refs/convert/parquet",  # the main branch contains a loading script
         config="default",
-        license="CC BY-NC-SA 3.0",
-        classes=3,
-        stored={"train": 4439, "validation": 495, "test": 4906},
-        inputs={"sentence_A": ("sentence_A", *PREMISE), "sentence_B": ("sentence_B", *HYPOTHESIS)},
-        label=NLI_LABEL,
-        words=tuple,
-    )
-
-
-def scitail() -> PublishedTask:
-    """Returns the definition of SciTail."""
-    return PublishedTask(
-        name="scitail",
-        repository="allenai/scitail",
-        config="tsv_format",
-        license=None,
-        classes=2,
-        stored={"train": 23097, "validation": 1304, "test": 2126},
-        inputs=NLI_COLUMNS,
-        label=NLI_LABEL,
-        words=tuple,
-    )
-
-
-def rte() -> PublishedTask:
-    """Returns the definition of RTE. Its validation split is used as test split."""
-    return PublishedTask(
-        name="rte",
-        repository="nyu-mll/glue",
+    ),
+    _nli_task("scitail", "allenai/scitail", None, 2, _sizes(23097, 1304, 2126), config="tsv_format"),
+    _nli_task(
+        "rte",
+        "nyu-mll/glue",
+        GLUE_LICENSE,
+        2,
+        _sizes(2490, 277),
+        inputs=RTE_COLUMNS,
         config="rte",
-        license="several, see the corpus",
-        classes=2,
-        stored={"train": 2490, "test": 277},
-        inputs={"sentence1": ("sentence1", "premise"), "sentence2": ("sentence2", "hypothesis")},
-        label=NLI_LABEL,
         splits=HIDDEN_TEST_SPLITS,
-        words=tuple,
-    )
-
-
-def qnli() -> PublishedTask:
-    """Returns the definition of QNLI. Its validation split is used as test split."""
-    return PublishedTask(
-        name="qnli",
-        repository="nyu-mll/glue",
+    ),
+    _nli_task(
+        "qnli",
+        "nyu-mll/glue",
+        "CC BY-SA 4.0",
+        2,
+        _sizes(104743, 5463),
+        inputs=QNLI_COLUMNS,
         config="qnli",
-        license="CC BY-SA 4.0",
-        classes=2,
-        stored={"train": 104743, "test": 5463},
-        inputs={"question": ("question",), "sentence": ("sentence",)},
-        label=NLI_LABEL,
         splits=HIDDEN_TEST_SPLITS,
-        words=tuple,
-    )
+    ),
+    PublishedTask(
+        "imagenet",
+        "ILSVRC/imagenet-1k",
+        "for non-commercial research",
+        1000,
+        _sizes(1281167, 50000),
+        splits=IMAGENET_SPLITS,
+        prompts=imagenet_templates,
+        words=imagenet_classes,
+        gated=True,
+    ),
+)
+"""Definitions of all published tasks."""

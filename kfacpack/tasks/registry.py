@@ -7,32 +7,15 @@ from collections.abc import Callable
 
 from kfacpack.demo import drawn_tasks, photo_tasks
 from kfacpack.errors import KfacpackError, did_you_mean, printable
-from kfacpack.tasks import published_tasks
 from kfacpack.tasks.columns import parse_columns
 from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
 from kfacpack.tasks.local_task import LocalTask
 from kfacpack.tasks.published import PublishedTask
+from kfacpack.tasks.published_tasks import PUBLISHED_TASKS
 from kfacpack.tasks.task import ClassSplitTask, Task, parse_class_split
 
-PUBLISHED: dict[str, Callable[[], PublishedTask]] = {
-    "stanford_cars": published_tasks.stanford_cars,
-    "dtd": published_tasks.dtd,
-    "eurosat": published_tasks.eurosat,
-    "gtsrb": published_tasks.gtsrb,
-    "mnist": published_tasks.mnist,
-    "resisc45": published_tasks.resisc45,
-    "sun397": published_tasks.sun397,
-    "svhn": published_tasks.svhn,
-    "snli": published_tasks.snli,
-    "mnli": published_tasks.mnli,
-    "sick": published_tasks.sick,
-    "scitail": published_tasks.scitail,
-    "rte": published_tasks.rte,
-    "qnli": published_tasks.qnli,
-    "imagenet": published_tasks.imagenet,
-}
-"""Name to definition of the tasks on the Hub. Calling one neither reads nor downloads any data."""
-
+PUBLISHED: dict[str, PublishedTask] = {task.name: task for task in PUBLISHED_TASKS}
+"""Name to definition of the tasks on the Hub."""
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": photo_tasks.load_digits,
@@ -69,18 +52,18 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
     """
     if part := parse_class_split(name):
         return ClassSplitTask(load_task(part.whole, data, columns=columns), part.k, part.n)
-    definition = PUBLISHED[name]() if name in PUBLISHED else None
+    definition = PUBLISHED.get(name)
     requested = parse_columns(columns) if columns is not None else None
     if data is not None:
         source, config = data_source_of(data)
         return LocalTask(name, source, definition, requested, config)
     if requested is not None:
-        raise KfacpackError("--columns requires your own data: add --data DIR")
+        raise KfacpackError("--columns (columns=…) requires your own data; pass --data DIR (data=DIR)")
     if name in TASKS:
         return TASKS[name]()
     if definition is not None:
         source = DatasetRepository(definition.repository, definition.revision, definition.config)
         return LocalTask(name, source, definition)
     suggestion = did_you_mean(name, [*TASKS, *PUBLISHED])
-    remedy = "For your own data, add --data DIR with train-*.parquet and test-*.parquet, or images in class folders"
+    remedy = "For your own data, pass --data DIR (data=DIR), with train-*.parquet and test-*.parquet or class folders"
     raise KfacpackError(f"unknown task {printable(name)!r}{suggestion} Run `kfacpack tasks` for a list. {remedy}")

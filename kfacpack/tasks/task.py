@@ -1,9 +1,9 @@
-"""The task interface: named splits of labelled examples. Also class splits and the choice of examples.
+"""The task interface (named splits of labelled examples), class splits, and the choice of examples.
 
 A class split `NAME@k/n` divides a task's classes into n groups, as in class-incremental learning, and keeps the
-examples of the k-th. The groups are consecutive and as even as possible. `classes`, labels
-and heads are those of the whole task: vectors of the parts have the same head, and their sum is evaluated on the union
-of the classes. Training uses only the logits of the group's own classes, evaluation uses all of them.
+examples of the k-th. The groups are consecutive and as even as possible. Classes, labels and heads are those of the
+whole task: vectors of the parts have the same head, and their sum is evaluated on the union of the classes. Training
+uses only the logits of the group's own classes; evaluation uses all of them.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class ClassSplitTask:
     def __post_init__(self) -> None:
         name, classes = printable(self.name), self.whole.classes
         if not classes:
-            raise KfacpackError(f"{name}: unknown class names, so the task cannot be divided by classes")
+            raise KfacpackError(f"{name}: the class names are unknown, so the task cannot be divided by classes")
         if len(classes) < 2 * self.n:
             problem = f"{len(classes)} classes in {self.n} parts leave fewer than two classes in a part"
             limit = len(classes) // 2
@@ -279,7 +279,7 @@ def parent_task(task: Task) -> Task:
 
 
 def own_classes(task: Task) -> range | None:
-    """Returns the classes of a class split, which training is restricted to; None for other tasks."""
+    """Returns the classes of a class split, to which training is restricted; None for other tasks."""
     return task.own_classes if isinstance(task, ClassSplitTask) else None
 
 

@@ -90,10 +90,10 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["nothing"], "unknown task 'nothing'"),
+        (["nothing"], "unknown task 'nothing'. Run `kfacpack tasks` for a list"),
         (["--sheet", "out.png"], "--sheet needs one task"),
         (["--data", "."], "--data needs one task"),
-        (["faces", "--split", "test"], "give --sheet FILE.png"),
+        (["faces", "--split", "test"], "--split selects what --sheet draws; give --sheet FILE.png"),
         (
             ["faces", "--sheet", "out.png", "--split", "dev"],
             "unknown split 'dev'; expected one of train, validation, test",
@@ -116,11 +116,11 @@ def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "HfApi", None, raising=False)
     shown = run().stdout
-    for name, describe in PUBLISHED.items():
+    for name, definition in PUBLISHED.items():
         row = next(line for line in reversed(shown.splitlines()) if line.startswith(f"{name} "))
-        for number in (describe().classes, *describe().sizes.values()):
+        for number in (definition.classes, *definition.sizes.values()):
             assert f" {number:,} " in row
-        assert describe().repository in row
+        assert definition.repository in row
     published = {entry["name"]: entry for entry in json.loads(run("--json").stdout)["published"]}
     assert set(published) == set(PUBLISHED)
     dtd = json.loads(run("dtd", "--json").stdout)
@@ -141,7 +141,7 @@ def test_published_tasks_are_listed_and_shown_without_a_network(monkeypatch):
 def test_an_ambiguous_task_name_gives_a_warning():
     assert "--data hf://datasets/ylecun/mnist" in " ".join(run("mnist").stdout.split())
     note = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model"]).stderr
-    assert "warning: mnist without --data is MNIST, 5,000 digits" in " ".join(note.split())
+    assert "warning: the embedded task mnist is MNIST, 5,000 digits" in " ".join(note.split())
     quiet = CliRunner().invoke(app, ["eval", "--task", "mnist", "--model", "no-such-model", "--quiet"]).stderr
     assert "warning" not in quiet
 

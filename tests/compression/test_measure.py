@@ -70,7 +70,7 @@ def test_the_error_on_a_given_task_vector():
     tau = random_tau(before, 5)
     after, report = compressed(before, "block:2+int8", vector=tau.__getitem__)
     q, found = float(before.quadratic(tau)), float(after.quadratic(tau))
-    assert report.real == pytest.approx((q, found), rel=1e-5)
+    assert report.on_vector == pytest.approx((q, found), rel=1e-5)
 
 
 def test_very_small_errors_are_not_lost_in_rounding():

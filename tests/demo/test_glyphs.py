@@ -10,7 +10,7 @@ import pytest
 from kit import refused
 from PIL import Image, ImageDraw, ImageFont
 
-from kfacpack.demo.canvas import MARGIN, SIDE, has_glyph, render_glyph, render_glyphs
+from kfacpack.demo.canvas import GLYPH_SIZE, MARGIN, has_glyph, render_glyph, render_glyphs
 from kfacpack.errors import KfacpackError
 
 FONTS = Path(find_spec("matplotlib").submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
@@ -23,16 +23,16 @@ def by_pillow(character: str, font: str) -> np.ndarray:
     picture = Image.new("L", (box[2] - box[0], box[3] - box[1]))
     ImageDraw.Draw(picture).text((-box[0], -box[1]), character, font=large, fill=255)
     picture = picture.crop(picture.getbbox())
-    room = SIDE - 2 * MARGIN
+    room = GLYPH_SIZE - 2 * MARGIN
     scale = room / max(picture.size)
     width, height = (side * scale for side in picture.size)
-    place = ((SIDE - width) / 2, (SIDE - height) / 2)
-    shrunk = Image.new("L", (SIDE * 10, SIDE * 10))
+    place = ((GLYPH_SIZE - width) / 2, (GLYPH_SIZE - height) / 2)
+    shrunk = Image.new("L", (GLYPH_SIZE * 10, GLYPH_SIZE * 10))
     shrunk.paste(
         picture.resize((round(width * 10), round(height * 10)), Image.Resampling.BOX),
         tuple(round(10 * at) for at in place),
     )
-    return np.asarray(shrunk.resize((SIDE, SIDE), Image.Resampling.BOX), dtype=np.float32) / 255
+    return np.asarray(shrunk.resize((GLYPH_SIZE, GLYPH_SIZE), Image.Resampling.BOX), dtype=np.float32) / 255
 
 
 @pytest.mark.parametrize("font", ["DejaVuSans", "DejaVuSerif-Italic", "cmr10", "STIXGeneral"])
@@ -50,8 +50,8 @@ def test_other_alphabets(character):
 def test_a_glyph_fills_its_image_and_is_centred():
     covered = np.argwhere(render_glyph("H", "DejaVuSans") > 0)
     assert covered.min(axis=0)[0] == MARGIN
-    assert covered.max(axis=0)[0] == SIDE - MARGIN - 1
-    assert (covered.min(axis=0) + covered.max(axis=0)) / 2 == pytest.approx([(SIDE - 1) / 2] * 2, abs=0.51)
+    assert covered.max(axis=0)[0] == GLYPH_SIZE - MARGIN - 1
+    assert (covered.min(axis=0) + covered.max(axis=0)) / 2 == pytest.approx([(GLYPH_SIZE - 1) / 2] * 2, abs=0.51)
 
 
 def test_glyphs_are_in_order():

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from kit import refused
 
 import kfacpack as kp
+from kfacpack._compat import make_torchvision_importable
 from kfacpack.models.functional import select_parameters
 from kfacpack.models.prompts import CONFIG_KEY, FLAN_TEMPLATES, PROMPT_STYLES, label_words, prompt_style, prompts
 from kfacpack.tasks.task import DataOrigin
@@ -74,6 +76,7 @@ def untied_folder(t5_folder, tmp_path_factory):
 
 @pytest.mark.parametrize("folder", ["t5_folder", "untied_folder"])
 def test_logits_of_the_label_words_are_transformers_own(folder, request):
+    make_torchvision_importable()
     from transformers import AutoTokenizer, T5ForConditionalGeneration
 
     folder = request.getfixturevalue(folder)
@@ -109,7 +112,7 @@ def test_the_style_is_a_property_of_the_model(t5_folder, untied_folder, tmp_path
 
 @pytest.mark.parametrize(("spec", "style"), [("tiny", "flan"), ("t5", "chat")])
 def test_a_style_that_does_not_exist_is_refused(spec, style, t5_folder):
-    with pytest.raises(kp.KfacpackError):
+    with refused(kp.KfacpackError, repr(style)):
         kp.load_model(f"t5:{t5_folder}" if spec == "t5" else spec, prompts=style)
 
 
@@ -159,7 +162,7 @@ def test_every_template_fits_its_task(name):
     """The columns and classes of the published tasks have entries."""
     from kfacpack.tasks.registry import PUBLISHED
 
-    task = PUBLISHED[name]()
+    task = PUBLISHED[name]
     columns = {column: ["x"] for column in task.inputs}
     assert "OPTIONS" in prompts(columns, name, "flan")[0]
     assert set(PROMPT_STYLES) == {"t5", "flan"}

@@ -78,10 +78,10 @@ def test_a_published_task_is_downloaded_by_name(name, request, hub, unplug, tmp_
     estimate = ("estimate", "--task", name, *model)
     run(*estimate, "-o", tmp_path / "hub.kfac")
     source = kp.Bundle(tmp_path / "hub.kfac").manifest.source
-    repository = PUBLISHED[name]().repository
+    repository = PUBLISHED[name].repository
     commit = hub.repos[f"datasets/{repository}"].branches["main"]
     assert (source.task, source.dataset, source.revision, source.split) == (name, repository, commit, "train")
-    assert (source.examples, source.dataset_size, source.license) == (22, 22, PUBLISHED[name]().license)
+    assert (source.examples, source.dataset_size, source.license) == (22, 22, PUBLISHED[name].license)
     inside = "data" if name == "dtd" else "rte"
     assert hub.fetched() == [f"{inside}/train{SHARD}"], "only the requested split, once"
 
@@ -173,7 +173,7 @@ def test_a_refusal_of_the_hub_is_reported_with_a_remedy(hub, log_in, tmp_path, u
 def test_a_gated_task_needs_access(hub, log_in, tmp_path):  # noqa: F811
     files = files_of(copy("imagenet", tmp_path / "imagenet"))
     hub.put("datasets/ILSVRC/imagenet-1k", files, gated=True)
-    with refused(kp.KfacpackError, "/datasets/ILSVRC/imagenet-1k"):
+    with refused(kp.KfacpackError, "gated", "/datasets/ILSVRC/imagenet-1k", "hf auth login"):
         load_task("imagenet").split("train")
     hub.repos["datasets/owner/imagenet"] = hub.repos["datasets/ILSVRC/imagenet-1k"]
     log_in("owner")
@@ -192,7 +192,7 @@ def test_invalid_tokens_and_revisions_are_refused(hub, dtd, log_in):  # noqa: F8
 @pytest.mark.parametrize(("name", "part"), [("dtd", ""), ("rte", " --include 'rte/*'")])
 def test_without_a_network_and_a_cache(hub, unplug, name, part):  # noqa: F811
     unplug()
-    repository = PUBLISHED[name]().repository
+    repository = PUBLISHED[name].repository
     message = refusal("--task", name)
     assert f"hf://datasets/{repository}: the Hub (http://127.0.0.1:" in message
     assert "cannot be reached: " in message
@@ -209,7 +209,7 @@ def test_a_cached_card_without_data_is_not_used(hub, dtd, unplug):  # noqa: F811
 
 def test_other_formats_are_read_from_the_hubs_parquet_conversion(hub, unplug, tmp_path):  # noqa: F811
     hub.put("datasets/someone/csv", {"train.csv": b"a,b\n", "README.md": b"# Numbers\n"})
-    with refused(kp.KfacpackError):
+    with refused(kp.KfacpackError, "not parquet", "no parquet copy", "--data DIR"):
         load_task("dtd", "hf://datasets/someone/csv")
     converted = files_of(copy("dtd", tmp_path / "converted", viewer=True))
     commit = hub.put("datasets/someone/csv", converted, "refs/convert/parquet")

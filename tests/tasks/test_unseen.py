@@ -14,7 +14,7 @@ from kfacpack.demo import canvas, drawn_tasks
 from kfacpack.demo.canvas import render_glyph
 from kfacpack.demo.embedded_task import random_stream
 from kfacpack.tasks.registry import TASKS, load_task
-from tiny.captions import SUBJECT, UNTOLD
+from tiny.captions import SUBJECT, UNSTATED
 from tiny.pictures import batch
 from tiny.subjects import GLYPHS, PATTERNS, STREAM, SUBJECTS
 
@@ -130,16 +130,16 @@ def test_a_caption_matches_images_that_do_not_contradict_it():
     made = batch(0, 7, 64)
     assert made.true.diagonal().all()
     for picture, caption in product(range(64), range(64)):
-        told, shown = made.told[caption], made.shown[picture]
+        stated, shown = made.stated[caption], made.shown[picture]
         assert made.true[picture, caption] == all(
-            fact in (UNTOLD, there) for fact, there in zip(told, shown, strict=True)
+            fact in (UNSTATED, there) for fact, there in zip(stated, shown, strict=True)
         )
 
 
 def test_a_caption_names_its_subject():
     made = batch(0, 3, 128)
-    for text, told in zip(made.captions, made.told, strict=True):
-        names = SUBJECTS[told[SUBJECT]].names
+    for text, stated in zip(made.captions, made.stated, strict=True):
+        names = SUBJECTS[stated[SUBJECT]].names
         assert any(words_of(name) <= words_of(text) for name in names), (text, names)
 
 

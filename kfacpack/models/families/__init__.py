@@ -23,7 +23,7 @@ FAMILIES: dict[str, ModelFamily] = {
 }
 """Prefix before the colon to family; names without a prefix belong to open_clip."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
-"""Accepted forms of `--model`, for messages."""
+"""Accepted forms of a model's name, for messages."""
 _EXPECTED = f"Expected {FORMS}. Run `kfacpack models` for a list"
 
 
@@ -31,7 +31,7 @@ class DownloadedModel(NamedTuple):
     """A model whose weights are on this machine."""
 
     model: str
-    """Name for `--model`."""
+    """Name for `load_model`."""
     family: str
     """Name of the family."""
     repository: str
@@ -53,10 +53,10 @@ def downloaded_models() -> list[DownloadedModel]:
 
 
 def split_spec(spec: str) -> tuple[str, str]:
-    """Splits a model specification into the family's prefix and the name within the family.
+    """Splits the full name of a model into the family's prefix and the name within the family.
 
     Args:
-        spec: Value of `--model`, such as `"ViT-B-32"` or `"timm:vit_tiny_patch16_224"`.
+        spec: Full name, such as `"ViT-B-32"` or `"timm:vit_tiny_patch16_224"`.
 
     Returns:
         The prefix, empty for open_clip, and the name. A leading `~` is expanded.

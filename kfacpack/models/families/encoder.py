@@ -15,11 +15,10 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import Function
 from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
+    identity_fields,
     load_pretrained,
     max_length,
-    public_name,
     text_columns,
-    transformers_checkpoint,
 )
 from kfacpack.models.model import CachedRepository, Model, ModelRequest
 from kfacpack.models.prompts import PromptStyle
@@ -38,13 +37,9 @@ class EncoderFamily:
 
     def load(self, request: ModelRequest) -> Model:
         """Loads an encoder. Its pooler, which f does not use, may be missing from the weights."""
-        name, weights, image_size, dtype, device, seed, _ = request
-        if image_size is not None:
-            raise KfacpackError(f"hf:{name} is a text model and takes no image size")
-        config, tokenizer = config_and_tokenizer(name, self.prefix)
-        encoder_class = _encoder_class(config, name)
-        module, missing = load_pretrained(encoder_class, config, name, weights, dtype, seed, unused="pooler.")
-        module = module.to(device).eval()
+        name, device = request.name, request.device
+        config, tokenizer = config_and_tokenizer(request, self.prefix)
+        module, missing = load_pretrained(_encoder_class(config, name), config, request, unused="pooler.")
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
@@ -65,10 +60,7 @@ class EncoderFamily:
             return dict(tokens)
 
         return Model(
-            family=self.name,
-            name=public_name(name),
-            revision=request.revision(getattr(config, "_commit_hash", None)),
-            module=module,
+            **identity_fields(request, self.name, config, module, tokenizer, missing),
             forward=forward,
             function=Function(
                 output="embedding",
@@ -78,7 +70,6 @@ class EncoderFamily:
             ),
             frozen=(*_embedding_names(module), "pooler.*"),
             prepare=prepare,
-            checkpoint=transformers_checkpoint(module, tokenizer, missing),
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
 

@@ -174,7 +174,7 @@ def _open_clip_config(spec: str, needs_tag: bool) -> OpenClipConfig:
         embedded = EMBEDDED_MODELS[spec]
         return OpenClipConfig(
             spec,
-            embedded.trained,
+            embedded.pretrained,
             {"bpe_path": str(embedded.merges)},
             lambda: (check_safetensors(embedded.weights), embedded.revision),
         )
@@ -281,7 +281,8 @@ def _text_encoder(
                 return open_clip.get_tokenizer(name, **options)
             except Exception as error:  # errors of the Hub, transformers and tokenizers have no common base class
                 problem = f"{name}: the tokenizer cannot be loaded: {first_line(error)}"
-                raise KfacpackError(f"{problem}. Use --head prototypes, which needs no texts") from error
+                remedy = "Use --head prototypes (head='prototypes'), which needs no texts"
+                raise KfacpackError(f"{problem}. {remedy}") from error
 
     @torch.no_grad()
     def encode_text(texts: Sequence[str]) -> Tensor:

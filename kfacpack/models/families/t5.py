@@ -11,11 +11,11 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import Function
 from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
+    identity_fields,
     load_pretrained,
     max_length,
     public_name,
     text_columns,
-    transformers_checkpoint,
 )
 from kfacpack.models.model import CachedRepository, Model, ModelRequest
 from kfacpack.models.prompts import CONFIG_KEY, PROMPT_STYLES, PromptStyle, label_words, prompt_style, prompts
@@ -37,18 +37,15 @@ class T5Family:
 
     def load(self, request: ModelRequest) -> Model:
         """Loads a model. The prompt style is recorded in the module's config, so that checkpoints keep it."""
-        name, weights, image_size, dtype, device, seed, requested_style = request
-        if image_size is not None:
-            raise KfacpackError(f"t5:{name} is a text model and takes no image size")
-        config, tokenizer = config_and_tokenizer(name, self.prefix)
+        name, device = request.name, request.device
+        config, tokenizer = config_and_tokenizer(request, self.prefix)
         if config.model_type != "t5":
             raise KfacpackError(f"t5:{name} is a {config.model_type!r} model, expected 't5'; use hf: for text encoders")
         from transformers import T5ForConditionalGeneration
 
-        module, missing = load_pretrained(T5ForConditionalGeneration, config, name, weights, dtype, seed)
-        module = module.to(device).eval()
+        module, missing = load_pretrained(T5ForConditionalGeneration, config, request)
         limit = max_length(tokenizer, config)
-        style = requested_style or prompt_style(public_name(name), config)
+        style = request.prompts or prompt_style(public_name(name), config)
         setattr(module.config, CONFIG_KEY, style)
         start_token = getattr(config, "decoder_start_token_id", None)
         start_token = config.pad_token_id if start_token is None else start_token  # transformers' own default
@@ -74,7 +71,8 @@ class T5Family:
             """Returns the rows of the output layer for the first token of each word."""
             ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
             if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
-                raise KfacpackError(f"t5:{name} has no token for class {without_token[0]!r}; use --head prototypes")
+                problem = f"t5:{name} has no token for class {without_token[0]!r}"
+                raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes')")
             rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
             # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no
             # separate attribute for this.
@@ -83,10 +81,7 @@ class T5Family:
             return scaled
 
         return Model(
-            family=self.name,
-            name=public_name(name),
-            revision=request.revision(getattr(config, "_commit_hash", None)),
-            module=module,
+            **identity_fields(request, self.name, config, module, tokenizer, missing),
             forward=forward,
             function=Function(
                 output="hidden-state",
@@ -97,7 +92,6 @@ class T5Family:
             ),
             frozen=FROZEN,
             prepare=prepare,
-            checkpoint=transformers_checkpoint(module, tokenizer, missing),
             word_weights=word_weights,
             label_words=lambda classes, task: label_words(classes, task, style),
             preprocessing=f"prompts in the style of {style!r}, at most {limit} tokens",

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from kfacpack._compat import make_torchvision_importable, silence_logging
 from kfacpack.errors import KfacpackError, first_line, printable
-from kfacpack.models.model import WeightsSource, seeded_rng
+from kfacpack.models.model import ModelRequest, seeded_rng
 from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, check_safetensors, format_call, weights_error
 from kfacpack.tasks.task import Example
 
@@ -42,16 +40,19 @@ def public_name(name: str) -> str:
     return Path(name).resolve().name if Path(name).is_dir() else name
 
 
-def config_and_tokenizer(name: str, prefix: str) -> tuple[Any, Any]:
-    """Loads the config and the tokenizer of a model.
+def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
+    """Loads the config and the tokenizer of a text model.
 
     Args:
-        name: A folder, or a Hub repository if there is no such folder.
+        request: The request. Its name is a folder, or a Hub repository if there is no such folder.
         prefix: The family's prefix, for errors.
 
     Raises:
-        KfacpackError: They cannot be loaded.
+        KfacpackError: They cannot be loaded, or an image size is requested.
     """
+    name = request.name
+    if request.image_size is not None:
+        raise KfacpackError(f"{prefix}:{name} is a text model and takes no image size")
     looks_local = name.startswith((".", "/", "~"))
     if looks_local and not Path(name).is_dir():
         raise KfacpackError(f"{prefix}:{name}: no such directory; expected one with config.json and a tokenizer")
@@ -69,36 +70,28 @@ def config_and_tokenizer(name: str, prefix: str) -> tuple[Any, Any]:
 
 
 def load_pretrained(
-    model_class: Any,
-    config: Any,
-    name: str,
-    weights: WeightsSource,
-    dtype: torch.dtype,
-    seed: int,
-    unused: str = "",
+    model_class: Any, config: Any, request: ModelRequest, unused: str = ""
 ) -> tuple[Any, frozenset[str]]:
     """Loads a model and checks that no weights are missing; transformers would initialise them randomly.
 
     Args:
         model_class: Class of transformers.
         config: The model's config.
-        name: A folder or Hub repository.
-        weights: A safetensors file, `"random"`, or None for the weights in `name`.
-        dtype: Dtype of the module.
-        seed: Seed of random weights.
+        request: Name, weights, dtype, device and seed of the model.
         unused: Prefix of parameters that f does not use and that may be missing.
 
     Returns:
-        The module, and the names of the missing parameters.
+        The module in eval mode on its device, and the names of the missing parameters.
 
     Raises:
         KfacpackError: The weights cannot be loaded, or some that f uses are missing.
     """
     from safetensors.torch import load_file
 
-    with quiet_transformers(), seeded_rng(seed):
+    name, weights, dtype = request.name, request.weights, request.dtype
+    with quiet_transformers(), seeded_rng(request.seed):
         if weights == "random":
-            return model_class(config).to(dtype), frozenset()
+            return model_class(config).to(request.device, dtype).eval(), frozenset()
         for file in [weights] if weights else sorted(Path(name).glob("*.safetensors")):
             check_safetensors(file)
         state = load_file(weights) if weights else {}
@@ -120,7 +113,29 @@ def load_pretrained(
             raise KfacpackError(f"{problem}. {LOCAL_WEIGHTS}") from error
     if missing := sorted(key for key in info["missing_keys"] if not (unused and key.startswith(unused))):
         raise KfacpackError(f"{weights or name}: does not contain the weights of this model: {missing[0]!r} is missing")
-    return model, frozenset(info["missing_keys"])
+    return model.to(request.device).eval(), frozenset(info["missing_keys"])
+
+
+def identity_fields(
+    request: ModelRequest, family: str, config: Any, module: Any, tokenizer: Any, missing: frozenset[str]
+) -> dict[str, Any]:
+    """Returns the fields of `Model` that do not depend on f: its identity, its module and its checkpoint.
+
+    Args:
+        request: The request that the model was loaded for.
+        family: Name of the family.
+        config: The model's config.
+        module: The module.
+        tokenizer: The tokenizer.
+        missing: Names of the parameters that were missing when the module was loaded.
+    """
+    return {
+        "family": family,
+        "name": public_name(request.name),
+        "revision": request.revision(getattr(config, "_commit_hash", None)),
+        "module": module,
+        "checkpoint": transformers_checkpoint(module, tokenizer, missing),
+    }
 
 
 def transformers_checkpoint(module: Any, tokenizer: Any, missing: frozenset[str]) -> CheckpointFolder:
