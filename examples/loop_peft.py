@@ -2,7 +2,7 @@
 
     python examples/loop_peft.py [STEPS]
 
-A LoRA changes a weight by ΔW = s B A, and the same quadratic form applies to it: with H = G ΔW, the gradient of
+A LoRA changes a weight by ΔW = s B A, and the penalty is the quadratic form of ΔW: with H = G ΔW, the gradient of
 λ <ΔW, H> is 2 λ s H Aᵀ with respect to B and 2 λ s Bᵀ H with respect to A. `Regularizer.loss` computes H in closed
 form; autograd only differentiates B A.
 """
@@ -11,10 +11,10 @@ from sentences import (  # isort: skip  (first: it makes torchvision importable 
     KITCHEN,
     WEATHER,
     classifier,
+    compare,
     embedding,
     encoded,
-    format_result,
-    weather_batches,
+    weather_bundle,
 )
 
 import sys
@@ -61,18 +61,8 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
 
 def main(steps: int = 40) -> dict[str, dict[str, float]]:
     """Trains without and with the penalty."""
-    model, results = classifier(), {}
-    bundle = kp.estimate(
-        model,
-        weather_batches(),
-        samples=4,
-        params=["bert.encoder.*.weight"],
-        forward=lambda **batch: embedding(model, batch),
-    )
-    for name, strength in (("without", 0.0), ("with the penalty", 50.0)):
-        results[name] = train(bundle, strength, steps)
-        print(format_result(name, results[name]))
-    return results
+    bundle = weather_bundle(["bert.encoder.*.weight"])
+    return compare(lambda strength: train(bundle, strength, steps), 50.0)
 
 
 if __name__ == "__main__":

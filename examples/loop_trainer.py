@@ -11,11 +11,11 @@ from sentences import (  # isort: skip  (first: it makes torchvision importable 
     KITCHEN,
     WEATHER,
     classifier,
+    compare,
     embedding,
     encoded,
-    format_result,
     tokenizer,
-    weather_batches,
+    weather_bundle,
 )
 
 import sys
@@ -82,18 +82,8 @@ def train(bundle: kp.Curvature, strength: float, steps: int) -> dict[str, float]
 
 def main(steps: int = 30) -> dict[str, dict[str, float]]:
     """Trains without and with the penalty."""
-    model, results = classifier(), {}
-    bundle = kp.estimate(
-        model,
-        weather_batches(),
-        samples=4,
-        params=["bert.encoder.*", "bert.pooler.*"],  # the classifier is new and not penalised
-        forward=lambda **batch: embedding(model, batch),
-    )
-    for name, strength in (("without", 0.0), ("with the penalty", 1.0)):
-        results[name] = train(bundle, strength, steps)
-        print(format_result(name, results[name]))
-    return results
+    bundle = weather_bundle(["bert.encoder.*", "bert.pooler.*"])  # the classifier is new and not penalised
+    return compare(lambda strength: train(bundle, strength, steps), 1.0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,6 @@ curvature = kp.estimate(model, x.split(32), samples=4)
 curvature.save(sys.argv[1])
 
 tau = {name: 0.01 * torch.randn_like(parameter) for name, parameter in model.named_parameters()}
-moved = torch.func.functional_call(model, {name: p + tau[name] for name, p in model.named_parameters()}, x)
+changed = torch.func.functional_call(model, {name: p + tau[name] for name, p in model.named_parameters()}, x)
 print(f"drift predicted by the bundle: {curvature.quadratic(tau):.5f}")
-print(f"drift measured on the data:    {(moved - model(x)).square().sum(dim=1).mean():.5f}")
+print(f"drift measured on the data:    {(changed - model(x)).square().sum(dim=1).mean():.5f}")

@@ -90,7 +90,7 @@ def main(
     model = PretrainingModel()
     optimizer = _optimizer(model)
     checkpoint = output / "checkpoint.safetensors"
-    done = _restored(checkpoint, model, optimizer, {"seed": seed, "steps": steps})
+    done = _restore(checkpoint, model, optimizer, {"seed": seed, "steps": steps})
     loader = DataLoader(Batches(seed, range(done, steps), tokenizer), batch_size=None, num_workers=1, prefetch_factor=4)
     with Progress(transient=True) as bar, (output / "log.jsonl").open("a") as log:
         progress = bar.add_task("pre-training", total=steps, completed=done)
@@ -104,8 +104,8 @@ def main(
                 _store(checkpoint, model, optimizer, {"seed": seed, "steps": steps, "done": step + 1})
                 loss, right = (sum(values) / len(recent) for values in zip(*recent, strict=True))
                 recent.clear()
-                facts = {"step": step + 1, "loss": loss, "right": right, "seconds": time.perf_counter() - start}
-                print(json.dumps(facts), file=log, flush=True)
+                entry = {"step": step + 1, "loss": loss, "right": right, "seconds": time.perf_counter() - start}
+                print(json.dumps(entry), file=log, flush=True)
             bar.update(progress, advance=1)
     _save(output / "tiny.safetensors", {name: value.half() for name, value in model.clip.state_dict().items()}, {})
 
@@ -148,21 +148,21 @@ def _moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tup
             yield name, moment, value
 
 
-def _store(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, facts: dict[str, int]) -> None:
+def _store(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, metadata: dict[str, int]) -> None:
     tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
     tensors |= {f"{moment}/{name}": value for name, moment, value in _moments(model, optimizer)}
-    _save(path, tensors, {key: str(value) for key, value in facts.items()})
+    _save(path, tensors, {key: str(value) for key, value in metadata.items()})
 
 
-def _restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, int]) -> int:
+def _restore(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, expected: dict[str, int]) -> int:
     """Restores weights and moments from a checkpoint; returns the number of steps done, 0 without a checkpoint."""
     if not path.exists():
         return 0
     with safe_open(path, framework="pt") as file:
-        facts = {key: int(value) for key, value in file.metadata().items()}
+        metadata = {key: int(value) for key, value in file.metadata().items()}
     for key, value in expected.items():
-        if facts[key] != value:
-            raise SystemExit(f"{path}: written with {key} {facts[key]}, expected {value}; remove it to start over")
+        if metadata[key] != value:
+            raise SystemExit(f"{path}: written with {key} {metadata[key]}, expected {value}; remove it to start over")
     tensors = load_file(path)
     model.load_state_dict(
         {name.removeprefix("model/"): value for name, value in tensors.items() if name.startswith("model/")}
@@ -171,12 +171,12 @@ def _restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ex
         optimizer.state[parameter] = {
             moment: tensors[f"{moment}/{name}"] for moment in ("step", "exp_avg", "exp_avg_sq")
         }
-    return facts["done"]
+    return metadata["done"]
 
 
-def _save(path: Path, tensors: dict[str, Tensor], facts: dict[str, str]) -> None:
+def _save(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
     unfinished = path.with_suffix(".unfinished")
-    save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished, metadata=facts)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, unfinished, metadata=metadata)
     unfinished.replace(path)
 
 

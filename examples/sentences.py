@@ -1,8 +1,11 @@
 """Shared by the training loop examples: a small BERT with random weights, and texts of two tasks."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
+import kfacpack as kp
 from kfacpack._compat import make_torchvision_importable
 
 make_torchvision_importable()  # imported by transformers; the build on PyPI fails with a CPU-only torch
@@ -41,12 +44,6 @@ def encoded(texts: list[str]) -> dict[str, Tensor]:
     return dict(tokens)
 
 
-def weather_batches() -> list[dict[str, Tensor]]:
-    """Returns the weather texts in batches of 12."""
-    weather = encoded(WEATHER)
-    return [{key: value[k : k + 12] for key, value in weather.items()} for k in range(0, len(WEATHER), 12)]
-
-
 def classifier() -> BertForSequenceClassification:
     """Returns a BERT with two layers of width 32; use `from_pretrained(NAME)` for a real one."""
     torch.manual_seed(0)
@@ -68,6 +65,21 @@ def embedding(model: BertForSequenceClassification, batch: dict[str, Tensor]) ->
     return pooled
 
 
-def format_result(name: str, result: dict[str, float]) -> str:
-    """Formats the result of one training run as a line of text."""
-    return f"{name:20}loss: {result['loss']:.3f}   drift on the weather: {result['drift']:.4f}"
+def weather_bundle(params: list[str]) -> kp.Curvature:
+    """Estimates the curvature of these parameters on the weather texts, in batches of 12."""
+    model, weather = classifier(), encoded(WEATHER)
+    return kp.estimate(
+        model,
+        [{key: value[k : k + 12] for key, value in weather.items()} for k in range(0, len(WEATHER), 12)],
+        samples=4,
+        params=params,
+        forward=lambda **batch: embedding(model, batch),
+    )
+
+
+def compare(train: Callable[[float], dict[str, float]], strength: float) -> dict[str, dict[str, float]]:
+    """Trains without the penalty and with a penalty of this strength; prints and returns both results."""
+    results = {"without": train(0.0), "with the penalty": train(strength)}
+    for name, result in results.items():
+        print(f"{name:20}loss: {result['loss']:.3f}   drift on the weather: {result['drift']:.4f}")
+    return results

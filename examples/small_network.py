@@ -63,10 +63,10 @@ def main(path: Path) -> None:
 
     curvature = kp.load(path)
     tau = {name: 0.01 * torch.randn_like(value) for name, value in model.state_dict().items()}
-    moved = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)).requires_grad_(False)
-    moved.load_state_dict({name: value + tau[name] for name, value in model.state_dict().items()})
+    changed = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, OUTPUTS)).requires_grad_(False)
+    changed.load_state_dict({name: value + tau[name] for name, value in model.state_dict().items()})
     print(f"drift predicted by the bundle: {curvature.quadratic(tau):.5f}")
-    print(f"drift measured on the data:    {(moved(x) - f).square().sum(dim=1).mean():.5f}")
+    print(f"drift measured on the data:    {(changed(x) - f).square().sum(dim=1).mean():.5f}")
 
 
 if __name__ == "__main__":

@@ -29,21 +29,21 @@ def network(known: Data) -> nn.Module:
 
 
 @torch.no_grad()
-def evaluate(before: Tensor, after: Tensor, known: Data, learnt: Tensor, new: Data) -> dict[str, float]:
+def evaluate(before: Tensor, after: Tensor, known: Data, new_outputs: Tensor, new: Data) -> dict[str, float]:
     """Evaluates a trained network.
 
     Args:
         before: f of the known digits before training, (N, 10).
         after: f of the known digits after training, (N, 10).
         known: The known digits.
-        learnt: f of the new digits after training.
+        new_outputs: f of the new digits after training.
         new: The new digits.
 
     Returns:
         The loss on the new digits, the drift of f on the known ones, and the share of them still classified correctly.
     """
     return {
-        "loss": float(cross_entropy(learnt, new[1])),
+        "loss": float(cross_entropy(new_outputs, new[1])),
         "drift": float((after - before).square().sum(1).mean()),
         "kept": float((after.argmax(1) == known[1]).float().mean()),
     }

@@ -1,4 +1,4 @@
-"""Curvature as an artifact: compute Kronecker factors once, share, merge and train against them.
+"""Estimates the curvature of models as Kronecker factors, and stores, compresses, merges and trains with it.
 
 The public names are listed in `__init__.pyi`. They are imported on first use, so that reading a manifest does not
 import torch.

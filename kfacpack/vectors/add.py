@@ -65,12 +65,12 @@ def add(
         method: One of
 
             - "sum": Σ α τ, the same as `+` and `*`.
-            - "ties": keeps the share `keep` (0.2) of each vector's entries that are largest in magnitude, elects
+            - "ties": keeps the fraction `keep` (0.2) of each vector's entries that are largest in magnitude, elects
               signs and sums the entries that agree.
             - "dare": drops each entry with probability `drop` (0.9) and rescales the others; random from `seed` (0).
             - "tsv": keeps the largest singular vectors of each task's matrices and makes them orthogonal.
             - "iso": the sum with all singular values replaced by their mean.
-            - "iso-cts": like "iso", with the share `common` (0.8) of the directions from the sum and the rest from
+            - "iso-cts": like "iso", with the fraction `common` (0.8) of the directions from the sum and the rest from
               single tasks.
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
             the same factor multiplies the result.
@@ -133,11 +133,11 @@ def _require_different(vectors: Sequence[TaskVector], sources: Sequence[Addable]
     for number, (vector, source) in enumerate(zip(vectors, sources, strict=True), start=1):
         name = f"vector {number}" if isinstance(source, TaskVector) else os.fspath(source)
         addends = [(addend.sha256, addend.coefficient > 0) for addend in vector.about.addends]
-        for piece in {(vector.digest, True), *addends}:
-            if piece in seen:
-                pair = f"{printable(seen[piece])} and {printable(name)}"
+        for signed_digest in {(vector.digest, True), *addends}:
+            if signed_digest in seen:
+                pair = f"{printable(seen[signed_digest])} and {printable(name)}"
                 remedy = f"Pass it once, or once with α = 2 ({', '.join(map(printable, vector.tasks))})"
-                problem = "are the same vector" if vector.digest == digests[seen[piece]] else "share a vector"
+                problem = "are the same vector" if vector.digest == digests[seen[signed_digest]] else "share a vector"
                 raise TaskVectorError(f"{pair} {problem}, which would be counted twice. {remedy}")
-            seen[piece] = name
+            seen[signed_digest] = name
         digests[name] = vector.digest

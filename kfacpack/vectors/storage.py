@@ -36,6 +36,8 @@ from kfacpack.models.heads import Head
 if TYPE_CHECKING:
     import os
 
+    from kfacpack.format.units import OnProgress
+
     WeightedVectors = Sequence[tuple[float, "VectorStorage"]]
     """The terms of a sum: (coefficient, vector)."""
     TensorReader = Callable[[str], Tensor]
@@ -265,7 +267,7 @@ def write_vector(
     path: str | os.PathLike[str],
     about: AboutVector,
     read: TensorReader,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> None:
     """Writes a task vector file atomically, one tensor at a time.
 
@@ -273,7 +275,7 @@ def write_vector(
         path: The file to write.
         about: The provenance.
         read: Reads a tensor of the file.
-        on_progress: Called with the number of written tensors and the number of all tensors.
+        on_progress: Called with the number of tensors written and their total.
 
     Raises:
         BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.

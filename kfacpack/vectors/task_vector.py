@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from math import isfinite
@@ -34,6 +34,7 @@ from kfacpack.vectors.storage import (
 
 if TYPE_CHECKING:
     from kfacpack.format.manifest import Function
+    from kfacpack.format.units import OnProgress
     from kfacpack.models.heads import Head
 
 
@@ -100,14 +101,12 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         """
         return cls._from_terms([(1.0, storage)])
 
-    def save(
-        self, path: str | os.PathLike[str], *, on_progress: Callable[[int, int], None] = lambda done, total: None
-    ) -> None:
+    def save(self, path: str | os.PathLike[str], *, on_progress: OnProgress = lambda done, total: None) -> None:
         """Writes the vector to a file atomically, one tensor at a time.
 
         Args:
             path: The file to write.
-            on_progress: Called with the number of written tensors and the number of all tensors.
+            on_progress: Called with the number of tensors written and their total.
 
         Raises:
             BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
