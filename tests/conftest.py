@@ -1,8 +1,8 @@
-"""Timings on a shared machine say nothing, so no deadline; the same examples every time, so a failure comes back.
+"""Hypothesis has no deadline, because the machine may be busy, and the same examples in every run.
 
-Tasks are cached in a temporary folder, nothing is asked of the Hub, and one thread computes: `make test` runs two
-processes at once. All of it holds in the commands that tests start too, so that what they write can be compared with
-what is made here, byte by byte.
+Tasks are cached in a temporary folder that the worker processes of `make test` share, the Hub is not contacted, and
+each process computes with one thread. Commands that tests start inherit these settings, so that their files can be
+compared byte by byte with those of the test process.
 """
 
 import os
@@ -15,6 +15,8 @@ settings.load_profile("here")
 
 
 def pytest_configure(config):
-    folder = TemporaryDirectory(prefix="kfacpack-cache-")
-    config.add_cleanup(folder.cleanup)
-    os.environ.update(KFACPACK_CACHE=folder.name, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    if not hasattr(config, "workerinput"):  # which pytest-xdist sets in workers; they inherit the environment
+        folder = TemporaryDirectory(prefix="kfacpack-cache-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["KFACPACK_CACHE"] = folder.name
