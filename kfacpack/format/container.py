@@ -203,15 +203,7 @@ class Container:
         return memoryview(mapped)[spec.start - start :]
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Copies a part of a tensor's bytes. For small parts this is cheaper than mapping the tensor.
-
-        Args:
-            name: Name of the tensor.
-            start: First byte, counted from the start of the tensor.
-            stop: End of the range, exclusive.
-
-        Returns:
-            A copy of the bytes.
+        """Copies bytes `start` to `stop` of a tensor. For small parts this is cheaper than mapping the tensor.
 
         Raises:
             BundleError: If the file was modified or cannot be read.

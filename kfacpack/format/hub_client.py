@@ -110,7 +110,7 @@ def hub_errors(
 
 @dataclass(frozen=True)
 class _HubRequest:
-    """A request that huggingface_hub raised an exception for. The fields are the arguments of `hub_errors`."""
+    """A request for which huggingface_hub raised an exception. The fields are the arguments of `hub_errors`."""
 
     target: str
     repository: str
@@ -161,7 +161,7 @@ def _refusal(error: BaseException, request: _HubRequest) -> tuple[str, str] | No
         problem = f"the repository {repository} does not exist, or it is private and you have no access to it"
         return problem, request.with_alternative(f"Check its name; if it is private, {LOG_IN}")
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{repository} has no revision {revision or 'main'!r}", "Give an existing branch, tag or commit"
+        return f"{repository} has no revision {revision or 'main'!r}", "Pass an existing branch, tag or commit"
     if isinstance(error, errors.EntryNotFoundError) and not isinstance(error, errors.LocalEntryNotFoundError):
         where = f" at {revision}" if revision else ""
         is_bundle = request.kind == "model" and not request.offline_remedy
@@ -176,14 +176,15 @@ def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str
     status, repository = _status(error), request.repository
     message = f": {first_line(error.server_message)}" if error.server_message else ""
     if status == 401:
-        return f"the Hub requires authentication{message}", request.with_alternative(f"For {repository}, {LOG_IN}")
+        remedy = request.with_alternative(f"To access {repository}, {LOG_IN}")
+        return f"the Hub requires authentication{message}", remedy
     if status == 403:
-        remedy = f"With an account that has permission, and a token with write access if you upload, {LOG_IN}"
+        remedy = "Log in with an account that has permission (uploads need a token with write access): hf auth login"
         return f"permission denied for {repository}{message}", remedy
     if status == 412:
         return f"{repository} was changed in the meantime{message}", "Try again with its current state"
     if _is_busy(status):
-        return f"the Hub answers {status}{message}", request.with_alternative("Try again later")
+        return f"the Hub returned status {status}{message}", request.with_alternative("Try again later")
     return f"the Hub refused the request ({status}){message}", f"Check that {repository} is correct"
 
 
@@ -220,14 +221,14 @@ def resolve(reference: Reference) -> RemoteFile:
         Its commit, size and SHA-256.
 
     Raises:
-        HubError: If the file cannot be accessed, or the server is not a Hub.
+        HubError: If the file cannot be accessed, or the server is not the Hub.
     """
     from huggingface_hub import get_hf_file_metadata
 
     with hub_errors(reference, reference.repository, reference.revision, kind=reference.kind):
         metadata = get_hf_file_metadata(_url(reference, reference.revision))
     if metadata.commit_hash is None or metadata.size is None or metadata.etag is None:
-        problem = "the server's response has no commit and size, so it is not a Hub"
+        problem = "the server's response has no commit and size, so it is not from the Hub"
         raise HubError(str(reference), problem, "Check HF_ENDPOINT and the proxy")
     digest = metadata.etag if _SHA256.fullmatch(metadata.etag) else None
     return RemoteFile(metadata.commit_hash, metadata.size, digest)

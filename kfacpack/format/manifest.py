@@ -232,7 +232,7 @@ class Source(Entry):
     task: Name
     dataset: Name | None = None
     revision: Name | None = None
-    """Revision of the data set."""
+    """Revision of the dataset."""
     split: Name | None = None
     preprocessing: Text | None = None
     examples: Count | None = None

@@ -88,7 +88,7 @@ def parse_alphas(text: str) -> list[float]:
         text: The values as written by the user.
 
     Returns:
-        The values in the given order. A range includes its end if a step reaches it.
+        The values in the order of the text. A range includes its end if a step reaches it.
 
     Raises:
         KfacpackError: If the text is invalid, or has duplicate or too many values.

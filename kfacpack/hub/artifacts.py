@@ -1,4 +1,4 @@
-"""Bundles and task vectors as files in a repository: their kind, verification and usage examples."""
+"""Bundles and task vectors as files in a repository: their kind, summary, verification and usage examples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Artifact(ABC):
     """A bundle or a task vector in a repository."""
 
     kind: ClassVar[Literal["bundle", "vector"]]
-    what: ClassVar[str]
+    label: ClassVar[str]
     """Name of the kind in model cards."""
 
     name: str
@@ -55,7 +55,7 @@ class Artifact(ABC):
         if VECTOR.manifest in container.metadata:
             return VectorArtifact(name, VectorFile(container))
         problem = "is a safetensors file, but neither a bundle nor a task vector"
-        raise BundleError(location, problem, None, "Are these a model's weights?")
+        raise BundleError(location, problem, None, "It may contain the weights of a model")
 
     @property
     def base(self) -> Base:
@@ -65,7 +65,7 @@ class Artifact(ABC):
     @property
     @abstractmethod
     def sources(self) -> tuple[Source, ...]:
-        """The data sets that the file records; a merged bundle records only the names of its parents' tasks."""
+        """The datasets that the file records; a merged bundle records only the names of its parents' tasks."""
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -78,19 +78,19 @@ class Artifact(ABC):
         """Summary of the file: (label, value)."""
 
     @abstractmethod
-    def commands(self, place: str) -> list[str]:
+    def commands(self, location: str) -> list[str]:
         """Returns shell commands that use the file.
 
         Args:
-            place: Path or `hf://` reference of the file.
+            location: Path or `hf://` reference of the file.
         """
 
     @abstractmethod
-    def python(self, place: str) -> list[str]:
+    def python(self, location: str) -> list[str]:
         """Returns lines of Python code that use the file.
 
         Args:
-            place: Path or `hf://` reference of the file.
+            location: Path or `hf://` reference of the file.
         """
 
     @abstractmethod
@@ -141,13 +141,13 @@ class BundleArtifact(Artifact):
     """A bundle in a repository."""
 
     kind = "bundle"
-    what = "curvature"
+    label = "curvature"
 
     file: Bundle
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The data set of the estimate; empty for a merged bundle."""
+        """The dataset of the estimate; empty for a merged bundle."""
         source = self.file.manifest.source
         return (source,) if source else ()
 
@@ -163,15 +163,15 @@ class BundleArtifact(Artifact):
         """Summary of the bundle."""
         return list(bundle_summary(self.file))
 
-    def commands(self, place: str) -> list[str]:
+    def commands(self, location: str) -> list[str]:
         """Returns shell commands that inspect the bundle and train with it."""
-        train = f"kfacpack train{self._model} --task TASK --reg {place} -o TASK.safetensors"
-        return ["pip install kfacpack", f"kfacpack inspect {place}", train]
+        train = f"kfacpack train{self._model} --task TASK --reg {location} -o TASK.safetensors"
+        return ["pip install kfacpack", f"kfacpack inspect {location}", train]
 
-    def python(self, place: str) -> list[str]:
+    def python(self, location: str) -> list[str]:
         """Returns lines of Python code that load the bundle and use it."""
         use = "drift = curvature.quadratic(tau)  # predicted drift of f on this task for a task vector tau"
-        return ["import kfacpack as kp", f'curvature = kp.load("{place}")', use]
+        return ["import kfacpack as kp", f'curvature = kp.load("{location}")', use]
 
     def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
         """Runs all checks on the bundle."""
@@ -183,13 +183,13 @@ class VectorArtifact(Artifact):
     """A task vector in a repository."""
 
     kind = "vector"
-    what = "task vector"
+    label = "task vector"
 
     file: VectorFile
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The data sets of all tasks."""
+        """The datasets of all tasks."""
         return tuple(task.source for task in self.file.manifest.tasks)
 
     @property
@@ -197,16 +197,16 @@ class VectorArtifact(Artifact):
         """Summary of the task vector."""
         return list(vector_summary(self.file))
 
-    def commands(self, place: str) -> list[str]:
+    def commands(self, location: str) -> list[str]:
         """Returns shell commands that download the task vector and evaluate it."""
         task = f" --task {self.tasks[0]}{data_option(self.sources[0])}" if self.tasks else ""
-        evaluate = f"kfacpack eval{self._model}{task} --vector {place}"
-        return ["pip install kfacpack", f"kfacpack pull {place} -o {self.name.rpartition('/')[2]}", evaluate]
+        evaluate = f"kfacpack eval{self._model}{task} --vector {location}"
+        return ["pip install kfacpack", f"kfacpack pull {location} -o {self.name.rpartition('/')[2]}", evaluate]
 
-    def python(self, place: str) -> list[str]:
+    def python(self, location: str) -> list[str]:
         """Returns lines of Python code that load the task vector and apply it."""
         use = "edited = vector.apply(model)  # the base model with the vector added"
-        return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{place}")', use]
+        return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{location}")', use]
 
     def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
         """Checks the bytes and values of all tensors."""

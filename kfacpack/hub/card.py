@@ -231,23 +231,23 @@ def _body(repository: str, items: Sequence[Artifact], revision: str | None) -> s
     for item in items:
         tasks = _cell(", ".join(item.tasks[:16]) + (", …" if len(item.tasks) > 16 else ""))
         size = human_bytes(item.file.nbytes)
-        lines.append(f"| {_code(item.name)} | {item.what} | {_cell(item.base.name)} | {tasks} | {size} |")
+        lines.append(f"| {_code(item.name)} | {item.label} | {_cell(item.base.name)} | {tasks} | {size} |")
     for item in items[:_MAX_SECTIONS]:
         lines += ["", *_section(repository, item, revision)]
     return "\n".join(lines) + "\n"
 
 
 def _section(repository: str, item: Artifact, revision: str | None) -> Iterator[str]:
-    place = str(Reference(repository, item.name, revision))
+    location = str(Reference(repository, item.name, revision))
     yield f"## {_code(item.name)}"
     yield ""
-    yield from ("```sh", *item.commands(place), "```", "", "```python", *item.python(place), "```", "")
+    yield from ("```sh", *item.commands(location), "```", "", "```python", *item.python(location), "```", "")
     yield from ("| | |", "|---|---|")
     for label, value in item.facts:
         yield f"| {_LABELS.get(label, label)} | {_cell(value)} |"
 
 
-_LABELS = {"license": "licence of the data", "merged": "merge history"}
+_LABELS = {"license": "license of the data", "merged": "merge history"}
 
 
 def _cell(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Common parts of importers of published factors: their interface, access to the files, and isolated unpickling.
+"""Common parts of importers of published factors: their result, access to the files, and isolated unpickling.
 
 Files are read from a folder, or from the Hub, from which only the required files are downloaded. Pickles are read in a
 separate process with limited resources (`unpickle_worker.py`), whose output is validated like any untrusted file.
@@ -10,12 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -24,12 +24,7 @@ from kfacpack.curvature.matrices.components import TORCH_TYPES
 from kfacpack.errors import HubError, KfacpackError, printable
 from kfacpack.format.container import DOWNLOAD_AGAIN, MAGIC_BYTES, Container, TensorSpec
 from kfacpack.format.hub_client import hub_api, hub_errors, snapshot
-from kfacpack.format.manifest import Fisher
 from kfacpack.format.reference import SCHEME, expand_user, is_reference, parse_address
-
-if TYPE_CHECKING:
-    from kfacpack.models.model import Model
-
 
 ImportProgress = Callable[[int, int], None]
 """Called with the number of written tensors and the number of all tensors."""
@@ -58,27 +53,11 @@ class ImportResult:
     """(file or parameter that was not imported, reason)."""
 
 
-class Importer(Protocol):
-    """A function that converts published factors into a bundle; see `import_mammoth` for the arguments."""
-
-    def __call__(
-        self,
-        source: str | Path,
-        model: Model,
-        output: Path,
-        *,
-        task: str | None = None,
-        files: str | None = None,
-        fisher: Fisher = "mc",
-        samples: int | None = None,
-        params: Sequence[str] | None = None,
-        dataset_size: int | None = None,
-        on_progress: ImportProgress = lambda done, total: None,
-    ) -> ImportResult:
-        """Imports factors."""
+Importer = Callable[..., ImportResult]
+"""A function that converts published factors into a bundle, with the arguments of `import_mammoth`."""
 
 
-DOWNLOAD_HINT = "download it by other means and pass the folder"
+DOWNLOAD_HINT = "download the files by other means and pass the folder"
 
 
 class HubFolder(NamedTuple):
@@ -121,7 +100,7 @@ def published_folder(source: str | Path) -> Path | HubFolder:
     return HubFolder(address.repository, inner, address.revision or last or None)
 
 
-def list_files(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
+def list_files(location: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
     """Lists the files of a folder, without subfolders.
 
     Returns:
@@ -130,25 +109,25 @@ def list_files(place: Path | HubFolder) -> tuple[Path | HubFolder, list[str]]:
     Raises:
         HubError: If the repository cannot be read and is not cached.
     """
-    if isinstance(place, Path):
-        return place, sorted(file.name for file in place.iterdir() if file.is_file())
+    if isinstance(location, Path):
+        return location, sorted(file.name for file in location.iterdir() if file.is_file())
     try:
-        with hub_errors(place, place.repository, place.revision, offline_remedy=DOWNLOAD_HINT):
-            info = hub_api().model_info(place.repository, revision=place.revision)
+        with hub_errors(location, location.repository, location.revision, offline_remedy=DOWNLOAD_HINT):
+            info = hub_api().model_info(location.repository, revision=location.revision)
     except HubError as error:
-        cached = snapshot(place.repository, place.revision) if error.unreachable else None
-        if cached is None or not (cached / place.folder).is_dir():
+        cached = snapshot(location.repository, location.revision) if error.unreachable else None
+        if cached is None or not (cached / location.folder).is_dir():
             raise
-        return place._replace(cached=cached), list_files(cached / place.folder)[1]
+        return location._replace(cached=cached), list_files(cached / location.folder)[1]
     paths = [Path(file.rfilename) for file in info.siblings or ()]
-    return place, sorted(path.name for path in paths if path.parent == Path(place.folder))
+    return location, sorted(path.name for path in paths if path.parent == Path(location.folder))
 
 
-def fetch_files(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
+def fetch_files(location: Path | HubFolder, names: Iterable[str]) -> tuple[Path, str | None]:
     """Downloads files if necessary.
 
     Args:
-        place: As returned by `list_files`.
+        location: As returned by `list_files`.
         names: File names.
 
     Returns:
@@ -157,19 +136,19 @@ def fetch_files(place: Path | HubFolder, names: Iterable[str]) -> tuple[Path, st
     Raises:
         HubError: If the files cannot be downloaded.
     """
-    if isinstance(place, Path):
-        return place, None
-    if place.cached:
-        return place.cached / place.folder, place.cached.name
+    if isinstance(location, Path):
+        return location, None
+    if location.cached:
+        return location.cached / location.folder, location.cached.name
     from huggingface_hub import snapshot_download
 
-    patterns = [f"{place.folder}/{name}" if place.folder else name for name in names]
-    with hub_errors(place, place.repository, place.revision, offline_remedy=DOWNLOAD_HINT):
-        root = Path(snapshot_download(place.repository, revision=place.revision, allow_patterns=patterns))
-    return root / place.folder, root.name
+    patterns = [f"{location.folder}/{name}" if location.folder else name for name in names]
+    with hub_errors(location, location.repository, location.revision, offline_remedy=DOWNLOAD_HINT):
+        root = Path(snapshot_download(location.repository, revision=location.revision, allow_patterns=patterns))
+    return root / location.folder, root.name
 
 
-PROGRAM = Path(__file__).with_name("unpickle_worker.py")
+WORKER = Path(__file__).with_name("unpickle_worker.py")
 TIMEOUT_SECONDS = 60
 """CPU time limit of the worker process, plus the time for reading the files at `MIN_BYTES_PER_SECOND`."""
 MIN_BYTES_PER_SECOND = 20e6
@@ -178,7 +157,7 @@ SINGLE_TENSOR = "tensor"
 
 
 class UnpickledTensors:
-    """The tensors of one file. Names and shapes are known at once, tensors are read when they are accessed.
+    """The tensors of one file. Names and shapes are read at once, tensors when they are accessed.
 
     Args:
         origin: The published file.
@@ -230,7 +209,7 @@ def _require_archive(path: Path) -> None:
     except OSError as error:
         raise KfacpackError(f"{path}: cannot be read: {error.strerror or error}") from error
     if not start.startswith(b"PK\x03\x04"):
-        kind = next((words for magic, words in MAGIC_BYTES.items() if start.startswith(magic)), "is not an archive")
+        kind = next((kind for magic, kind in MAGIC_BYTES.items() if start.startswith(magic)), "is not an archive")
         expected = "expected an archive written by torch.save of version 1.6 or later"
         raise KfacpackError(f"{path}: {kind if start else 'is empty'}; {expected}. {DOWNLOAD_AGAIN}")
 
@@ -248,7 +227,7 @@ def _run_worker(files: Mapping[str, Path], targets: Mapping[str, Path], folder: 
     environment = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     try:
         worker = subprocess.run(
-            [sys.executable, "-I", str(PROGRAM)],
+            [sys.executable, "-I", str(WORKER)],
             input=json.dumps(request).encode(),
             capture_output=True,
             timeout=4 * seconds,

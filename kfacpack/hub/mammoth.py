@@ -49,7 +49,7 @@ FILE = re.compile(rf"(?P<prefix>.+_task_\d+)_(?P<part>{'|'.join(PARTS)})\.pt")
 TASKS = {
     "seq-8vision": ("stanford_cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn"),
 }
-"""Data set of mammoth -> names of its tasks, in the order of their numbers."""
+"""Dataset of mammoth -> names of its tasks, in the order of their numbers."""
 
 
 def import_mammoth(
@@ -71,13 +71,13 @@ def import_mammoth(
         source: The folder with the files, or `hf://owner/repo/folder`.
         model: The model that the factors were computed with. Its weights are compared with the factors.
         output: The bundle to write.
-        task: Task name in the bundle. For a data set in `TASKS`, it also selects the files.
+        task: Task name in the bundle. For a dataset in `TASKS`, it also selects the files.
         files: Common prefix of the files, DATASET_task_NUMBER, if the folder contains several tasks.
         fisher: "mc" if the factors were computed with random directions, "exact" if with all. The files do
             not record it.
         samples: Number of random directions for "mc". The files do not record it.
         params: Names or patterns of the parameters to import. Defaults to all that the model's family does not freeze.
-        dataset_size: Size of the whole data set, which is the task's weight in a merge.
+        dataset_size: Size of the whole dataset, which is the task's weight in a merge.
         on_progress: Called with the number of written tensors and the number of all tensors.
 
     Returns:
@@ -94,16 +94,16 @@ def import_mammoth(
     _require_samples(fisher, samples)
     layers = layers_of(model)
     selected = _select_layers(model, layers, params)
-    place, names = list_files(published_folder(source))
-    prefix = _select_prefix(place, names, task, files)
+    location, names = list_files(published_folder(source))
+    prefix = _select_prefix(location, names, task, files)
     file_names = {part: f"{prefix}_{part}.pt" for part in PARTS}
     if missing := [name for name in file_names.values() if name not in names]:
         expected = f"A task consists of five files: {', '.join(file_names.values())}"
-        raise KfacpackError(f"{place}: {missing[0]!r} is missing. {expected}")
-    folder, commit = fetch_files(place, file_names.values())
+        raise KfacpackError(f"{location}: {missing[0]!r} is missing. {expected}")
+    folder, commit = fetch_files(location, file_names.values())
     absent = [name for name in file_names.values() if not (folder / name).is_file()]
-    if isinstance(place, HubFolder) and absent:
-        raise KfacpackError(f"{place}: {absent[0]!r} was not downloaded. {DOWNLOAD_AGAIN}")
+    if isinstance(location, HubFolder) and absent:
+        raise KfacpackError(f"{location}: {absent[0]!r} was not downloaded. {DOWNLOAD_AGAIN}")
     paths = {part: folder / name for part, name in file_names.items()}
     with read_pickle(paths, output.absolute().parent) as tensors:
         examples = examples_of(tensors)
@@ -134,52 +134,53 @@ def import_mammoth(
 
 
 def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequence[str] | None) -> list[MammothLayer]:
-    """Returns the layers with selected parameters; either all parameters of a layer are selected or none."""
+    """Returns the layers with selected parameters, of which either all or none must be selected."""
     selected = select_parameters(model.module, params, model.frozen)
     published = {name for layer in layers for name in layer.parameters}
     if params is None and (other := [name for name in selected if name not in published]):
         problem = f"no factors are published for the parameter {other[0]!r} of {model.name}"
-        raise KfacpackError(f"{problem}. Pass the model they were computed with, or select parameters with --params")
+        raise KfacpackError(f"{problem}. Pass the model they were computed with, or select parameters with `params`")
     selected_layers = [layer for layer in layers if any(name in selected for name in layer.parameters)]
     for layer in selected_layers:
         if lacking := [name for name in layer.parameters if name not in selected]:
-            problem = f"{layer.name!r} is joined with {lacking[0]!r}, which --params does not select"
+            problem = f"{layer.name!r} is joined with {lacking[0]!r}, which `params` does not select"
             raise KfacpackError(f"{problem}. Select both or neither")
     if not selected_layers:
-        raise KfacpackError(f"--params {' '.join(params or ())}: no factors are published for these parameters")
+        raise KfacpackError(f"params {' '.join(params or ())}: no factors are published for these parameters")
     return selected_layers
 
 
 def _require_samples(fisher: Fisher, samples: int | None) -> None:
     if fisher == "mc" and samples is None:
         raise KfacpackError(
-            "the files do not record the number of random directions, and are not divided by it: pass --samples M "
-            "(mammoth's --fisher_num_samples_expectation, 1 by default), or --fisher exact if that was 0"
+            "samples is required: the files do not record the number of random directions, by which the sums must be "
+            "divided. It is mammoth's option fisher_num_samples_expectation, 1 by default; if that was 0, set fisher "
+            "to exact"
         )
     if fisher == "exact" and samples is not None:
-        raise KfacpackError("--fisher exact uses every direction and cannot be combined with --samples")
+        raise KfacpackError("samples cannot be combined with fisher exact, which uses all directions")
     if samples is not None and samples < 1:
-        raise KfacpackError(f"--samples {samples}: expected at least one direction")
+        raise KfacpackError(f"samples {samples}: expected at least 1")
 
 
-def _select_prefix(place: Path | HubFolder, names: Sequence[str], task: str | None, files: str | None) -> str:
+def _select_prefix(location: Path | HubFolder, names: Sequence[str], task: str | None, files: str | None) -> str:
     """Returns the prefix of the five files to import."""
     matches = [match for name in names if (match := FILE.fullmatch(name))]
     prefixes = sorted({match["prefix"] for match in matches}, key=lambda prefix: (len(prefix), prefix))
     if not prefixes:
-        raise KfacpackError(f"{place}: contains no factors of mammoth, such as seq-8vision_task_0_aaT.pt")
+        raise KfacpackError(f"{location}: contains no factors of mammoth, such as seq-8vision_task_0_aaT.pt")
     available = ", ".join(f"{prefix} ({name})" if (name := _task_of(prefix)) else prefix for prefix in prefixes)
     if files is not None:
         if files not in prefixes:
-            raise KfacpackError(f"{place}: no files begin with {printable(files)!r}; available: {available}")
+            raise KfacpackError(f"{location}: no files begin with {printable(files)!r}; available: {available}")
         return files
     if task is not None and any(task in TASKS.get(prefix.rpartition("_task_")[0], ()) for prefix in prefixes):
         prefixes = [prefix for prefix in prefixes if _task_of(prefix) == task]
         if not prefixes:
-            remedy = "Select files with --files, or pass another task name"
-            raise KfacpackError(f"{place}: contains no files of {task}; available: {available}. {remedy}")
+            remedy = "Select files with `files`, or pass another task name"
+            raise KfacpackError(f"{location}: contains no files of {task}; available: {available}. {remedy}")
     if len(prefixes) > 1:
-        raise KfacpackError(f"{place}: contains several tasks; select one with --files. Available: {available}")
+        raise KfacpackError(f"{location}: contains several tasks; select one with `files`. Available: {available}")
     return prefixes[0]
 
 

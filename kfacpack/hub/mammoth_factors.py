@@ -36,7 +36,8 @@ WHOLE = (
 """Parameters whose block is one whole matrix: open_clip's name, mammoth's name, operation."""
 PROJECTION, MAMMOTH_PROJECTION = "proj", "lin_proj.weight"
 ROUNDING = 1e-3
-"""Relative rounding error of sums in float32 over a whole data set."""
+"""Relative rounding error of sums in float32 over a whole dataset."""
+OTHER_MODEL = "Do they belong to another model? Pass the model they were computed with"
 
 
 @dataclass(frozen=True)
@@ -147,17 +148,16 @@ def check(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer],
 
 def _check_names(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer], model: Model) -> None:
     """Checks that there are factors for every layer and no others."""
-    remedy = "Do they belong to another model? Select it with --model"
     for part in ("aaT", "ggT", "ffT"):
         expected = {layer.mammoth_name for layer in layers if layer.kronecker == (part != "ffT")}
         tensors = files[part]
         if unknown := sorted(set(tensors.specs) - expected):
             problem = f"has factors for {unknown[0]!r}, which is not in {model.name}"
-            raise KfacpackError(f"{tensors.origin}: {problem}. {remedy}")
+            raise KfacpackError(f"{tensors.origin}: {problem}. {OTHER_MODEL}")
         if missing := sorted(expected - set(tensors.specs)):
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             problem = f"has no factors for {missing[0]!r}{more}, which {model.name} needs"
-            raise KfacpackError(f"{tensors.origin}: {problem}. {remedy}")
+            raise KfacpackError(f"{tensors.origin}: {problem}. {OTHER_MODEL}")
 
 
 def _check_shapes(files: Mapping[str, UnpickledTensors], layer: MammothLayer, model: Model) -> None:
@@ -167,7 +167,7 @@ def _check_shapes(files: Mapping[str, UnpickledTensors], layer: MammothLayer, mo
         if spec.shape != (side, side) or not spec.dtype.endswith(("F16", "F32", "F64")):
             problem = f"{layer.mammoth_name!r} is {spec.dtype} of shape {list(spec.shape)}"
             expected = f"expected floats of shape {[side, side]} for {layer.name!r} of {model.name}"
-            raise KfacpackError(f"{files[part].origin}: {problem}, {expected}. Do they belong to another model?")
+            raise KfacpackError(f"{files[part].origin}: {problem}, {expected}. {OTHER_MODEL}")
 
 
 def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer], examples: int) -> None:
@@ -178,7 +178,7 @@ def _check_ones(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothL
             if not abs(corner - examples) <= ROUNDING * examples:
                 expected = f"expected {examples}, the number of examples"
                 problem = f"the last entry of {layer.mammoth_name!r} is {corner:g}, {expected}"
-                cause = "The sums were not divided by the number of positions, or belong to other examples"
+                cause = "The sums were not divided by the number of positions, or are of other examples"
                 raise KfacpackError(f"{files['aaT'].origin}: {problem}. {cause}")
 
 

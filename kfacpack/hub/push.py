@@ -100,7 +100,7 @@ def push(
         item.require_valid(path, on_progress)
     existing, branch_missing = _inspect_target(name, revision)
     if private and existing and not existing.private:
-        raise HubError(name, "is a public repository; --private is for new ones", "Change it in its settings")
+        raise HubError(name, "is a public repository; only new ones can be made private here", "Change its settings")
     stored = {file.name: file for file in existing.files} if existing else {}
     pushed = tuple(PushedFile(item, _is_unchanged(Path(path), stored.get(item.name))) for path, item in items)
     old_card = _existing_card(existing)
@@ -207,9 +207,8 @@ def _validate(name: str, card: str) -> None:
     try:
         ModelCard(card).validate()
     except ValueError as error:
-        raise HubError(
-            name, f"the Hub rejects the card: {_rejection(str(error))}", "Nothing was uploaded. See --license"
-        ) from error
+        problem = f"the Hub rejects the card: {_rejection(str(error))}"
+        raise HubError(name, problem, "Nothing was uploaded. Check the license and the base model") from error
 
 
 def _rejection(answer: str) -> str:

@@ -189,7 +189,7 @@ def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | N
     if len(references) == 1 and output is not None and not target.is_dir() and target.suffix in SUFFIXES:
         return [target]
     if target.exists() and not target.is_dir():
-        raise KfacpackError(f"{target}: is not a directory, which {len(references)} files need")
+        raise KfacpackError(f"{target}: expected a directory for {len(references)} files, got a file")
     paths = [target / reference.name for reference in references]
     if len(set(paths)) < len(paths):
         raise KfacpackError("files in different folders of the repository have the same name; pull them one by one")
@@ -201,7 +201,7 @@ def _copy_to(source: Path, target: Path, *, force: bool) -> None:
     if target.exists() and not force:
         if target.is_file() and digest_of_file(target) == digest_of_file(source):
             return
-        raise KfacpackError(f"{target}: already exists and differs; move it, or overwrite it with --force")
+        raise KfacpackError(f"{target}: already exists and differs; move it, or set `force` to overwrite it")
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         source.open("rb") as stream,

@@ -158,7 +158,7 @@ def test_a_private_repository_requires_a_login(stocked, log_in):
         ("nobody", False, 0, "authentication"),
         ("stranger", True, 0, "owner/repo is gated"),
         (None, True, 0, "owner/repo is gated"),
-        ("owner", False, 503, "answers 503"),
+        ("owner", False, 503, "status 503"),
         ("owner", False, 403, "permission denied for owner/repo"),
     ],
 )
