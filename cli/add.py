@@ -19,16 +19,16 @@ from .console import loading, print_json, print_line, print_next, show_note, ste
 from .options import (
     AS_JSON,
     IMAGE_SIZE,
-    MODEL,
     MODEL_NAME,
+    MODEL_PANEL,
     QUIET,
-    RUN,
     WEIGHTS,
     File,
     check_output,
     load_model_option,
     model_arguments,
     option,
+    output_option,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 SAVE_MODEL = option(
-    MODEL,
+    MODEL_PANEL,
     None,
     "--save-model",
     metavar="PATH",
@@ -52,10 +52,10 @@ LINEARISED_NOTE = (
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """The options that describe the model to save."""
+    """Where the model with the vector added is saved, and the options that select the model."""
 
     path: Path | None
-    """--save-model; None saves no model."""
+    """The option --save-model; None if no model is saved."""
     model: str
     weights: str | None
     image_size: int | None
@@ -73,11 +73,11 @@ class ModelOutput:
         check_output(output, inputs)
         if self.path is None:
             if self.weights or self.image_size:
-                raise KfacpackError("--weights and --image-size describe the model to save; give --save-model as well")
+                raise KfacpackError("--weights and --image-size select the model to save; give --save-model as well")
             return
         check_output(self.path, [*inputs, *([self.weights] if self.weights else [])])
         if self.path.resolve() == output.resolve():
-            raise KfacpackError(f"{output}: the vector and the model need different files")
+            raise KfacpackError(f"{output}: the vector and the model must be different files")
 
 
 def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, quiet: bool) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Mod
         return None
     from kfacpack.curvature.matrices.components import TORCH_TYPES
 
-    # Loaded in the dtype that the vector was trained with; the weights would differ otherwise.
+    # The model is loaded in the dtype that the vector was trained with, because its weights would differ otherwise.
     dtype: Any = str(TORCH_TYPES[tau.about.base.parameters[0].dtype]).removeprefix("torch.")
     with loading(target.model, show=show):
         model = load_model_option(target.model, target.weights, target.image_size, dtype)
@@ -154,24 +154,24 @@ METHOD_PANEL = "Method"
 
 def add(
     vectors: list[File] = typer.Argument(..., metavar="FILE.safetensors...", help="Task vectors to add."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="SUM.safetensors", help="Output file."),
+    output: Path = output_option("SUM.safetensors"),
     method: str = option(
         METHOD_PANEL,
         "sum",
         "--method",
         metavar="METHOD",
-        help="sum: Σ α τ. ties: trim, elect signs, sum the values that agree (the paper: their mean times λ). dare: "
-        "drop at random, rescale, sum. tsv: largest singular vectors of each task, orthogonalised (the paper's α is "
-        "1). iso: the sum with a flat spectrum (Iso-C). iso-cts: iso with task-specific directions (the paper tunes "
-        "α).",
+        help="sum: Σ α τ. ties: trim, elect signs, sum the values that agree (the paper takes their mean times λ). "
+        "dare: drop values at random, rescale, sum. tsv: the largest singular vectors of each task, orthogonalised (α "
+        "is 1 in the paper). iso: the sum with a flat spectrum (Iso-C). iso-cts: iso with task-specific directions (α "
+        "is tuned in the paper).",
     ),
     alpha: list[float] | None = option(
         METHOD_PANEL,
         None,
         "--alpha",
         metavar="α",
-        help="Factor for the result or, if repeated, for each vector in order. All methods are on the scale of the "
-        "sum, not the mean. [default: 1]",
+        help="Factor of the result or, if repeated, of each vector in order. The results of all methods have the "
+        "scale of the sum, not of the mean. [default: 1]",
     ),
     keep: float | None = option(
         METHOD_PANEL,
@@ -184,7 +184,7 @@ def add(
         METHOD_PANEL, None, "--drop", metavar="X", help="dare: probability of dropping a value. [default: 0.9]"
     ),
     seed: int | None = option(
-        METHOD_PANEL, None, "--seed", metavar="N", help="dare: seed for the dropped values. [default: 0]"
+        METHOD_PANEL, None, "--seed", metavar="N", help="dare: seed for the values to drop. [default: 0]"
     ),
     common: float | None = option(
         METHOD_PANEL,
@@ -197,8 +197,8 @@ def add(
         METHOD_PANEL,
         False,
         "--mean",
-        help="Average where the paper does. ties: the values that agree. tsv, iso, iso-cts: parameters that are not "
-        "matrices.",
+        help="Take the mean instead of the sum where the paper does. ties: of the values that agree. tsv, iso, "
+        "iso-cts: of parameters that are not matrices.",
     ),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
@@ -207,11 +207,12 @@ def add(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Add task vectors, or merge them by another method. The result has the heads of all of them.
+    """Add task vectors, or merge them by another method. The result has the heads of all tasks.
 
-    Vectors with different base models, regimes or f, or with different heads for one task, are rejected.
+    The vectors must have the same base model, regime and f, and must not have different heads for one task.
 
-    Memory does not grow with the number of vectors, except that tsv and iso hold one layer of all vectors at a time.
+    Memory use does not grow with the number of vectors, except that tsv and iso load one layer of all vectors at a
+    time.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import add as add_vectors
@@ -232,7 +233,7 @@ def add(
 
 def negate(
     vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to negate."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="NEGATED.safetensors", help="Output file."),
+    output: Path = output_option("NEGATED.safetensors"),
     alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,

@@ -168,9 +168,9 @@ def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
 
 @contextmanager
 def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Draws a bar with a status text; yields `update(done, total, text)`."""
-    with _bar(name, TextColumn("{task.fields[words]}", markup=False), show=show, words="") as update:
-        yield lambda done, total, words: update(completed=done, total=total, words=words)
+    """Draws a bar with a status text; yields `update(done, total, status)`."""
+    with _bar(name, TextColumn("{task.fields[status]}", markup=False), show=show, status="") as update:
+        yield lambda done, total, status: update(completed=done, total=total, status=status)
 
 
 @contextmanager
@@ -191,15 +191,15 @@ class TrainingProgress:
         """Updates the bar after a step."""
         self.last = metrics
         penalty = "" if metrics.penalty is None else f", penalty {metrics.penalty:.3g}"
-        words = f"loss {metrics.loss:.3g}{penalty}, accuracy {metrics.accuracy:.0%}"
-        self._update(completed=metrics.step, total=steps, words=words)
+        status = f"loss {metrics.loss:.3g}{penalty}, accuracy {metrics.accuracy:.0%}"
+        self._update(completed=metrics.step, total=steps, status=status)
 
 
 @contextmanager
 def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgress]:
     """Draws a bar with loss, penalty and accuracy; yields the progress callback."""
-    words = TextColumn("{task.fields[words]}", markup=False)
-    with _bar(name, words, show=show, total=steps, words="") as update:
+    status = TextColumn("{task.fields[status]}", markup=False)
+    with _bar(name, status, show=show, total=steps, status="") as update:
         yield TrainingProgress(update)
 
 
@@ -208,8 +208,8 @@ def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
     return err.status(Text(f"loading {printable(name)}")) if show and err.is_terminal else nullcontext()
 
 
-MIN_SECONDS = 1.0
-"""A second signal within this time is ignored: launchers forward Ctrl-C to processes that the terminal has already
+SIGNAL_INTERVAL = 1.0
+"""Seconds within which a second signal is ignored: launchers forward Ctrl-C to processes that the terminal has already
 signalled."""
 
 
@@ -229,7 +229,7 @@ def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
 
     def request_stop(number: int, frame: object) -> None:
         now = time.monotonic()
-        if requests and now - requests[0] > MIN_SECONDS:
+        if requests and now - requests[0] > SIGNAL_INTERVAL:
             raise KeyboardInterrupt
         if requests:
             return

@@ -27,9 +27,10 @@ from .console import (
     stop_on_interrupt,
 )
 from .options import (
+    AS_JSON,
     COLUMNS,
-    DATA,
     DATA_FOLDER,
+    DATA_PANEL,
     DEVICE,
     DTYPE,
     IMAGE_SIZE,
@@ -37,12 +38,18 @@ from .options import (
     PARAMS,
     PROMPTS,
     QUIET,
-    RUN,
+    RESUME,
+    RUN_PANEL,
+    TASK,
     WEIGHTS,
     WORKERS,
+    default_output,
+    examples_option,
     load_model_option,
     load_task_option,
     option,
+    output_option,
+    split_option,
 )
 
 if TYPE_CHECKING:
@@ -55,16 +62,8 @@ ESTIMATE_PANEL = "Estimate"
 
 def estimate(
     model: str = MODEL_NAME,
-    task: str = option(
-        DATA,
-        ...,
-        "--task",
-        metavar="TASK",
-        help="Task name, as listed by `kfacpack tasks`, or any name with --data.",
-    ),
-    output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="FILE.kfac", help="Bundle to write. [default: TASK.kfac]"
-    ),
+    task: str = TASK,
+    output: Path | None = output_option("FILE.kfac", None, "Output file. [default: TASK.kfac]"),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     prompts: PromptStyle | None = PROMPTS,
@@ -73,19 +72,17 @@ def estimate(
     dtype: FloatType = DTYPE,
     data: str | None = DATA_FOLDER,
     columns: str | None = COLUMNS,
-    split: str = option(DATA, "train", "--split", metavar="SPLIT", help="Split to sample examples from."),
-    examples: str = option(
-        DATA, "256", "--examples", metavar="N|P%|all", help="Number of examples, sampled without replacement."
-    ),
+    split: str = split_option("train"),
+    examples: str = examples_option("256"),
     shard: str | None = option(
-        DATA,
+        DATA_PANEL,
         None,
         "--shard",
         metavar="K/N",
-        help="Use every N-th example, starting at the K-th; `merge --rule shards` combines the shards.",
+        help="Use every N-th example, starting at the K-th; `kfacpack merge --rule shards` combines the shards.",
     ),
     fisher: Fisher = option(
-        ESTIMATE_PANEL, "mc", "--fisher", help="mc: random probes of f; exact: all directions of f."
+        ESTIMATE_PANEL, "mc", "--fisher", help="mc: random probes of f. exact: all directions of f."
     ),
     samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Probes per example, with mc."),
     probe: Probe = option(ESTIMATE_PANEL, "orthogonal", "--probe", help="Distribution of the probes, with mc."),
@@ -93,31 +90,34 @@ def estimate(
         ESTIMATE_PANEL,
         "expand",
         "--sharing",
-        help="KFAC-expand or KFAC-reduce, for weights that are shared by several positions.",
+        help="KFAC-expand or KFAC-reduce, for weights that several positions share.",
     ),
     structure: EstimateStructure = option(
-        ESTIMATE_PANEL, "kronecker", "--structure", help="Kronecker factors, or the diagonal of G."
+        ESTIMATE_PANEL, "kronecker", "--structure", help="kronecker: Kronecker factors. diagonal: the diagonal of G."
     ),
     compress: str | None = option(
         ESTIMATE_PANEL,
         None,
         "--compress",
         metavar="CODEC",
-        help="Codec to apply, as for `compress`: block:8, svd:32+int8, … With block:K only the blocks are computed.",
+        help="Codec to apply, as for `kfacpack compress`, such as block:8 or svd:32+int8. With block:K, only the "
+        "diagonal blocks are computed.",
     ),
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the examples and the probes."),
-    batch_size: int = option(RUN, 32, "--batch-size", min=1, help="Examples per forward pass."),
-    offload: bool = option(RUN, False, "--offload", help="Accumulate on the CPU, whatever the device."),
-    resume: bool = option(RUN, False, "--resume", help="Resume an interrupted run."),
-    dry_run: bool = option(RUN, False, "--dry-run", help="Show blocks, bytes, time and memory; write nothing."),
-    as_json: bool = option(RUN, False, "--json", help="Print the result, or the dry run, as JSON."),
+    batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Examples per forward pass."),
+    offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors on the CPU."),
+    resume: bool = RESUME,
+    dry_run: bool = option(
+        RUN_PANEL, False, "--dry-run", help="Show the blocks, size, time and memory; write nothing."
+    ),
+    as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Estimate the curvature of a model on a task and write it to a bundle.
 
-    Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Under torchrun or
-    accelerate launch the processes share the work: torchrun --nproc-per-node 2 -m kfacpack_cli estimate …
+    Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Processes
+    started by torchrun or accelerate share the work: torchrun --nproc-per-node 2 -m kfacpack_cli estimate …
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -127,13 +127,13 @@ def estimate(
 
     use_workers(workers)
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
-    place = distributed.local_device(device)
-    with distributed.process_group(place):
+    torch_device = distributed.local_device(device)
+    with distributed.process_group(torch_device):
         show = distributed.rank() == 0 and not (quiet or as_json)
         with loading(model, show=show):
             # The task is loaded first, so that a misspelt name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=quiet or distributed.rank() != 0)
-            loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
+            loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
         patterns = tuple(params) if params else None
         run = TaskEstimate(
             loaded_model, loaded_task, options, examples, batch_size, split, patterns, _parse_shard(shard)
@@ -143,7 +143,7 @@ def estimate(
             if distributed.rank() == 0 and (as_json or not quiet):
                 print_json(asdict(forecast)) if as_json else _print_forecast(forecast)
             return
-        _run(run, output or Path(f"{task.replace('/', '-')}.kfac"), resume, show=show, as_json=as_json)
+        _run(run, output or default_output(task, ".kfac"), resume, show=show, as_json=as_json)
 
 
 def _parse_shard(shard: str | None) -> tuple[int, int]:
@@ -190,7 +190,7 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
         if run.report:
             print_report(run.report, f"compressed by {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
-                print_line("entries outside the diagonal blocks were not computed, so their error is not measured")
+                print_line("entries outside the diagonal blocks were not computed; their error is not included")
         print_next("inspect", output)
 
 

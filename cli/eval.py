@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.format.container import first_duplicate
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
 from kfacpack.format.units import parse_alphas
@@ -23,7 +24,7 @@ from .options import (
     AS_JSON,
     BATCH_SIZE,
     COLUMNS,
-    DATA,
+    DATA_PANEL,
     DEVICE,
     DTYPE,
     HEAD,
@@ -31,16 +32,18 @@ from .options import (
     MODEL_NAME,
     PROMPTS,
     QUIET,
-    RUN,
+    RUN_PANEL,
+    TASK_HELP,
     WEIGHTS,
     WORKERS,
     File,
     check_output,
     data_folders,
-    duplicate,
+    examples_option,
     load_model_option,
     load_task_option,
     option,
+    split_option,
 )
 
 if TYPE_CHECKING:
@@ -49,11 +52,11 @@ if TYPE_CHECKING:
 
 
 NUMBER = re.compile(r"(.+)=([0-9.]+%?)")
-INDIVIDUAL_FORMS = "expected the file of a vector, TASK=0.93, or a .json file printed by eval --json"
+INDIVIDUAL_FORMS = "expected the file of a vector, TASK=0.93, or a .json file with the output of eval --json"
 
 
 def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
-    """Parses the options --individual.
+    """Parses the values of --individual.
 
     Args:
         values: Files of vectors, TASK=NUMBER, or JSON files of earlier evaluations.
@@ -120,7 +123,7 @@ def _require_evaluated(value: str, task: str, sets: Mapping[str, EvaluationSet])
 def _accuracy(value: str, number: str) -> float:
     share = _parse_share(number)
     if share is None:
-        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0, up to 1")
+        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0 and up to 1")
     return share
 
 
@@ -143,13 +146,15 @@ VECTOR_PANEL = "Vector"
 def evaluate(
     model: str = MODEL_NAME,
     task: list[str] = option(
-        DATA,
+        DATA_PANEL,
         [],
         "--task",
         metavar="TASK",
-        help="Task name, as listed by `kfacpack tasks`, or any name with --data; repeatable.",
+        help=f"{TASK_HELP}; repeatable.",
     ),
-    more: list[str] | None = typer.Argument(None, metavar="TASK...", help="More tasks: --task A B C."),
+    more: list[str] | None = typer.Argument(
+        None, metavar="TASK...", help="Further tasks, so that `--task A B C` is accepted."
+    ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     prompts: PromptStyle | None = PROMPTS,
@@ -164,28 +169,28 @@ def evaluate(
         VECTOR_PANEL,
         None,
         "--alpha",
-        metavar="A|A,B|FROM:TO:STEP",
-        help="Factor of the vector: a number, several, or a range including its end. "
-        "[default: 1; 0:2:0.1 with --choose, 0:1:0.05 with --control]",
+        metavar="α|α,α|FROM:TO:STEP",
+        help="Factor of the vector: a number, a comma-separated list, or a range that includes its end. "
+        "[default: 1; 0:2:0.1 with --choose; 0:1:0.05 with --control]",
     ),
     individual: list[str] | None = option(
         VECTOR_PANEL,
         None,
         "--individual",
         metavar="FILE|TASK=X|FILE.json",
-        help="Normalise a task's accuracy by that of its own vector: the vector's file, the accuracy, or the output of "
-        "eval --json; repeatable.",
+        help="Normalise the accuracy on a task by that of its own vector. Give the vector, the accuracy, or a file "
+        "with the output of `kfacpack eval --json`; repeatable.",
     ),
     choose: bool = option(
-        VECTOR_PANEL, False, "--choose", help="Choose α by the mean accuracy on validation; evaluate it on test."
+        VECTOR_PANEL, False, "--choose", help="Choose α by the mean accuracy on validation and evaluate it on test."
     ),
     control: str | None = option(
         VECTOR_PANEL,
         None,
         "--control",
         metavar="TASK",
-        help="Subtract the vector instead. α is chosen on validation to minimise the accuracy on the other tasks while "
-        "this task keeps --keep of its accuracy.",
+        help="Subtract the vector instead of adding it. α is chosen on validation to minimise the accuracy on the "
+        "other tasks while this task keeps the share --keep of its accuracy.",
     ),
     keep: str | None = option(
         VECTOR_PANEL,
@@ -198,21 +203,21 @@ def evaluate(
     dtype: FloatType = DTYPE,
     head: HeadKind = HEAD,
     data: list[str] | None = option(
-        DATA,
+        DATA_PANEL,
         None,
         "--data",
         metavar="DIR|TASK=DIR",
-        help="Data of the task: a folder or hf://datasets/OWNER/REPO, as for train. With several tasks or "
-        "--control, TASK=DIR; repeatable.",
+        help="Data of the task: a folder or hf://datasets/…, as for `kfacpack train`. With several tasks or --control, "
+        "TASK=DIR; repeatable.",
     ),
     columns: str | None = COLUMNS,
-    split: str = option(DATA, "test", "--split", metavar="SPLIT", help="Split to evaluate on."),
-    examples: str = option(
-        DATA, "all", "--examples", metavar="N|P%|all", help="Number of examples; the same ones every time."
-    ),
+    split: str = split_option("test"),
+    examples: str = examples_option("all"),
     batch_size: int = BATCH_SIZE,
     as_json: bool = AS_JSON,
-    csv: Path | None = option(RUN, None, "--csv", metavar="FILE", help="Write a CSV file with one row per task."),
+    csv: Path | None = option(
+        RUN_PANEL, None, "--csv", metavar="FILE", help="Also write a CSV file with one row per task and α."
+    ),
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
@@ -233,7 +238,7 @@ def evaluate(
         raise KfacpackError(f"--choose needs several α, got {alpha}; give a range such as --alpha 0:2:0.1")
     kept_share = _parse_share(keep or "95%")
     if kept_share is None:
-        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0%, up to 100%, such as 95%")
+        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and up to 100%, such as 95%")
     if csv:
         if csv.is_dir():
             raise KfacpackError(f"{csv}: is a folder; expected a file")
@@ -241,13 +246,13 @@ def evaluate(
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
     from kfacpack.evaluation.accuracy import EvaluationSet, vector_head
-    from kfacpack.evaluation.sweep import validation_set
+    from kfacpack.evaluation.sweep import SelectionTask, validation_set
     from kfacpack.models.data_loading import use_workers
     from kfacpack.vectors.task_vector import TaskVector
 
     use_workers(workers)
     show = not (quiet or as_json)
-    place = local_device(device)
+    torch_device = local_device(device)
     with loading(", ".join([*names, model]), show=show):
         tasks = [load_task_option(name, folders.get(name), columns, model, quiet=quiet) for name in names]
         if control is not None:
@@ -256,7 +261,7 @@ def evaluate(
         validation = {loaded.name: validation_set(loaded, examples) for loaded in tasks} if choose or control else {}
         own_vectors = read_individual(individual or [], sets)
         tau = TaskVector.load(vector) if vector else None
-        loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
+        loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
     for added in (tau, *own_vectors.values()):
         if isinstance(added, TaskVector):
             added.check(loaded_model.module, loaded_model.function)  # before any long computation
@@ -264,19 +269,19 @@ def evaluate(
     heads = {loaded.name: evaluator.head(loaded, tau) for loaded in tasks}
     if vector and tau and head == "auto" and not quiet:
         for name in (loaded.name for loaded in tasks[: len(names)] if vector_head(loaded, tau) is None):
-            existing = f"only for {', '.join(tau.heads)}" if tau.heads else "nor for any other task"
-            problem = f"{vector} has no head for {name!r}, {existing}"
+            existing = f" (only for {', '.join(tau.heads)})" if tau.heads else ""
+            problem = f"{vector} has no head for {name!r}{existing}"
             show_note(f"note: {problem}; using a new head of the model ({heads[name].origin})")
-    if control is not None:
-        assert tau is not None
-        output = evaluator.negation(heads, validation, sets, tau, alphas, kept_share)
+    accuracies = evaluator.individual_accuracies(own_vectors, sets)
+    if tau and (choose or control):
+        selection = [SelectionTask(heads[name], validation[name], sets[name]) for name in sets]
+        output = (
+            evaluator.choice(selection, tau, alphas, accuracies)
+            if choose
+            else evaluator.negation(selection, tau, alphas, kept_share)
+        )
     else:
-        accuracies = evaluator.individual_accuracies(own_vectors, sets)
-        if choose:
-            assert tau is not None
-            output = evaluator.choice(heads, validation, sets, tau, alphas, accuracies)
-        else:
-            output = evaluator.sweep(heads, sets, tau, alphas, accuracies, split)
+        output = evaluator.sweep(heads, sets, tau, alphas, accuracies, split)
     if csv:
         write_csv(csv, output.rows)
     if as_json:
@@ -299,11 +304,11 @@ def _folders(names: list[str], control: str | None, data: list[str], columns: st
 
 def _check_names(names: list[str], control: str | None) -> None:
     if not names:
-        raise KfacpackError("no task to evaluate; name one with --task. Run `kfacpack tasks` for a list")
-    if repeated := duplicate(names):
+        raise KfacpackError("no task to evaluate; give one with --task. Run `kfacpack tasks` for a list")
+    if repeated := first_duplicate(names):
         raise KfacpackError(f"task {printable(repeated)!r} is given twice")
     if control in names:
-        raise KfacpackError(f"--control {printable(str(control))}: is also the task to forget; name another task")
+        raise KfacpackError(f"--control {printable(str(control))}: is also an evaluated task; give another task")
 
 
 def _check_combination(
@@ -314,12 +319,12 @@ def _check_combination(
     split: str,
 ) -> None:
     if choose and control:
-        raise KfacpackError("--choose and --control exclude each other: the best α, or the one that forgets most")
+        raise KfacpackError("--choose and --control cannot be combined: one adds the vector, the other subtracts it")
     if (choose or control) and split != "test":
         flag = "--choose" if choose else "--control"
         problem = f"{flag} chooses α on validation and evaluates on test, got --split {printable(split)}"
-        raise KfacpackError(f"{problem}. Leave out one of them")
+        raise KfacpackError(f"{problem}. Leave out one of the options")
     if control is None and keep:
-        raise KfacpackError("--keep needs a control task; name it with --control TASK")
+        raise KfacpackError("--keep needs a control task; give it with --control TASK")
     if control and individual:
-        raise KfacpackError("--individual and --control exclude each other: negation has no normalised accuracy")
+        raise KfacpackError("--individual and --control cannot be combined: a negation has no normalised accuracy")

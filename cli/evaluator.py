@@ -20,6 +20,7 @@ from .console import examples_bar, name_cell, out, percent, plain_table, print_l
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet, Score
+    from kfacpack.evaluation.sweep import SelectionTask
     from kfacpack.models.heads import Head
     from kfacpack.models.model import Model
     from kfacpack.tasks.task import Task
@@ -73,7 +74,7 @@ def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, s
             mark, style = ("← best", "bold") if index == best else ("", None)
             table.add_row(f"{alpha:g}", *cells, mark, style=style)
         out.print(table)
-    print_line(f"best on the {printable(split)} split; --choose selects α on validation", style="dim")
+    print_line(f"the best α on the {printable(split)} split is marked; --choose selects α on validation", style="dim")
 
 
 def print_negation(negation: Mapping[str, Any]) -> None:
@@ -82,16 +83,18 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     table.add_column("")
     for name, task in negation["tasks"].items():
         removed = task["removed"]
-        effect = "not above chance before" if removed is None else f"{removed:.0%} of the margin over chance removed"
+        effect = "was not above chance" if removed is None else f"{removed:.0%} of the margin over chance removed"
         table.add_row(name_cell(name), percent(task["before"]), percent(task["accuracy"]), effect)
     first = next(iter(negation["tasks"].values()))
     before, after = first["control_before"], first["control"]
     effect = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
     table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
-    print_line(f"−{first['alpha']:g} τ, chosen on validation, where the control keeps {negation['keep']:.0%}")
+    print_line(f"−{first['alpha']:g} τ; α was chosen on validation, where the control must keep {negation['keep']:.0%}")
     out.print(table)
     if not first["alpha"]:
-        print_line("no α above zero lowers the accuracy while the control keeps enough of its own", style="dim")
+        print_line(
+            "no α above zero lowers the accuracy while the control task keeps enough of its accuracy", style="dim"
+        )
 
 
 def csv_rows(result: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
@@ -214,9 +217,7 @@ class Evaluator:
 
     def choice(
         self,
-        heads: Mapping[str, Head],
-        validation: Mapping[str, EvaluationSet],
-        test: Mapping[str, EvaluationSet],
+        tasks: Sequence[SelectionTask],
         vector: TaskVector,
         alphas: Sequence[float],
         individual: Mapping[str, float],
@@ -224,18 +225,16 @@ class Evaluator:
         """Chooses α by the mean accuracy on validation and evaluates on test at this α.
 
         Args:
-            heads: Task -> head.
-            validation: Task -> examples to choose α on.
-            test: Task -> examples to evaluate on.
+            tasks: The tasks, with their heads and examples.
             vector: The vector.
             alphas: The factors to choose from.
             individual: Task -> accuracy of its own vector, to normalise by.
         """
-        from kfacpack.evaluation.sweep import SelectionTask, choose_alpha, evaluation_result, mean
+        from kfacpack.evaluation.sweep import choose_alpha, evaluation_result, mean
 
-        tasks = [SelectionTask(heads[name], validation[name], test[name]) for name in test]
         with examples_bar("choosing α", show=self.show) as advance:
             choice = choose_alpha(self.model, tasks, vector, alphas, batch_size=self.batch_size, on_progress=advance)
+        heads = {task.name: task.head for task in tasks}
         on_validation = _as_results(choice.validation, {}, heads)
         on_test = evaluation_result(choice.test, individual, _origins(heads))
         best = {
@@ -246,7 +245,10 @@ class Evaluator:
 
         def show() -> None:
             accuracy = percent(best["validation"])
-            print_line(f"α = {choice.alpha:g}, chosen from {len(alphas)} on validation: {accuracy} there; on test:")
+            print_line(
+                f"α = {choice.alpha:g}, chosen from {len(alphas)} values by the mean accuracy on validation "
+                f"({accuracy}); accuracy on test:"
+            )
             print_result(on_test)
 
         rows = [*_all_rows(on_validation, "validation", alphas), *csv_rows(on_test, "test", choice.alpha)]
@@ -254,41 +256,24 @@ class Evaluator:
         return EvaluationOutput(result, rows, show)
 
     def negation(
-        self,
-        heads: Mapping[str, Head],
-        validation: Mapping[str, EvaluationSet],
-        test: Mapping[str, EvaluationSet],
-        vector: TaskVector,
-        alphas: Sequence[float],
-        keep: float,
+        self, tasks: Sequence[SelectionTask], vector: TaskVector, alphas: Sequence[float], keep: float
     ) -> EvaluationOutput:
         """Chooses how far to subtract the vector, subject to the accuracy of the control task, and evaluates on test.
 
         Args:
-            heads: Task -> head; the control is the last task.
-            validation: Task -> examples to choose α on.
-            test: Task -> examples to evaluate on.
+            tasks: The tasks, with their heads and examples; the control is the last one.
             vector: The vector.
             alphas: The factors to choose from.
             keep: Share of its accuracy that the control must keep.
         """
         from kfacpack.evaluation.negation import negate
-        from kfacpack.evaluation.sweep import SelectionTask
 
-        *targets, control = (SelectionTask(heads[name], validation[name], test[name]) for name in test)
+        *targets, control = tasks
+        settings: dict[str, Any] = {"keep": keep, "batch_size": self.batch_size}
         with examples_bar("choosing α", show=self.show) as advance:
-            negation = negate(
-                self.model,
-                targets,
-                control,
-                vector,
-                alphas,
-                keep=keep,
-                batch_size=self.batch_size,
-                on_progress=advance,
-            )
+            negation = negate(self.model, targets, control, vector, alphas, **settings, on_progress=advance)
         rows: list[list[Any]] = []
-        for task in [*targets, control]:
+        for task in tasks:
             entry = negation["tasks"].get(task.name) or next(iter(negation["tasks"].values()))
             keys = ("before", "accuracy") if task is not control else ("control_before", "control")
             for key, alpha in zip(keys, (0.0, 0.0 - entry["alpha"]), strict=True):

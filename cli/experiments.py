@@ -27,7 +27,7 @@ from .console import (
     stop_on_interrupt,
     work_bar,
 )
-from .options import AS_JSON, DEVICE, QUIET, RUN, WORKERS, option
+from .options import AS_JSON, DEVICE, QUIET, RUN_PANEL, WORKERS, option, output_option
 
 if TYPE_CHECKING:
     from kfacpack.experiments.plan import Plan
@@ -40,12 +40,12 @@ SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_
 
 
 def run(
-    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan file; paths in it are relative to its folder."),
-    output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="DIR", help="Output folder. [default: the plan's name]"
-    ),
+    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan; paths in it are relative to its folder."),
+    output: Path | None = output_option("DIR", None, "Output folder. [default: the name of the plan file]"),
     device: str = DEVICE,
-    dry_run: bool = option(RUN, False, "--dry-run", help="Show the stages and their estimated time; write nothing."),
+    dry_run: bool = option(
+        RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
+    ),
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
@@ -56,7 +56,7 @@ def run(
     changed, and an interrupted run continues where it stopped. The results are in DIR/results.json, the report is
     DIR/report.html; both list the commands that write the files.
 
-    'kfacpack demo' writes a plan to start from.
+    `kfacpack demo` writes a plan to start from.
     """
     from kfacpack.experiments.plan_file import read_plan
 
@@ -78,7 +78,7 @@ def execute_run(
         text: Its YAML source.
         root: Output folder.
         device: The option --device.
-        dry_run: Print the forecast instead.
+        dry_run: Print the stages and their estimated time instead.
         as_json: Print JSON.
         quiet: Print only errors.
         explain: Print a line about each kind of stage.
@@ -176,14 +176,14 @@ def print_summary(results: dict[str, Any]) -> None:
 
 def report(
     run_dir: Path = typer.Argument(..., metavar="RUN_DIR", help="Output folder of a run, with results.json."),
-    output: Path = option(RUN, Path("report.html"), "--output", "-o", metavar="FILE.html", help="Output file."),
+    output: Path = output_option("FILE.html", Path("report.html")),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Write the results of a run as one HTML page with tables, figures and commands.
 
     The page is self-contained. Its numbers are also written to a JSON file of the same name, and its figures as SVG and
-    PNG to the folder 'figures' beside it.
+    PNG to the folder figures/ beside it.
     """
     # Imported here so that --help does not wait for matplotlib.
     from kfacpack.experiments.report import report as write_report
@@ -205,27 +205,29 @@ def report(
 
 
 def demo(
-    output: Path = option(RUN, Path("demo"), "--output", "-o", metavar="DIR", help="Output folder."),
-    every: bool = option(RUN, False, "--all", help="Use all eight tasks instead of three."),
+    output: Path = output_option("DIR", Path("demo"), "Output folder."),
+    all_tasks: bool = option(RUN_PANEL, False, "--all", help="Use all eight tasks instead of three."),
     device: str = DEVICE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Run an example: three tasks on a small CLIP, trained with and without the penalty, added, negated and measured.
+    """Run an example: vectors of three tasks on a small CLIP model, trained with and without the penalty.
 
-    The plan is written to DIR/plan.yaml. Edit it and run it again with 'kfacpack run'.
+    The vectors are added, negated and measured.
+
+    The plan is written to DIR/plan.yaml. Edit it and run it again with `kfacpack run`.
     """
     from kfacpack.experiments.plan_file import parse, plan_text
     from kfacpack.format.writer import write_atomically
 
-    path, text = output / "plan.yaml", plan_text(every=every)
+    path, text = output / "plan.yaml", plan_text(all_tasks=all_tasks)
     try:
         output.mkdir(parents=True, exist_ok=True)
         existing = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, UnicodeDecodeError) as error:
         raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Give another folder with -o") from error
     if existing is not None and existing != text:
-        remedy = f"Run it with 'kfacpack run {path} -o {output}', or give another folder with -o"
+        remedy = f"Run it with `kfacpack run {path} -o {output}`, or give another folder with -o"
         raise KfacpackError(f"{path}: exists and is not the plan of the demo. {remedy}")
     write_atomically(path, text.encode())
     show = not (quiet or as_json)
@@ -234,4 +236,4 @@ def demo(
     execute_run(parse(text, str(path)), text, output, device, dry_run=False, as_json=as_json, quiet=quiet, explain=True)
     if show:
         command = f"kfacpack run {path} -o {output}"
-        print_line(f"or edit {path} and run '{command}'; only what has changed is computed", style="dim")
+        print_line(f"or edit {path} and run `{command}`; only what has changed is computed", style="dim")

@@ -21,27 +21,28 @@ from .options import (
     MODEL_NAME,
     PARAMS,
     QUIET,
-    RUN,
+    RUN_PANEL,
     WEIGHTS,
     File,
     check_output,
     load_model_option,
     option,
+    output_option,
 )
 
 
 def export(
     bundle: File = typer.Argument(..., metavar="FILE.kfac", help="Bundle to export."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="FACTORS.safetensors", help="Output file."),
-    dtype: FloatType = option(RUN, "float32", "--dtype", help="Data type of the matrices."),
+    output: Path = output_option("FACTORS.safetensors"),
+    dtype: FloatType = option(RUN_PANEL, "float32", "--dtype", help="Dtype of the matrices."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Write the factors of a bundle as plain safetensors, for use without kfacpack.
 
-    All matrices are dense, however the bundle stores them: PARAMETER/A and PARAMETER/B, or PARAMETER/G; diagonal ones
-    are vectors. The file's metadata describes how parameters form the matrix that the factors act on, how the factors
-    are scaled, and how to apply them.
+    The matrices are called PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, however the bundle stores them,
+    except that diagonal ones are vectors. The file's metadata describes how parameters form the matrix that the
+    factors act on, how the factors are scaled, and how to apply them.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.curvature.curvature import from_bundle
@@ -68,10 +69,10 @@ ImportLayout = Literal["mammoth"]
 
 def import_(
     layout: ImportLayout = typer.Argument(
-        ..., metavar="mammoth", help="File layout: mammoth, the framework of the method's authors."
+        ..., metavar="mammoth", help="Layout of the files: that of mammoth, the framework of the method's authors."
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="Folder with the files."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="FILE.kfac", help="Output file."),
+    output: Path = output_option("FILE.kfac"),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -88,10 +89,13 @@ def import_(
         None,
         "--files",
         metavar="DATASET_task_N",
-        help="Prefix of the file names, if the folder holds several tasks.",
+        help="Prefix of the file names, if the folder contains several tasks.",
     ),
     fisher: Fisher = option(
-        FACTORS_PANEL, "mc", "--fisher", help="How the factors were estimated: with random probes of f (mc) or exactly."
+        FACTORS_PANEL,
+        "mc",
+        "--fisher",
+        help="How the factors were estimated. mc: random probes of f. exact: all directions of f.",
     ),
     samples: int | None = option(
         FACTORS_PANEL,
@@ -99,7 +103,7 @@ def import_(
         "--samples",
         min=1,
         metavar="M",
-        help="Probes per example, with mc; the files do not record it.",
+        help="Probes per example, with mc. Required, because the files do not record it.",
     ),
     dataset_size: int | None = option(
         FACTORS_PANEL,
@@ -107,16 +111,16 @@ def import_(
         "--dataset-size",
         min=1,
         metavar="N",
-        help="Size of the whole dataset, which 'merge' uses as weight.",
+        help="Size of the whole dataset, which `kfacpack merge` uses as the weight.",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Convert factors that were published as pickles to a bundle.
 
-    The pickles are read in a separate process that has limited memory and time and can only build tensors. Give the
-    model the factors were computed with; its weights are checked against the factors. From the Hub,
-    only the five files of one task are downloaded.
+    The pickles are read in a separate process that has limited memory and time and can only build tensors. --model is
+    the model that the factors were computed with; its weights are checked against the factors. From the Hub, only the
+    five files of one task are downloaded.
 
     kfacpack import mammoth hf://aimagelab-ta/TAK/vitb16/fisher_8vision/kfac/mc_full --model ViT-B-16/openai --task dtd
     --samples 1 -o dtd.kfac
@@ -164,5 +168,5 @@ def import_(
         for name, reason in imported.left_out:
             print_line(f"not imported: {name} ({reason})")
         if dataset_size is None:
-            print_line("the dataset size is unknown (--dataset-size), so 'merge' requires --weights")
+            print_line("the dataset size is unknown (see --dataset-size), so `kfacpack merge` requires --weights")
         print_next("merge", output, "OTHER.kfac", "-o", "merged.kfac")

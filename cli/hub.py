@@ -1,4 +1,4 @@
-"""`kfacpack push`, `pull` and `search`: bundles and task vectors on the Hub."""
+"""`kfacpack push`, `kfacpack pull` and `kfacpack search`: bundles and task vectors on the Hub."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .console import (
     print_next,
     show_error,
 )
-from .options import AS_JSON, QUIET, RUN, option
+from .options import AS_JSON, QUIET, RUN_PANEL, option, output_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,9 +40,9 @@ MAX_TASKS = 8
 
 def push(
     files: list[str] = typer.Argument(
-        ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors, and the repository to publish them in."
+        ..., metavar="FILE... OWNER/REPO", help="Bundles and task vectors, then the repository."
     ),
-    private: bool = option(REPOSITORY_PANEL, False, "--private", help="Make a new repository private."),
+    private: bool = option(REPOSITORY_PANEL, False, "--private", help="Make the repository private if it is new."),
     revision: str | None = option(
         REPOSITORY_PANEL,
         None,
@@ -66,7 +66,7 @@ def push(
         metavar="OWNER/REPO",
         help="Base model on the Hub, if it cannot be derived from the files.",
     ),
-    dry_run: bool = option(RUN, False, "--dry-run", help="Show the files and the card; upload nothing."),
+    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card; upload nothing."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -80,7 +80,9 @@ def push(
     """
     *paths, repository = files
     if not paths:
-        raise KfacpackError(f"{printable(repository)}: expected files and a repository: push t.kfac owner/repo")
+        raise KfacpackError(
+            f"{printable(repository)}: expected files and a repository, such as: kfacpack push t.kfac owner/repo"
+        )
     if Path(repository).exists():
         raise KfacpackError(f"{printable(repository)}: is a file; the last argument is the repository, owner/repo")
     # Imported here so that --help does not wait for torch.
@@ -146,21 +148,19 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
 def pull(
     source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository."),
     files: list[str] | None = typer.Argument(
-        None, metavar="FILE...", help="Files of the repository. [default: all bundles and task vectors]"
+        None, metavar="FILE...", help="Files of the repository; by default, all bundles and task vectors."
     ),
-    output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="DIR|FILE", help="Output folder or file. [default: current folder]"
-    ),
-    force: bool = option(RUN, False, "--force", help="Overwrite existing files that differ."),
-    listing: bool = option(RUN, False, "--list", help="List the files of the repository; download nothing."),
+    output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
+    force: bool = option(RUN_PANEL, False, "--force", help="Overwrite existing files that differ."),
+    listing: bool = option(RUN_PANEL, False, "--list", help="List the files of the repository; download nothing."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Download bundles and task vectors, verify them and show what they contain.
 
-    OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is checked against
-    the Hub's SHA-256 and by 'verify'; if a check fails, the file is not saved and the exit code is 1. For
-    private repositories, log in with: hf auth login
+    OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is compared with
+    the Hub's SHA-256 and checked as by `kfacpack verify`; if a check fails, the file is not saved and the exit code is
+    1. For private repositories, log in with: hf auth login
     """
     if listing:
         _list_files(source, as_json=as_json)
@@ -208,7 +208,11 @@ def _files_json(files: Iterable[RepositoryFile]) -> list[dict[str, Any]]:
 
 def search(
     base_model: str | None = option(
-        FILTER_PANEL, None, "--base-model", metavar="MODEL", help="Base model, as for --model or as its id on the Hub."
+        FILTER_PANEL,
+        None,
+        "--base-model",
+        metavar="MODEL",
+        help="Base model: a name as for --model, or its id on the Hub.",
     ),
     task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Task name."),
     author: str | None = option(FILTER_PANEL, None, "--author", metavar="NAME", help="User or organisation."),

@@ -22,13 +22,13 @@ from kfacpack.format.units import human_bytes
 from kfacpack.hub.card import bundle_summary, relative_error
 
 from .console import checks_bar, key_value_table, out, plain_table, print_json, print_line, show_error
-from .options import AS_JSON, IMAGE_SIZE, MODEL, QUIET, RUN, WEIGHTS, File, option
+from .options import AS_JSON, IMAGE_SIZE, MODEL_PANEL, QUIET, RUN_PANEL, WEIGHTS, File, load_model_option, option
 
 if TYPE_CHECKING:
     from torch import nn
 
     from kfacpack.curvature.verification import Verification
-    from kfacpack.format.manifest import DenseEntry, KroneckerEntry, Manifest
+    from kfacpack.format.manifest import DenseEntry, FloatType, KroneckerEntry, Manifest
     from kfacpack.format.reader import CheckResult
 
     AnyBlockEntry = KroneckerEntry | DenseEntry
@@ -40,13 +40,13 @@ MAX_BLOCKS = 2000
 
 def inspect(
     bundle: File = typer.Argument(..., metavar="FILE.kfac", help="Bundle to inspect."),
-    blocks: bool = option(RUN, False, "--blocks", help="List parameters, form and bytes of every block."),
+    blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the parameters, form and size of every block."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Show what a bundle contains, without reading its tensors.
 
-    Only the header is read, or downloaded from hf://OWNER/REPO/FILE.kfac, so this is quick for files of any size. Use
-    'verify' to check the tensors. --json prints the whole manifest.
+    Only the header is read, or downloaded from hf://OWNER/REPO/FILE.kfac, so this is quick for files of any size.
+    `kfacpack verify` checks the tensors. --json prints the whole manifest.
     """
     opened = Bundle(header_of(bundle))
     if as_json:
@@ -71,8 +71,8 @@ def _as_json(bundle: Bundle) -> dict[str, Any]:
 
 
 def _print_summary(bundle: Bundle) -> None:
-    facts = key_value_table(bundle_summary(bundle))
-    out.print(Panel(facts, title=Text(printable(bundle.path.name)), title_align="left", expand=False))
+    summary = key_value_table(bundle_summary(bundle))
+    out.print(Panel(summary, title=Text(printable(bundle.path.name)), title_align="left", expand=False))
 
 
 def _print_kinds(bundle: Bundle) -> None:
@@ -142,11 +142,11 @@ MAX_FAILURES = 5
 def verify(
     bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="Bundles to check."),
     model: str | None = option(
-        MODEL,
+        MODEL_PANEL,
         None,
         "--model",
         metavar="MODEL|FILE",
-        help="Also check that the bundles belong to these weights: a model's name or a safetensors file.",
+        help="Also check that the bundles belong to this model: its name, or a safetensors file of its weights.",
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -155,10 +155,10 @@ def verify(
 ) -> None:
     """Check the hashes of bundles, and that their matrices are finite, symmetric and positive semi-definite.
 
-    Exit code 0: all checks passed. 1: a check failed; the tensor is named. 2: a file is not a bundle.
+    Exit codes: 0 all checks passed, 1 a check failed, 2 a file is not a bundle.
     """
     if model is None and (weights or image_size):
-        raise KfacpackError("--weights and --image-size need a model; name it with --model")
+        raise KfacpackError("--weights and --image-size need a model; give it with --model")
     bases = BaseModels(model, weights, image_size)
     verified: list[Verification] = []
     unreadable: list[dict[str, str]] = []
@@ -206,21 +206,11 @@ class BaseModels:
         """Returns the file or module to compare a bundle with, or None."""
         if self._model is None or self._is_file:
             return self._model
-        import torch
-
-        from kfacpack.models.families import load_model
-
-        dtype = (manifest.estimate and manifest.estimate.model_dtype) or "float32"
+        dtype: FloatType = (manifest.estimate and manifest.estimate.model_dtype) or "float32"
         random = re.fullmatch(r"random-([0-9]+)", manifest.base.revision or "")
         seed = int(random[1]) if random else 0
         if (dtype, seed) not in self._loaded:
-            loaded = load_model(
-                self._model,
-                weights=self._weights,
-                image_size=self._image_size,
-                dtype=getattr(torch, dtype),
-                seed=seed,
-            )
+            loaded = load_model_option(self._model, self._weights, self._image_size, dtype, seed=seed)
             self._loaded[dtype, seed] = loaded.module
         return self._loaded[dtype, seed]
 

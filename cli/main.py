@@ -24,7 +24,7 @@ from .console import err, show_error
 
 
 class PlainHelp:
-    """Help without a value type after flags."""
+    """Mixin that shows flags without a value type in the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the parameters, with the metavars of flags removed."""
@@ -85,7 +85,7 @@ def main(
         False, "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
     ),
 ) -> None:
-    """Curvature as an artifact for task arithmetic: estimate, share and merge it, and train task vectors with it.
+    """Curvature for task arithmetic: estimate, share and merge it, and train task vectors with it.
 
     Bundles and vectors are read from paths or from hf://OWNER/REPO/FILE. Start with: kfacpack demo.
 
@@ -141,7 +141,7 @@ for panel, commands in COMMANDS.items():
 
 def run_app() -> None:
     """Runs the command line."""
-    # If a pipe is closed by its reader (as with `| head`), exit silently like other programs.
+    # If the reader closes a pipe (as `| head` does), exit silently like other programs.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     # Characters such as Δ and ─ that an output encoding lacks are replaced by question marks.
     for stream in (sys.stdout, sys.stderr):

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.format.container import first_duplicate
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import locate
 from kfacpack.format.writer import write_atomically
@@ -21,23 +22,25 @@ from .console import examples_bar, loading, name_cell, out, plain_table, print_j
 from .options import (
     AS_JSON,
     BATCH_SIZE,
-    DATA,
+    DATA_PANEL,
     DEVICE,
     DTYPE,
     IMAGE_SIZE,
     MODEL_NAME,
     PROMPTS,
     QUIET,
-    RUN,
+    RUN_PANEL,
     WEIGHTS,
     WORKERS,
     File,
     check_output,
     data_folders,
-    duplicate,
+    examples_option,
     load_model_option,
     load_task_option,
     option,
+    output_option,
+    split_option,
 )
 
 if TYPE_CHECKING:
@@ -111,7 +114,9 @@ LAYER_EXAMPLES = 64
 
 
 def measure(
-    what: Measurement = typer.Argument(..., metavar="WHAT", help="disentanglement, localisation, drift or spectra."),
+    what: Measurement = typer.Argument(
+        ..., metavar="MEASUREMENT", help="disentanglement, localisation, drift or spectra."
+    ),
     vectors: list[File] | None = typer.Argument(
         None, metavar="FILE.safetensors...", help="Task vectors of one task each; for spectra, a bundle."
     ),
@@ -120,14 +125,14 @@ def measure(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="drift: bundles of one task each whose prediction is tested; repeatable. spectra: the bundle.",
+        help="drift: bundle of one task, whose prediction is compared; repeatable. spectra: the bundle.",
     ),
     alpha: str | None = option(
         MEASUREMENT_PANEL,
         None,
         "--alpha",
-        metavar="α,α|FROM:TO:STEP",
-        help=f"disentanglement: factors of each vector. [default: {ALPHAS}]",
+        metavar="α|α,α|FROM:TO:STEP",
+        help=f"disentanglement: factors of both vectors, a list or a range. [default: {ALPHAS}]",
     ),
     layer_examples: int | None = option(
         MEASUREMENT_PANEL,
@@ -135,7 +140,7 @@ def measure(
         "--layer-examples",
         min=0,
         metavar="N",
-        help=f"drift: number of examples for single layers; 0 skips them. [default: {LAYER_EXAMPLES}]",
+        help=f"drift: number of examples for single layers; 0 skips the layers. [default: {LAYER_EXAMPLES}]",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
@@ -144,34 +149,33 @@ def measure(
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     task: list[str] | None = option(
-        DATA, None, "--task", metavar="TASK", help="localisation: another task, without a vector; repeatable."
+        DATA_PANEL, None, "--task", metavar="TASK", help="localisation: another task, which has no vector; repeatable."
     ),
     data: list[str] | None = option(
-        DATA, None, "--data", metavar="TASK=DIR", help="Data of a task that is not registered; repeatable."
+        DATA_PANEL, None, "--data", metavar="TASK=DIR", help="Data of a task, a folder or hf://datasets/…; repeatable."
     ),
-    split: str = option(DATA, "test", "--split", metavar="SPLIT", help="Split to take examples from."),
-    examples: str = option(
-        DATA, "256", "--examples", metavar="N|P%|all", help="Number of examples per task; the same ones every time."
-    ),
+    split: str = split_option("test"),
+    examples: str = examples_option("256"),
     batch_size: int = BATCH_SIZE,
-    output: Path | None = option(
-        RUN, None, "--output", "-o", metavar="FILE.json", help="Write the result to this file."
+    output: Path | None = output_option("FILE.json", None, "Also write the result to this JSON file."),
+    figure: Path | None = option(
+        RUN_PANEL, None, "--figure", metavar="FILE.png|svg", help="Also draw the result to this file."
     ),
-    figure: Path | None = option(RUN, None, "--figure", metavar="FILE.png|svg", help="Draw the result."),
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
     """Measure how task vectors affect each other's tasks, or how well a bundle predicts the effect.
 
-    disentanglement: share of predictions on the tasks of two vectors that change when the other vector is added, for
-    every pair of α.
+    disentanglement: the share of predictions on the tasks of two vectors that change when the other vector is added,
+    for every pair of α.
 
-    localisation: change of f by each vector on its own task and on others, and how well it separates them (AUROC).
+    localisation: the change of f by each vector on its own task and on others, and how well the change separates them
+    (AUROC).
 
-    drift: change of f on a task as predicted by its bundle, compared with the measured change.
+    drift: the change of f on a task as predicted by its bundle, compared with the measured change.
 
-    spectra: eigenvalues of a bundle's matrices.
+    spectra: the eigenvalues of a bundle's matrices.
     """
     files, bundles = list(vectors or ()), list(bundle or ())
     if what == "spectra":
@@ -198,12 +202,12 @@ def measure(
         from kfacpack.models.data_loading import use_workers
 
         use_workers(workers)
-        place, alphas = local_device(device), parse_alphas(alpha or ALPHAS)
+        torch_device, alphas = local_device(device), parse_alphas(alpha or ALPHAS)
         taus, curvatures = _load_vectors(files), _load_bundles(bundles)
         names = list(curvatures) or [*taus, *(task or ())]
         with loading(", ".join([*names, model]), show=show):
             sets = _evaluation_sets(names, data or (), split, examples, model, quiet=quiet)
-            loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
+            loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
         with examples_bar(what, show=show) as advance:
             settings: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
             if what == "disentanglement":
@@ -243,7 +247,7 @@ def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File])
     if figure and figure.suffix.lower() not in (".png", ".svg"):
         raise KfacpackError(f"{figure}: expected a file name that ends in .png or .svg")
     if output and figure and output.absolute() == figure.absolute():
-        raise KfacpackError(f"{output}: --output and --figure need different files")
+        raise KfacpackError(f"{output}: --output and --figure must be different files")
     for path in filter(None, (output, figure)):
         check_output(path, inputs)
 
@@ -281,7 +285,7 @@ def _load_bundles(files: list[File]) -> dict[str, Curvature]:
 
 def _require_new_task(loaded: Mapping[str, object], task: str, file: File) -> None:
     if task in loaded:
-        raise KfacpackError(f"{file}: another file is also of task {printable(task)!r}; give one per task")
+        raise KfacpackError(f"{file}: another file also belongs to task {printable(task)!r}; give one file per task")
 
 
 def _evaluation_sets(
@@ -292,8 +296,8 @@ def _evaluation_sets(
     from kfacpack.tasks.registry import PUBLISHED, TASKS
 
     folders = data_folders(names, data)
-    if repeated := duplicate(names):
-        raise KfacpackError(f"--task {printable(repeated)}: is given twice, or is the task of a vector")
+    if repeated := first_duplicate(names):
+        raise KfacpackError(f"--task {printable(repeated)}: is given twice, or is the task of one of the vectors")
     registered = {**TASKS, **PUBLISHED}
     if unknown := [name for name in names if name not in folders and base_task_name(name) not in registered]:
         name = printable(unknown[0])

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.text import Text
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 
 from .console import out, plain_table, print_json, print_line, print_next, steps_bar
-from .options import AS_JSON, QUIET, RUN, File, check_output, model_arguments, option
+from .options import AS_JSON, QUIET, RUN_PANEL, File, check_output, model_arguments, option, output_option
 
 if TYPE_CHECKING:
     from kfacpack.format.manifest import Merge
@@ -22,24 +22,20 @@ if TYPE_CHECKING:
 
 
 MERGE_PANEL = "Merge"
-MAX_PARENTS = 16
-"""Number of parents that are printed."""
 
 
 def merge(
     bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="Bundles to merge."),
-    output: Path = option(RUN, ..., "--output", "-o", metavar="MERGED.kfac", help="Output file."),
+    output: Path = output_option("MERGED.kfac"),
     rule: str = option(
         MERGE_PANEL,
         "tak",
         "--rule",
         metavar="RULE",
         help="tak: one Kronecker product per block, as in the paper. optimal: the nearest sum of --rank products. "
-        "stack: all terms, exact. shards: estimates of one task from different examples, exact.",
+        "stack: the exact sum, with all terms. shards: the exact sum of estimates of one task on different examples.",
     ),
-    rank: int = option(
-        MERGE_PANEL, 1, "--rank", metavar="R", help="Number of Kronecker products per block, for the rule optimal."
-    ),
+    rank: int = option(MERGE_PANEL, 1, "--rank", metavar="R", help="optimal: number of Kronecker products per block."),
     weights: str | None = option(
         MERGE_PANEL,
         None,
@@ -52,24 +48,24 @@ def merge(
         None,
         "--without",
         metavar="TASK",
-        help="Leave out this task; repeatable. If it is part of a bundle merged with tak, its own bundle is subtracted "
-        "and must be among the inputs.",
+        help="Leave out this task; repeatable. If it is part of a bundle merged with tak, its own bundle must be among "
+        "the inputs and is subtracted.",
     ),
     allow_partial: bool = option(
         MERGE_PANEL,
         False,
         "--allow-partial",
-        help="Merge blocks that some bundles lack from the bundles that have them.",
+        help="Merge a block that some bundles lack from the bundles that contain it.",
     ),
-    blocks: bool = option(RUN, False, "--blocks", help="List the error of every block."),
+    blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the error of every block."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Merge bundles of several tasks into one for Σ w_t G_t, and report the approximation error.
+    """Merge bundles of several tasks into one that represents Σ w_t G_t, and report the approximation error.
 
     By default, the weights w_t are the dataset sizes, scaled to a mean of one.
 
-    One bundle of all tasks can be used to train each of them:
+    A bundle of all tasks can be reused to train each of them:
     kfacpack merge all.kfac dtd.kfac --without dtd -o others.kfac
     """
     # Imported here so that --help does not wait for torch.
@@ -115,9 +111,8 @@ def _parse_weights(text: str | None) -> list[float] | None:
 
 def _describe(merge: Merge) -> str:
     rank = f" of rank {merge.rank}" if merge.rank else ""
-    parents = [f"{parent.task or parent.sha256[:12]} × {parent.weight:.3g}" for parent in merge.parents]
-    more = [f"and {len(parents) - MAX_PARENTS} more"] if len(parents) > MAX_PARENTS else []
-    return f"{merge.rule}{rank} of {', '.join([*parents[:MAX_PARENTS], *more])}"
+    parents = abbreviate(f"{parent.task or parent.sha256[:12]} × {parent.weight:.3g}" for parent in merge.parents)
+    return f"{merge.rule}{rank} of {parents}"
 
 
 def _report_json(report: MergeReport) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def models(
         print_json(properties) if as_json else _print_properties(properties)
         return
     if weights or image_size:
-        raise KfacpackError("--weights and --image-size need a model; give its name")
+        raise KfacpackError("--weights and --image-size need a model; give its name as the argument")
     lists = {"embedded": list(_embedded()), "families": list(_families()), "downloaded": list(_downloaded())}
     if as_json:
         print_json(lists)
@@ -41,7 +41,7 @@ def models(
     _print_families(lists["families"])
     out.print()
     _print_downloaded(lists["downloaded"])
-    print_line("'kfacpack models MODEL' shows one of them", style="dim")
+    print_line("`kfacpack models MODEL` shows one of them", style="dim")
 
 
 def _embedded() -> Iterator[dict[str, Any]]:
@@ -70,14 +70,9 @@ def _families() -> Iterator[dict[str, str]]:
 def _downloaded() -> Iterator[dict[str, Any]]:
     from kfacpack.models.families import downloaded_models
 
+    keys = ("model", "family", "repository", "revision", "bytes")
     for model in downloaded_models():
-        yield {
-            "model": model.model,
-            "family": model.family,
-            "repository": model.repository,
-            "revision": model.revision,
-            "bytes": model.nbytes,
-        }
+        yield dict(zip(keys, model, strict=True))
 
 
 def _properties(model: Model) -> dict[str, Any]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 File = str
 """A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. Not a Path, which would remove a slash."""
 
-MODEL, DATA, RUN = "Model", "Data", "Run"
+MODEL_PANEL, DATA_PANEL, RUN_PANEL = "Model", "Data", "Run"
 """Help panels."""
 
 
@@ -44,45 +44,82 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
     return typer.Option(default, *names, help=escape(help), rich_help_panel=panel, **more)
 
 
+def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:
+    """Declares `--output`.
+
+    Args:
+        metavar: Name of the file or folder in the help.
+        default: Default value; `...` makes the option required.
+        help: Help text; square brackets are literal.
+    """
+    return option(RUN_PANEL, default, "--output", "-o", metavar=metavar, help=help)
+
+
+def split_option(default: str) -> Any:
+    """Declares `--split`."""
+    return option(DATA_PANEL, default, "--split", metavar="SPLIT", help="Split to take the examples from.")
+
+
+def examples_option(default: str) -> Any:
+    """Declares `--examples`."""
+    help = "Number of examples per task, percentage of the split, or all. The same command selects the same examples."
+    return option(DATA_PANEL, default, "--examples", metavar="N|P%|all", help=help)
+
+
 MODEL_NAME = option(
-    MODEL,
+    MODEL_PANEL,
     "tiny",
     "--model",
     metavar="MODEL",
     help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR.",
 )
 WEIGHTS = option(
-    MODEL, None, "--weights", metavar="FILE", help="Safetensors file with the model's weights; random: random weights."
+    MODEL_PANEL,
+    None,
+    "--weights",
+    metavar="FILE",
+    help="Safetensors file with the model's weights, or `random` for random weights. [default: the pretrained weights]",
 )
 IMAGE_SIZE = option(
-    MODEL, None, "--image-size", min=1, metavar="N", help="Image side in pixels. [default: the model's own]"
+    MODEL_PANEL, None, "--image-size", min=1, metavar="N", help="Image side in pixels. [default: the model's own]"
 )
-PROMPTS = option(MODEL, None, "--prompts", help="Prompt style of a t5: model. [default: as trained]")
+PROMPTS = option(
+    MODEL_PANEL,
+    None,
+    "--prompts",
+    help="Prompt style of a t5: model. [default: the style the model was trained with]",
+)
 DEVICE = option(
-    MODEL, "auto", "--device", metavar="DEVICE", help="cpu, cuda, cuda:1 or mps; auto uses the first GPU, if any."
+    MODEL_PANEL,
+    "auto",
+    "--device",
+    metavar="DEVICE",
+    help="cpu, cuda, cuda:1, mps, or auto for the first GPU if there is one.",
 )
 PARAMS = option(
-    MODEL,
+    MODEL_PANEL,
     None,
     "--params",
     metavar="PATTERN",
-    help="Use only parameters whose name matches; repeatable. [default: all that are not frozen]",
+    help="Use only the parameters whose names match; repeatable. [default: all that are not frozen]",
 )
 DTYPE = option(
-    MODEL,
+    MODEL_PANEL,
     "float32",
     "--dtype",
     help="Compute dtype of the model; accumulation and training use at least float32.",
 )
 HEAD = option(
-    MODEL,
+    MODEL_PANEL,
     "auto",
     "--head",
-    help="Classifier: class names through the text tower (text) or as next words (words, T5), or class means of the "
-    "training examples (prototypes). auto: the first one the model supports.",
+    help="Classifier. text: embeddings of the class names. words: the class names as next words (T5). prototypes: "
+    "class means of the training examples. auto: the first of these that the model supports.",
 )
+TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name with --data"
+TASK = option(DATA_PANEL, ..., "--task", metavar="TASK", help=f"{TASK_HELP}.")
 DATA_FOLDER = option(
-    DATA,
+    DATA_PANEL,
     None,
     "--data",
     metavar="DIR|hf://…",
@@ -90,23 +127,24 @@ DATA_FOLDER = option(
     "hf://datasets/OWNER/REPO[@REVISION][/CONFIG].",
 )
 COLUMNS = option(
-    DATA,
+    DATA_PANEL,
     None,
     "--columns",
     metavar="KEY=COLUMN,…",
     help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: detected]",
 )
-BATCH_SIZE = option(RUN, 64, "--batch-size", min=1, metavar="N", help="Examples per forward pass.")
+BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Examples per forward pass.")
 WORKERS = option(
-    RUN,
+    RUN_PANEL,
     None,
     "--workers",
     min=0,
     metavar="N",
     help="Processes that load and transform examples. [default: up to 4 for image files]",
 )
-AS_JSON = option(RUN, False, "--json", help="Print the result as JSON.")
-QUIET = option(RUN, False, "--quiet", "-q", help="Print only errors.")
+RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")
+AS_JSON = option(RUN_PANEL, False, "--json", help="Print the result as JSON.")
+QUIET = option(RUN_PANEL, False, "--quiet", "-q", help="Print only errors.")
 
 
 def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, str | None]:
@@ -115,10 +153,10 @@ def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, s
     Args:
         name: The option, for the error message.
         text: Its value.
-        bare: Whether TASK alone is valid.
+        bare: Whether TASK alone is also valid.
 
     Returns:
-        The task and its folder, or None for the folder of a task alone.
+        The task and its folder; None for TASK alone.
 
     Raises:
         KfacpackError: If the text has another form.
@@ -141,7 +179,7 @@ def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
         Task -> folder.
 
     Raises:
-        KfacpackError: If a task is unknown to the command or occurs twice.
+        KfacpackError: If the command does not use a task, or if a task occurs twice.
     """
     folders: dict[str, str] = {}
     for value in values:
@@ -154,11 +192,6 @@ def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
             raise KfacpackError(f"--data {printable(value)!r}: {printable(problem)}")
         folders[task] = folder
     return folders
-
-
-def duplicate(names: Sequence[str]) -> str | None:
-    """Returns the first name that occurs more than once, if any."""
-    return next((name for name in names if names.count(name) > 1), None)
 
 
 def load_model_option(
@@ -202,6 +235,11 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 
     model = model_option(base) or "MODEL"
     return () if model == MODEL_NAME.default else ("--model", model)
+
+
+def default_output(task: str, suffix: str) -> Path:
+    """Returns the output file for a task, in the current folder; a slash in the task's name becomes a dash."""
+    return Path(f"{task.replace('/', '-')}{suffix}")
 
 
 def check_output(output: Path, inputs: Sequence[File | Path]) -> None:

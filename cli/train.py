@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, abbreviate, printable
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.format.vector_manifest import HeadKind, RegimeName
@@ -28,7 +28,6 @@ from .console import (
 from .options import (
     AS_JSON,
     COLUMNS,
-    DATA,
     DATA_FOLDER,
     DEVICE,
     DTYPE,
@@ -38,15 +37,18 @@ from .options import (
     PARAMS,
     PROMPTS,
     QUIET,
-    RUN,
+    RESUME,
+    TASK,
     WEIGHTS,
     WORKERS,
     File,
     check_output,
+    default_output,
     load_model_option,
     load_task_option,
     model_arguments,
     option,
+    output_option,
     task_and_folder,
 )
 
@@ -59,21 +61,8 @@ TRAINING_PANEL, PENALTY_PANEL = "Training", "Penalty"
 
 def train(
     model: str = MODEL_NAME,
-    task: str = option(
-        DATA,
-        ...,
-        "--task",
-        metavar="TASK",
-        help="Task name, as listed by `kfacpack tasks`, or any name with --data.",
-    ),
-    output: Path | None = option(
-        RUN,
-        None,
-        "--output",
-        "-o",
-        metavar="FILE.safetensors",
-        help="Task vector to write. [default: TASK.safetensors]",
-    ),
+    task: str = TASK,
+    output: Path | None = output_option("FILE.safetensors", None, "Output file. [default: TASK.safetensors]"),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     prompts: PromptStyle | None = PROMPTS,
@@ -84,18 +73,18 @@ def train(
     data: str | None = DATA_FOLDER,
     columns: str | None = COLUMNS,
     reg: list[File] | None = option(
-        PENALTY_PANEL, None, "--reg", metavar="FILE.kfac", help="Bundle of other tasks' curvature; repeatable."
+        PENALTY_PANEL, None, "--reg", metavar="FILE.kfac", help="Bundle with the curvature of other tasks; repeatable."
     ),
     strength: float | None = option(
         PENALTY_PANEL,
         None,
         "--strength",
         metavar="λ",
-        help="λ, the factor of the drift of f relative to the scale of f. "
+        help="Factor λ of the penalty, which is the predicted drift of f relative to the scale of f. "
         f"[default: {STRENGTH:g}, or {STRENGTH_ON_DATA:g} with --reg-data]",
     ),
     reg_every: int = option(
-        PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty at every N-th step only."
+        PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty only at every N-th step."
     ),
     weight: list[str] | None = option(
         PENALTY_PANEL,
@@ -105,7 +94,7 @@ def train(
         help="Factor for a group of blocks: norm, token, projection or an operation such as linear; repeatable.",
     ),
     preset: Preset | None = option(
-        PENALTY_PANEL, None, "--preset", help="tak: the published strength, scaling and group weights."
+        PENALTY_PANEL, None, "--preset", help="tak: the strength, scaling and group weights of the paper."
     ),
     offload: bool = option(
         PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU and move one block at a time."
@@ -115,13 +104,14 @@ def train(
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Penalise the drift measured on another task's data, instead of using bundles (τJp); repeatable.",
+        help="Penalise the drift measured on the data of another task, instead of using bundles (τJp); repeatable.",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
         "linear",
         "--regime",
-        help="linear: the linearised model. full: the model itself. attention: its attention layers only.",
+        help="What is trained. linear: the linearised model. full: the model itself. attention: the attention layers "
+        "of the model itself.",
     ),
     steps: int | None = option(
         TRAINING_PANEL,
@@ -129,7 +119,7 @@ def train(
         "--steps",
         min=1,
         metavar="N",
-        help="Number of steps; 500 if neither --steps nor --epochs is given.",
+        help="Number of steps. [default: 500, unless --epochs is given]",
     ),
     epochs: float | None = option(
         TRAINING_PANEL, None, "--epochs", metavar="X", help="Passes over the training examples, instead of --steps."
@@ -143,7 +133,7 @@ def train(
         "--micro-batch-size",
         min=1,
         metavar="N",
-        help="Examples per forward pass; the gradients of a step are accumulated.",
+        help="Examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
     ),
     lr: float | None = option(
         TRAINING_PANEL, None, "--lr", metavar="X", help="Peak learning rate. [default: derived from the model]"
@@ -158,7 +148,7 @@ def train(
         TRAINING_PANEL, None, "--autocast/--no-autocast", help="Run the model in bfloat16. [default: on CUDA only]"
     ),
     seed: int = option(TRAINING_PANEL, 0, "--seed", min=0, help="Seed for the order of the examples."),
-    resume: bool = option(RUN, False, "--resume", help="Resume an interrupted run."),
+    resume: bool = RESUME,
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
@@ -166,11 +156,12 @@ def train(
     """Train a task vector and write it, with its frozen head, to one file.
 
     With --reg, the quadratic penalty of a bundle keeps the other tasks' outputs unchanged, so that vectors can be added
-    at α = 1. Give a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the task's own, which
-    is then subtracted (--reg all.kfac --reg own.kfac).
+    at α = 1. Give a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the bundle of the
+    trained task, which is then subtracted (--reg all.kfac --reg own.kfac).
 
     Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Loss, penalty and
-    accuracy of each step are written to FILE.metrics.jsonl. Processes of torchrun or accelerate share each batch.
+    accuracy of each step are written to FILE.metrics.jsonl. Processes
+    started by torchrun or accelerate share each batch.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -181,16 +172,7 @@ def train(
     from kfacpack.training.train import build_trainer, check_penalty_options
 
     use_workers(workers)
-    settings = TrainingSettings(
-        steps=steps,
-        epochs=epochs,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        lr=lr,
-        warmup=warmup,
-        weight_decay=weight_decay,
-        seed=seed,
-    )
+    settings = TrainingSettings(steps, epochs, batch_size, micro_batch_size, lr, warmup, weight_decay, seed)
     penalty: dict[str, Any] = {
         "strength": strength,
         "weights": _parse_weights(weight or ()),
@@ -199,11 +181,11 @@ def train(
         "offload": offload,
     }
     check_penalty_options(reg or (), reg_data or (), **penalty)
-    target = output or Path(f"{task.replace('/', '-')}.safetensors")
+    target = output or default_output(task, ".safetensors")
     check_output(target, [*(reg or ()), *([weights] if weights else ())])
     require_metrics_path(target)
-    place = distributed.local_device(device)
-    with distributed.process_group(place):
+    torch_device = distributed.local_device(device)
+    with distributed.process_group(torch_device):
         silent = quiet or distributed.rank() != 0
         show = not (silent or as_json)
         with loading(f"{task}, {model}", show=show):
@@ -211,7 +193,7 @@ def train(
             loaded_task = load_task_option(task, data, columns, model, quiet=silent)
             folders = [task_and_folder("--reg-data", text, bare=True) for text in reg_data or ()]
             other_tasks = [load_task_option(name, folder, None, model, quiet=silent) for name, folder in folders]
-            loaded_model = load_model_option(model, weights, image_size, dtype, place, prompts=prompts)
+            loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
         with (
             show_warnings(OwnTaskWarning, OutputScaleWarning, show=not silent),
             examples_bar(f"{task}: head", show=show) as advance,
@@ -230,7 +212,7 @@ def train(
                 **penalty,
             )
         if show and trainer.unpenalised:
-            names = ", ".join(trainer.unpenalised[:3]) + (", …" if len(trainer.unpenalised) > 3 else "")
+            names = abbreviate(trainer.unpenalised, limit=3)
             show_note(f"{len(trainer.unpenalised)} trained parameters are not covered by any bundle: {names}")
         _run(trainer, target, resume, show=show, quiet=quiet, as_json=as_json)
 

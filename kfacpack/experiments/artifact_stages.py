@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.task_estimate import TaskEstimate
 from kfacpack.experiments.stage import (
-    SealedStage,
+    BundleStage,
     Stage,
     StageProgress,
+    VectorStage,
     command,
     model_options,
+    optional,
     task_data_option,
     task_options,
 )
@@ -24,7 +26,6 @@ from kfacpack.tasks.task import parse_count
 from kfacpack.training.settings import TrainingSettings
 from kfacpack.training.train import build_trainer, uses_autocast
 from kfacpack.vectors.add import add
-from kfacpack.vectors.storage import VectorFile
 from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:
@@ -33,12 +34,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class EstimateStage(SealedStage):
+class EstimateStage(BundleStage):
     """Estimates the curvature of one task."""
 
     kind: ClassVar[str] = "bundles"
-    suffix: ClassVar[str] = ".kfac"
-    opens = Bundle
     purpose: ClassVar[str] = "the curvature of each task, estimated on its own data"
 
     task: str
@@ -92,18 +91,16 @@ class EstimateStage(SealedStage):
             *task_options(self.context.plan, self.task, self.root),
             *("--examples", section.examples, "--fisher", options.fisher, "--samples", options.samples),
             *("--probe", options.probe, "--structure", options.structure, "--batch-size", section.batch_size),
-            *(("--compress", options.compress) if options.compress else ()),
-            *("--seed", self.seed, "-o", self.path.relative_to(self.root)),
+            *optional("--compress", options.compress),
+            *("--seed", self.seed, "-o", self.file),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class MergeStage(SealedStage):
+class MergeStage(BundleStage):
     """Merges the bundles of all tasks but one."""
 
     kind: ClassVar[str] = "merged"
-    suffix: ClassVar[str] = ".kfac"
-    opens = Bundle
     purpose: ClassVar[str] = "for each task, the curvature of the other tasks, merged into one bundle"
 
     without: str
@@ -143,18 +140,16 @@ class MergeStage(SealedStage):
 
     def command(self) -> str:
         """Returns the command that writes the same file."""
-        paths = [bundle.path.relative_to(self.root) for bundle in self.bundles]
-        rank = ("--rank", self.rank) if self.rank > 1 else ()
-        return command("merge", *paths, "--rule", self.rule, *rank, "-o", self.path.relative_to(self.root))
+        files = [bundle.file for bundle in self.bundles]
+        rank = optional("--rank", self.rank, default=1)
+        return command("merge", *files, "--rule", self.rule, *rank, "-o", self.file)
 
 
 @dataclass(frozen=True, eq=False)
-class TrainStage(SealedStage):
+class TrainStage(VectorStage):
     """Trains the vector of one task in one arm."""
 
     kind: ClassVar[str] = "vectors"
-    suffix: ClassVar[str] = ".safetensors"
-    opens = VectorFile
     purpose: ClassVar[str] = "the vector of each task, trained separately, with or without a penalty"
 
     task: str
@@ -165,7 +160,12 @@ class TrainStage(SealedStage):
     @property
     def name(self) -> str:
         """Name of the file, without its key."""
-        return f"{self.task}.{self.arm}.seed-{self.seed}"
+        return f"{self.task}.{self.variant}"
+
+    @property
+    def variant(self) -> str:
+        """Arm and seed, as they appear in file names."""
+        return f"{self.arm}.seed-{self.seed}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -234,31 +234,29 @@ class TrainStage(SealedStage):
         section, plan = self._training, self.context.plan
         penalty: tuple[object, ...] = ()
         if self.merged:
-            penalty = ("--reg", self.merged.path.relative_to(self.root), "--strength", self._arm.lam)
+            penalty = ("--reg", self.merged.file, "--strength", self._arm.lam)
         elif self._protected:
-            named = [task_data_option(plan, name, self.root) for name in self._protected]
-            penalty = (*(word for option in named for word in ("--reg-data", option)), "--strength", self._arm.lam)
+            values = [task_data_option(plan, name, self.root) for name in self._protected]
+            penalty = (*(word for value in values for word in ("--reg-data", value)), "--strength", self._arm.lam)
         return command(
             "train",
             *model_options(plan, self.root),
             *task_options(plan, self.task, self.root),
-            *(("--head", plan.model.head) if plan.model.head != "auto" else ()),
-            *(("--regime", section.regime) if section.regime != "linear" else ()),
+            *optional("--head", plan.model.head, default="auto"),
+            *optional("--regime", section.regime, default="linear"),
             *("--steps", section.steps, "--batch-size", section.batch_size, "--warmup", section.warmup),
-            *("--weight-decay", section.weight_decay, *(("--lr", section.lr) if section.lr else ())),
+            *("--weight-decay", section.weight_decay, *optional("--lr", section.lr)),
             *penalty,
             *(("--autocast",) if uses_autocast(self.context.model) else ()),
-            *("--seed", self.seed, "-o", self.path.relative_to(self.root)),
+            *("--seed", self.seed, "-o", self.file),
         )
 
 
 @dataclass(frozen=True, eq=False)
-class AddStage(SealedStage):
+class AddStage(VectorStage):
     """Adds the vectors of an arm."""
 
     kind: ClassVar[str] = "sums"
-    suffix: ClassVar[str] = ".safetensors"
-    opens = VectorFile
     purpose: ClassVar[str] = "the sum of all vectors at α = 1"
 
     vectors: tuple[TrainStage, ...]
@@ -267,8 +265,7 @@ class AddStage(SealedStage):
     @property
     def name(self) -> str:
         """Name of the file, without its key."""
-        first = self.vectors[0]
-        return f"{self.method}.{first.arm}.seed-{first.seed}"
+        return f"{self.method}.{self.vectors[0].variant}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -290,5 +287,5 @@ class AddStage(SealedStage):
 
     def command(self) -> str:
         """Returns the command that writes the same file."""
-        paths = [stage.path.relative_to(self.root) for stage in self.vectors]
-        return command("add", *paths, "--method", self.method, "-o", self.path.relative_to(self.root))
+        files = [vector.file for vector in self.vectors]
+        return command("add", *files, "--method", self.method, "-o", self.file)

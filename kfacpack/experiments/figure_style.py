@@ -139,10 +139,10 @@ def canvas(height: float, width: float = WIDTH) -> Figure:
     return figure
 
 
-def shortened(name: str, longest: int = 22) -> str:
-    """Shortens a name to at most `longest` characters and replaces unprintable ones."""
+def shortened(name: str, max_length: int = 22) -> str:
+    """Shortens a name to at most `max_length` characters and replaces unprintable ones."""
     printable_name = "".join(char if char.isprintable() else "?" for char in name)
-    return printable_name if len(printable_name) <= longest else f"{printable_name[: longest - 1]}…"
+    return printable_name if len(printable_name) <= max_length else f"{printable_name[: max_length - 1]}…"
 
 
 def legend_below(figure: Figure, axes: Axes, columns: int) -> None:

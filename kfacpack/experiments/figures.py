@@ -64,8 +64,7 @@ def sweep(
             )
     for (name, level), dashes in zip((references or {}).items(), ("--", ":", "-.", "--"), strict=False):
         axes.axhline(level, color=palette.ink, linewidth=1.1, linestyle=dashes, label=shortened(name, 34))
-    axes.set_xlabel("α, scale of the sum of the vectors")
-    axes.set_ylabel(quantity)
+    axes.set(xlabel="α, scale of the sum of the vectors", ylabel=quantity)
     percent(axes.yaxis)
     axes.margins(x=0.02)
     legend_below(figure, axes, 3 if single else 2)
@@ -96,8 +95,7 @@ def disentanglement(data: Mapping[str, Any], *, top: float | None = None, theme:
     axes.set_xticks(ticks, [f"{alphas[k]:g}" for k in ticks])
     axes.set_yticks(ticks, [f"{alphas[k]:g}" for k in ticks])
     first, second = (shortened(task) for task in data["tasks"])
-    axes.set_ylabel(f"α of {first}")
-    axes.set_xlabel(f"α of {second}")
+    axes.set(xlabel=f"α of {second}", ylabel=f"α of {first}")
     bar = figure.colorbar(image, ax=axes, label="ξ, disagreement", shrink=0.9)
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _percent(value)))
     bar.outline.set_visible(False)
@@ -135,13 +133,13 @@ def nearest_index(alphas: Sequence[float], target: float) -> int:
     return min(range(len(alphas)), key=lambda k: abs(alphas[k] - target))
 
 
-def _ticks(alphas: Sequence[float], most: int = 8) -> list[int]:
-    """Returns the indices of the α to write at the axes: round values if there are enough, at most `most`."""
+def _ticks(alphas: Sequence[float], max_ticks: int = 8) -> list[int]:
+    """Returns the indices of the α to write at the axes: round values if there are enough, at most `max_ticks`."""
     for step in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0):
         indices = [k for k, alpha in enumerate(alphas) if abs(alpha / step - round(alpha / step)) < 1e-6]
-        if 3 <= len(indices) <= most:
+        if 3 <= len(indices) <= max_ticks:
             return indices
-    return list(range(0, len(alphas), max(1, -(-len(alphas) // most))))
+    return list(range(0, len(alphas), max(1, -(-len(alphas) // max_ticks))))
 
 
 def _percent(share: float) -> str:
@@ -193,8 +191,7 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     axes.set_ylim(len(vectors) - 0.5, -0.5)
     axes.set_yticks(range(len(vectors)), [shortened(name, 16) for name in vectors])
     axes.grid(False, axis="y")
-    axes.set_xlabel("‖Δf‖², change of f (5, 25, 50, 75, 95 % quantiles)")
-    axes.set_ylabel("vector")
+    axes.set(xlabel="‖Δf‖², change of f (5, 25, 50, 75, 95 % quantiles)", ylabel="vector")
     legend_below(figure, axes, 2)
     return figure
 
@@ -233,17 +230,14 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
             mark[0].set_markeredgewidth(0)
     limits = log_limits(values)
     axes.plot(limits, limits, "--", color=palette.ink, linewidth=1, label="measured = predicted", zorder=1.5)
-    axes.set_xlim(*limits)
-    axes.set_ylim(*limits)
-    axes.set_aspect("equal")
-    axes.set_xlabel("predicted by the bundle, τᵀGτ")
-    axes.set_ylabel("measured on data, mean ‖Δf‖²")
+    axes.set(xlim=limits, ylim=limits, aspect="equal")
+    axes.set(xlabel="predicted by the bundle, τᵀGτ", ylabel="measured on data, mean ‖Δf‖²")
     legend_below(figure, axes, 2)
     return figure
 
 
 SIDES = {"A": "A (inputs)", "B": "B (gradients)", "G": "G (whole blocks)"}
-FEW = 6
+MAX_LABELLED = 6
 """Maximum number of lines that are labelled individually."""
 
 
@@ -251,7 +245,7 @@ FEW = 6
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     """Draws the eigenvalues of the factors over their rank, one line for each side of each block.
 
-    Up to `FEW` lines are labelled individually; more are coloured by side.
+    Up to `MAX_LABELLED` lines are labelled individually; more are coloured by side.
 
     Args:
         data: `{"blocks": […]}`, entries with name, side, ranks and eigenvalues.
@@ -269,7 +263,7 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
         side = SIDES.get(block["side"], block["side"])
         label: str | None = side if side not in labelled else None
         colour = palette.series[list(SIDES).index(block["side"]) if block["side"] in SIDES else 3]
-        if len(blocks) <= FEW:
+        if len(blocks) <= MAX_LABELLED:
             colour, label = palette.series[number], f"{shortened(block['name'], 24)} {block['side']}"
         if not points:
             continue
@@ -281,12 +275,11 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
             values,
             color=colour,
             linestyle=dashes,
-            linewidth=1.6 if len(blocks) <= FEW else 0.9,
-            alpha=1 if len(blocks) <= FEW else 0.6,
+            linewidth=1.6 if len(blocks) <= MAX_LABELLED else 0.9,
+            alpha=1 if len(blocks) <= MAX_LABELLED else 0.6,
             label=label,
         )
-    axes.set_xlabel("rank of the eigenvalue")
-    axes.set_ylabel("eigenvalue")
+    axes.set(xlabel="rank of the eigenvalue", ylabel="eigenvalue")
     legend_below(figure, axes, 2)
     return figure
 

@@ -198,8 +198,7 @@ class AnalysisStage(MeasurementStage):
     @property
     def name(self) -> str:
         """Measurement, arm and seed."""
-        first = self.vectors[0]
-        return f"{self.what}.{first.arm}.seed-{first.seed}"
+        return f"{self.what}.{self.vectors[0].variant}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -246,8 +245,7 @@ class DisentanglementStage(AnalysisStage):
     @property
     def name(self) -> str:
         """Measurement, tasks, arm and seed."""
-        first = self.vectors[0]
-        return f"{self.what}.{'-'.join(self.tasks)}.{first.arm}.seed-{first.seed}"
+        return f"{self.what}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
 
     def settings(self) -> dict[str, Any]:
         """Returns the examples and the values of α."""

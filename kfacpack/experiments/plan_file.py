@@ -102,8 +102,8 @@ def parse(text: str, name: str) -> Plan:
         plan = Plan.model_validate(content, strict=False).with_locations(locate)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        # Pydantic adds labels such as `[key]` to the location; they are not keys of the plan.
-        place = tuple(part for part in first["loc"] if part not in ("[key]", "TaskPart", "str"))
+        # For an invalid key, pydantic appends the label `[key]` to the location.
+        place = tuple(part for part in first["loc"] if part != "[key]")
         raise KfacpackError(f"{locate(place)}: {_describe(place, first)}") from error
     if contradiction := plan.contradiction():
         place, problem = contradiction
@@ -203,8 +203,8 @@ def _expected_keys(place: Sequence[str | int]) -> list[str]:
     return list(_SECTIONS[tuple(names)].model_fields)
 
 
-THREE = ("digits", "hebrew", "weaves")
-EIGHT = ("digits", "mnist", "materials", "faces", "hebrew", "syllabics", "emblems", "weaves")
+THREE_TASKS = ("digits", "hebrew", "weaves")
+EIGHT_TASKS = ("digits", "mnist", "materials", "faces", "hebrew", "syllabics", "emblems", "weaves")
 
 _TEXT = """\
 # A comparison on the small CLIP model that is included in kfacpack. Copy and edit this file, then run:
@@ -236,11 +236,11 @@ evaluation:
 """
 
 
-def plan_text(*, every: bool = False) -> str:
+def plan_text(*, all_tasks: bool = False) -> str:
     """Returns the plan of `kfacpack demo` as YAML.
 
     Args:
-        every: Use all eight embedded tasks instead of three.
+        all_tasks: Use all eight embedded tasks instead of three.
     """
-    tasks = EIGHT if every else THREE
+    tasks = EIGHT_TASKS if all_tasks else THREE_TASKS
     return _TEXT.format(tasks=", ".join(tasks), control=tasks[0], steps=40, strength=STRENGTH)

@@ -273,7 +273,7 @@ def provenance(results: Results, times: Times | None) -> Section:
             peak = [[text("peak of the last run"), Cell(kind="bytes", value=times.peak_bytes)]]
             tables.append(ReportTable(caption="Memory", columns=["name", "size"], rows=peak))
     return Section(
-        id="made",
+        id="provenance",
         title="Reproducing this report",
         how_to_read="The plan and the commands below reproduce this report with the versions listed here.",
         tables=tables,

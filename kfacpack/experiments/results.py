@@ -68,8 +68,8 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
             for task in tasks
         ],
         "seeds": list(plan.seeds),
-        "bundles": [_bundle(stage, graph) for stage in graph.bundles.values()],
-        "merges": [_merge(stage, graph) for stage in graph.merges.values()],
+        "bundles": [_bundle(stage) for stage in graph.bundles.values()],
+        "merges": [_merge(stage) for stage in graph.merges.values()],
         "base": {"tasks": base, "mean": fmean(score["accuracy"] for score in base.values())},
         "arms": arms,
         "spectra": graph.spectra.read() if graph.spectra else None,
@@ -86,20 +86,20 @@ def _penalty(arm: ArmSection) -> dict[str, Any] | None:
     return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.lam}
 
 
-def _bundle(stage: EstimateStage, graph: StageGraph) -> dict[str, Any]:
+def _bundle(stage: EstimateStage) -> dict[str, Any]:
     bundle = Bundle(stage.path)
     return {
         "task": stage.task,
         "structure": stage.structure,
         "seed": stage.seed,
-        "file": str(stage.path.relative_to(graph.root)),
+        "file": stage.file,
         "bytes": bundle.nbytes,
         "dense_bytes": bundle.dense_bytes,
         "sha256": bundle.digest,
     }
 
 
-def _merge(stage: MergeStage, graph: StageGraph) -> dict[str, Any]:
+def _merge(stage: MergeStage) -> dict[str, Any]:
     first = stage.bundles[0]
     return {
         "rule": stage.rule,
@@ -107,7 +107,7 @@ def _merge(stage: MergeStage, graph: StageGraph) -> dict[str, Any]:
         "structure": first.structure,
         "without": stage.without,
         "seed": first.seed,
-        "file": str(stage.path.relative_to(graph.root)),
+        "file": stage.file,
         "bytes": stage.path.stat().st_size,
         "error": stage.error(),
     }
@@ -196,7 +196,7 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    """Averages the values that are not None; None if there are none.
+    """Averages the values that are not None; returns None if all are.
 
     Values are missing for tasks whose accuracy was never above chance, which have no margin to lose.
     """

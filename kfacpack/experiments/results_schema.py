@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, abbreviate, printable
 
 
 class UnknownKeyWarning(UserWarning):
@@ -389,7 +389,7 @@ def read_results(folder: Path) -> Results:
     if version != FORMAT:
         raise KfacpackError(
             f"{file}: not the results of a run: format is {printable(repr(version))}, expected {FORMAT!r}. "
-            "Expected the folder of a `kfacpack run`; results of a newer kfacpack need that version to report"
+            "Expected the folder of a `kfacpack run`; results of a newer version of kfacpack need that version"
         )
     return _validate(file, content, Results)
 
@@ -426,8 +426,7 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
             "The file does not have the format of `kfacpack run`; write it again"
         ) from error
     if unknown := list(unknown_keys(model)):
-        listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
-        problem = f"{file}: unknown keys are ignored: {printable(listed)}"
+        problem = f"{file}: unknown keys are ignored: {printable(abbreviate(unknown, limit=3))}"
         warnings.warn(
             UnknownKeyWarning(f"{problem}. They may be misspelt, or written by a newer version of kfacpack"),
             stacklevel=4,

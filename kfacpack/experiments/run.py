@@ -336,12 +336,12 @@ def _exclusive_lock(root: Path) -> Iterator[None]:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")
     except OSError as error:
-        raise KfacpackError(f"{root}: cannot be written: {error.strerror}. Choose another folder with -o") from error
+        raise KfacpackError(f"{root}: cannot be written: {error.strerror}. Choose another output folder") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise KfacpackError(
-                f"{root}: another run is using this folder; wait for it, or choose another folder with -o"
+                f"{root}: another run is using this folder; wait for it, or choose another output folder"
             ) from error
         yield

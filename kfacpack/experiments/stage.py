@@ -47,26 +47,31 @@ def command(*words: object) -> str:
     return " ".join(["kfacpack", *quoted])
 
 
+def optional(flag: str, value: object, default: object = None) -> tuple[object, ...]:
+    """Returns a flag and its value; nothing if the value is the default."""
+    return () if value == default else (flag, value)
+
+
 def model_options(plan: Plan, root: Path) -> tuple[object, ...]:
-    """Returns the command line options for the model of a plan; `root` is the folder of the run."""
+    """Returns the command-line options for the model of a plan; `root` is the folder of the run."""
     model = plan.model
     prefix, _, folder = model.name.partition(":")
     name = command_path(plan, folder, root, f"{prefix}:") if plan.model_folder() else model.name
     weights = command_path(plan, model.weights, root) if model.weights not in (None, "random") else model.weights
     return (
         *("--model", name),
-        *(("--weights", weights) if weights else ()),
-        *(("--image-size", model.image_size) if model.image_size else ()),
-        *(("--prompts", model.prompts) if model.prompts else ()),
-        *(("--dtype", model.dtype) if model.dtype != "float32" else ()),
+        *optional("--weights", weights),
+        *optional("--image-size", model.image_size),
+        *optional("--prompts", model.prompts),
+        *optional("--dtype", model.dtype, default="float32"),
     )
 
 
 def task_options(plan: Plan, name: str, root: Path) -> tuple[object, ...]:
-    """Returns the command line options for the task `name`; `root` is the folder of the run."""
+    """Returns the command-line options for the task `name`; `root` is the folder of the run."""
     task = plan.task(name)
-    data = ("--data", command_path(plan, task.data, root)) if task.data else ()
-    return ("--task", name, *data, *(("--columns", task.columns) if task.columns else ()))
+    data = command_path(plan, task.data, root) if task.data else None
+    return ("--task", name, *optional("--data", data), *optional("--columns", task.columns))
 
 
 def task_data_option(plan: Plan, name: str, root: Path) -> str:
@@ -110,7 +115,7 @@ _MAX_NAME_BYTES = 160
 class StageProgress:
     """Callbacks of a running stage: `progress` receives its progress, `stopped` returns whether to stop."""
 
-    progress: Callable[[int, int, str], None] = lambda done, total, words: None
+    progress: Callable[[int, int, str], None] = lambda done, total, status: None
     stopped: Callable[[], bool] = lambda: False
 
     def report(self, done: int, total: int) -> None:
@@ -120,8 +125,8 @@ class StageProgress:
     def interruptible(self) -> StageProgress:
         """Returns callbacks for work without checkpoints: reporting progress raises `Interrupted` when stopped."""
 
-        def progress(done: int, total: int, words: str) -> None:
-            self.progress(done, total, words)
+        def progress(done: int, total: int, status: str) -> None:
+            self.progress(done, total, status)
             if self.stopped():
                 raise Interrupted
 
@@ -192,6 +197,11 @@ class Stage(ABC):
         return next(iter(sorted(path.parent.glob(f"[!.]*.{end}"))), path)
 
     @property
+    def file(self) -> str:
+        """The path relative to the folder of the run."""
+        return str(self.path.relative_to(self.root))
+
+    @property
     def done(self) -> bool:
         """Whether the file exists and is intact."""
         return self.path.exists() and self.intact()
@@ -243,7 +253,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class SealedStage(Stage):
-    """A stage whose output is a bundle or a task vector."""
+    """Base class of stages whose output is a bundle or a task vector."""
 
     opens: ClassVar[type[Bundle] | type[VectorFile]]
     """Class that opens the file; it raises `BundleError` if the header or the length is wrong."""
@@ -255,3 +265,19 @@ class SealedStage(Stage):
         except BundleError:
             return False
         return True
+
+
+@dataclass(frozen=True, eq=False)
+class BundleStage(SealedStage):
+    """Base class of stages whose output is a bundle."""
+
+    suffix: ClassVar[str] = ".kfac"
+    opens = Bundle
+
+
+@dataclass(frozen=True, eq=False)
+class VectorStage(SealedStage):
+    """Base class of stages whose output is a task vector."""
+
+    suffix: ClassVar[str] = ".safetensors"
+    opens = VectorFile

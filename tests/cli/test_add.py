@@ -191,7 +191,7 @@ WRONG = {
     "same file": (
         ["one"],
         ["--save-model", "out.safetensors"],
-        "out.safetensors: the vector and the model need different files",
+        "out.safetensors: the vector and the model must be different files",
     ),
 }
 

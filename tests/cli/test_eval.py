@@ -178,7 +178,7 @@ def test_alpha_is_chosen_on_validation_and_evaluated_on_test(vectors):
     assert {key: output[key] for key in on_test} == on_test
     assert output["best"]["test"] == pytest.approx(on_test["mean"]["accuracy"])
     shown = run(*common, "--choose", "--alpha", "0,1,3").stdout.splitlines()
-    assert shown[0].startswith(f"α = {output['best']['alpha']:g}, chosen from 3 on validation")
+    assert shown[0].startswith(f"α = {output['best']['alpha']:g}, chosen from 3 values")
     assert [line.split()[0] for line in shown[1:]] == ["task", "morning", "evening", "mean"]
 
 
@@ -256,11 +256,11 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--alpha", "much"], "alpha 'much'"),
         (["--choose", "--alpha", "1"], "--choose needs several α"),
         (["--choose", "--split", "train"], "--choose chooses α on validation and evaluates on test"),
-        (["--choose", "--control", "faces"], "--choose and --control exclude each other"),
-        (["--control", "morning"], "--control morning: is also the task to forget"),
+        (["--choose", "--control", "faces"], "--choose and --control cannot be combined"),
+        (["--control", "morning"], "--control morning: is also an evaluated task"),
         (["--control", "faces", "--alpha=-1,1"], "α is a magnitude"),
         (["--control", "faces", "--keep", "200%"], "--keep 200%: expected a share"),
-        (["--control", "faces", "--individual", "morning=1"], "--individual and --control exclude each other"),
+        (["--control", "faces", "--individual", "morning=1"], "--individual and --control cannot be combined"),
         (["--keep", "90%"], "--keep needs a control task"),
         (["--individual", "noon=0.5"], "'noon' is not one of the evaluated tasks: morning, evening"),
         (["--individual", "morning=0"], "invalid accuracy 0; expected a number above 0"),

@@ -91,8 +91,8 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
     ("arguments", "problem"),
     [
         (["nothing"], "unknown task 'nothing'. Run `kfacpack tasks` for a list"),
-        (["--sheet", "out.png"], "--sheet needs one task"),
-        (["--data", "."], "--data needs one task"),
+        (["--sheet", "out.png"], "--sheet needs a task"),
+        (["--data", "."], "--data needs a task"),
         (["faces", "--split", "test"], "--split selects what --sheet draws; give --sheet FILE.png"),
         (
             ["faces", "--sheet", "out.png", "--split", "dev"],

@@ -228,7 +228,7 @@ def test_sections_without_data_are_omitted(tmp_path):
         del seed["sweep"]
         seed["best"] = None
     page = Page(bare(tmp_path, results))
-    assert [section["id"] for section in page.all("section")] == ["summary", "tasks", "made"]
+    assert [section["id"] for section in page.all("section")] == ["summary", "tasks", "provenance"]
     assert "AUROC" not in page.text
     assert "recovers" not in page.headline
     assert "last run" not in page.cells
