@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
 
-COLUMNS = ("task", "split", "alpha", "accuracy", "normalized", "examples", "head")
+CSV_COLUMNS = ("task", "split", "alpha", "accuracy", "normalized", "examples", "head")
 """Columns of the CSV file."""
 TABLE_WIDTH, MAX_COLUMN_WIDTH = 80, 12
 
@@ -98,15 +98,15 @@ def print_negation(negation: Mapping[str, Any]) -> None:
 
 
 def csv_rows(result: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
-    """Yields one row of `COLUMNS` per task."""
+    """Yields one row of `CSV_COLUMNS` per task."""
     for name, task in result["tasks"].items():
         yield [name, split, alpha, task["accuracy"], task["normalized"], task["examples"], task["head"]]
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Writes rows of `COLUMNS` to a CSV file."""
+    """Writes rows of `CSV_COLUMNS` to a CSV file."""
     table = io.StringIO(newline="")
-    csv.writer(table, lineterminator="\n").writerows([COLUMNS, *rows])
+    csv.writer(table, lineterminator="\n").writerows([CSV_COLUMNS, *rows])
     write_atomically(path, table.getvalue().encode())
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 File = str
-"""A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. Not a Path, which would remove a slash."""
+"""A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. A `Path` would collapse the two slashes."""
 
 MODEL_PANEL, DATA_PANEL, RUN_PANEL = "Model", "Data", "Run"
 """Help panels."""
@@ -147,13 +147,13 @@ AS_JSON = option(RUN_PANEL, False, "--json", help="Print the result as JSON.")
 QUIET = option(RUN_PANEL, False, "--quiet", "-q", help="Print only errors.")
 
 
-def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, str | None]:
+def task_and_folder(name: str, text: str, *, folder_optional: bool = False) -> tuple[str, str | None]:
     """Parses TASK=DIR.
 
     Args:
         name: The option, for the error message.
         text: Its value.
-        bare: Whether TASK alone is also valid.
+        folder_optional: Whether TASK alone is also valid.
 
     Returns:
         The task and its folder; None for TASK alone.
@@ -162,8 +162,8 @@ def task_and_folder(name: str, text: str, *, bare: bool = False) -> tuple[str, s
         KfacpackError: If the text has another form.
     """
     task, equals, folder = text.partition("=")
-    if not task or not (folder or (bare and not equals)):
-        alternative = ", or TASK alone" if bare else ""
+    if not task or not (folder or (folder_optional and not equals)):
+        alternative = ", or TASK alone" if folder_optional else ""
         raise KfacpackError(f"{name} {printable(text)!r}: expected TASK=DIR, such as cars=data/cars{alternative}")
     return task, folder or None
 

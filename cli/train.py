@@ -191,7 +191,7 @@ def train(
         with loading(f"{task}, {model}", show=show):
             # The task is loaded first, so that a misspelt name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=silent)
-            folders = [task_and_folder("--reg-data", text, bare=True) for text in reg_data or ()]
+            folders = [task_and_folder("--reg-data", text, folder_optional=True) for text in reg_data or ()]
             other_tasks = [load_task_option(name, folder, None, model, quiet=silent) for name, folder in folders]
             loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
         with (

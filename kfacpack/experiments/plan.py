@@ -288,13 +288,13 @@ class Plan(PlanSection):
         """
         names = [task.name for task in self.tasks]
         evaluation = self.evaluation
-        for place, values in (
+        for key_path, values in (
             (("tasks",), names),
             (("seeds",), [str(seed) for seed in self.seeds]),
             (("evaluation", "methods"), list(evaluation.methods)),
         ):
             if duplicate := first_duplicate(values):
-                return (*place, len(values) - 1 - values[::-1].index(duplicate)), f"duplicate entry {duplicate!r}"
+                return (*key_path, len(values) - 1 - values[::-1].index(duplicate)), f"duplicate entry {duplicate!r}"
         for number, name in enumerate(names):
             if other := next((earlier for earlier in names[:number] if share_classes(earlier, name)), None):
                 problem = f"{name!r} and {other!r} have classes in common, which would be counted twice"
@@ -351,11 +351,11 @@ class Plan(PlanSection):
         return self
 
     @contextmanager
-    def at(self, *place: str | int) -> Iterator[None]:
-        """Prefixes the message of a `KfacpackError` raised inside with the location `place` in the plan.
+    def at(self, *key_path: str | int) -> Iterator[None]:
+        """Prefixes the message of a `KfacpackError` raised inside with the location `key_path` in the plan.
 
         Args:
-            *place: Keys and list indices of the setting in question.
+            *key_path: Keys and list indices of the setting in question.
 
         Raises:
             KfacpackError: The error raised inside, with file, line and key before its message.
@@ -363,7 +363,7 @@ class Plan(PlanSection):
         try:
             yield
         except KfacpackError as error:
-            location = self._locate(place) if self._locate else ".".join(map(str, place))
+            location = self._locate(key_path) if self._locate else ".".join(map(str, key_path))
             raise KfacpackError(f"{location}: {error}") from error
 
     def model_folder(self) -> Path | None:

@@ -90,12 +90,12 @@ def parse(text: str, name: str) -> Plan:
         _key_lines(root, (), lines, name)
         content = _with_text_keys(loader.construct_document(root))
 
-    def locate(place: KeyPath) -> str:
+    def locate(key_path: KeyPath) -> str:
         """Describes a location by file, line and key; unknown keys get the line of their parent."""
-        present = place
+        present = key_path
         while present not in lines:
             present = present[:-1]
-        key = ".".join(map(str, place))
+        key = ".".join(map(str, key_path))
         return f"{name}, line {lines[present]}: {printable(key)}" if key else f"{name}, line {lines[present]}"
 
     try:
@@ -103,11 +103,11 @@ def parse(text: str, name: str) -> Plan:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # For an invalid key, pydantic appends the label `[key]` to the location.
-        place = tuple(part for part in first["loc"] if part != "[key]")
-        raise KfacpackError(f"{locate(place)}: {_describe(place, first)}") from error
+        key_path = tuple(part for part in first["loc"] if part != "[key]")
+        raise KfacpackError(f"{locate(key_path)}: {_describe(key_path, first)}") from error
     if contradiction := plan.contradiction():
-        place, problem = contradiction
-        raise KfacpackError(f"{locate(place)}: {problem}")
+        key_path, problem = contradiction
+        raise KfacpackError(f"{locate(key_path)}: {problem}")
     return plan
 
 
@@ -125,12 +125,12 @@ def _convert_yaml_errors(name: str) -> Iterator[None]:
         raise KfacpackError(f"{name}: not a valid plan: {printable(str(error))}") from error
 
 
-def _key_lines(node: yaml.Node, place: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
+def _key_lines(node: yaml.Node, key_path: KeyPath, lines: dict[KeyPath, int], name: str) -> None:
     """Records the line of every key and list entry below `node`, and rejects duplicate keys."""
-    lines.setdefault(place, node.start_mark.line + 1)
+    lines.setdefault(key_path, node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
-            inner = (*place, str(key.value))
+            inner = (*key_path, str(key.value))
             line = key.start_mark.line + 1
             if inner in lines:
                 key, first = ".".join(map(str, inner)), lines[inner]
@@ -139,7 +139,7 @@ def _key_lines(node: yaml.Node, place: KeyPath, lines: dict[KeyPath, int], name:
             _key_lines(value, inner, lines, name)
     elif isinstance(node, yaml.SequenceNode):
         for number, value in enumerate(node.value):
-            _key_lines(value, (*place, number), lines, name)
+            _key_lines(value, (*key_path, number), lines, name)
 
 
 def _with_text_keys(value: Any) -> Any:
@@ -167,12 +167,12 @@ _MESSAGES = {
 """Replacements, by pydantic error type, for messages that mention Python types."""
 
 
-def _describe(place: KeyPath, error: Any) -> str:
+def _describe(key_path: KeyPath, error: Any) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
         return _MESSAGES[kind]
     if kind == "extra_forbidden":
-        return f"unknown key; expected one of: {', '.join(_expected_keys(place[:-1]))}"
+        return f"unknown key; expected one of: {', '.join(_expected_keys(key_path[:-1]))}"
     message = _MESSAGES.get(kind) or str(error["msg"]).removeprefix("Value error, ").replace("Input should", "should")
     if kind == "too_short":
         message = f"expected at least {context['min_length']}"
@@ -196,8 +196,8 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
 """The section at each location, without the names of arms and list indices."""
 
 
-def _expected_keys(place: Sequence[str | int]) -> list[str]:
-    names = [str(part) for part in place if not isinstance(part, int)]
+def _expected_keys(key_path: Sequence[str | int]) -> list[str]:
+    names = [str(part) for part in key_path if not isinstance(part, int)]
     if names[:1] == ["arms"]:
         names = ["arms", *names[2:]]
     return list(_SECTIONS[tuple(names)].model_fields)

@@ -17,23 +17,23 @@ class UnknownKeyWarning(UserWarning):
     """A file contains unknown keys, which are ignored: they are misspelt or written by a newer version."""
 
 
-def unknown_keys(value: Any, place: tuple[str, ...] = ()) -> Iterator[str]:
+def unknown_keys(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the locations of unknown keys, such as `arms.0.regimen`.
 
     Args:
         value: A validated model that allows extra keys, or a part of one.
-        place: Location of `value`.
+        key_path: Location of `value`.
     """
     if isinstance(value, BaseModel):
-        yield from (".".join((*place, key)) for key in value.model_extra or ())
+        yield from (".".join((*key_path, key)) for key in value.model_extra or ())
         for name in type(value).model_fields:
-            yield from unknown_keys(getattr(value, name), (*place, name))
+            yield from unknown_keys(getattr(value, name), (*key_path, name))
     elif isinstance(value, dict):
         for key, entry in value.items():
-            yield from unknown_keys(entry, (*place, str(key)))
+            yield from unknown_keys(entry, (*key_path, str(key)))
     elif isinstance(value, list | tuple):
         for number, entry in enumerate(value):
-            yield from unknown_keys(entry, (*place, str(number)))
+            yield from unknown_keys(entry, (*key_path, str(number)))
 
 
 FORMAT = "kfacpack.run/1"
@@ -418,11 +418,11 @@ def _validate(file: Path, content: Any, kind: type[ResultT]) -> ResultT:
         model = kind.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = printable(".".join(map(str, first["loc"])))
+        key_path = printable(".".join(map(str, first["loc"])))
         value = printable(repr(first["input"]), max_length=60) if first["type"] != "value_error" else ""
         problem = printable(first["msg"].removeprefix("Value error, "))
         raise KfacpackError(
-            f"{file}: {place + ': ' if place else ''}{problem}{f', got {value}' if value else ''}. "
+            f"{file}: {key_path + ': ' if key_path else ''}{problem}{f', got {value}' if value else ''}. "
             "The file does not have the format of `kfacpack run`; write it again"
         ) from error
     if unknown := list(unknown_keys(model)):

@@ -105,7 +105,7 @@ DOWNLOAD_AGAIN = "The file is incomplete or damaged: download it again from its 
 def download_again(path: str | os.PathLike[str]) -> str:
     """Returns the remedy for a damaged file, which depends on whether it is a local file or on the Hub."""
     if is_reference(path):
-        return f"The cached copy is incomplete or damaged: run 'kfacpack pull {os.fspath(path)}' to download it again"
+        return f"The cached copy is incomplete or damaged: run `kfacpack pull {os.fspath(path)}` to download it again"
     return DOWNLOAD_AGAIN
 
 
