@@ -123,10 +123,10 @@ def public_functions():
         plain = not (dataclasses.is_dataclass(value) or issubclass(value, Exception))
         if plain and function_in(vars(value).get("__init__")):
             yield name, value.__init__, [value.__doc__]
-        for attribute, member in vars(value).items():
-            if (attribute == "__call__" or not attribute.startswith("_")) and (function := function_in(member)):
-                methods = [function_in(vars(base).get(attribute)) for base in value.__mro__]
-                yield f"{name}.{attribute}", function, [method.__doc__ for method in methods if method]
+        for attribute in sorted({attribute for base in value.__mro__ for attribute in vars(base)}):
+            methods = [method for base in value.__mro__ if (method := function_in(vars(base).get(attribute)))]
+            if methods and (attribute == "__call__" or not attribute.startswith("_")):
+                yield f"{name}.{attribute}", methods[0], [method.__doc__ for method in methods]
 
 
 def documented_arguments(docstring: str | None) -> list[str]:

@@ -203,7 +203,12 @@ class Container:
         return memoryview(mapped)[spec.start - start :]
 
     def read(self, name: str, start: int, stop: int) -> bytearray:
-        """Copies bytes `start` to `stop` of a tensor. For small parts this is cheaper than mapping the tensor.
+        """Returns a copy of a part of a tensor's bytes. For small parts this is cheaper than mapping the tensor.
+
+        Args:
+            name: Name of the tensor.
+            start: Index of the first byte.
+            stop: Index after the last byte.
 
         Raises:
             BundleError: If the file was modified or cannot be read.

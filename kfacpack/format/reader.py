@@ -128,11 +128,19 @@ class SealedFile:
             raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
-        """Describes how a tensor's SHA-256 differs from the one in the manifest, or returns None."""
+        """Returns how a tensor's SHA-256 differs from the one in the manifest; None if it does not.
+
+        Args:
+            name: Name of the tensor.
+        """
         return self._problems_of(name)[0]
 
     def finite_problem(self, name: str) -> str | None:
-        """Describes the first NaN or Inf in a tensor, or returns None."""
+        """Returns a description of the first NaN or Inf in a tensor; None if all values are finite.
+
+        Args:
+            name: Name of the tensor.
+        """
         return self._problems_of(name)[1]
 
     def _problems_of(self, name: str) -> tuple[str | None, str | None]:
