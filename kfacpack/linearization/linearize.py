@@ -148,8 +148,7 @@ class Linearized:
             tau: As for `__call__`.
 
         Raises:
-            TaskVectorError: If `tau` does not fit the parameters.
-            KfacpackError: If the model cannot be linearised.
+            KfacpackError: As for `__call__`.
         """
         if self._fast:
             hooks = saved_tensors_hooks(_save_tensor, _load_tensor)
