@@ -199,7 +199,7 @@ def test_negation_under_a_control(vectors, tmp_path):
     assert rows[0] == ("morning", 0.0, entry["before"])
     assert rows[3] == ("evening", -entry["alpha"], entry["control"])
     shown = run(*common, "--alpha", "0,1").stdout
-    assert "where the control keeps 95%" in shown
+    assert "the control must keep 95%" in shown
     assert "control" in shown.splitlines()[3]
 
 
@@ -227,7 +227,7 @@ def test_a_missing_head_is_reported(vectors):
     common = [*VECTOR, vectors / "morning.safetensors", "--json"]
     done = run(*common)
     assert json.loads(done.stdout)["tasks"]["evening"]["head"] == "text"
-    assert "has no head for 'evening', only for morning; using a new head of the model (text)" in done.stderr
+    assert "has no head for 'evening' (only for morning); using a new head of the model (text)" in done.stderr
     assert done.stderr.count("note") == 1
     assert not run(*common, "--quiet").stderr
     assert not run(*common, "--head", "prototypes").stderr
@@ -258,7 +258,7 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--choose", "--split", "train"], "--choose chooses α on validation and evaluates on test"),
         (["--choose", "--control", "faces"], "--choose and --control cannot be combined"),
         (["--control", "morning"], "--control morning: is also an evaluated task"),
-        (["--control", "faces", "--alpha=-1,1"], "α is a magnitude"),
+        (["--control", "faces", "--alpha=-1,1"], "alpha -1: "),
         (["--control", "faces", "--keep", "200%"], "--keep 200%: expected a share"),
         (["--control", "faces", "--individual", "morning=1"], "--individual and --control cannot be combined"),
         (["--keep", "90%"], "--keep needs a control task"),
