@@ -145,9 +145,9 @@ def test_a_private_repository_at_a_revision(hub, log_in, unplug, tmp_path, revis
 def test_a_config_in_the_address(hub, glue):  # noqa: F811
     task = load_task("mine", "hf://datasets/nyu-mll/glue/rte", columns="text=sentence1,label=label")
     assert dict(task.split("train")[0]) == {"text": pairs("rte", "train")[0]["sentence1"]}
-    assert refusal("--task", "mine", "--data", "hf://datasets/nyu-mll/glue").endswith(
-        "several configs; there are ax, mnli, qnli, rte, stsb. Choose one: --data hf://datasets/nyu-mll/glue/ax\n"
-    )
+    message = refusal("--task", "mine", "--data", "hf://datasets/nyu-mll/glue")
+    assert "ax, mnli, qnli, rte, stsb" in message
+    assert "--data hf://datasets/nyu-mll/glue/ax" in message
 
 
 @pytest.mark.parametrize("user", [None, "stranger"])
@@ -167,7 +167,8 @@ def test_a_refusal_of_the_hub_is_reported_with_a_remedy(hub, log_in, tmp_path, u
     for named in ((), ("--data", "hf://datasets/tanganke/dtd")):
         message = refusal("--task", "dtd", *named)
         assert problem in message
-        assert message.endswith("log in with: hf auth login; or give a folder that has the data: --data DIR\n")
+        assert "hf auth login" in message
+        assert "--data DIR" in message
 
 
 def test_a_gated_task_needs_access(hub, log_in, tmp_path):  # noqa: F811
@@ -182,11 +183,11 @@ def test_a_gated_task_needs_access(hub, log_in, tmp_path):  # noqa: F811
 
 def test_invalid_tokens_and_revisions_are_refused(hub, dtd, log_in):  # noqa: F811
     message = refusal("--task", "dtd", "--data", "hf://datasets/tanganke/dtd@nowhere")
-    assert "tanganke/dtd has no revision 'nowhere'. Give an existing branch, tag or commit" in message
+    assert "tanganke/dtd has no revision 'nowhere'" in message
     log_in("nobody")
     message = refusal("--task", "dtd")
     assert "requires authentication" in message
-    assert message.endswith("give a folder that has the data: --data DIR\n")
+    assert "--data DIR" in message
 
 
 @pytest.mark.parametrize(("name", "part"), [("dtd", ""), ("rte", " --include 'rte/*'")])
@@ -196,8 +197,8 @@ def test_without_a_network_and_a_cache(hub, unplug, name, part):  # noqa: F811
     message = refusal("--task", name)
     assert f"hf://datasets/{repository}: the Hub (http://127.0.0.1:" in message
     assert "cannot be reached: " in message
-    command = f"hf download {repository} --repo-type dataset{part} --local-dir DIR"
-    assert message.endswith(f"{command}. Then give that folder: --data DIR\n")
+    assert f"hf download {repository} --repo-type dataset{part} --local-dir DIR" in message
+    assert "--data DIR" in message
 
 
 def test_a_cached_card_without_data_is_not_used(hub, dtd, unplug):  # noqa: F811
