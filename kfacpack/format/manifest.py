@@ -170,6 +170,15 @@ class OutputScale(Entry):
     variance: NonNegative
     """E‖f − E f‖², with the divisor n − 1; 0 for a single example."""
 
+    @property
+    def reference(self) -> float:
+        """Scale that a drift of f is compared with: its variance, but at least a thousandth of its mean square.
+
+        Only the variation of f distinguishes examples; a large constant part does not. The lower limit keeps the
+        reference meaningful where f is nearly constant.
+        """
+        return max(self.variance, self.mean_square / 1000)
+
 
 FORMULAS = {
     "expand": "G = B (x) A; A = 1/P sum_{n,r} a a^T; B = 1/N sum_{n,s,r} w_s g g^T",

@@ -1,13 +1,14 @@
 """Prompts for text-to-text models: how classification examples are formatted, and which words name a class.
 
 T5 v1.0 was trained on `TASK column: text column: text` with the class names as answers. Flan-T5 was trained on
-questions with listed options. A task without a flan template uses T5's form and its class names.
+questions that list the possible answers. A task without a flan prompt uses T5's form and its class names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from string import Formatter
+from typing import Any, Literal, NamedTuple, get_args
 
 from kfacpack.format.identity import base_task_name
 
@@ -23,27 +24,45 @@ T5_COLUMNS = {
 }
 """Tasks that T5 was trained on, with the column order of its training data."""
 
-ENTAILMENT_ANSWERS = {
-    "entailment": "yes",
-    "entails": "yes",
-    "neutral": "it is not possible to tell",
-    "contradiction": "no",
-    "not_entailment": "no",
+
+class FlanPrompt(NamedTuple):
+    """How flan-T5 is asked for one task."""
+
+    template: str
+    """The question with its options; the fields are the task's columns."""
+    answers: Mapping[str, str]
+    """Class name -> the option that stands for it."""
+
+
+# Each task has options of its own. The penalty keeps the drift of f small, so that what remains is along the label
+# words of the trained task: tasks with the same words would still change each other's logits.
+FLAN_PROMPTS = {
+    "snli": FlanPrompt(
+        "{premise} Does this mean that {hypothesis} Yes, maybe or no?",
+        {"entailment": "yes", "neutral": "maybe", "contradiction": "no"},
+    ),
+    "mnli": FlanPrompt(
+        "Premise: {premise} Hypothesis: {hypothesis} Is the hypothesis certain, possible or impossible?",
+        {"entailment": "certain", "neutral": "possible", "contradiction": "impossible"},
+    ),
+    "sick": FlanPrompt(
+        "If {sentence_A} then {sentence_B} Is this true always, sometimes or never?",
+        {"entailment": "always", "neutral": "sometimes", "contradiction": "never"},
+    ),
+    "scitail": FlanPrompt(
+        "{premise} Is the following fact present in this text or absent? {hypothesis}",
+        {"entails": "present", "neutral": "absent"},
+    ),
+    "rte": FlanPrompt(
+        "{sentence1} Is the following claim supported by this text or unclear? {sentence2}",
+        {"entailment": "supported", "not_entailment": "unclear"},
+    ),
+    "qnli": FlanPrompt(
+        "{question} Is this the right or the wrong sentence to answer the question? {sentence}",
+        {"entailment": "right", "not_entailment": "wrong"},
+    ),
 }
-"""Class name to flan's answer."""
-_THREE = "OPTIONS:\n- yes\n- it is not possible to tell\n- no"
-_TWO = "OPTIONS:\n- yes\n- no"
-FLAN_TEMPLATES = {
-    "snli": "Caption: {premise}\n\nStatement: {hypothesis}\n\nDoes the caption mean that the statement is true?\n\n"
-    + _THREE,
-    "mnli": "Premise: {premise}\n\nHypothesis: {hypothesis}\n\nDoes the premise entail the hypothesis?\n\n" + _THREE,
-    "sick": "Sentence A: {sentence_A}\n\nSentence B: {sentence_B}\n\nIf A is true, is B true?\n\n" + _THREE,
-    "scitail": "Text: {premise}\n\nScientific claim: {hypothesis}\n\nDoes the text support the claim?\n\n"
-    + "OPTIONS:\n- yes\n- it is not possible to tell",
-    "rte": "{sentence1}\n\nCan we conclude from this paragraph that {sentence2}\n\n" + _TWO,
-    "qnli": "Question: {question}\n\nSentence: {sentence}\n\nDoes the sentence answer the question?\n\n" + _TWO,
-}
-"""Task to template; the fields are the task's columns."""
+"""Task -> prompt."""
 
 
 def prompt_style(name: str, config: Any) -> PromptStyle:
@@ -72,9 +91,9 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
     """
     task = base_task_name(task)
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    template = FLAN_TEMPLATES.get(task)
-    if style == "flan" and template and set(columns) == set(_fields(template)):
-        return [template.format(**row) for row in rows]
+    flan = _flan_prompt(task, style)
+    if flan and set(columns) == {field for _, field, _, _ in Formatter().parse(flan.template) if field}:
+        return [flan.template.format(**row) for row in rows]
     trained = T5_COLUMNS.get(task, ())
     order = trained if set(trained) == set(columns) else tuple(columns)
     return [" ".join([task, *(f"{column}: {row[column]}" for column in order)]) for row in rows]
@@ -82,11 +101,10 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
 
 def label_words(classes: Sequence[str], task: str, style: PromptStyle) -> list[str]:
     """Returns the answer for each class, a word or phrase; underscores in class names are replaced by spaces."""
-    answers = ENTAILMENT_ANSWERS if style == "flan" and base_task_name(task) in FLAN_TEMPLATES else {}
+    flan = _flan_prompt(base_task_name(task), style)
+    answers = flan.answers if flan else {}
     return [answers.get(name, name.replace("_", " ")) for name in classes]
 
 
-def _fields(template: str) -> list[str]:
-    from string import Formatter
-
-    return [field for _, field, _, _ in Formatter().parse(template) if field]
+def _flan_prompt(task: str, style: PromptStyle) -> FlanPrompt | None:
+    return FLAN_PROMPTS.get(task) if style == "flan" else None

@@ -1,6 +1,6 @@
 """The data penalty (τJp): the change of f by τ on examples of other tasks, λ/s Σ_t w_t E ‖f(x; τ) − f(x; 0)‖².
 
-s is 1 if f is normalised; otherwise it is the mean of ‖f‖², measured on a few examples of each task, so that λ does
+s is 1 if f is normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
 not depend on the scale of f. In the linearised model the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
 bundle approximates. Each step uses one batch of one task, sampled in proportion to the sizes of the data sets, so that
 the mean over steps is the sum above.
@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from kfacpack.errors import KfacpackError
+from kfacpack.format.manifest import OutputScale
+from kfacpack.merging.inputs import weighted_scale
 from kfacpack.models.data_loading import batches, outputs
 from kfacpack.training.optimizer import BatchOrder
 from kfacpack.training.penalty_weights import resolve_strength
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 _SCALE_EXAMPLES = 64
-"""Examples per task on which the mean of ‖f‖² is measured."""
+"""Examples per task on which the scale of f is measured."""
 
 
 class DataPenalty:
@@ -56,20 +58,21 @@ class DataPenalty:
         self._orders = [BatchOrder(len(split), batch_size, seed) for split in self._splits]
         self._seed, self._batch_size = seed, batch_size
         self.output_scale = 1.0
-        """Variance of f over the tasks, which divides the penalty; 1 if f is normalised."""
+        """Scale of f over the tasks, which divides the penalty; 1 if f is normalised."""
         self._upcoming: Generator[Batch, None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
 
     def measure_output_scale(self, model: Model) -> None:
-        """Measures the mean of ‖f‖² on the first examples of each task, unless f is normalised."""
+        """Measures the scale of f on the first examples of each task, unless f is normalised."""
         if model.function.normalized:
             return
-        scale = 0.0
-        for task, split, share in zip(self.tasks, self._splits, self._shares, strict=True):
+        scales = []
+        for task, split in zip(self.tasks, self._splits, strict=True):
             numbers = range(min(len(split), _SCALE_EXAMPLES))
-            f = torch.cat([part for _, part in outputs(model, split, task, numbers, self._batch_size)])
-            scale += float(share) * float(f.square().sum()) / len(f)
-        self.output_scale = scale or 1.0
+            f = torch.cat([part.cpu().double() for _, part in outputs(model, split, task, numbers, self._batch_size)])
+            variance = float(f.var(0).sum()) if len(f) > 1 else 0.0
+            scales.append(OutputScale(mean_square=float(f.square().sum()) / len(f), variance=variance))
+        self.output_scale = weighted_scale(scales, self._shares.tolist()).reference or 1.0
 
     @property
     def splits(self) -> dict[str, Split]:

@@ -44,7 +44,7 @@ class Regularizer:
     """Quadratic penalty λ/s Σ τᵀ G τ over one or several curvature bundles.
 
     A merged bundle represents Σ w_t G_t with weights w_t that average one. s makes λ independent of the scale of f: it
-    is 1 if f is normalised, otherwise the mean of ‖f‖² that the bundles record.
+    is 1 if f is normalised, otherwise the variance of f that the bundles record (`OutputScale.reference`).
 
     Args:
         bundles: One or several curvatures, paths or `hf://` references, of one base model and one f.
@@ -97,7 +97,7 @@ class Regularizer:
         check_weights(weights, [original.curvature for original, _ in pairs])
         self.strength = self._resolve_strength(strength, preset)
         self.output_scale = 1.0 if preset else _output_scale(self._inputs)
-        """Variance of f over the protected tasks, which divides the penalty; 1 if f is normalised, and for presets."""
+        """s, which divides the penalty."""
         self.every = every
         self._weights, self._preset = dict(weights or {}), preset
         self._device = torch.device(device) if device is not None else None
@@ -314,7 +314,7 @@ class _Penalty(torch.autograd.Function):
 
 
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
-    """Returns the mean of ‖f‖² over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
+    """Returns the scale of f over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
 
     Bundles that do not record it use the mean of the others. If none records it, the penalty is not divided.
     """
@@ -322,7 +322,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
         return 1.0
     recorded = [bundle for bundle in inputs if bundle.curvature.about.output_scale]
     scale = mean_output_scale(recorded, [1.0] * len(recorded)) if recorded else None
-    reference = scale.mean_square if scale else 0.0
+    reference = scale.reference if scale else 0.0
     for bundle in inputs:
         if bundle not in recorded:
             instead = "that of the other bundles is used" if reference else "λ multiplies the absolute drift"

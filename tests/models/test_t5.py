@@ -12,7 +12,7 @@ from kit import refused
 import kfacpack as kp
 from kfacpack._compat import make_torchvision_importable
 from kfacpack.models.functional import select_parameters
-from kfacpack.models.prompts import CONFIG_KEY, FLAN_TEMPLATES, PROMPT_STYLES, label_words, prompt_style, prompts
+from kfacpack.models.prompts import CONFIG_KEY, FLAN_PROMPTS, PROMPT_STYLES, label_words, prompt_style, prompts
 from kfacpack.tasks.task import DataOrigin
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.settings import TrainingSettings
@@ -140,8 +140,8 @@ def test_prompts_of_each_style():
     columns = {"premise": ["one"], "hypothesis": ["two"]}
     assert prompts(columns, "mnli", "t5") == ["mnli hypothesis: two premise: one"]
     (asked,) = prompts(columns, "mnli@1/2", "flan")
-    assert asked.startswith("Premise: one\n\nHypothesis: two\n\n")
-    assert "- it is not possible to tell" in asked
+    assert asked.startswith("Premise: one Hypothesis: two ")
+    assert "impossible" in asked
     # A task without a template, and one with other columns, uses T5's form.
     assert prompts(columns, "mine", "flan") == ["mine premise: one hypothesis: two"]
     assert prompts({"text": ["one"]}, "mnli", "flan") == ["mnli text: one"]
@@ -152,19 +152,27 @@ def test_prompts_of_each_style():
 def test_label_words_of_each_style():
     classes = ("entailment", "not_entailment")
     assert label_words(classes, "rte", "t5") == ["entailment", "not entailment"]
-    assert label_words(classes, "rte", "flan") == ["yes", "no"]
-    assert label_words(CLASSES, "snli@2/3", "flan") == ["yes", "it is not possible to tell", "no"]
+    assert label_words(classes, "rte", "flan") == ["supported", "unclear"]
+    assert label_words(CLASSES, "snli@2/3", "flan") == ["yes", "maybe", "no"]
     assert label_words(("cat_dog",), "mine", "flan") == ["cat dog"]
 
 
-@pytest.mark.parametrize("name", FLAN_TEMPLATES)
-def test_every_template_fits_its_task(name):
-    """The columns and classes of the published tasks have entries."""
+@pytest.mark.parametrize("name", FLAN_PROMPTS)
+def test_every_flan_prompt_fits_its_task(name):
+    """A prompt uses the columns of the published task, answers each of its classes, and lists the answers."""
     from kfacpack.tasks.registry import PUBLISHED
 
     task = PUBLISHED[name]
-    columns = {column: ["x"] for column in task.inputs}
-    assert "OPTIONS" in prompts(columns, name, "flan")[0]
+    (asked,) = prompts({column: [f"<{column}>"] for column in task.inputs}, name, "flan")
+    assert all(f"<{column}>" in asked for column in task.inputs)
+    assert len(FLAN_PROMPTS[name].answers) == task.classes
+    assert all(word in asked.lower() for word in FLAN_PROMPTS[name].answers.values())
+
+
+def test_no_two_flan_prompts_share_an_answer():
+    """Tasks with the same label words would change each other's logits."""
+    answers = [word for prompt in FLAN_PROMPTS.values() for word in prompt.answers.values()]
+    assert len(set(answers)) == len(answers)
     assert set(PROMPT_STYLES) == {"t5", "flan"}
 
 

@@ -123,11 +123,18 @@ def test_several_bundles_have_the_scale_of_their_merge():
     tau = random_tau(one, dtype=torch.float64)
     apart = kp.Regularizer([one, two], 2.0)
     together = kp.Regularizer(kp.merge([one, two], "stack", weights=[1, 1]), 2.0)
-    assert apart.output_scale == together.output_scale == 450.0
+    assert apart.output_scale == together.output_scale == 12.5
     torch.testing.assert_close(apart.value(tau), together.value(tau))
-    expected = 2.0 / 450.0 * (one.quadratic(tau) + two.quadratic(tau))
+    expected = 2.0 / 12.5 * (one.quadratic(tau) + two.quadratic(tau))
     torch.testing.assert_close(apart.value(tau), expected)
-    assert apart.settings["output_scale"] == 450.0
+    assert apart.settings["output_scale"] == 12.5
+
+
+def test_an_almost_constant_f_has_a_reference():
+    """The variance has a lower limit, relative to the mean square."""
+    assert OutputScale(mean_square=600.0, variance=20.0).reference == 20.0
+    assert OutputScale(mean_square=600.0, variance=0.0).reference == pytest.approx(0.6)
+    assert kp.Regularizer(task_with("one", 1, 600.0, 0.0), 2.0).output_scale == pytest.approx(0.6)
 
 
 def test_without_a_record_the_penalty_is_not_scaled():
@@ -138,7 +145,7 @@ def test_without_a_record_the_penalty_is_not_scaled():
     torch.testing.assert_close(regularizer.value(tau), 2.0 * plain.quadratic(tau))
     with pytest.warns(OutputScaleWarning):
         mixed = kp.Regularizer([task_with("one", 1, 600.0, 20.0), with_scale(of_task("two", seed=2), None)], 2.0)
-    assert mixed.output_scale == 600.0
+    assert mixed.output_scale == 20.0
 
 
 def test_a_normalised_f_and_presets_are_not_scaled():
