@@ -158,9 +158,9 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
     require_classes(task)
     if model.encode_text is None:
         problem = f"{model.name} has no text tower, or the weights file does not contain it"
-        raise KfacpackError(f"{problem}; use --head prototypes")
+        raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
     if not task.templates:
-        raise KfacpackError(f"{printable(task.name)} has no prompt templates; use --head prototypes")
+        raise KfacpackError(f"{printable(task.name)} has no prompt templates; use --head prototypes (kind='prototypes')")
     return model.encode_text
 
 
@@ -190,7 +190,7 @@ def word_head(model: Model, task: Task) -> Head:
 def _word_rows(model: Model, task: Task) -> Tensor:
     classes = require_classes(task)
     if model.word_weights is None:
-        raise KfacpackError(f"{model.name} predicts no words; use --head prototypes")
+        raise KfacpackError(f"{model.name} predicts no words; use --head prototypes (kind='prototypes')")
     weight = model.word_weights(_label_words(model, task))
     if (identical := _first_identical_rows(weight)) is not None:
         names = " and ".join(repr(printable(classes[k])) for k in identical)

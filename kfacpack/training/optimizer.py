@@ -95,7 +95,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
     relative_change = float(change.float().norm() / size)
     if not 0 < relative_change < float("inf"):
         raise KfacpackError(
-            "no learning rate can be derived from the first batch, because its gradient is zero; give one with --lr"
+            "no learning rate can be derived from the first batch, because its gradient is zero; give one with --lr (lr)"
         )
     return float(f"{regime.relative_step / relative_change:.{_DIGITS}g}")
 
@@ -133,7 +133,7 @@ def no_influence_error(regime: Regime) -> KfacpackError:
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(
         f"f does not depend on the chosen parameters ({listed}), so training them has no effect. "
-        "Choose others with --params"
+        "Choose others with --params (params)"
     )
 
 

@@ -233,12 +233,12 @@ def check_penalty_options(
         KfacpackError: If both kinds of penalty are given, or an option without its penalty.
     """
     if bundles and reg_data:
-        raise KfacpackError("the penalty comes from bundles (--reg) or from data (--reg-data), got both")
+        raise KfacpackError("the penalty comes from bundles (--reg, reg) or from data (--reg-data, reg_data), got both")
     if strength is not None and not (bundles or reg_data):
-        raise KfacpackError("--strength needs a penalty: give --reg FILE.kfac or --reg-data TASK")
+        raise KfacpackError("--strength (strength) needs a penalty: give bundles with --reg (reg), or tasks with --reg-data (reg_data)")
     if not bundles and (weights or preset or reg_every != 1 or offload):
-        options = "--weight, --preset, --reg-every and --offload"
-        raise KfacpackError(f"{options} apply to a penalty from bundles: give --reg FILE.kfac")
+        options = "--weight (weights), --preset, --reg-every and --offload"
+        raise KfacpackError(f"{options} apply to a penalty from bundles: give some with --reg (reg)")
 
 
 def uses_autocast(model: Model, autocast: bool | None = None) -> bool:
@@ -251,7 +251,7 @@ def _data_penalty(
 ) -> DataPenalty | None:
     names = [other.name for other in others]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise KfacpackError(f"--reg-data {printable(repeated[0])} is given twice and would count twice")
+        raise KfacpackError(f"--reg-data (reg_data): {printable(repeated[0])} is given twice and would count twice")
     if task.name in names:
-        raise KfacpackError(f"--reg-data {printable(task.name)} is the task being trained; name the other tasks")
+        raise KfacpackError(f"--reg-data (reg_data): {printable(task.name)} is the task being trained; name the other tasks")
     return DataPenalty(others, strength, settings.batch_size, settings.seed) if others else None

@@ -367,8 +367,8 @@ class Trainer:
                 remedy = f"the weights of the model contain NaN or Inf, first in {name!r}: load other weights"
                 break
         else:
-            not_lr = "τ is still zero at this step: check the data, or use another --dtype"
-            remedy = "a smaller --lr may help" if lr_involved else not_lr
+            not_lr = "τ is still zero at this step: check the data, or use another --dtype (dtype)"
+            remedy = "a smaller --lr (lr) may help" if lr_involved else not_lr
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
     def _add_loss_gradient(self, part: Sequence[int], batch: Batch, state: AdamWState) -> tuple[float, int]:

@@ -32,6 +32,12 @@ def finished(tmp_path_factory):
     return folder, done.stdout
 
 
+@pytest.fixture
+def without_report(monkeypatch):
+    """Runs write no report, whose figures take longer than all stages of the plan."""
+    monkeypatch.setattr("kfacpack.experiments.report.report", lambda folder, page: page)
+
+
 def test_run_prints_a_table_and_writes_a_report(finished):
     folder, printed = finished
     for words in ("individual", "recovered", "without", "kfac", "report.html", "of memory"):
@@ -41,6 +47,7 @@ def test_run_prints_a_table_and_writes_a_report(finished):
     }
 
 
+@pytest.mark.usefixtures("without_report")
 def test_json_equals_the_results_file(finished):
     folder, _ = finished
     done = run("run", folder / "small.yaml", "-o", folder / "out", "--json")
@@ -126,6 +133,7 @@ def test_the_demo_does_not_overwrite_a_plan(tmp_path):
     assert (tmp_path / "plan.yaml").read_text() == TEXT
 
 
+@pytest.mark.usefixtures("without_report")
 def test_an_interrupted_run_resumes_to_the_same_results(finished, tmp_path):
     folder, _ = finished
     command = [

@@ -72,7 +72,7 @@ class T5Family:
             ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
             if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
                 problem = f"t5:{name} has no token for class {without_token[0]!r}"
-                raise KfacpackError(f"{problem}; use --head prototypes (head='prototypes')")
+                raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes') (head='prototypes')")
             rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
             # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no
             # separate attribute for this.
