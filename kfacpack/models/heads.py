@@ -160,7 +160,8 @@ def _require_text_tower(model: Model, task: Task) -> Callable[[Sequence[str]], T
         problem = f"{model.name} has no text tower, or the weights file does not contain it"
         raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
     if not task.templates:
-        raise KfacpackError(f"{printable(task.name)} has no prompt templates; use --head prototypes (kind='prototypes')")
+        problem = f"{printable(task.name)} has no prompt templates"
+        raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
     return model.encode_text
 
 

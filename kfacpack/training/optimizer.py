@@ -95,7 +95,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
     relative_change = float(change.float().norm() / size)
     if not 0 < relative_change < float("inf"):
         raise KfacpackError(
-            "no learning rate can be derived from the first batch, because its gradient is zero; give one with --lr (lr)"
+            "the first batch gives no learning rate, because its gradient is zero; give one with --lr (lr)"
         )
     return float(f"{regime.relative_step / relative_change:.{_DIGITS}g}")
 

@@ -193,7 +193,8 @@ class AttentionRegime(FullRegime):
                 if ATTENTION.search(name) and not NORM.search(name)
             }
         if not parameters:
-            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; choose some with --params (params)")
+            remedy = "choose some with --params (params)"
+            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; {remedy}")
         return parameters
 
 

@@ -235,7 +235,8 @@ def check_penalty_options(
     if bundles and reg_data:
         raise KfacpackError("the penalty comes from bundles (--reg, reg) or from data (--reg-data, reg_data), got both")
     if strength is not None and not (bundles or reg_data):
-        raise KfacpackError("--strength (strength) needs a penalty: give bundles with --reg (reg), or tasks with --reg-data (reg_data)")
+        remedy = "give bundles with --reg (reg), or tasks with --reg-data (reg_data)"
+        raise KfacpackError(f"--strength (strength) needs a penalty: {remedy}")
     if not bundles and (weights or preset or reg_every != 1 or offload):
         options = "--weight (weights), --preset, --reg-every and --offload"
         raise KfacpackError(f"{options} apply to a penalty from bundles: give some with --reg (reg)")
@@ -253,5 +254,6 @@ def _data_penalty(
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise KfacpackError(f"--reg-data (reg_data): {printable(repeated[0])} is given twice and would count twice")
     if task.name in names:
-        raise KfacpackError(f"--reg-data (reg_data): {printable(task.name)} is the task being trained; name the other tasks")
+        problem = f"{printable(task.name)} is the task being trained"
+        raise KfacpackError(f"--reg-data (reg_data): {problem}; name the other tasks")
     return DataPenalty(others, strength, settings.batch_size, settings.seed) if others else None
