@@ -34,7 +34,7 @@ def finished(tmp_path_factory):
 
 @pytest.fixture
 def without_report(monkeypatch):
-    """Runs write no report, whose figures take longer than all stages of the plan."""
+    """Runs write no report; drawing its figures takes seconds."""
     monkeypatch.setattr("kfacpack.experiments.report.report", lambda folder, page: page)
 
 
