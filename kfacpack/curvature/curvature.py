@@ -5,7 +5,6 @@ This module also identifies base models, loads bundles as curvatures, and checks
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -21,7 +20,7 @@ from kfacpack.curvature.matrices.components import BundleTensors, raw_bytes, spe
 from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
 from kfacpack.curvature.pretrained_mixin import PretrainedMixin
 from kfacpack.curvature.saving import digest_of, save
-from kfacpack.errors import KfacpackError, TaskVectorError
+from kfacpack.errors import KfacpackError, TaskVectorError, did_you_mean
 from kfacpack.format.identity import describe
 from kfacpack.format.manifest import Base, base_digest, first_problem
 from kfacpack.format.reader import Bundle, CheckFailure, CheckResult, run_check
@@ -80,10 +79,9 @@ def check_task_vector(tau: Mapping[str, Tensor], shapes: Mapping[str, tuple[int,
         if not isinstance(tensor, Tensor):
             raise TaskVectorError(f"parameter {name!r}: expected a tensor, got {type(tensor).__name__}")
         if name not in shapes:
-            close = difflib.get_close_matches(name, shapes, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise TaskVectorError(
-                f"parameter {name!r} is not covered by this {owner}{hint}. To drop parameters that are not covered: "
+                f"parameter {name!r} is not covered by this {owner}{did_you_mean(name, shapes)} "
+                "To drop parameters that are not covered: "
                 f"{{name: value for name, value in tau.items() if name in {owner}.parameters}}"
             )
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
