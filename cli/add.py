@@ -171,7 +171,7 @@ def add(
         "--alpha",
         metavar="α",
         help="Factor of the result or, if repeated, of each vector in order. The results of all methods have the "
-        "scale of the sum, not of the mean. [default: 1]",
+        "scale of the sum, not the mean. [default: 1]",
     ),
     keep: float | None = option(
         METHOD_PANEL,
