@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+READY_DOCS := $(VENV)/ready-docs
 
 export TMPDIR := $(VENV)/tmp
 export KFACPACK_CACHE := $(VENV)/cache
+# Material's notice about its successor.
+export NO_MKDOCS_2_WARNING := 1
 export PIP_NO_CACHE_DIR := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -13,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test check bench golden wheel clean
+.PHONY: help demo test check docs bench golden wheel clean
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -34,6 +37,9 @@ check: $(READY) ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: $(READY_DOCS) ## the documentation site, in site/; fails on a broken link
+	$(BIN)/mkdocs build --strict --quiet
+
 bench: $(READY) ## the measured promises, as ratios; fails when one does not hold
 	$(BIN)/python tests/bench/bundle.py
 	$(BIN)/python tests/bench/tiny.py
@@ -53,10 +59,14 @@ wheel: $(READY) ## build the wheel into dist/
 	$(BIN)/python -m build --wheel --outdir dist .
 
 clean: ## remove everything that make made
-	rm -rf $(VENV) build dist demo *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	mkdir -p $(TMPDIR)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(READY_DOCS): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
 	touch $@

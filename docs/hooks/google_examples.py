@@ -1,0 +1,19 @@
+"""Griffe extension: renders the section `Example:` of a docstring like `Examples:`, as code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from griffe import Extension, Object
+
+SECTION = re.compile(r"^(\s*)Example:$", re.MULTILINE)
+
+
+class GoogleExamples(Extension):
+    """Renames the section before the docstring is parsed."""
+
+    def on_instance(self, *, obj: Object, **_: Any) -> None:
+        """Changes the docstring of a function, class or attribute."""
+        if obj.docstring:
+            obj.docstring.value = SECTION.sub(r"\1Examples:", obj.docstring.value)
