@@ -95,6 +95,12 @@ def test_a_model_without_text_tower_uses_prototypes(folder):
     assert "has no text tower" in done.stderr
 
 
+def test_a_folder_with_the_name_of_its_task_is_its_data(folder, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    output = run(*RANDOM, "--head", "prototypes", "--task", folder.name, "--data", folder.name, "--json").stdout
+    assert list(json.loads(output)["tasks"]) == [folder.name]
+
+
 @pytest.mark.usefixtures("_registered")
 @pytest.mark.parametrize(
     ("wrong", "words"),
@@ -125,16 +131,16 @@ def test_wrong_input_is_refused(wrong, words):
 @pytest.fixture(scope="module")
 def vectors(tmp_path_factory, folder):
     """Vectors of two tasks with the same images, each with its own head, and their sum."""
-    made = tmp_path_factory.mktemp("vectors")
+    vector_folder = tmp_path_factory.mktemp("vectors")
     model = kp.load_model("tiny", weights="random")
     both = []
     for seed, name in enumerate(("morning", "evening")):
         task = load_task(name, folder)
         bare = made_up(model, name, size=0.02, seed=seed, params="visual.transformer.resblocks.3.*")
         both.append(kp.TaskVector(dict(bare), bare.about, {name: kp.head_for(model, task, kind="prototypes")}))
-        both[-1].save(made / f"{name}.safetensors")
-    (both[0] + both[1]).save(made / "sum.safetensors")
-    return made
+        both[-1].save(vector_folder / f"{name}.safetensors")
+    (both[0] + both[1]).save(vector_folder / "sum.safetensors")
+    return vector_folder
 
 
 VECTOR = [*RANDOM, "--task", "morning", "evening", "--vector"]
@@ -213,8 +219,8 @@ def test_individual_vectors_are_evaluated_or_read(vectors, tmp_path):
         alone[name] = json.loads(done.stdout)["tasks"][name]["accuracy"]
     assert all(alone.values())
     for suffix, where in ((".json", tmp_path), (".safetensors", vectors)):
-        given = [part for name in alone for part in ("--individual", where / f"{name}{suffix}")]
-        output = json.loads(run(*common, *given).stdout)["tasks"]
+        options = [part for name in alone for part in ("--individual", where / f"{name}{suffix}")]
+        output = json.loads(run(*common, *options).stdout)["tasks"]
         assert {name: item["normalized"] for name, item in output.items()} == {
             name: item["accuracy"] / alone[name] for name, item in output.items()
         }
