@@ -156,12 +156,12 @@ def train(
     """Train a task vector and write it, with its frozen head, to one file.
 
     With --reg, the quadratic penalty of a bundle keeps the other tasks' outputs unchanged, so that vectors can be added
-    at α = 1. Give a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the bundle of the
+    at α = 1. Pass a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the bundle of the
     trained task, which is then subtracted (--reg all.kfac --reg own.kfac).
 
     Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Loss, penalty and
-    accuracy of each step are written to FILE.metrics.jsonl. Processes
-    started by torchrun or accelerate share each batch.
+    accuracy of each step are written to FILE.metrics.jsonl. Processes started by torchrun or accelerate share each
+    batch.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -233,7 +233,7 @@ def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
 
 def _protected_tasks(trainer: Trainer) -> tuple[str, ...]:
     """Returns the tasks that the penalty protects; tasks that were subtracted from a bundle are not included."""
-    penalty = trainer.regularizer or trainer.drift
+    penalty = trainer.regularizer or trainer.data_penalty
     return penalty.tasks if penalty else ()
 
 

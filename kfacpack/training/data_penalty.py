@@ -2,7 +2,7 @@
 
 s is 1 if f is normalised; otherwise it is the variance of f, measured on a few examples of each task, so that λ does
 not depend on the scale of f. In the linearised model the penalty is λ/s Σ_t w_t τᵀ G_t τ with the exact G_t that a
-bundle approximates. Each step uses one batch of one task, sampled in proportion to the sizes of the data sets, so that
+bundle approximates. Each step uses one batch of one task, sampled in proportion to the sizes of the datasets, so that
 the mean over steps is the sum above.
 """
 
@@ -39,7 +39,7 @@ class DataPenalty:
 
     Args:
         tasks: The tasks whose outputs are to be preserved, at least one.
-        strength: λ; None: `STRENGTH_ON_DATA`.
+        strength: λ. Defaults to `STRENGTH_ON_DATA`.
         batch_size: Examples per step, summed over all processes.
         seed: Seed of the choice of tasks and examples.
 
@@ -98,9 +98,9 @@ class DataPenalty:
         Args:
             step: Index of the step, from 0.
             regime: The regime that is trained in.
-            tau: Parameter name -> τ.
-            gradients: Parameter name -> gradient to add to.
-            micro_batch_size: Examples per forward pass; None: all.
+            tau: τ by parameter name.
+            gradients: Gradients to add to, by parameter name.
+            micro_batch_size: Examples per forward pass. Defaults to all.
 
         Returns:
             The value, a 0-d float64 tensor on the CPU.

@@ -56,7 +56,7 @@ class MetricsLog:
 
 
 class PenaltyWarning(UserWarning):
-    """The penalty prevented the task from being learned, or outweighed the loss from the first steps."""
+    """Issued if the penalty prevented the task from being learned, or outweighed the loss in the first steps."""
 
 
 def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
@@ -93,7 +93,7 @@ def penalty_problem(steps: Sequence[Metrics], strength: float) -> str | None:
 
 
 class MetricsWarning(UserWarning):
-    """The metrics file of a resumed run does not contain all completed steps."""
+    """Issued if the metrics file of a resumed run does not contain all completed steps."""
 
 
 def metrics_path(output: Path) -> Path:

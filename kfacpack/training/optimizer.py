@@ -56,7 +56,7 @@ class BatchOrder:
         return [self._epoch(k // self._size)[k % self._size] for k in range(start, start + self._batch_size)]
 
     def own(self, step: int, micro_batch_size: int | None) -> list[Sequence[int]]:
-        """Returns this process's share of a step's examples, in parts of `micro_batch_size`; None: one part."""
+        """Returns this process's share of a step's examples, in parts of `micro_batch_size`, or in one part if None."""
         own = self.batch(step)[distributed.rank() :: distributed.world_size()]
         return list(batched(own, micro_batch_size or max(1, len(own))))
 
@@ -95,7 +95,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
     relative_change = float(change.float().norm() / size)
     if not 0 < relative_change < float("inf"):
         raise KfacpackError(
-            "the first batch gives no learning rate, because its gradient is zero; give one with --lr (lr)"
+            "no learning rate can be derived from the first batch, because its gradient is zero; set --lr (lr)"
         )
     return float(f"{regime.relative_step / relative_change:.{_DIGITS}g}")
 

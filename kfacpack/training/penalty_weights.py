@@ -4,10 +4,10 @@ For a layer with R positions per example, the published code takes both A and B 
 
     A' = 1/(N R) Σ a aᵀ = A        B' = 1/(N R) Σ g gᵀ = B / R
 
-where B here is a mean over examples and a sum over positions, as it must be for B ⊗ A to be a block of the GGN. Its
-penalty of such a layer is therefore ours divided by R; for the output projection, which has one position, it is the
-same. In addition, it weights norms and tokens by 10 and the output projection by 0.1. The published λ are for that
-scaling.
+where B here is a mean over examples and a sum over positions, as it must be for B ⊗ A to be a block of the GGN. The
+published penalty of such a layer is therefore 1/R of the one computed here; for the output projection, which has one
+position, they are equal. In addition, the published code weights norms and tokens by 10 and the output projection by
+0.1. The published λ are for that scaling.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def block_factors(curvature: Curvature, weights: Mapping[str, float] | None, pre
 
     Args:
         curvature: The curvature of the penalty.
-        weights: Group -> factor; takes precedence over the weights of the preset.
+        weights: Factors by group, which take precedence over the weights of the preset.
         preset: "tak" for the published weighting and scaling.
 
     Raises:
@@ -127,7 +127,7 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
     """Checks that weights are in range and belong to groups that the curvatures have.
 
     Raises:
-        KfacpackError: For an unknown group or a weight out of range.
+        KfacpackError: If a group is unknown or a weight is out of range.
     """
     groups = sorted({group for curvature in curvatures for group in groups_of(curvature).values()})
     for group, weight in (weights or {}).items():
@@ -138,7 +138,7 @@ def check_weights(weights: Mapping[str, float] | None, curvatures: Sequence[Curv
 
 
 def resolve_strength(strength: float | None, *, on_data: bool = False) -> float:
-    """Returns λ, or its default if None: that of a curvature penalty, or of a data penalty.
+    """Returns λ; if it is None, the default of a curvature penalty or of a data penalty.
 
     Raises:
         KfacpackError: If λ is negative, too large or NaN.
@@ -159,7 +159,7 @@ def published_strength(base: Base) -> float:
     for (family, start), strength in PUBLISHED_STRENGTH.items():
         if base.family == family and base.name.startswith(start):
             return strength
-    raise KfacpackError(f"preset 'tak' has no published strength for {base.name}; give the strength")
+    raise KfacpackError(f"preset 'tak' has no published strength for {base.name}; set --strength (strength)")
 
 
 def _published_divisor(block: CurvatureBlock) -> float:

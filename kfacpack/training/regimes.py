@@ -4,7 +4,7 @@
 `attention` also trains the model itself, but changes only parameters of attention layers, which keeps it closer to its
 linearisation.
 
-Shapes: N examples, C the width of f; τ and its gradient have the shapes of the parameters.
+Notation: N is the number of examples, C the width of f. τ and its gradient have the shapes of the parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ForwardResult(ABC):
 
         Args:
             u: (N, C).
-            gradients: Parameter name -> tensor of its shape.
+            gradients: Gradients by parameter name.
         """
 
 
@@ -51,7 +51,7 @@ class Regime(ABC):
 
     Args:
         model: The base model.
-        params: Names or patterns of the parameters to train; None: all that the model family does not freeze.
+        params: Names or patterns of the parameters to train. Defaults to all that the model family does not freeze.
     """
 
     name: ClassVar[Name]

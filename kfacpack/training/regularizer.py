@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class OwnTaskWarning(UserWarning):
-    """The penalty also restricts the task being trained."""
+    """Issued if the penalty also restricts the task being trained."""
 
 
 class OutputScaleWarning(UserWarning):
-    """A bundle does not record the scale of f and f is not normalised, so λ depends on that scale."""
+    """Issued if a bundle does not record the scale of f and f is not normalised, so that λ depends on that scale."""
 
 
 class Regularizer:
@@ -48,13 +48,13 @@ class Regularizer:
 
     Args:
         bundles: One or several curvatures, paths or `hf://` references, of one base model and one f.
-        strength: λ; None: 80, or the published λ of the model with `preset="tak"`.
-        weights: Group -> factor. Groups are "norm", "token", "projection", and operations as named in the manifest.
+        strength: λ. Defaults to 80, or to the published λ of the model with `preset="tak"`.
+        weights: Factors by group. Groups are "norm", "token", "projection", and operations as named in the manifest.
         preset: "tak" for the published weighting and scaling; `weights` takes precedence over its weights.
         every: Number of steps between penalties, for training loops that use `due`.
         offload: Whether to keep factors on the CPU and copy them to the device one block at a time.
-        device: Device of the computation; None: the device of τ.
-        dtype: Dtype of the computation; None: the dtype of τ, at least float32.
+        device: Device of the computation. Defaults to the device of τ.
+        dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
         exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
             was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
@@ -193,8 +193,8 @@ class Regularizer:
         """Returns the penalty λ/s Σ τᵀ G τ.
 
         Args:
-            tau: Parameter name -> tensor of its shape. Parameters that no bundle covers are ignored; missing ones
-                count as zero.
+            tau: Task vector, {state-dict name: tensor of the parameter's shape}. Parameters that no bundle covers are
+                ignored; missing ones count as zero.
 
         Returns:
             A 0-d tensor without a graph.
@@ -228,7 +228,7 @@ class Regularizer:
 
         Args:
             tau: See `value`.
-            grads: Parameter name -> gradient to add to; missing gradients are created. None: each tensor's `.grad`.
+            grads: Gradients to add to, by parameter name; missing ones are created. Defaults to each tensor's `.grad`.
 
         Returns:
             The penalty, a 0-d tensor without a graph.
@@ -340,7 +340,7 @@ def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[Mer
     if not others:
         raise KfacpackError(
             f"the bundles contain only {task!r}, the task being trained, so there are no tasks to protect. "
-            "Give bundles of other tasks"
+            "Pass bundles of other tasks"
         )
     try:
         return [(inputs[position], bundle) for position, bundle in merge_without(inputs, [task])]
@@ -357,7 +357,7 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
     for other, bundle in protected.items():
         if share_classes(other, task):
             problem = f"{bundle.name} contains {other!r}, which has classes in common with it"
-            remedy = f"Give bundles of the other splits of {base_task_name(task)!r}, of equal size, and of other tasks"
+            remedy = f"Pass bundles of the other splits of {base_task_name(task)!r}, of equal size, and of other tasks"
             warnings.warn(_own_task_message(task, f"{problem}. {remedy}"), OwnTaskWarning, stacklevel=4)
             return
 

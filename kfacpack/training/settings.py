@@ -31,9 +31,9 @@ class TrainingSettings:
     batch_size: int = 32
     """Examples per step, summed over all processes."""
     micro_batch_size: int | None = None
-    """Examples per forward pass; gradients of a step are accumulated. None: the whole share of a process."""
+    """Examples per forward pass; gradients of a step are accumulated. Defaults to the whole share of a process."""
     lr: float | None = None
-    """Peak learning rate; None: derived from the model by `optimizer.find_learning_rate`."""
+    """Peak learning rate. By default, it is derived from the model by `optimizer.find_learning_rate`."""
     warmup: float = 0.1
     """Fraction of the steps with a linearly rising learning rate, followed by a cosine decay to zero."""
     weight_decay: float = 0.1

@@ -67,7 +67,7 @@ def train(
             out of bundles that contain it, where that is possible.
         reg_data: One or several other tasks whose drift is penalised on their own data, instead of using bundles (τJp).
         strength: λ. By default 80, 1 with `reg_data`, or the preset's.
-        reg_every: Apply the penalty at every N-th step only.
+        reg_every: N applies the penalty only at every N-th step.
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
         offload: Whether to keep the factors on the CPU and move one block at a time.
@@ -83,9 +83,9 @@ def train(
         weight_decay: AdamW's weight decay on τ.
         autocast: Whether to run the model in bfloat16; by default only on CUDA.
         seed: Seed for the order of the examples.
-        output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. None:
-            nothing is written.
-        resume: Resume an interrupted run of the same `output`.
+        output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. By
+            default, no file is written.
+        resume: Whether to resume an interrupted run with the same `output`.
         on_progress: Called after each step with its metrics and the number of steps.
         stopped: Checked after each step; once it returns True the state is stored and `Interrupted` is raised.
 
@@ -94,6 +94,7 @@ def train(
 
     Raises:
         KfacpackError: If the model, the task, the bundles or the settings are incompatible.
+        Interrupted: If `stopped` returned True.
 
     Example:
         >>> vector = kp.train("tiny", "digits", reg=["others.kfac"], steps=50)
@@ -235,11 +236,11 @@ def check_penalty_options(
     if bundles and reg_data:
         raise KfacpackError("the penalty comes from bundles (--reg, reg) or from data (--reg-data, reg_data), got both")
     if strength is not None and not (bundles or reg_data):
-        remedy = "give bundles with --reg (reg), or tasks with --reg-data (reg_data)"
+        remedy = "pass bundles with --reg (reg), or tasks with --reg-data (reg_data)"
         raise KfacpackError(f"--strength (strength) needs a penalty: {remedy}")
     if not bundles and (weights or preset or reg_every != 1 or offload):
         options = "--weight (weights), --preset, --reg-every and --offload"
-        raise KfacpackError(f"{options} apply to a penalty from bundles: give some with --reg (reg)")
+        raise KfacpackError(f"{options} apply to a penalty from bundles: pass some with --reg (reg)")
 
 
 def uses_autocast(model: Model, autocast: bool | None = None) -> bool:

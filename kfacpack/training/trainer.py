@@ -84,7 +84,7 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
         trainer: The run.
         base: Identity of the trained parameters.
     """
-    model, penalty_splits = trainer.regime.model, trainer.drift.splits if trainer.drift else {}
+    model, penalty_splits = trainer.regime.model, trainer.data_penalty.splits if trainer.data_penalty else {}
     settings = _settings(trainer)
     settings.pop("output_scale", None)  # follows from the bundles or the data
     return {
@@ -107,7 +107,7 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
 
     Args:
         trainer: The run.
-        tau: Parameter name -> τ, on any device.
+        tau: τ by parameter name, on any device.
         base: Identity of the trained parameters.
     """
     origin, model = trainer.split.source, trainer.regime.model
@@ -138,7 +138,7 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
     """Returns all settings that affect the result."""
-    penalty = trainer.regularizer or trainer.drift
+    penalty = trainer.regularizer or trainer.data_penalty
     autocast = {"autocast": str(trainer.autocast).removeprefix("torch.")} if trainer.autocast else {}
     return {
         **asdict(trainer.settings),
@@ -179,8 +179,8 @@ class Trainer:
     settings: TrainingSettings = field(default_factory=TrainingSettings)
     """Length, batches, learning rate and seed."""
     regularizer: Regularizer | None = None
-    """Curvature penalty; cannot be combined with `drift`."""
-    drift: DataPenalty | None = None
+    """Curvature penalty; cannot be combined with `data_penalty`."""
+    data_penalty: DataPenalty | None = None
     """Data penalty; cannot be combined with `regularizer`."""
     autocast: torch.dtype | None = None
     """Compute dtype of the model, if it is not its own; τ stays float32."""
@@ -191,10 +191,10 @@ class Trainer:
         require_several_classes(self.task, self.head.classes)
         if not len(self.split):
             raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
-        if self.regularizer and self.drift:
+        if self.regularizer and self.data_penalty:
             raise KfacpackError("the penalty comes from bundles or from data, got both")
-        if self.drift:
-            self.drift.measure_output_scale(self.regime.model)
+        if self.data_penalty:
+            self.data_penalty.measure_output_scale(self.regime.model)
         if self.base is None:
             self.base = identify_base(self.regime, self.regularizer)
 
@@ -274,7 +274,7 @@ class Trainer:
         with (
             open_metrics_log(metrics_path(output), done) if first else nullcontext() as log,
             closing(batches(model, [(self.split, self.task.name)], parts)) as loader,
-            closing(self.drift) if self.drift else nullcontext(),
+            closing(self.data_penalty) if self.data_penalty else nullcontext(),
         ):
             for step in range(done, self.steps):
                 metrics, stop = self._step(step, state, loader, stopped)
@@ -305,7 +305,7 @@ class Trainer:
         )
 
     def _check_penalty(self, path: Path) -> None:
-        penalty = self.regularizer or self.drift
+        penalty = self.regularizer or self.data_penalty
         if penalty and (problem := penalty_problem(read_metrics(path), penalty.strength)):
             warnings.warn(f"{self.task.name}: {problem}", PenaltyWarning, stacklevel=3)
 
@@ -334,16 +334,16 @@ class Trainer:
                 part_loss, part_correct = self._add_loss_gradient(part, batch, state)
                 loss += part_loss
                 correct += part_correct
-            if self.drift:
+            if self.data_penalty:
                 with self._autocast_context():
-                    drift += self.drift.add_grad(
+                    drift += self.data_penalty.add_grad(
                         step, self.regime, state.tau, state.gradients, self.settings.micro_batch_size
                     )
         except NotFiniteError as error:
             raise self._step_error(step, str(error), lr_involved=step > 0) from error
         stop = torch.tensor(float(distributed.world_size() > 1 and stopped()))
         distributed.all_reduce_sum([loss, correct, drift, stop, *state.gradients.values()])
-        penalty = float(drift) if self.drift else None
+        penalty = float(drift) if self.data_penalty else None
         if self.regularizer and self.regularizer.due(step):
             penalty = float(self.regularizer.add_grad(state.tau, state.gradients))
         mean_loss, accuracy = float(loss) / len(numbers), float(correct) / len(numbers)

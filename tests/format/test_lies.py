@@ -258,7 +258,7 @@ INCONSISTENCIES = {
         lambda h, m: m["blocks"][0].update(structure="circulant"),
         "manifest: blocks.0",
     ),
-    "a name twice": (lambda h, m: m["blocks"][1].update(name="one.weight"), "two blocks of this name"),
+    "a name twice": (lambda h, m: m["blocks"][1].update(name="one.weight"), "two blocks with this name"),
     "metadata that is not text": (
         lambda h, m: h["__metadata__"].update(more=3),
         "expected an object of strings",

@@ -158,7 +158,7 @@ def test_rules_and_ranks(one, two):
 
 def test_weights(one, two, tmp_path):
     unknown = save(of_task("u", None, seed=1), tmp_path / "u.kfac")
-    merge_fails([one, unknown], f"{unknown}: ", "size of its data set", "--weights 1,1 (weights=[1, 1])")
+    merge_fails([one, unknown], f"{unknown}: ", "size of its dataset", "--weights 1,1 (weights=[1, 1])")
     assert kp.merge([one, unknown], weights=[1, 1]).about.merge.parents[1].dataset_size is None
     merge_fails([one, two], "expected 2 weights", "got 3", weights=[1, 2, 3])
     for bad in (0, -1, float("nan"), float("inf")):

@@ -185,7 +185,7 @@ def test_addresses(address, repository, revision, config):
 
 @pytest.mark.parametrize("address", ["hf://someone/model", "hf://datasets/mnist", "hf://datasets/a/b/c/d"])
 def test_invalid_addresses_are_refused(address):
-    with refused(KfacpackError, address, "the address of a data set", "hf://datasets/OWNER/REPO"):
+    with refused(KfacpackError, address, "the address of a dataset", "hf://datasets/OWNER/REPO"):
         load_task("mine", address)
 
 

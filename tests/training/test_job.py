@@ -84,7 +84,8 @@ def test_a_penalty_reduces_the_drift_on_the_other_task(other, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "held.metrics.jsonl").read_text().splitlines()]
     assert lines[0]["penalty"] == 0
     assert lines[-1]["penalty"] > 0
-    by_data = job(drift=DataPenalty([ToyTask("other", seed=5)], 1000.0, 10, 0)).run(tmp_path / "data.safetensors")
+    penalty = DataPenalty([ToyTask("other", seed=5)], 1000.0, 10, 0)
+    by_data = job(data_penalty=penalty).run(tmp_path / "data.safetensors")
     assert float(other.quadratic(dict(by_data))) < 0.3 * float(other.quadratic(dict(plain)))
     (entry,) = kp.TaskVector.load(tmp_path / "data.safetensors").about.tasks
     assert entry.training.settings["reg_data"] == "other (30)"
@@ -191,10 +192,10 @@ def test_a_run_on_other_data_of_the_same_name_and_size_is_not_resumed(tmp_path):
             job(head=head, task=wrong).run(tmp_path / "t.safetensors", resume=True)
     held, other = (DataPenalty([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
     with pytest.raises(Interrupted):
-        job(drift=held).run(tmp_path / "held.safetensors", stopped=lambda: True)
+        job(data_penalty=held).run(tmp_path / "held.safetensors", stopped=lambda: True)
     with refused(kp.KfacpackError, "held.safetensors.partial", "reg_data_content = {'other'"):
-        job(drift=other).run(tmp_path / "held.safetensors", resume=True)
-    job(drift=held).run(tmp_path / "held.safetensors", resume=True)
+        job(data_penalty=other).run(tmp_path / "held.safetensors", resume=True)
+    job(data_penalty=held).run(tmp_path / "held.safetensors", resume=True)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
@@ -375,7 +376,7 @@ def test_a_device_without_float64_gives_the_same_vector(tmp_path):
     assert type(device_head.weight) is NoFloat64
     assert torch.equal(device_head.weight.cpu(), head.weight)
     vectors = [
-        job("full", model=choice, head=head, drift=DataPenalty([ToyTask("other", seed=5)], None, 10, 0)).run(
+        job("full", model=choice, head=head, data_penalty=DataPenalty([ToyTask("other", seed=5)], None, 10, 0)).run(
             tmp_path / f"{name}.safetensors"
         )
         for name, choice in (("plain", model), ("device", device))
@@ -405,7 +406,7 @@ def test_what_cannot_be_trained_is_refused(other, tmp_path):
     with refused(kp.KfacpackError, "only one class, 'all'"):
         job(task=ToyTask(classes=("all",)))
     with refused(kp.KfacpackError, "bundles", "data", "both"):
-        job(regularizer=kp.Regularizer(other), drift=DataPenalty([ToyTask("other", seed=5)], 3.0, 10, 0))
+        job(regularizer=kp.Regularizer(other), data_penalty=DataPenalty([ToyTask("other", seed=5)], 3.0, 10, 0))
     with refused(kp.KfacpackError, "input 1", "attentive", "'attn.in_proj_weight' has sha256"):
         job(model=toy_model(seed=1), regularizer=kp.Regularizer(other))
     with refused(kp.KfacpackError, tmp_path / "nowhere" / "t.safetensors", "no writable folder"):

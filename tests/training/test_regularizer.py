@@ -277,7 +277,7 @@ def test_preset_is_the_published_weighting():
 def test_preset_needs_positions_and_a_known_model():
     with refused(kp.KfacpackError, "'one.weight'", "number of positions", "'tak'"):
         kp.Regularizer(small_curvature("packed"), 1.0, preset="tak")
-    with refused(kp.KfacpackError, "'tak'", "no published strength for small", "give the strength"):
+    with refused(kp.KfacpackError, "'tak'", "no published strength for small", "set --strength (strength)"):
         kp.Regularizer(small_curvature("packed"), preset="tak")
     with refused(kp.KfacpackError, "preset 'tek'", "expected 'tak'"):
         kp.Regularizer(small_curvature("packed"), preset="tek")
