@@ -62,7 +62,7 @@ class Option:
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
     """By the id of each matrix, the steps that were applied and the result, of which only the shapes are kept."""
     sides: Mapping[tuple[int, ...], FactorPair]
-    """By the ids of the matrices on one side of a block, the inner products before and after."""
+    """By the ids of the matrices on one side of a block, the inner products before and after compression."""
     nbytes: int
     """Size of the group in a file."""
 

@@ -41,7 +41,8 @@ class CodecChain:
             The chain.
 
         Raises:
-            KfacpackError: If the spec is not a string, has an unknown codec or argument, or a wrong combination.
+            KfacpackError: If the spec is not a string, or has an unknown codec, an invalid argument or an invalid
+                combination.
         """
         if not isinstance(spec, str):
             raise KfacpackError(f"expected a codec as a string such as {EXAMPLES}, got {type(spec).__name__}")

@@ -124,7 +124,7 @@ class BlockCodec(Codec):
     def parse(cls, argument: str | None) -> BlockCodec:
         """Parses the number of blocks."""
         if (count := parse_count(argument)) is None:
-            raise cls.argument_error(argument, "K the number of diagonal blocks, such as block:8")
+            raise cls.argument_error(argument, "where K is the number of diagonal blocks, such as block:8")
         return cls(count)
 
     def __str__(self) -> str:
@@ -158,7 +158,7 @@ class PruneCodec(Codec):
     def parse(cls, argument: str | None) -> PruneCodec:
         """Parses the percentage of entries to keep."""
         if (fraction := parse_percentage(argument)) is None:
-            raise cls.argument_error(argument, "P the percentage of entries to keep, such as prune:15%")
+            raise cls.argument_error(argument, "where P is the percentage of entries to keep, such as prune:15%")
         return cls(fraction)
 
     def __str__(self) -> str:
@@ -196,7 +196,7 @@ class SvdCodec(Codec):
         """Parses a rank or a percentage."""
         size = parse_count(argument) or parse_percentage(argument)
         if size is None:
-            raise cls.argument_error(argument, "a rank or a percentage of the side, such as svd:32 or svd:25%")
+            raise cls.argument_error(argument, "with a rank or a percentage of the side, such as svd:32 or svd:25%")
         return cls(size)
 
     def __str__(self) -> str:

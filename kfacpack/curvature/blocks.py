@@ -395,7 +395,7 @@ class CurvatureBlock:
     structure: BlockForm
     """G of the block."""
     losses: tuple[Loss, ...] = ()
-    """Errors of the compression steps so far."""
+    """Errors of the lossy steps (codecs and merge rules) so far."""
 
     @property
     def parameters(self) -> tuple[str, ...]:

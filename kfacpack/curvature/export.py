@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FORMAT = "kfacpack.factors/1"
 """Value of the metadata key "format"."""
 INSTRUCTIONS = (
-    "For each block, join the changes of its parameters to a matrix dW (rows, columns). A piece of the join is a "
+    "For each block, join the changes of its parameters into a matrix dW (rows, columns). A piece of the join is a "
     "parameter, or its rows [start, stop) if the piece has 'rows', viewed by its 'view' as a matrix (d0, all other "
     "dimensions), as the transpose of that, or as one column; its upper left corner in dW is [row, column] = 'at'.\n"
     "G dW is the sum of weight * B @ dW @ A over the terms, or (G @ dW.reshape(-1)).reshape(rows, columns) if the "

@@ -43,7 +43,7 @@ class PretrainedMixin:
                 `commit_message`, `license` and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
 
         Returns:
-            What was uploaded, including the commit id.
+            A description of the upload, including the commit id.
 
         Raises:
             HubError: If the repository cannot be written.

@@ -168,7 +168,7 @@ class Container:
         self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
 
     def _file_state(self) -> tuple[int, int]:
-        """Size and modification time, which change when the file is written to."""
+        """Returns the size and modification time, which change when the file is written to."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
@@ -328,11 +328,11 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
         other_format = next(
             (description for magic, description in MAGIC_BYTES.items() if start.startswith(magic)), None
         )
-        too_long = f"its header would have {length} bytes, at most {MAX_HEADER_BYTES} are allowed"
+        too_long = f"its header would have {length} bytes, but at most {MAX_HEADER_BYTES} are allowed"
         problem = other_format or f"is not a safetensors file: {too_long}"
         raise BundleError(path, problem, None, NOT_SAFETENSORS)
     if 8 + length > nbytes:
-        problem = f"the header needs {8 + length} bytes, the file ends at {nbytes}"
+        problem = f"the header needs {8 + length} bytes, but the file ends at {nbytes}"
         raise BundleError(path, problem, where="header", remedy=download_again(path))
     header = prefix + os.pread(descriptor, length, 8)
     if header[8:9] != b"{":
@@ -355,7 +355,7 @@ def _tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbyte
             problem = f"starts at byte {spec.start}, expected {position}, directly after {previous}"
             raise BundleError(path, problem, where=f"tensor {name!r}")
         if spec.stop > nbytes:
-            problem = f"ends at byte {spec.stop}, the file ends at {nbytes}"
+            problem = f"ends at byte {spec.stop}, but the file ends at {nbytes}"
             raise BundleError(path, problem, where=f"tensor {name!r}", remedy=download_again(path))
         position, previous = spec.stop, repr(name)
     if position != nbytes:

@@ -113,20 +113,20 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
     return None
 
 
-def function_difference(ours: Function, theirs: Function) -> str | None:
+def function_difference(first: Function, second: Function) -> str | None:
     """Compares the functions f of two curvatures or vectors.
 
     Args:
-        ours: One function.
-        theirs: The other function.
+        first: One function.
+        second: The other function.
 
     Returns:
         A description of both if they differ, or None. A `detail` that only one of them has is ignored.
     """
-    same_detail = ours.detail is None or theirs.detail is None or ours.detail == theirs.detail
-    if ours.model_copy(update={"detail": None}) == theirs.model_copy(update={"detail": None}) and same_detail:
+    same_detail = first.detail is None or second.detail is None or first.detail == second.detail
+    if first.model_copy(update={"detail": None}) == second.model_copy(update={"detail": None}) and same_detail:
         return None
-    return f"{_describe_function(ours)}; {_describe_function(theirs)}"
+    return f"{_describe_function(first)}; {_describe_function(second)}"
 
 
 def _describe_function(function: Function) -> str:

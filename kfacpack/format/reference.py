@@ -35,7 +35,7 @@ def expand_user(path: str | os.PathLike[str]) -> Path:
 
 
 SCHEME = "hf://"
-EXPECTED = "expected hf://owner/repo/FILE or hf://owner/repo@revision/FILE"
+EXPECTED = "Expected hf://owner/repo/FILE or hf://owner/repo@revision/FILE"
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 REPOSITORY = re.compile(rf"{_NAME}/{_NAME}")

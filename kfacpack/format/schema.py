@@ -181,7 +181,7 @@ def check_consistency(path: FileLocation, manifest: Manifest, tensors: Mapping[s
     """
     _check_listed_once(path, manifest, tensors)
     if duplicate := first_duplicate(matrix.name for matrix in manifest.matrices):
-        raise BundleError(path, "there are two matrices of this name", f"matrix {duplicate!r}")
+        raise BundleError(path, "there are two matrices with this name", f"matrix {duplicate!r}")
     for matrix in manifest.matrices:
         check_layout(path, matrix, tensors)
     matrices = {matrix.name: matrix for matrix in manifest.matrices}
@@ -208,7 +208,7 @@ def coverage_problem(blocks: Sequence[JoinedBlock], shapes: Mapping[str, Shape])
         The location and description of the first problem, or None.
     """
     if duplicate := first_duplicate(block.name for block in blocks):
-        return f"block {duplicate!r}", "there are two blocks of this name"
+        return f"block {duplicate!r}", "there are two blocks with this name"
     covered: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for block in blocks:
         for piece in block.join.pieces:

@@ -346,7 +346,7 @@ def _frame_header(
     values = max(map(json_values, (body, *(text.encode() for text in texts))))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         size = f"{len(body)} bytes and {values} values"
-        problem = f"its header would have {size}, at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
+        problem = f"its header would have {size}, but at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"
         raise BundleError(path, problem, None, f"Split the content into several {kind}s")
     return len(body).to_bytes(8, "little") + body
 

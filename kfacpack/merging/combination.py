@@ -37,7 +37,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
     products = np.zeros((len(distinct), len(distinct)))
     for strip, rows in iterate_strips(layout, distinct):
         on_diagonal = rows[:, layout.diagonal(strip).numpy()]
-        # numpy recognizes a product of a matrix with its own transpose and does half the work.
+        # numpy recognises a product of a matrix with its own transpose and does half the work.
         products += 2 * (rows @ rows.T) - on_diagonal @ on_diagonal.T
     order = list(unique)
     index = torch.tensor([order.index(id(matrix)) for matrix in matrices])
@@ -47,7 +47,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
 def coordinates(products: Tensor) -> Tensor:
     """Returns X with X Xᵀ = Gram.
 
-    Rows are normalized before the decomposition, so that small matrices are as accurate as large ones.
+    Rows are normalised before the decomposition, so that small matrices are as accurate as large ones.
 
     Args:
         products: A Gram matrix of shape (T, T).

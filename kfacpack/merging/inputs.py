@@ -72,7 +72,7 @@ class MergeInput:
         return (Parent(sha256=self.curvature.digest, weight=1.0, task=task, dataset_size=size),)
 
     def _example_count(self) -> int | None:
-        """Returns the number of examples of the estimate, which is the data set's size if none is recorded."""
+        """Returns the number of examples of the estimate, which is the dataset's size if none is recorded."""
         matrices = (matrix for block in self.curvature.blocks for _, matrix in block.structure.matrices())
         return max((matrix.examples for matrix in matrices if matrix.examples), default=None)
 
@@ -83,13 +83,13 @@ class MergeInput:
 
     @property
     def dataset_size(self) -> int | None:
-        """Size of the data sets of all parents together; None if one is unknown."""
+        """Size of the datasets of all parents together; None if one is unknown."""
         sizes = [parent.dataset_size for parent in self.parents if parent.dataset_size is not None]
         return sum(sizes) if len(sizes) == len(self.parents) else None
 
     @cached_property
     def blocks(self) -> dict[str, CurvatureBlock]:
-        """Block name -> block."""
+        """Blocks by name."""
         return {block.name: block for block in self.curvature.blocks}
 
     @property
@@ -113,13 +113,13 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
 
     Args:
         inputs: The inputs.
-        weights: One positive weight per input, of which only the ratios matter; None uses the data set sizes.
+        weights: One positive weight per input, of which only the ratios matter; None uses the dataset sizes.
 
     Returns:
         One factor per input.
 
     Raises:
-        KfacpackError: If the weights are invalid, or None and the size of a data set is unknown.
+        KfacpackError: If the weights are invalid, or None and the size of a dataset is unknown.
     """
     shares = _dataset_sizes(inputs) if weights is None else _check_weights(inputs, weights)
     for item in inputs:
@@ -164,7 +164,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
         if not item.dataset_size:
             ones = ["1"] * len(inputs)
             raise KfacpackError(
-                f"{item.name}: does not record the size of its data set, by which tasks are weighted. "
+                f"{item.name}: does not record the size of its dataset, by which tasks are weighted. "
                 f"Pass one weight per input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
                 "or estimate it with source=kp.Source(task=NAME, dataset_size=N)"
             )
@@ -203,9 +203,10 @@ def check_addable(inputs: Sequence[MergeInput]) -> None:
     first, *others = inputs
     for other in others:
         _check_function(first, other)
-        theirs, ours = other.curvature.about.scaling, first.curvature.about.scaling
-        if theirs != ours:
-            raise _incompatible(first, other, f"use different scaling: {ours.sharing!r} and {theirs.sharing!r}")
+        scaling, other_scaling = first.curvature.about.scaling, other.curvature.about.scaling
+        if scaling != other_scaling:
+            problem = f"use different scaling: {scaling.sharing!r} and {other_scaling.sharing!r}"
+            raise _incompatible(first, other, problem)
     _check_base(inputs)
     _check_parents(inputs)
 

@@ -122,9 +122,9 @@ def merge(
             "stack" keeps every term; "shards" joins estimates of one task from different examples into the estimate
             from all of them.
         rank: Number of Kronecker products that "optimal" keeps.
-        weights: One positive weight per input, of which only the ratios matter. Defaults to the data set sizes.
-        without: Names of tasks to leave out. From an input that "tak" merged, the task's own bundle, which must be
-            among the inputs, is subtracted.
+        weights: One positive weight per input, of which only the ratios matter. Defaults to the dataset sizes.
+        without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the task's own
+            bundle must be another input; it is subtracted.
         allow_partial: Sums a block that only some inputs have over those inputs instead of raising an error.
 
     Returns:

@@ -131,7 +131,7 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the data of the merged curvature if it is one data set, else None."""
+        """Returns the data of the merged curvature if it is one dataset, else None."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:

@@ -158,7 +158,7 @@ class ShardsRule(MergeRule):
         size = first.source.dataset_size if first.source else None
         total = sum(map(_examples, inputs))
         if size is not None and total > size:
-            raise KfacpackError(f"the shards have {total} examples but the data set has {size}; some are counted twice")
+            raise KfacpackError(f"the shards have {total} examples but the dataset has {size}; some are counted twice")
 
     def kronecker(self, terms: Terms) -> Combination:
         """Averages B over examples, and A over positions or examples."""
@@ -184,7 +184,7 @@ class ShardsRule(MergeRule):
         return [count / sum(counts) for count in counts]
 
     def parents(self, inputs: Sequence[MergeInput], factors: Sequence[float]) -> tuple[Parent, ...]:
-        """Returns the parents, each with its share of the data set's size."""
+        """Returns the parents, each with its share of the dataset's size."""
         parents = super().parents(inputs, factors)
         size = inputs[0].source.dataset_size if inputs[0].source else None
         if size is None:
@@ -196,7 +196,7 @@ class ShardsRule(MergeRule):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the common data set with the examples of all shards."""
+        """Returns the common dataset with the examples of all shards."""
         source = inputs[0].source
         return source and source.model_copy(update={"examples": sum(map(_examples, inputs))})
 
@@ -229,8 +229,8 @@ def _check_unmerged(item: MergeInput) -> None:
 
 
 def _check_same_task(first: MergeInput, other: MergeInput) -> None:
-    ours, theirs = (item.source and item.source.model_copy(update={"examples": None}) for item in (first, other))
-    if ours != theirs:
+    sources = [item.source and item.source.model_copy(update={"examples": None}) for item in (first, other)]
+    if sources[0] != sources[1]:
         names = [item.source.task if item.source else "no task" for item in (first, other)]
         problem = f"of different tasks, {names[0]!r} and {names[1]!r}" if len(set(names)) > 1 else "of different data"
         raise KfacpackError(f"{first.name} and {other.name} are {problem}, expected shards of one task")
@@ -240,4 +240,4 @@ def _check_same_task(first: MergeInput, other: MergeInput) -> None:
 
 
 RULES: dict[str, type[MergeRule]] = {rule.name: rule for rule in (TakRule, StackRule, OptimalRule, ShardsRule)}
-"""Rule name -> rule."""
+"""Merge rules by name."""

@@ -61,7 +61,7 @@ class StripLayout(ABC):
 
     @abstractmethod
     def is_strip(self, strip: Strip) -> bool:
-        """Whether the elements are a range that `read` supports."""
+        """Returns whether the elements are a range that `read` supports."""
 
     @abstractmethod
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
@@ -91,7 +91,7 @@ class DiagonalStrips(StripLayout):
             yield Strip(0, start, min(start + limit, self.side))
 
     def is_strip(self, strip: Strip) -> bool:
-        """Whether the elements are a valid strip."""
+        """Returns whether the elements are a valid strip."""
         return strip.stop <= self.side
 
     def read(self, matrix: Matrix, strip: Strip) -> Tensor:
@@ -129,7 +129,7 @@ class TriangleStrips(StripLayout):
                 first = last
 
     def is_strip(self, strip: Strip) -> bool:
-        """Whether the elements are a valid strip."""
+        """Returns whether the elements are a valid strip."""
         first, last = _row_range(strip)
         return (triangle_length(first), triangle_length(last)) == (strip.start, strip.stop) and last <= self._width
 
@@ -286,4 +286,4 @@ READERS: dict[str, Callable[[Matrix, int, int], Tensor]] = {
     "sparse": _read_sparse,
     "diagonal": _read_diagonal,
 }
-"""Matrix form -> function that returns rows `first` to `last` of the lower triangle. Other forms use `_read_dense`."""
+"""Functions that return rows `first` to `last` of the lower triangle, by matrix form. Others use `_read_dense`."""

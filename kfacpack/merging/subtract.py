@@ -121,7 +121,7 @@ def _subtract_block(
     if own is None or own.join != block.join or len(own.structure.sides) != len(whole.sides) or len(whole.weights) > 1:
         raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches the one of {merged.name}")
     weights = own.structure.weights
-    sides = [(*ours, *theirs) for ours, theirs in zip(whole.sides, own.structure.sides, strict=True)]
+    sides = [(*matrices, *removed) for matrices, removed in zip(whole.sides, own.structure.sides, strict=True)]
     G = [others / remaining, -factor * others / remaining]
     B = [1.0, *(-1.0 for _ in weights)]
     A = [merged.tasks * whole.weights[0], *(-factor * part.tasks / len(weights) * weight for weight in weights)]

@@ -24,8 +24,8 @@ from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
 
-class PackedOperator(Operator):
-    """Product with a full (n, n) tensor."""
+class DenseOperator(Operator):
+    """Multiplies by a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -61,8 +61,8 @@ class Packed(Matrix):
         """
         return cls(require_square(matrix), InMemoryTensors(data=pack(matrix)), psd=psd)
 
-    def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
-        return PackedOperator(self._full(dtype, device))
+    def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> DenseOperator:
+        return DenseOperator(self._full(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns M as an (n, n) tensor."""
@@ -127,8 +127,8 @@ class Dense(Matrix):
         wrapped.skip_validation()
         return wrapped
 
-    def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> PackedOperator:
-        return PackedOperator(self.float_values(dtype, device))
+    def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> DenseOperator:
+        return DenseOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns M as an (n, n) tensor, without a copy if it has this dtype."""

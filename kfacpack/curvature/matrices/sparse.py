@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kfacpack.curvature.matrices.components import InMemoryTensors, pack
-from kfacpack.curvature.matrices.dense import PackedOperator
+from kfacpack.curvature.matrices.dense import DenseOperator
 from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
@@ -19,7 +19,10 @@ therefore dense if more than one entry in sixteen is stored, and a product with 
 
 
 class SparseOperator(Operator):
-    """Entries of both triangles in row-major order: coordinates (2, entries) and values (entries,)."""
+    """Multiplies by a sparse matrix, given by the entries of both triangles in row-major order.
+
+    Its tensors are the coordinates, (2, entries), and the values, (entries,).
+    """
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -70,7 +73,7 @@ class Sparse(Matrix):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
         # A dense matrix is filled in once per operator, so only the cost of the product counts.
         if 2 * self.entries * _SPARSE_COST > self.side**2:
-            return PackedOperator(self._full(dtype, device))
+            return DenseOperator(self._full(dtype, device))
         return self._sparse_operator(dtype, device)
 
     def matmul(self, x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class Diagonal(Matrix):
 
 
 class BlockDiagonalOperator(Operator):
-    """Batched products with the longer and the shorter blocks, each (k, s, s), without padding."""
+    """Multiplies by the longer and by the shorter blocks, each (k, s, s), without padding, in batched products."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -202,7 +202,7 @@ def spans(side: int, count: int) -> list[tuple[int, int]]:
 
 
 class LowRankOperator(Operator):
-    """U (w (Uᵀ x))."""
+    """Computes U (w (Uᵀ x)) without forming the (n, n) matrix."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
@@ -284,7 +284,7 @@ class LowRank(Matrix):
             yield self._inner()
 
     def _inner(self) -> Tensor:
-        """R diag(w) Rᵀ with U = Q R, at most (r, r). Q is orthonormal, so it has the nonzero eigenvalues of M."""
+        """Returns R diag(w) Rᵀ, where U = Q R: at most (r, r), with the nonzero eigenvalues of M."""
         u, w = self._factors(torch.float64)
         r: Tensor = torch.linalg.qr(u, mode="r").R
         return (r * w) @ r.T
