@@ -217,7 +217,7 @@ def bricks(x: Field, y: Field) -> Field:
 
 
 def scales(x: Field, y: Field) -> Field:
-    """Draws arcs, each course over the one above."""
+    """Draws rows of arcs, each row over the one above."""
     u = wave(x + np.floor(y) * HALF)
     v = y - np.floor(y)
     return np.float32(0.3) - np.abs(np.sqrt(u * u + v * v) - np.float32(0.8))

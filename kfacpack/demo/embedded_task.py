@@ -43,7 +43,7 @@ class LabelledImages(NamedTuple):
 
 
 ImageSplits = Mapping[str, LabelledImages]
-"""Split name -> its examples, in order."""
+"""Examples by split, in order."""
 
 
 def label_images(images: NDArray[np.integer], labels: NDArray[np.integer]) -> LabelledImages:
@@ -67,7 +67,7 @@ def split_images(labelled: LabelledImages, sizes: Mapping[str, int], name: str) 
 
     Args:
         labelled: All images.
-        sizes: Split name -> number of images.
+        sizes: Number of images by split.
         name: Name of the task, which seeds the order.
     """
     order = CounterRandom(f"tasks/{name}/splits").permutation(len(labelled.labels))
@@ -176,7 +176,7 @@ class EmbeddedTask:
     templates: tuple[str, ...]
     """Prompts for CLIP's text tower, with {} in place of the class name."""
     sizes: Mapping[str, int]
-    """Split name -> number of examples."""
+    """Number of examples by split."""
     source: str
     """Origin of the data, as manifests record it."""
     license: str | None
@@ -188,7 +188,7 @@ class EmbeddedTask:
     package: PackageData | None = None
     """Package that contains the data, or the fonts it is drawn with."""
     namesake: str | None = None
-    """Repository and description of a public data set with the same name: 'ylecun/mnist, all 70,000 digits'."""
+    """Repository and description of a public dataset with the same name: 'ylecun/mnist, all 70,000 digits'."""
 
     @property
     def splits(self) -> tuple[str, ...]:
@@ -196,7 +196,7 @@ class EmbeddedTask:
         return tuple(self.sizes)
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns a notice for models other than `tiny` if the task has the name of a public data set."""
+        """Returns a notice for models other than `tiny` if the task has the name of a public dataset."""
         if self.namesake is None or model == PRETRAINED_MODEL:
             return ()
         repository, _, description = self.namesake.partition(", ")
@@ -204,7 +204,7 @@ class EmbeddedTask:
         return (
             f"the embedded task {self.name} is {self.source}, and its test split has {self.sizes['test']:,} of them. "
             f"Accuracies on it cannot be compared with those on {description}. "
-            f"To use that data set: --data {address} (data={address!r})",
+            f"To use that dataset: --data {address} (data={address!r})",
         )
 
     def listing(self, split: str) -> list[tuple[str, str]]:
@@ -215,7 +215,7 @@ class EmbeddedTask:
         """Returns a split.
 
         Raises:
-            KfacpackError: There is no such split, or the images differ from the recorded hash.
+            KfacpackError: If there is no such split, or the images differ from the recorded hash.
         """
         if name not in self.sizes:
             raise KfacpackError(
@@ -284,7 +284,7 @@ def draw_splits(
 
     Args:
         task: Name of the task, which seeds the random streams.
-        sizes: Split name -> number of images.
+        sizes: Number of images by split.
         classes: Number of classes.
         draw: Maps labels and a random stream to images, one per label.
     """

@@ -144,7 +144,7 @@ class Surface(NamedTuple):
     half: bool
     """Whether patches are cut at twice their size and then halved, for structures larger than 28 pixels."""
     regions: dict[str, list[Box]]
-    """Split name -> boxes."""
+    """Boxes by split."""
 
 
 BANDS: dict[str, list[Box]] = {

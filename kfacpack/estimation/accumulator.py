@@ -94,7 +94,7 @@ def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
-"""Operation -> the collectors that read from it, each with the path from its parameter."""
+"""Collectors by the operation that they read from, each with the path from its parameter."""
 
 
 class CurvatureAccumulator:
@@ -109,7 +109,7 @@ class CurvatureAccumulator:
         reference: Index of an example and its f, (C,). If a batch begins with this example, its f must be equal.
 
     Raises:
-        KfacpackError: If there are not as many orthogonal probes as requested.
+        KfacpackError: If more orthogonal probes are requested than f has components.
     """
 
     def __init__(

@@ -114,6 +114,9 @@ def plan_blocks(trace: ModelTrace, parameters: Mapping[str, Tensor], options: Es
         parameters: Selected parameters, by name, in state-dict order.
         options: Options of the estimate.
 
+    Returns:
+        The plan.
+
     Raises:
         KfacpackError: If a parameter cannot be estimated.
     """

@@ -49,7 +49,7 @@ class BackwardPass:
     first: bool
     """Whether this is the first pass of the batch, in which inputs are collected as well."""
     collected: dict[int, Hashable] = field(default_factory=dict)
-    """Input group -> identity of the inputs that have been collected."""
+    """Identity of the inputs that have been collected, by input group."""
 
 
 class FactorTally:

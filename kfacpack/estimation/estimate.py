@@ -1,4 +1,4 @@
-"""`kp.estimate`: the generalized Gauss-Newton matrix of f, block by block, in one pass over the data."""
+"""`kp.estimate`: the generalised Gauss-Newton matrix of f, block by block, in one pass over the data."""
 
 from __future__ import annotations
 
@@ -145,6 +145,9 @@ def begin_accumulation(
         options: Options of the estimate.
         params: The patterns that selected the parameters.
         number: Index of the first example of the batch.
+
+    Returns:
+        An accumulator without examples.
 
     Raises:
         KfacpackError: If a parameter cannot be estimated, or f does not depend on one that `params` names.

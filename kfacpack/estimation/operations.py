@@ -128,7 +128,7 @@ MATRIX_OPERATIONS: dict[tuple[str, int], MatrixOperation] = {
     ("Convolution", 1): ConvolutionOperation(),
     ("Embedding", 0): EmbeddingOperation(),
 }
-"""(name of the operation, slot of the parameter) -> operation."""
+"""Operations by their name in autograd's graph and the slot of the parameter."""
 VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("Add", 0): AddOperation(),
     ("Add", 1): AddOperation("alpha"),
@@ -142,7 +142,7 @@ VECTOR_OPERATIONS: dict[tuple[str, int], VectorOperation] = {
     ("NativeLayerNorm", 1): LayerNormScale(),
     ("NativeLayerNorm", 2): LayerNormShift(),
 }
-"""(name of the operation, slot of the parameter) -> operation."""
+"""Operations by their name in autograd's graph and the slot of the parameter."""
 OPERATION_KINDS = {"Expand": "token", "Repeat": "token"}
 """Names of generic operations in bundles, if they differ from the lower-case name of the operation."""
 

@@ -61,7 +61,7 @@ class Probes:
         """Checks the number of probes for an output of this width.
 
         Raises:
-            KfacpackError: If there are not as many orthogonal probes as requested.
+            KfacpackError: If more orthogonal probes are requested than f has components.
         """
         if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width:
             problem = f"expected at most {width} orthogonal probes for an output of width {width}, got {self.samples}"

@@ -36,7 +36,7 @@ _KEY = "kfacpack_partial"
 
 
 class Interrupted(Exception):  # noqa: N818 - not an error: the user requested the stop
-    """Work was stopped on request, after its state was saved."""
+    """Raised when work is stopped on request, after its state was saved."""
 
 
 class Resumable(Protocol):
@@ -51,8 +51,8 @@ class PartialFile:
     """The file in which the state of some work is saved."""
 
     path: Path
-    what: str
-    """Description of the work, with its article: "an estimate"."""
+    description: str
+    """Description of the work with an article, such as "an estimate"."""
     request: dict[str, Any]
     """Settings of the work; a file with other settings is rejected."""
     every: float = SAVE_INTERVAL
@@ -85,7 +85,7 @@ class PartialFile:
             rmtree(self._folder)
         except (OSError, SafetensorError) as error:
             rmtree(self._folder, ignore_errors=True)
-            raise KfacpackError(f"{self.path}: cannot save the state of {self.what}: {error}") from error
+            raise KfacpackError(f"{self.path}: cannot save the state of {self.description}: {error}") from error
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
 
@@ -115,7 +115,7 @@ class PartialFile:
                 return int(metadata["batches"])
         # The metadata of other or edited files may have any type and shape.
         except (SafetensorError, OSError, LookupError, ValueError, TypeError, AttributeError, RuntimeError) as error:
-            problem = f"{self.path}: is damaged, or is not the saved state of {self.what} ({error})"
+            problem = f"{self.path}: is damaged, or is not the saved state of {self.description} ({error})"
             raise KfacpackError(f"{problem}. Remove it to start over") from error
 
     def require_absent(self) -> int:
@@ -128,7 +128,7 @@ class PartialFile:
             KfacpackError: If the file exists.
         """
         if self.path.exists():
-            problem = f"{self.path}: exists, because {self.what} was interrupted"
+            problem = f"{self.path}: exists, because {self.description} was interrupted"
             raise KfacpackError(f"{problem}. Resume it with --resume (resume=True), or remove the file to start over")
         return 0
 

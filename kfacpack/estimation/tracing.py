@@ -196,7 +196,7 @@ class ModelTrace:
     twice: bool
     """Whether f was computed from one example passed twice, rather than from the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
-    """Operation -> one gradient if an example was passed twice; otherwise those of the first and last example."""
+    """Gradients by operation: one if an example was passed twice, otherwise those of the first and last example."""
     example: int = 0
     """Index in the batch of the example that was passed twice."""
     zero_gradients: int = 0
@@ -246,6 +246,9 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
         batch: The first batch.
         parameters: Parameters to trace, which require gradients.
         example: Index of the example in the batch.
+
+    Returns:
+        The trace.
 
     Raises:
         KfacpackError: If f depends on none of the parameters, is random, or the batch is too small.

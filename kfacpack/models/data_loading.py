@@ -42,7 +42,7 @@ def use_workers(count: int | None) -> None:
             `MAX_WORKERS` if images have to be decoded from files, otherwise 0.
 
     Raises:
-        KfacpackError: `count` is negative.
+        KfacpackError: If `count` is negative.
     """
     global _requested_workers
     if count is not None and count < 0:
@@ -63,7 +63,7 @@ def batches(
         indices: Source and example indices of each batch. Read slightly ahead; may be infinite.
 
     Raises:
-        KfacpackError: An example cannot be read, or a worker process exited unexpectedly.
+        KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.
     """
     workers = _num_workers(sources)
     loader = DataLoader(
@@ -176,7 +176,7 @@ def outputs(
         forward: Function from a batch to f; defaults to the model's own. Used for edited models.
 
     Raises:
-        KfacpackError: f contains NaN or Inf, or an example cannot be read.
+        KfacpackError: If f contains NaN or Inf, or an example cannot be read.
     """
     for chosen, batch in prepared_batches(model, split, task, indices, batch_size):
         with torch.no_grad(), name_task_in_errors(split, task, chosen):

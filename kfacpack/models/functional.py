@@ -34,8 +34,8 @@ def call_model(forward: Forward, batch: ModelInput) -> Tensor:
         f, of shape (N, C).
 
     Raises:
-        KfacpackError: The batch has an unsupported type or no examples, or f is not a float tensor of shape (N, C).
-        NotFiniteError: f contains NaN or Inf.
+        KfacpackError: If the batch has an unsupported type or no examples, or f is not a float tensor of shape (N, C).
+        NotFiniteError: If f contains NaN or Inf.
     """
     if not isinstance(batch, (Tensor, Mapping, list, tuple)):
         raise KfacpackError(f"expected a batch that is a tensor, a tuple or a dict, got {type(batch).__name__}")
@@ -106,10 +106,10 @@ def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[No
 
     Args:
         model: Module to switch.
-        parameters: Name to parameter that needs gradients.
+        parameters: Parameters that need gradients, by name.
 
     Raises:
-        KfacpackError: A parameter is lazy, on the meta device or an inference tensor.
+        KfacpackError: If a parameter is lazy, on the meta device or an inference tensor.
     """
     training = [(module, module.training) for module in model.modules()]
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
@@ -156,10 +156,10 @@ def select_parameters(
         frozen: fnmatch patterns of the parameters to leave out if `params` is None.
 
     Returns:
-        Name to parameter, in state-dict order.
+        The parameters by name, in state-dict order.
 
     Raises:
-        KfacpackError: No parameter is selected, or a pattern matches none.
+        KfacpackError: If no parameter is selected, or a pattern matches none.
     """
     named: dict[str, Tensor] = {
         name: p

@@ -1,4 +1,6 @@
-"""Classification heads: frozen affine maps from f to logits. K classes, C the width of f, N examples.
+"""Classification heads: frozen affine maps from f to logits.
+
+Notation: K is the number of classes, C the width of f, N the number of examples.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
     from words        w_k = the row of the output layer for the class's name as the next word,  b = 0
@@ -79,9 +81,9 @@ class Head:
                 return f"they have {len(self.classes)} and {len(other.classes)} classes"
             return f"class {first[0]!r} of one is {first[1]!r} in the other"
         if self.origin != other.origin:
-            return f"one is from {self.origin}, the other from {other.origin}"
-        for attribute, ours, theirs in (("weight", self.weight, other.weight), ("bias", self.bias, other.bias)):
-            if ours.shape != theirs.shape or not torch.equal(ours.cpu().float(), theirs.cpu().float()):
+            return f"one was built from {self.origin}, the other from {other.origin}"
+        for attribute, own, others in (("weight", self.weight, other.weight), ("bias", self.bias, other.bias)):
+            if own.shape != others.shape or not torch.equal(own.cpu().float(), others.cpu().float()):
                 return f"their {attribute} tensors differ"
         return None
 
@@ -113,7 +115,7 @@ def head_for(
         A frozen head.
 
     Raises:
-        KfacpackError: The model or the task does not support this kind of head.
+        KfacpackError: If the model or the task does not support this kind of head.
 
     Example:
         >>> head = kp.head_for(kp.load_model("tiny"), kp.load_task("digits"))
@@ -132,7 +134,7 @@ def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
     """Checks that `head_for` would succeed, without running the model.
 
     Raises:
-        KfacpackError: The model or the task does not support this kind of head.
+        KfacpackError: If the model or the task does not support this kind of head.
     """
     resolved = _resolve_kind(model, task, kind)
     if resolved == "text":
@@ -169,7 +171,7 @@ def text_head(model: Model, task: Task) -> Head:
     """Builds CLIP's zero-shot classifier. Underscores in class names are read as spaces.
 
     Raises:
-        KfacpackError: The model has no text tower, or the task has no classes or templates.
+        KfacpackError: If the model has no text tower, or the task has no classes or templates.
     """
     encode, classes = _require_text_tower(model, task), require_classes(task)
     texts = [template.replace("{}", name.replace("_", " ")) for name in classes for template in task.templates]
@@ -182,7 +184,7 @@ def word_head(model: Model, task: Task) -> Head:
     """Builds a head from the output layer's rows for the class names as next words.
 
     Raises:
-        KfacpackError: The model does not predict words, or two classes start with the same word.
+        KfacpackError: If the model does not predict words, or two classes start with the same word.
     """
     weight, classes = _word_rows(model, task), require_classes(task)
     return Head(weight, weight.new_zeros(len(classes)), classes, "words")
@@ -241,7 +243,7 @@ def prototype_head(
         on_progress: Called with the number of training examples done and their total.
 
     Raises:
-        KfacpackError: The class names are unknown, or a class has no training example.
+        KfacpackError: If the class names are unknown, or a class has no training example.
     """
     task = parent_task(task)
     classes = require_classes(task)
@@ -281,7 +283,7 @@ def require_classes(task: Task) -> tuple[str, ...]:
     """Returns the class names of a task.
 
     Raises:
-        KfacpackError: The names are unknown.
+        KfacpackError: If the names are unknown.
     """
     if not task.classes:
         remedy = "Expected a column of type ClassLabel, or images in one folder per class"
@@ -293,7 +295,7 @@ def require_several_classes(task: Task, classes: Sequence[str]) -> None:
     """Checks that there are at least two classes.
 
     Raises:
-        KfacpackError: There is only one class.
+        KfacpackError: If there is only one class.
     """
     if len(classes) < 2:
         only = printable(classes[0])
@@ -304,7 +306,7 @@ def require_matching_classes(head: Head, task: Task) -> None:
     """Checks that a head has the classes of a task, in the same order.
 
     Raises:
-        KfacpackError: The classes or their order differ.
+        KfacpackError: If the classes or their order differ.
     """
     if head.classes != task.classes:
         raise KfacpackError(f"the head's classes are not those of {printable(task.name)}; build a head for this task")

@@ -51,7 +51,7 @@ class CachedRepository:
     revision: str
     """Commit of the snapshot."""
     files: Mapping[str, Path]
-    """File name in the repository to its path on this machine."""
+    """Paths on this machine, by file name in the repository."""
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +69,7 @@ class CachedRepository:
 
     @property
     def is_for_transformers(self) -> bool:
-        """Whether the repository has safetensors weights and a tokenizer, as `t5:` and `hf:` need them."""
+        """Whether the repository has safetensors weights and a tokenizer, which `t5:` and `hf:` need."""
         weights = any(name.startswith("model") and name.endswith(".safetensors") for name in self.files)
         return weights and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
 
@@ -208,8 +208,8 @@ class ModelFamily(Protocol):
         """Loads a model.
 
         Raises:
-            UnknownModel: The library has no model of this name.
-            KfacpackError: The weights are missing, invalid or do not match the model.
+            UnknownModel: If the library has no model of this name.
+            KfacpackError: If the weights are missing, invalid or do not match the model.
         """
         ...
 

@@ -26,16 +26,16 @@ T5_COLUMNS = {
 
 
 class FlanPrompt(NamedTuple):
-    """How flan-T5 is asked for one task."""
+    """The prompt of one task for flan-T5."""
 
     template: str
     """The question with its options; the fields are the task's columns."""
     answers: Mapping[str, str]
-    """Class name -> the option that stands for it."""
+    """The option that stands for each class, by class name."""
 
 
-# Each task has options of its own. The penalty keeps the drift of f small, so that what remains is along the label
-# words of the trained task: tasks with the same words would still change each other's logits.
+# Each task has its own options. The penalty keeps the drift of f small; the remaining drift is along the label words of
+# the trained task, so tasks with the same words would still change each other's logits.
 FLAN_PROMPTS = {
     "snli": FlanPrompt(
         "{premise} Does this mean that {hypothesis} Yes, maybe or no?",
@@ -62,7 +62,7 @@ FLAN_PROMPTS = {
         {"entailment": "right", "not_entailment": "wrong"},
     ),
 }
-"""Task -> prompt."""
+"""Prompts by task."""
 
 
 def prompt_style(name: str, config: Any) -> PromptStyle:
@@ -82,7 +82,7 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
     """Formats examples as prompts.
 
     Args:
-        columns: Column name to the strings of N examples.
+        columns: The strings of N examples, by column name.
         task: Task name; a class split (`NAME@k/n`) uses the prompts of the whole task.
         style: Prompt style of the model.
 

@@ -30,7 +30,7 @@ _SAFETENSORS_NAMES = {
     "pytorch_model.bin": "model.safetensors",
     "open_clip_pytorch_model.bin": "open_clip_model.safetensors",
 }
-"""File name of a pickle in a registry to the safetensors file in the same Hub repository."""
+"""Names of safetensors files, by the name of the pickle that a registry lists for the same Hub repository."""
 
 
 def check_safetensors(path: Path) -> Path:
@@ -40,7 +40,7 @@ def check_safetensors(path: Path) -> Path:
         The path.
 
     Raises:
-        KfacpackError: The file is missing or invalid, or its name does not end in .safetensors.
+        KfacpackError: If the file is missing or invalid, or its name does not end in .safetensors.
     """
     Container(path).tensors  # noqa: B018 - reading the header is the check
     if path.suffix != ".safetensors":
@@ -62,8 +62,11 @@ def download_weights(repository: str, filename: str, model: str) -> Path:
         filename: File that the library's registry lists, possibly a pickle.
         model: Name of the model, for errors.
 
+    Returns:
+        The path of the file in the Hub cache.
+
     Raises:
-        HubError: The file cannot be downloaded.
+        HubError: If the file cannot be downloaded.
     """
     from huggingface_hub import hf_hub_download
 
@@ -125,7 +128,7 @@ class Checkpoint(ABC):
         """Checks a path before a long computation.
 
         Raises:
-            KfacpackError: A checkpoint cannot be saved there.
+            KfacpackError: If a checkpoint cannot be saved there.
         """
 
     @abstractmethod
@@ -133,7 +136,7 @@ class Checkpoint(ABC):
         """Writes the module's current weights atomically.
 
         Raises:
-            KfacpackError: The checkpoint cannot be written there.
+            KfacpackError: If the checkpoint cannot be written there.
         """
 
 
@@ -206,7 +209,7 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
 
     Args:
         path: File to write.
-        state: Name to tensor.
+        state: Tensors by name.
     """
     specs = tensor_offsets({name: spec_of(tensor) for name, tensor in state.items()})
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,4 +1,4 @@
-"""Finds the input columns and the label column of a data set, by name or by type."""
+"""Finds the input columns and the label column of a dataset, by name or by type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RequestedColumns:
     """Columns requested by name. Each may have several possible names; the first that exists is used."""
 
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Key in the example to possible column names. If empty, input columns are found by type."""
+    """Possible column names, by key in the example. If empty, input columns are found by type."""
     label: tuple[str, ...] = ()
     """Possible names of the label column. If empty, the label column is found by type."""
     required: bool = True
@@ -36,10 +36,10 @@ class RequestedColumns:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of a data set."""
+    """Columns of a dataset."""
 
     inputs: dict[str, str]
-    """Key in the example to column: {"image": …}, or every text column under its own name."""
+    """Columns by key in the example: {"image": …}, or every text column under its own name."""
     label: str | None
     """Label column, if there is one."""
     classes: tuple[str, ...] | None
@@ -61,8 +61,11 @@ def parse_columns(text: str) -> RequestedColumns:
     Args:
         text: Comma-separated `KEY=COLUMN` pairs, such as `"image=IMG,label=Y"`.
 
+    Returns:
+        The requested columns.
+
     Raises:
-        KfacpackError: The text is invalid, a key occurs twice, or an image is combined with other inputs.
+        KfacpackError: If the text is invalid, a key occurs twice, or an image is combined with other inputs.
     """
     columns: dict[str, tuple[str, ...]] = {}
     for pair in text.split(","):
@@ -78,7 +81,7 @@ def parse_columns(text: str) -> RequestedColumns:
 
 
 def find_columns(features: Any, location: str, requested: RequestedColumns | None = None) -> Columns:
-    """Finds the columns of a data set: requested ones by name, others by type.
+    """Finds the columns of a dataset: requested ones by name, others by type.
 
     By type, the input is the only image column, or else every text column; the label is the only ClassLabel column, or
     else one named label or labels.
@@ -88,8 +91,11 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
         location: File or folder, for errors.
         requested: Columns requested by name.
 
+    Returns:
+        The columns of the inputs and of the label.
+
     Raises:
-        KfacpackError: A required column is missing or has the wrong type, or there are several candidates.
+        KfacpackError: If a required column is missing or has the wrong type, or there are several candidates.
     """
     requested = requested or RequestedColumns()
     named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}

@@ -25,7 +25,7 @@ INK, FAINT, PAPER = (20, 20, 20), (120, 120, 120), (255, 255, 255)
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """A contact sheet."""
+    """A contact sheet: one image with thumbnails of each class."""
 
     image: Image.Image
     """The rendered image."""
@@ -42,8 +42,11 @@ def draw_contact_sheet(task: Task, split_name: str = "train") -> ContactSheet:
         task: Task of images with class names.
         split_name: Split to draw.
 
+    Returns:
+        The contact sheet.
+
     Raises:
-        KfacpackError: The task has no images or no class names.
+        KfacpackError: If the task has no images or no class names.
     """
     split = task.split(split_name)
     names = _class_names(task, split)

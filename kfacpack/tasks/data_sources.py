@@ -1,4 +1,4 @@
-"""Data sources: a local folder, or a data set repository on the Hub, whose files are downloaded when needed."""
+"""Data sources: a local folder, or a dataset repository on the Hub, whose files are downloaded when needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDRESS_FORM = "hf://datasets/OWNER/REPO, optionally followed by @REVISION and /
 
 
 class DataSource(Protocol):
-    """A folder or repository with the files of a data set."""
+    """A folder or repository with the files of a dataset."""
 
     @property
     def name(self) -> str:
@@ -74,7 +74,7 @@ class LocalFolder:
         """Opens a folder.
 
         Raises:
-            KfacpackError: There is no such folder.
+            KfacpackError: If there is no such folder.
         """
         self._folder = folder
         if not folder.is_dir():
@@ -94,7 +94,7 @@ class LocalFolder:
         """Returns the relative paths of all files.
 
         Raises:
-            KfacpackError: The folder cannot be read, or a file name is not valid UTF-8.
+            KfacpackError: If the folder cannot be read, or a file name is not valid UTF-8.
         """
         try:
             paths = list(_walk(self._folder, MAX_DEPTH))
@@ -127,7 +127,7 @@ class _Listing(NamedTuple):
 
 
 class DatasetRepository:
-    """A data set repository on the Hub. Implements `DataSource`.
+    """A dataset repository on the Hub. Implements `DataSource`.
 
     Files are listed on first use and downloaded one by one into the Hub cache. Without a network, only the files in the
     cache are available.
@@ -141,7 +141,7 @@ class DatasetRepository:
         Args:
             repository: `owner/repository`.
             revision: Branch, tag or commit; None for the main branch, or its parquet conversion.
-            config: Config that error messages suggest to download.
+            config: Config to name in error messages that suggest a download.
         """
         self.source = repository
         self._revision, self._config = revision, config
@@ -169,7 +169,7 @@ class DatasetRepository:
         """Returns the paths of all files in the repository, or in the cache without a network.
 
         Raises:
-            HubError: The repository cannot be read and is not in the cache.
+            HubError: If the repository cannot be read and is not in the cache.
         """
         return self._listing.paths
 
@@ -177,7 +177,7 @@ class DatasetRepository:
         """Returns the location of a file in the Hub cache, downloading it if necessary.
 
         Raises:
-            HubError: The file cannot be downloaded.
+            HubError: If the file cannot be downloaded.
         """
         from huggingface_hub import hf_hub_download, try_to_load_from_cache
         from huggingface_hub.errors import EntryNotFoundError
@@ -262,7 +262,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
         The source, and the config if the address has one.
 
     Raises:
-        KfacpackError: The address is invalid, or there is no such folder.
+        KfacpackError: If the address is invalid, or there is no such folder.
     """
     text = os.fspath(data)
     if not is_dataset_address(text):
@@ -270,7 +270,7 @@ def data_source_of(data: str | os.PathLike[str]) -> tuple[DataSource, str | None
     address = parse_address(text.rstrip("/"))
     config = address.path if address else None
     if address is None or address.kind != "dataset" or not (config is None or CONFIG.fullmatch(config)):
-        raise KfacpackError(f"{printable(text)}: not the address of a data set; expected {ADDRESS_FORM}")
+        raise KfacpackError(f"{printable(text)}: not the address of a dataset; expected {ADDRESS_FORM}")
     return DatasetRepository(address.repository, address.revision, config), config
 
 

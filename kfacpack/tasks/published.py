@@ -1,4 +1,4 @@
-"""Definitions of published data sets: repository, columns, splits, class names and prompts."""
+"""Definitions of published datasets: repository, columns, splits, class names and prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kfacpack.tasks.columns import RequestedColumns
 from kfacpack.tasks.task import validation_indices
 
 ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]
-"""Maps the class names that a data set stores to words for prompts."""
+"""Maps the class names that a dataset stores to words for prompts."""
 
 
 def plain_names(stored: Sequence[str]) -> tuple[str, ...]:
@@ -27,8 +27,8 @@ def names_from_table(names: Mapping[str, str]) -> ClassNamesFn:
     """Returns a function that looks class names up in a table.
 
     Args:
-        names: Stored name to words. Case, spaces and punctuation are ignored. Names that are not in the table are
-            treated as by `plain_names`.
+        names: Words by stored name. Case, spaces and punctuation are ignored. Names that are not in the table are
+            converted by `plain_names`.
     """
     table = {_alphanumeric(name): words for name, words in names.items()}
     return lambda stored: tuple(table.get(_alphanumeric(name)) or _plain_name(name) for name in stored)
@@ -39,7 +39,7 @@ def _alphanumeric(name: str) -> str:
 
 
 IMAGE_COLUMNS = {"image": ("image", "img")}
-"""Columns of a data set of images."""
+"""Columns of a dataset of images."""
 VALIDATION = ("validation", "valid", "val", "dev")
 """Names of a validation split."""
 DEFAULT_SPLITS = {"train": ("train",), "validation": VALIDATION, "test": ("test",)}
@@ -49,7 +49,7 @@ HIDDEN_TEST_SPLITS = {"train": ("train",), "test": ("validation", "test")}
 
 @dataclass(frozen=True)
 class PublishedTask:
-    """Definition of a published data set. Creating one neither reads nor downloads any data."""
+    """Definition of a published dataset. Creating one neither reads nor downloads any data."""
 
     name: str
     """Name of the task."""
@@ -62,7 +62,7 @@ class PublishedTask:
     stored: Mapping[str, int]
     """Number of examples of each split that is stored in the repository."""
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: IMAGE_COLUMNS)
-    """Key in the example to possible column names, the repository's own first."""
+    """Possible column names, by key in the example; the repository's own name comes first."""
     label: tuple[str, ...] = ("label", "labels")
     """Possible names of the label column."""
     config: str | None = None
@@ -70,7 +70,7 @@ class PublishedTask:
     revision: str | None = None
     """Revision of the repository; None for the main branch."""
     splits: Mapping[str, tuple[str, ...]] | None = None
-    """Split to the possible names of the stored split to use; the first that exists is used. Other stored
+    """Possible names of the stored split, by split; the first that exists is used. Other stored
     splits, such as corrupted copies of `test`, are ignored."""
     prompts: tuple[str, ...] | Callable[[], tuple[str, ...]] = ()
     """Prompt templates, with {} in place of the class name, or a function that reads them from a package."""
@@ -88,7 +88,7 @@ class PublishedTask:
 
     @property
     def split_names(self) -> Mapping[str, tuple[str, ...]]:
-        """Split to the possible names of the stored split to use."""
+        """Possible names of the stored split, by split."""
         return self.splits or DEFAULT_SPLITS
 
     @property
@@ -107,5 +107,5 @@ class PublishedTask:
 
     @property
     def url(self) -> str:
-        """Page of the data set on the Hub."""
+        """Page of the dataset on the Hub."""
         return f"https://huggingface.co/datasets/{self.repository}"

@@ -29,7 +29,7 @@ EUROSAT_CLASSES = {
     "SeaLake": "lake or sea",
     "Sea or Lake": "lake or sea",
 }
-"""Folder in the EuroSAT archive to CLIP's class name."""
+"""CLIP's class names, by folder in the EuroSAT archive."""
 
 eurosat_classes = names_from_table(EUROSAT_CLASSES)
 

@@ -21,7 +21,7 @@ from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.identity import CLASS_SPLIT, base_task_name
 
 Example = Mapping[str, Any]
-"""Column name to value, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
+"""Values by column name, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class DataOrigin:
     """Where a split's examples come from, as manifests record it."""
 
     dataset: str
-    """Name of the data set."""
+    """Name of the dataset."""
     split: str
     """Name of the split."""
     license: str | None = None
@@ -58,7 +58,7 @@ class Split(Protocol):
 
 
 class Task(Protocol):
-    """A data set with named splits of labelled examples."""
+    """A dataset with named splits of labelled examples."""
 
     @property
     def name(self) -> str:
@@ -96,7 +96,7 @@ class Task(Protocol):
         ...
 
     def notices(self, model: str) -> tuple[str, ...]:
-        """Returns notes for the user, such as that the data differs from a public data set of the same name.
+        """Returns notes for the user, such as that the data differs from a public dataset of the same name.
 
         Args:
             model: Name of the model that the task is used with.
@@ -140,7 +140,7 @@ def parse_class_split(name: str) -> ClassSplitName | None:
     """Parses `NAME@k/n`; returns None for a name without @.
 
     Raises:
-        KfacpackError: The part after the @ is not k/n with 1 <= k <= n, or NAME is a class split itself.
+        KfacpackError: If the part after the @ is not k/n with 1 <= k <= n, or NAME is a class split itself.
     """
     whole, at, part = name.rpartition("@")
     if not at:
@@ -160,7 +160,7 @@ class ClassSplitTask:
     """The k-th of n parts of a task, by classes. Implements `Task`.
 
     Raises:
-        KfacpackError: The classes are unknown, or too few for n parts of at least two.
+        KfacpackError: If the classes are unknown, or too few for n parts of at least two.
     """
 
     whole: Task
@@ -233,7 +233,7 @@ class ClassSplitTask:
         """Returns the part's examples of a split.
 
         Raises:
-            KfacpackError: The split has no example of the part's classes.
+            KfacpackError: If the split has no example of the part's classes.
         """
         view = self._view(name)
         if not len(view):
@@ -294,7 +294,7 @@ def parse_count(text: str, size: int) -> int:
         A number from 1 to `size`.
 
     Raises:
-        KfacpackError: The text is invalid, or there are no examples.
+        KfacpackError: If the text is invalid, or there are no examples.
     """
     if size < 1:
         raise KfacpackError("the data has no examples")
@@ -319,7 +319,7 @@ def batched(items: Sequence[int], batch_size: int) -> Iterator[Sequence[int]]:
     """Yields consecutive groups of at most `batch_size` items.
 
     Raises:
-        KfacpackError: `batch_size` is not positive.
+        KfacpackError: If `batch_size` is not positive.
     """
     if batch_size < 1:
         raise KfacpackError(f"batch size {batch_size}: expected at least 1")

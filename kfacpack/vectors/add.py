@@ -49,7 +49,7 @@ class MergedVector(VectorStorage):
 
     @property
     def heads(self) -> Mapping[str, Head]:
-        """Task name -> head."""
+        """Heads by task name."""
         return self._heads
 
 

@@ -63,7 +63,7 @@ class VectorStorage(ABC):
     @property
     @abstractmethod
     def heads(self) -> Mapping[str, Head]:
-        """Task name -> head."""
+        """Heads by task name."""
 
     @cached_property
     def digest(self) -> str:
@@ -85,7 +85,7 @@ class InMemoryVector(VectorStorage):
 
     @property
     def heads(self) -> Mapping[str, Head]:
-        """Task name -> head."""
+        """Heads by task name."""
         return self._heads
 
 
@@ -109,7 +109,7 @@ class FileVector(VectorStorage):
 
     @cached_property
     def heads(self) -> Mapping[str, Head]:
-        """Task name -> head."""
+        """Heads by task name."""
         return {
             task.name: Head(
                 self.read(head_name(number, "weight")),
@@ -159,28 +159,28 @@ class VectorFile(SealedFile):
         return VectorFile, (str(self.path),)
 
 
-def check_addable(ours: VectorStorage, theirs: VectorStorage) -> None:
+def check_addable(first: VectorStorage, second: VectorStorage) -> None:
     """Checks that two task vectors can be added.
 
     Raises:
         TaskVectorError: If their regime, f, base model or parameters differ, or their heads for a common task.
     """
-    one, other = ours.about, theirs.about
+    one, other = first.about, second.about
     names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
     if one.regime != other.regime:
         raise TaskVectorError(f"{names} were trained in different regimes: {one.regime!r} and {other.regime!r}")
     if difference := function_difference(one.function, other.function):
         raise TaskVectorError(f"{names} were trained for different functions f: {difference}")
-    our_parameters = {parameter.name: parameter for parameter in one.base.parameters}
-    their_parameters = {parameter.name: parameter for parameter in other.base.parameters}
-    for name in [*our_parameters, *their_parameters]:
-        if name not in our_parameters or name not in their_parameters:
+    first_parameters = {parameter.name: parameter for parameter in one.base.parameters}
+    second_parameters = {parameter.name: parameter for parameter in other.base.parameters}
+    for name in [*first_parameters, *second_parameters]:
+        if name not in first_parameters or name not in second_parameters:
             raise TaskVectorError(f"{names} cover different parameters: only one of them has {name!r}")
-        if our_parameters[name] != their_parameters[name]:
+        if first_parameters[name] != second_parameters[name]:
             models = f"{one.base.name} and {other.base.name}"
             raise TaskVectorError(f"{names} have different base models ({models}): the parameter {name!r} differs")
-    for task, head in ours.heads.items():
-        if task in theirs.heads and (difference := head.difference(theirs.heads[task])):
+    for task, head in first.heads.items():
+        if task in second.heads and (difference := head.difference(second.heads[task])):
             raise TaskVectorError(f"{names} have different heads for {printable(task)!r}: {difference}")
 
 
@@ -252,7 +252,7 @@ def file_tensors(parameter: TensorReader, about: AboutVector, heads: Mapping[str
     Args:
         parameter: Reads a parameter's change.
         about: The provenance, which lists the tasks.
-        heads: Task name -> head.
+        heads: Heads by task name.
     """
     head_tensors = {
         head_name(number, part): getattr(heads[task.name], part).detach().float()

@@ -50,7 +50,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     Args:
         tensors: The change of each parameter that `about.base` lists. Not copied.
         about: The provenance. Its entries for heads are filled in from `heads`.
-        heads: Task name -> classification head, for the tasks that have one.
+        heads: Classification heads by task name, for the tasks that have one.
 
     Raises:
         TaskVectorError: If tensors or heads do not match `about`.
@@ -131,7 +131,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @cached_property
     def heads(self) -> dict[str, Head]:
-        """Task name -> head."""
+        """Heads by task name."""
         return heads_of(self._terms)
 
     @property
@@ -200,10 +200,10 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     def __add__(self, other: Any) -> TaskVector:
         if not isinstance(other, TaskVector):
             return NotImplemented
-        for _, theirs in other._terms:
-            for _, ours in self._terms:
-                if ours is not theirs:
-                    check_addable(ours, theirs)
+        for _, second in other._terms:
+            for _, first in self._terms:
+                if first is not second:
+                    check_addable(first, second)
         return TaskVector._from_terms([*self._terms, *other._terms])
 
     def __radd__(self, other: Any) -> TaskVector:

@@ -11,6 +11,6 @@ from kfacpack.vectors.methods.tsv import TsvMethod
 METHODS: dict[str, type[MergeMethod]] = {
     method.name: method for method in (SumMethod, TiesMethod, DareMethod, TsvMethod, IsoMethod, IsoCtsMethod)
 }
-"""Method name -> method."""
+"""Merge methods by name."""
 
 __all__ = ["METHODS"]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 SCALE = (
-    "α is the paper's, which is chosen on validation data; parameters that are not matrices are summed, with 'mean' "
-    "averaged as in the authors' code"
+    "α is the paper's, which is chosen on validation data; parameters that are not matrices are summed or, with "
+    "'mean', averaged as in the authors' code"
 )
 
 

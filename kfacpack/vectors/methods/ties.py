@@ -84,7 +84,7 @@ def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
     bits; a second pass counts the lower half of the magnitudes that share the upper half of the threshold.
 
     Args:
-        tensors: Parameter name -> tensor.
+        tensors: Tensors by parameter name.
         keep: The share of the entries to keep, in (0, 1].
 
     Returns:
@@ -99,7 +99,8 @@ def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
 def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Tensor:
     """Counts magnitudes by the upper half of their bits, or by the lower half of those with the given upper half.
 
-    Returns counts of shape (2^16,).
+    Returns:
+        Counts, of shape (2^16,).
     """
     counts = torch.zeros(1 << _HALF, dtype=torch.int64)
     for name in tensors:

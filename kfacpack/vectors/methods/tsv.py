@@ -82,8 +82,8 @@ class TsvMethod(MergeMethod):
 
     name = "tsv"
     scale = (
-        "α is the paper's, which recommends 1; parameters that are not matrices are summed, with 'mean' averaged as "
-        "in the authors' code"
+        "α is that of the paper, which recommends 1; parameters that are not matrices are summed or, with 'mean', "
+        "averaged as in the authors' code"
     )
 
     mean: bool = False
