@@ -107,12 +107,12 @@ def name_cell(name: str) -> Text:
     return Text(printable(name), overflow="fold")
 
 
-def key_value_table(facts: Iterable[tuple[str, str]]) -> Table:
+def key_value_table(rows: Iterable[tuple[str, str]]) -> Table:
     """Returns a table of labels and values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan")
     table.add_column(overflow="fold")
-    for label, value in facts:
+    for label, value in rows:
         table.add_row(label, Text(printable(value, max_length=8000)))
     return table
 

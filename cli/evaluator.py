@@ -111,7 +111,7 @@ def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
 
 
 def _mean_columns(results: Sequence[Result]) -> dict[str, str]:
-    """Returns heading -> key of the means."""
+    """Returns the keys of the means, by heading."""
     return {"mean": "accuracy", **({"normalised": "normalized"} if _is_normalized(results) else {})}
 
 
@@ -169,8 +169,8 @@ class Evaluator:
         """Returns the accuracy of each task's own vector at α = 1, on the same examples.
 
         Args:
-            individual: Task -> its accuracy, if known, or its vector.
-            sets: Task -> examples.
+            individual: The accuracy of each task's own vector, if known, or the vector, by task.
+            sets: Examples by task.
         """
 
         def accuracy(task: str, vector: TaskVector) -> float:
@@ -193,11 +193,11 @@ class Evaluator:
         """Evaluates every task at every α.
 
         Args:
-            heads: Task -> head.
-            sets: Task -> examples.
+            heads: Heads by task.
+            sets: Examples by task.
             vector: The vector, if any.
             alphas: Its factors.
-            individual: Task -> accuracy of its own vector, to normalise by.
+            individual: Accuracies of the tasks' own vectors, by task; used to normalise.
             split: Name of the split, for the output.
         """
         from kfacpack.evaluation.sweep import best
@@ -228,7 +228,7 @@ class Evaluator:
             tasks: The tasks, with their heads and examples.
             vector: The vector.
             alphas: The factors to choose from.
-            individual: Task -> accuracy of its own vector, to normalise by.
+            individual: Accuracies of the tasks' own vectors, by task; used to normalise.
         """
         from kfacpack.evaluation.sweep import choose_alpha, evaluation_result, mean
 

@@ -181,7 +181,7 @@ def pull(
     elif show:
         for file in pulled:
             title = Text(printable(f"{file.path}: {file.item.kind}"))
-            out.print(Panel(key_value_table(file.item.facts), title=title, title_align="left", expand=False))
+            out.print(Panel(key_value_table(file.item.summary), title=title, title_align="left", expand=False))
         for file in pulled[:1]:
             print_line(f"next: {file.item.commands(str(file.path))[-1]}", style="dim")
 

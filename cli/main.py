@@ -114,7 +114,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Hub": {"push": hub.push, "pull": hub.pull, "search": hub.search},
     "Lists": {"models": models.models, "tasks": tasks.tasks},
 }
-"""Help panel -> command -> function."""
+"""Functions by command, by help panel."""
 
 
 def _unwrap_help(text: str) -> str:

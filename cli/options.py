@@ -176,7 +176,7 @@ def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
         values: The values of --data.
 
     Returns:
-        Task -> folder.
+        Folders by task.
 
     Raises:
         KfacpackError: If the command does not use a task, or if a task occurs twice.

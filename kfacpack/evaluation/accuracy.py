@@ -118,7 +118,7 @@ def evaluate(
     Args:
         model: A model from `kp.load_model`, or its name.
         task: A task from `kp.load_task`, or its name.
-        head: Head to classify with; None: the vector's head for this task, or else `kp.head_for(model, task)`.
+        head: Head to classify with. Defaults to the vector's head for this task, or else `kp.head_for(model, task)`.
         split: Name of the split.
         vector: Task vector to add to the model, if any.
         alpha: Coefficient of the vector.
@@ -267,12 +267,12 @@ def check_alphas(vector: TaskVector | None, alphas: Sequence[float]) -> None:
     """Checks that there are coefficients, that they are finite, and that there is a vector to multiply.
 
     Raises:
-        KfacpackError: If not.
+        KfacpackError: If one of these conditions does not hold.
     """
     if not alphas:
         raise KfacpackError("alphas []: expected at least one number")
     if vector is None and tuple(alphas) != (1.0,):
-        raise KfacpackError(f"alpha {alphas[0]} is the coefficient of a task vector: give a vector as well")
+        raise KfacpackError(f"alpha {alphas[0]} is the coefficient of a task vector: pass a vector as well")
     if invalid := [alpha for alpha in alphas if not isfinite(alpha)]:
         raise KfacpackError(f"alpha {invalid[0]}: expected a finite number")
 

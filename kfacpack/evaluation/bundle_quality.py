@@ -47,8 +47,8 @@ def drift(
     Args:
         model: The base model.
         evaluation_sets: Examples of each bundle's task.
-        vectors: Task name -> vector.
-        bundles: Task name -> curvature.
+        vectors: Task vectors by task name.
+        bundles: Curvatures by task name.
         layer_examples: Number of examples on which single blocks are measured; 0 to measure no blocks.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.

@@ -2,7 +2,9 @@
 
     ξ(α1, α2) = Σ_t E_t [ pred(θ0 + α_t τ_t) ≠ pred(θ0 + α1 τ1 + α2 τ2) ]
 
-It ranges from 0, where adding the other vector changes no prediction, to 2. N examples, K classes, C the width of f.
+It ranges from 0, where adding the other vector changes no prediction, to 2.
+
+Notation: N is the number of examples, K the number of classes, C the width of f.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def disentanglement(
         evaluation_sets: Examples of the first vector's task, and of the second vector's task.
         vectors: Two vectors of one base model and one regime.
         alphas: Coefficients of both axes of the grid.
-        heads: Task name -> head. Defaults to the vector's head for its task, or else to `kp.head_for(model, task)`.
+        heads: Heads by task name. Defaults to the vector's head for its task, or else to `kp.head_for(model, task)`.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
 

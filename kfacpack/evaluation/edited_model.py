@@ -1,7 +1,9 @@
 """Forward passes of a model with task vectors, and the change of its outputs by them.
 
 A vector of the linear regime is evaluated as f + α J τ, as it was trained; others are added to the weights. The change
-of f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in the others. N examples, V vectors, C the width of f.
+of f is J τ in the linear regime, and f(θ0 + τ) − f(θ0) in the others.
+
+Notation: N is the number of examples, V the number of vectors, C the width of f.
 """
 
 from __future__ import annotations
@@ -26,10 +28,10 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
     BatchForward = Callable[[Batch], Tensor]
-    """A batch -> f, (N, C), without gradient."""
+    """Maps a batch to f, (N, C), without gradient."""
 
     BatchForwards = Callable[[Batch], list[Tensor]]
-    """A batch -> f with each of several multiples of a vector, each (N, C), without gradient."""
+    """Maps a batch to f with each of several multiples of a vector, each (N, C), without gradient."""
 
 
 @contextmanager
@@ -159,7 +161,7 @@ def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
     """Checks that there are vectors, and that they have the same base model, parameters, regime and f.
 
     Raises:
-        KfacpackError: If not; names the difference.
+        KfacpackError: If there are no vectors, or they differ; the message names the difference.
     """
     if not vectors:
         raise KfacpackError("nothing to measure: expected at least one task vector, got 0")

@@ -40,7 +40,7 @@ def localisation(
         model: The base model.
         evaluation_sets: Examples of each vector's task and, optionally, of further tasks. Examples of other
             tasks are off-task for a vector.
-        vectors: Task name -> vector.
+        vectors: Task vectors by task name.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total.
 

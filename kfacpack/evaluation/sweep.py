@@ -33,10 +33,10 @@ def evaluation_result(
     """Returns the result of an evaluation in the form of `kfacpack eval --json`.
 
     Args:
-        task_scores: Task name -> score.
-        individual: Task name -> accuracy of the vector of this task alone. If it is unknown or zero, `normalized` is
+        task_scores: Scores by task name.
+        individual: Accuracy of each task's own vector alone, by task name. If it is unknown or zero, `normalized` is
             None, and so is the mean of `normalized`.
-        heads: Task name -> origin of its head, which is added as "head".
+        heads: Origins of the heads by task name, which are added as "head".
 
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`.
@@ -86,7 +86,7 @@ def sweep(
         task: A task from `kp.load_task`, or its name.
         vector: The task vector.
         alphas: Coefficients of the vector.
-        head: Head to classify with; None: the vector's head for this task, or else `kp.head_for(model, task)`.
+        head: Head to classify with. Defaults to the vector's head for this task, or else `kp.head_for(model, task)`.
         split: Name of the split.
         examples: "all", a number, or a percentage of the split such as "30%".
         seed: Seed of the selection of examples.
@@ -170,9 +170,9 @@ class AlphaChoice:
     alphas: tuple[float, ...]
     """All candidates."""
     validation: dict[str, list[Score]]
-    """Task name -> score on the validation split at every candidate."""
+    """Scores on the validation split at every candidate, by task name."""
     test: dict[str, Score]
-    """Task name -> score on the test split at the selected α."""
+    """Scores on the test split at the selected α, by task name."""
 
 
 def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> EvaluationSet:
@@ -257,6 +257,9 @@ def choose_alpha(
         alphas: Candidates; ties are resolved in favour of the one nearest to 1.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of examples done and their total, over both splits.
+
+    Returns:
+        The selected α and all scores.
 
     Raises:
         KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.

@@ -1,4 +1,4 @@
-"""The figures of reports, one function each: plain numbers, as in `results.json`, to a Matplotlib figure.
+"""The figures of reports. Each function draws plain numbers, as in `results.json`, and returns a Matplotlib figure.
 
 Every function takes the keyword `theme`, a name in `kfacpack.experiments.figure_style.THEMES`.
 """

@@ -33,7 +33,7 @@ class BaseAccuracyStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """The task."""
+        """Name of the file: the task."""
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
@@ -68,12 +68,12 @@ class SweepStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """Task, split and vector."""
+        """Name of the file: task, split and vector."""
         return f"{self.task}.{self.split}.{self.vector.name}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The vector."""
+        """The stage of the vector."""
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
@@ -126,12 +126,12 @@ class NegationStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """The vector."""
+        """Name of the file: that of the vector."""
         return self.vector.name
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The vector."""
+        """The stage of the vector."""
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
@@ -192,17 +192,17 @@ class AnalysisStage(MeasurementStage):
     vectors: tuple[TrainStage, ...]
     examples: str
 
-    what: ClassVar[str]
+    measurement: ClassVar[str]
     """Name of the measurement."""
 
     @property
     def name(self) -> str:
-        """Measurement, arm and seed."""
-        return f"{self.what}.{self.vectors[0].variant}"
+        """Name of the file: measurement, arm and seed."""
+        return f"{self.measurement}.{self.vectors[0].variant}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The vectors."""
+        """The stages of the vectors."""
         return self.vectors
 
     @property
@@ -212,7 +212,7 @@ class AnalysisStage(MeasurementStage):
 
     def settings(self) -> dict[str, Any]:
         """Returns the measurement and the examples."""
-        return {"what": self.what, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
+        return {"what": self.measurement, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
 
     def cost(self) -> float:
         """Returns the cost of every vector on the examples of every task."""
@@ -238,14 +238,14 @@ class AnalysisStage(MeasurementStage):
 class DisentanglementStage(AnalysisStage):
     """ξ(α₁, α₂) of two vectors."""
 
-    what: ClassVar[str] = "disentanglement"
+    measurement: ClassVar[str] = "disentanglement"
 
     alphas: tuple[float, ...] = ()
 
     @property
     def name(self) -> str:
-        """Measurement, tasks, arm and seed."""
-        return f"{self.what}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
+        """Name of the file: measurement, tasks, arm and seed."""
+        return f"{self.measurement}.{'-'.join(self.tasks)}.{self.vectors[0].variant}"
 
     def settings(self) -> dict[str, Any]:
         """Returns the examples and the values of α."""
@@ -265,7 +265,7 @@ class DisentanglementStage(AnalysisStage):
 class LocalisationStage(AnalysisStage):
     """‖Δf‖² of each vector on its own task and on the others."""
 
-    what: ClassVar[str] = "localisation"
+    measurement: ClassVar[str] = "localisation"
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
         """Returns quantiles of ‖Δf‖² and the AUROC of each vector."""
@@ -277,14 +277,14 @@ class LocalisationStage(AnalysisStage):
 class DriftStage(AnalysisStage):
     """The drift that bundles predict, and the drift measured on data."""
 
-    what: ClassVar[str] = "drift"
+    measurement: ClassVar[str] = "drift"
 
     bundles: tuple[EstimateStage, ...] = ()
     layer_examples: int = 0
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The vectors and the bundles."""
+        """The stages of the vectors and of the bundles."""
         return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
@@ -312,7 +312,7 @@ class DriftStage(AnalysisStage):
 class SpectraStage(MeasurementStage):
     """Eigenvalues of the factors of one bundle."""
 
-    what: ClassVar[str] = "spectra"
+    measurement: ClassVar[str] = "spectra"
 
     kind: ClassVar[str] = "understanding"
     purpose: ClassVar[str] = AnalysisStage.purpose
@@ -321,17 +321,17 @@ class SpectraStage(MeasurementStage):
 
     @property
     def name(self) -> str:
-        """The bundle."""
-        return f"{self.what}.{self.bundle.name}"
+        """Name of the file: measurement and bundle."""
+        return f"{self.measurement}.{self.bundle.name}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
-        """The bundle."""
+        """The stage of the bundle."""
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
         """Returns the measurement; everything else is determined by the bundle."""
-        return {"what": self.what}
+        return {"what": self.measurement}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
         """Returns the eigenvalues of every factor."""

@@ -198,7 +198,7 @@ class NegationSection(PlanSection):
     control: ShortText
     """The task whose accuracy is kept."""
     instead: ShortText | None = None
-    """The control task when `control` itself is negated. None: the first of the other tasks."""
+    """The control task when `control` itself is negated. Defaults to the first of the other tasks."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] = 0.95
     alphas: Magnitudes = "0:3:0.1"
 
@@ -208,7 +208,7 @@ class PairsSection(PlanSection):
 
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
-    """None: the first task with each of the others."""
+    """Pairs to measure. Defaults to the first task with each of the others."""
     examples: Examples = "200"
 
 
@@ -238,7 +238,7 @@ class EvaluationSection(PlanSection):
     drift: DriftSection | None = None
     spectra: bool = False
     in_depth: tuple[ShortText, ...] | None = None
-    """Arms for which negation, disentanglement, localisation and drift are measured; None: all arms."""
+    """Arms for which negation, disentanglement, localisation and drift are measured. Defaults to all arms."""
 
 
 class Plan(PlanSection):

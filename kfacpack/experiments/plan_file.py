@@ -240,7 +240,7 @@ def plan_text(*, all_tasks: bool = False) -> str:
     """Returns the plan of `kfacpack demo` as YAML.
 
     Args:
-        all_tasks: Use all eight embedded tasks instead of three.
+        all_tasks: Whether to use all eight embedded tasks instead of three.
     """
     tasks = EIGHT_TASKS if all_tasks else THREE_TASKS
     return _TEXT.format(tasks=", ".join(tasks), control=tasks[0], steps=40, strength=STRENGTH)

@@ -74,7 +74,7 @@ class Artifact(ABC):
 
     @property
     @abstractmethod
-    def facts(self) -> list[tuple[str, str]]:
+    def summary(self) -> list[tuple[str, str]]:
         """Summary of the file: (label, value)."""
 
     @abstractmethod
@@ -159,7 +159,7 @@ class BundleArtifact(Artifact):
         return super().tasks
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
+    def summary(self) -> list[tuple[str, str]]:
         """Summary of the bundle."""
         return list(bundle_summary(self.file))
 
@@ -193,7 +193,7 @@ class VectorArtifact(Artifact):
         return tuple(task.source for task in self.file.manifest.tasks)
 
     @property
-    def facts(self) -> list[tuple[str, str]]:
+    def summary(self) -> list[tuple[str, str]]:
         """Summary of the task vector."""
         return list(vector_summary(self.file))
 

@@ -35,12 +35,12 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
         manifest.base, manifest.function, manifest.source, manifest.estimate, manifest.merge,
     )  # fmt: skip
     if source:
-        yield from _source_facts(source)
+        yield from _summarise_source(source)
     if merge:
         parents = abbreviate(f"{parent.task or parent.sha256[:12]} × {parent.weight:.4g}" for parent in merge.parents)
         rank = f" of rank {merge.rank}" if merge.rank else ""
         yield "merged", f"{merge.rule}{rank}: {parents}"
-    yield from _model_facts(base, function)
+    yield from _summarise_model(base, function)
     if scale := manifest.output_scale:
         yield "scale of f", f"E‖f‖² = {scale.mean_square:.4g}, variance {scale.variance:.4g}"
     elif not function.normalized:
@@ -73,7 +73,7 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
     """
     manifest = file.manifest
     if len(manifest.tasks) == 1:
-        yield from _source_facts(manifest.tasks[0].source)
+        yield from _summarise_source(manifest.tasks[0].source)
     else:
         yield "tasks", abbreviate((task.name for task in manifest.tasks), limit=64)
     if manifest.addends:
@@ -82,7 +82,7 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
             f"{'+'.join(addend.tasks) or addend.sha256[:12]} × {addend.coefficient:.4g}" for addend in manifest.addends
         )
         yield "merged", f"{method}: {abbreviate(parts)}"
-    yield from _model_facts(manifest.base, manifest.function)
+    yield from _summarise_model(manifest.base, manifest.function)
     yield "regime", REGIME_DESCRIPTIONS.get(manifest.regime, manifest.regime)
     for task in manifest.tasks if len(manifest.tasks) == 1 else ():
         if task.training:
@@ -103,10 +103,10 @@ REGIME_DESCRIPTIONS = {
     "full": "full: all parameters of the model itself",
     "attention": "attention: the attention layers of the model itself",
 }
-"""Training regime -> description."""
+"""Descriptions by training regime."""
 
 
-def _source_facts(source: Source) -> Iterator[tuple[str, str]]:
+def _summarise_source(source: Source) -> Iterator[tuple[str, str]]:
     yield "task", source.task
     data = [source.dataset, source.split, f"revision {source.revision}" if source.revision else None]
     if any(data):
@@ -120,7 +120,7 @@ def _source_facts(source: Source) -> Iterator[tuple[str, str]]:
         yield "license", source.license
 
 
-def _model_facts(base: Base, function: Function) -> Iterator[tuple[str, str]]:
+def _summarise_model(base: Base, function: Function) -> Iterator[tuple[str, str]]:
     revision = f", {base.revision}" if base.revision else ""
     yield "base model", f"{base.name} ({base.family}{revision})"
     yield "", f"sha256 {base.sha256[:16]}… over {len(base.parameters)} parameters"
@@ -243,7 +243,7 @@ def _section(repository: str, item: Artifact, revision: str | None) -> Iterator[
     yield ""
     yield from ("```sh", *item.commands(location), "```", "", "```python", *item.python(location), "```", "")
     yield from ("| | |", "|---|---|")
-    for label, value in item.facts:
+    for label, value in item.summary:
         yield f"| {_LABELS.get(label, label)} | {_cell(value)} |"
 
 

@@ -83,6 +83,9 @@ def published_folder(source: str | Path) -> Path | HubFolder:
         source: A local folder or `hf://owner/repo[@revision][/folder]`. The notation of mammoth, with the revision at
             the end, is accepted as well: `hf://owner/repo/folder@main`.
 
+    Returns:
+        The local folder, or the folder on the Hub.
+
     Raises:
         KfacpackError: If `source` is neither.
     """
@@ -170,7 +173,7 @@ class UnpickledTensors:
 
     @property
     def specs(self) -> Mapping[str, TensorSpec]:
-        """Tensor name -> type and shape."""
+        """Types and shapes by tensor name."""
         return self._container.tensors
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -184,11 +187,11 @@ def read_pickle(files: Mapping[str, Path], scratch: Path) -> Iterator[dict[str, 
     """Context manager that reads the tensors of files written by `torch.save`, in a separate process.
 
     Args:
-        files: Key -> file.
+        files: Files by key.
         scratch: Folder for temporary copies of the tensors, which are deleted when the context is left.
 
     Yields:
-        Key -> tensors.
+        The tensors of each file, by key.
 
     Raises:
         KfacpackError: If a file cannot be read, or contains anything but tensors.

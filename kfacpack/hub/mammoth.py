@@ -49,7 +49,7 @@ FILE = re.compile(rf"(?P<prefix>.+_task_\d+)_(?P<part>{'|'.join(PARTS)})\.pt")
 TASKS = {
     "seq-8vision": ("stanford_cars", "dtd", "eurosat", "gtsrb", "mnist", "resisc45", "sun397", "svhn"),
 }
-"""Dataset of mammoth -> names of its tasks, in the order of their numbers."""
+"""Names of tasks in the order of their numbers, by dataset of mammoth."""
 
 
 def import_mammoth(
@@ -221,8 +221,9 @@ def _left_out(
     for name in names:
         if name not in read:
             match = FILE.fullmatch(name)
-            yield name, f"of {_task_of(match['prefix']) or match['prefix']}" if match else "another file"
+            task = match and (_task_of(match["prefix"]) or match["prefix"])
+            yield name, f"belongs to {task}" if task else "not a file of factors"
 
 
 IMPORTERS: dict[str, Importer] = {"mammoth": import_mammoth}
-"""Layout name of `kfacpack import` -> importer."""
+"""Importers by the name of their layout in `kfacpack import`."""

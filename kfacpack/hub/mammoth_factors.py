@@ -103,7 +103,10 @@ def examples_of(files: Mapping[str, UnpickledTensors]) -> int:
     """Reads the number of examples N.
 
     Args:
-        files: Part (aaT, ggT, ffT, num_aaT, num_ggT) -> tensors.
+        files: Tensors by part (aaT, ggT, ffT, num_aaT, num_ggT).
+
+    Returns:
+        The number of examples.
 
     Raises:
         KfacpackError: If a file does not contain a positive integer, or if the two numbers differ.
@@ -128,7 +131,7 @@ def check(files: Mapping[str, UnpickledTensors], layers: Sequence[MammothLayer],
     """Checks that factors match a model.
 
     Args:
-        files: Part -> tensors.
+        files: Tensors by part.
         layers: The model's blocks.
         model: The model.
         examples: The number of examples N.
@@ -228,7 +231,7 @@ def block_of(files: Mapping[str, UnpickledTensors], layer: MammothLayer, example
     """Converts the factors of a layer into a block.
 
     Args:
-        files: Part -> tensors.
+        files: Tensors by part.
         layer: The layer.
         examples: The number of examples N.
         share: w / N, see `mammoth.py`.

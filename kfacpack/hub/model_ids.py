@@ -69,7 +69,7 @@ _HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
     "t5": _transformers_id,
     "hf": _transformers_id,
 }
-"""Model family -> function of name and revision that returns the Hub id."""
+"""Functions that return the Hub id for a name and a revision, by model family."""
 
 
 def model_option(base: Base) -> str | None:
@@ -87,7 +87,7 @@ def model_option(base: Base) -> str | None:
 
 
 _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _open_clip_id), "timm": (".", _timm_id)}
-"""Prefix of `--model` -> separator between name and tag, and the function that returns the Hub id."""
+"""By prefix of `--model`: the separator between name and tag, and the function that returns the Hub id."""
 
 
 def model_from_option(option: str) -> tuple[str, str]:

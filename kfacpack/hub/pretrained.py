@@ -89,7 +89,7 @@ def push_to_hub(
         base_model: Hub id of the base model for the card's metadata.
 
     Returns:
-        What was uploaded, including the commit id.
+        A description of the upload, including the commit id.
 
     Raises:
         HubError: If the repository cannot be written.

@@ -144,7 +144,10 @@ def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | No
 
 
 def _is_unchanged(path: Path, stored: RepositoryFile | None) -> bool:
-    """Whether the Hub has the same bytes: it records the SHA-256 of large files and git's blob id of small ones."""
+    """Returns whether the Hub has the same bytes.
+
+    The Hub records the SHA-256 of large files and git's blob id of small ones.
+    """
     if stored is None or stored.nbytes != path.stat().st_size:
         return False
     if stored.sha256:

@@ -131,7 +131,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         single: Name for a tensor that is not in a dictionary.
 
     Returns:
-        Tensor name -> tensor.
+        The tensors by name.
     """
     import torch
 
