@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kfacpack_cli.main import app
-from mkdocs.structure.files import File, Files
 from typer.models import ArgumentInfo, OptionInfo
+
+if TYPE_CHECKING:
+    from mkdocs.structure.files import Files
 
 FOLDER = "reference/cli"
 INDEX = f"{FOLDER}/index.md"
@@ -207,6 +209,8 @@ def on_config(config: Any) -> Any:
 
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages."""
+    from mkdocs.structure.files import File  # here, so that tests need no mkdocs
+
     with_json = Path(config.docs_dir, "reference", "json", "index.md").exists()
     for page in command_pages():
         has_json = with_json and any("--json" in parameter.names for parameter in page.parameters)

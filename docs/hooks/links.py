@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import kfacpack
 from command_pages import FOLDER, command_pages
 from mkdocs.utils import get_relative_url
+
+import kfacpack
 
 CODE = re.compile(r"<(a|pre|h[1-6])\b.*?</\1>|<code>(?:(?:kp|kfacpack)\.(\w+)[^<]*|kfacpack (\w+))</code>", re.DOTALL)
 """Code in text. Links, code blocks and headings are matched too, so that they can be left unchanged."""
