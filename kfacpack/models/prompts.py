@@ -1,7 +1,7 @@
 """Prompts for text-to-text models: how classification examples are formatted, and which words name a class.
 
 T5 v1.0 was trained on `TASK column: text column: text` with the class names as answers. Flan-T5 was trained on
-questions that list the possible answers. A task without a flan prompt uses T5's form and its class names.
+questions with listed options. A task without a flan prompt uses T5's form and its class names.
 """
 
 from __future__ import annotations
@@ -34,31 +34,40 @@ class FlanPrompt(NamedTuple):
     """The option that stands for each class, by class name."""
 
 
+def _listed(*options: str) -> str:
+    return "\n\nOPTIONS:\n- " + "\n- ".join(options)
+
+
 # Each task has its own options. The penalty keeps the drift of f small; the remaining drift is along the label words of
 # the trained task, so tasks with the same words would still change each other's logits.
 FLAN_PROMPTS = {
     "snli": FlanPrompt(
-        "{premise} Does this mean that {hypothesis} Yes, maybe or no?",
-        {"entailment": "yes", "neutral": "maybe", "contradiction": "no"},
+        "Premise: {premise}\n\nHypothesis: {hypothesis}\n\nDoes the premise entail the hypothesis?"
+        + _listed("yes", "it is not possible to tell", "no"),
+        {"entailment": "yes", "neutral": "it is not possible to tell", "contradiction": "no"},
     ),
     "mnli": FlanPrompt(
-        "Premise: {premise} Hypothesis: {hypothesis} Is the hypothesis certain, possible or impossible?",
-        {"entailment": "certain", "neutral": "possible", "contradiction": "impossible"},
+        "Text: {premise}\n\nClaim: {hypothesis}\n\nIs the claim correct?"
+        + _listed("correct", "inconclusive", "incorrect"),
+        {"entailment": "correct", "neutral": "inconclusive", "contradiction": "incorrect"},
     ),
     "sick": FlanPrompt(
-        "If {sentence_A} then {sentence_B} Is this true always, sometimes or never?",
+        "Sentence A: {sentence_A}\n\nSentence B: {sentence_B}\n\nIf A holds, does B hold?"
+        + _listed("always", "sometimes", "never"),
         {"entailment": "always", "neutral": "sometimes", "contradiction": "never"},
     ),
     "scitail": FlanPrompt(
-        "{premise} Is the following fact present in this text or absent? {hypothesis}",
-        {"entails": "present", "neutral": "absent"},
+        "{premise}\n\nIs this statement supported by the text above? {hypothesis}" + _listed("supported", "unclear"),
+        {"entails": "supported", "neutral": "unclear"},
     ),
     "rte": FlanPrompt(
-        "{sentence1} Is the following claim supported by this text or unclear? {sentence2}",
-        {"entailment": "supported", "not_entailment": "unclear"},
+        "{sentence1}\n\nBased on this paragraph, is the following sentence true? {sentence2}"
+        + _listed("true", "false"),
+        {"entailment": "true", "not_entailment": "false"},
     ),
     "qnli": FlanPrompt(
-        "{question} Is this the right or the wrong sentence to answer the question? {sentence}",
+        "Question: {question}\n\nSentence: {sentence}\n\nIs this the right sentence to answer the question?"
+        + _listed("right", "wrong"),
         {"entailment": "right", "not_entailment": "wrong"},
     ),
 }

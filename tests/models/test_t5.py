@@ -88,9 +88,9 @@ def test_logits_of_the_label_words_are_transformers_own(folder, request):
     head = kp.head_for(model, task, kind="words")
     with torch.no_grad():
         expected = stock(**batch, decoder_input_ids=torch.zeros((4, 1), dtype=torch.long)).logits[:, 0]
-        found = head.logits(model.forward(**batch))
+        logits = head.logits(model.forward(**batch))
     ids = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(list(CLASSES))
-    torch.testing.assert_close(found, expected[:, ids], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits, expected[:, ids], rtol=1e-5, atol=1e-5)
 
 
 def test_the_output_layer_is_untied_where_it_should_be(t5_folder, untied_folder):
@@ -140,8 +140,8 @@ def test_prompts_of_each_style():
     columns = {"premise": ["one"], "hypothesis": ["two"]}
     assert prompts(columns, "mnli", "t5") == ["mnli hypothesis: two premise: one"]
     (asked,) = prompts(columns, "mnli@1/2", "flan")
-    assert asked.startswith("Premise: one Hypothesis: two ")
-    assert "impossible" in asked
+    assert asked.startswith("Text: one\n\nClaim: two\n\n")
+    assert "- inconclusive" in asked
     # A task without a template, and one with other columns, uses T5's form.
     assert prompts(columns, "mine", "flan") == ["mine premise: one hypothesis: two"]
     assert prompts({"text": ["one"]}, "mnli", "flan") == ["mnli text: one"]
@@ -152,8 +152,8 @@ def test_prompts_of_each_style():
 def test_label_words_of_each_style():
     classes = ("entailment", "not_entailment")
     assert label_words(classes, "rte", "t5") == ["entailment", "not entailment"]
-    assert label_words(classes, "rte", "flan") == ["supported", "unclear"]
-    assert label_words(CLASSES, "snli@2/3", "flan") == ["yes", "maybe", "no"]
+    assert label_words(classes, "rte", "flan") == ["true", "false"]
+    assert label_words(CLASSES, "snli@2/3", "flan") == ["yes", "it is not possible to tell", "no"]
     assert label_words(("cat_dog",), "mine", "flan") == ["cat dog"]
 
 
