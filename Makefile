@@ -1,5 +1,8 @@
 # Everything lives inside the clone: the environment and its temporary files under .venv, the tools' caches beside it.
 PYTHON ?= python3
+# The interpreters of `make compat`.
+OLDEST_PYTHON ?= $(PYTHON)
+NEWEST_PYTHON ?= $(PYTHON)
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
@@ -16,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test check docs bench golden wheel clean
+.PHONY: help demo test check docs bench golden wheel installcheck compat oldest newest clean
 
 help: ## what there is
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -55,8 +58,22 @@ bench: $(READY) ## the measured promises, as ratios; fails when one does not hol
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py
 
-wheel: $(READY) ## build the wheel into dist/
-	$(BIN)/python -m build --wheel --outdir dist .
+wheel: $(READY) ## build the wheel and the sdist into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --outdir dist .
+
+installcheck: wheel ## install the wheel without extras in a new environment and use it there
+	$(BIN)/python tests/environments/installed.py dist $(VENV)/installed
+
+compat: oldest newest ## the core of the tests with the oldest and with the newest versions of all dependencies; several GB
+
+oldest:
+	mkdir -p $(TMPDIR)
+	$(OLDEST_PYTHON) tests/environments/compat.py oldest $(VENV)/oldest
+
+newest:
+	mkdir -p $(TMPDIR)
+	$(NEWEST_PYTHON) tests/environments/compat.py newest $(VENV)/newest
 
 clean: ## remove everything that make made
 	rm -rf $(VENV) build dist demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 
 def run() -> None:
     """Entry point of the shell command. Imports nothing else before it handles Ctrl-C."""
     try:
-        from .main import run_app
-
-        run_app()
+        _load_app()()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _load_app() -> Callable[[], None]:
+    """Imports the commands; exits with a message if a package that all of them need is too old."""
+    from kfacpack._compat import require
+    from kfacpack.errors import KfacpackError
+
+    try:
+        require("rich", "typer")
+        from .main import run_app
+    except KfacpackError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    return run_app

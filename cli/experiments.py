@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kfacpack._compat import require
 from kfacpack.errors import KfacpackError
 from kfacpack.format.units import human_bytes, human_seconds
 
@@ -84,6 +85,9 @@ def execute_run(
         explain: Print a line about each kind of stage.
     """
     start = time.perf_counter()
+    if not dry_run:
+        # Checked first: the report is written after everything has been computed.
+        require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
     from kfacpack.experiments.report import report
@@ -217,6 +221,7 @@ def demo(
 
     The plan is written to DIR/plan.yaml. Edit it and run it again with `kfacpack run`.
     """
+    require(extra="demo", feature="the demo")
     from kfacpack.experiments.plan_file import parse, plan_text
     from kfacpack.format.writer import write_atomically
 

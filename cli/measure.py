@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from kfacpack._compat import require
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.manifest import FloatType
@@ -250,6 +251,8 @@ def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File])
         raise KfacpackError(f"{output}: --output and --figure must be different files")
     for path in filter(None, (output, figure)):
         check_output(path, inputs)
+    if figure:
+        require("matplotlib", extra="report", feature="--figure")
 
 
 def _load_vectors(files: list[File]) -> dict[str, TaskVector]:

@@ -1,6 +1,8 @@
-"""Workarounds for importing torchvision, timm, open_clip and transformers.
+"""Checks of other packages, and workarounds for importing torchvision, timm, open_clip and transformers.
 
-`compiler_deferred` imports them without loading torch's compiler, which takes two seconds and is usually not needed;
+`require` reports a missing package with the extra that contains it, and an unsupported version with its remedy.
+`compiler_deferred` imports the libraries of models without loading torch's compiler, which takes two seconds and is
+usually not needed;
 `make_torchvision_importable` makes a CUDA build of torchvision importable next to a CPU-only torch;
 `silence_logging` suppresses the log messages that these libraries print to stderr.
 """
@@ -9,15 +11,106 @@ from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
-import torch
+from kfacpack.errors import KfacpackError
+
+Extra = Literal["demo", "report", "timm"]
+"""An optional part of kfacpack, as in `pip install 'kfacpack[report]'`."""
+
+MINIMUM = {
+    "datasets": "3.0.0",
+    "huggingface_hub": "0.34.0",
+    "lazy_loader": "0.4",
+    "numpy": "1.26.0",
+    "open_clip_torch": "3.0.0",
+    "pillow": "10.1.0",
+    "pydantic": "2.12.0",
+    "pyyaml": "6.0",
+    "rich": "13.7.0",
+    "safetensors": "0.4.3",
+    "torch": "2.6.0",
+    "transformers": "4.56.0",
+    "typer": "0.20.0",
+    "timm": "1.0.17",
+    "jinja2": "3.1.0",
+    "matplotlib": "3.8.0",
+    "fonttools": "4.43.0",
+    "mlxtend": "0.22.0",
+    "scikit-image": "0.22.0",
+    "scikit-learn": "1.3.0",
+}
+"""Package -> oldest supported version. pyproject.toml has the same bounds, and `make compat` tests them."""
+
+EXTRAS: dict[Extra, tuple[str, ...]] = {
+    "demo": ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib", "jinja2"),
+    "report": ("matplotlib", "jinja2"),
+    "timm": ("timm",),
+}
+"""Extra -> its packages, as in pyproject.toml."""
+
+_MODULES = {
+    "fonttools": "fontTools",
+    "open_clip_torch": "open_clip",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+    "scikit-image": "skimage",
+    "scikit-learn": "sklearn",
+}
+"""Package -> top-level module, if its name differs."""
+
+
+def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack") -> None:
+    """Checks that packages are installed in supported versions. Imports none of them.
+
+    Args:
+        *packages: Names of the packages for pip; by default all packages of the extra.
+        extra: Extra of kfacpack that contains the packages; None for packages that kfacpack always needs.
+        feature: What needs the packages, for the message.
+
+    Raises:
+        KfacpackError: A package is missing or older than `MINIMUM`; the message has the command that installs it.
+    """
+    packages = packages or (EXTRAS[extra] if extra else ())
+    if missing := [package for package in packages if find_spec(_MODULES.get(package, package)) is None]:
+        raise missing_packages(missing, extra=extra, feature=feature)
+    for package in packages:
+        try:
+            installed = version(package)
+        except PackageNotFoundError:
+            continue  # importable without metadata, for example from a source tree
+        if package in MINIMUM and _release(installed) < _release(MINIMUM[package]):
+            bound = f"{package}>={MINIMUM[package]}"
+            problem = f"{feature} needs {package} >= {MINIMUM[package]}, found {installed}"
+            raise KfacpackError(f"{problem}: pip install '{bound}'")
+
+
+def missing_packages(packages: Sequence[str], *, extra: Extra | None, feature: str) -> KfacpackError:
+    """Returns the error for packages that are not installed; see `require` for the arguments."""
+    verb = "is" if len(packages) == 1 else "are"
+    command = f"pip install 'kfacpack[{extra}]'" if extra else f"pip install {' '.join(packages)}"
+    return KfacpackError(f"{feature} needs {', '.join(packages)}, which {verb} not installed: {command}")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """Returns the release numbers of a version, without trailing zeros: (2, 6) for 2.6.0a0+git123.
+
+    Pre-releases and local builds count as their release.
+    """
+    match = re.match(r"\d+(\.\d+)*", text)
+    numbers = [int(number) for number in match[0].split(".")] if match else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
+
 
 _COMPILER, _UTILS = "torch._dynamo", "torch._dynamo.utils"
 
@@ -61,6 +154,8 @@ def compiler_deferred() -> Iterator[None]:
     Yields:
         None.
     """
+    import torch
+
     lazy_disable = getattr(torch, "_disable_dynamo", None)  # torch's own decorator for the same purpose
     if _COMPILER in sys.modules or lazy_disable is None:
         yield
@@ -111,6 +206,8 @@ def make_torchvision_importable() -> None:
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
+        import torch
+
         for name in OPERATORS:
             if not hasattr(torch.ops.torchvision, name):
                 torch.library.define(f"torchvision::{name}", SCHEMA)

@@ -21,10 +21,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import enable_reentrant_dispatch
 
+from kfacpack._compat import require
 from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
+
+require("torch")
 
 _NODE_SUFFIX = "Backward0"
 

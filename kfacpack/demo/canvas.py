@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kfacpack._compat import require
 from kfacpack._random import CounterRandom
 from kfacpack.errors import KfacpackError
 from kfacpack.tasks.data_files import PackageData
@@ -220,6 +221,9 @@ def _fill(edges: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def _outline(character: str, font: str) -> NDArray[np.float64]:
     """Returns the edges of all contours, (E, 2 ends, 2), with y upwards."""
+    if not has_glyph(character, font):
+        raise KfacpackError(f"font {font} has no character {character!r}; another version of matplotlib may have it")
+    names, glyphs = _font(font)
     from fontTools.pens.basePen import BasePen
 
     class Edges(BasePen):
@@ -251,9 +255,6 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
         def _closePath(self) -> None:  # noqa: N802
             self.edges.append((self._getCurrentPoint(), self.start))
 
-    if not has_glyph(character, font):
-        raise KfacpackError(f"font {font} has no character {character!r}; another version of matplotlib may have it")
-    names, glyphs = _font(font)
     pen = Edges(glyphs)
     glyphs[names[ord(character)]].draw(pen)
     if not pen.edges:
@@ -264,6 +265,7 @@ def _outline(character: str, font: str) -> NDArray[np.float64]:
 @cache
 def _font(name: str) -> tuple[dict[int, str], Any]:
     """Returns glyph names by code point, and glyphs by name."""
+    require("fonttools", "matplotlib", extra="demo", feature="drawing this task")
     from fontTools.ttLib import TTFont
 
     def parse(data: bytes) -> tuple[dict[int, str], Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 
+from kfacpack._compat import require
 from kfacpack.errors import KfacpackError
 from kfacpack.experiments.report_accuracy import by_task, headline, negation, over_alpha, summary
 from kfacpack.experiments.report_analysis import bundles, disentanglement, drift, localisation, provenance, spectra
@@ -97,7 +98,8 @@ def report(
         The path of the page.
 
     Raises:
-        KfacpackError: If the results are missing or invalid, or the page cannot be written.
+        KfacpackError: If the results are missing or invalid, the page cannot be written, or a package of the extra
+            `report` is not installed.
 
     Example:
         >>> import kfacpack as kp
@@ -106,6 +108,7 @@ def report(
     """
     folder, page = Path(run_dir), Path(output)
     _check_output(folder, page)
+    require(extra="report", feature="a report")
     content = compose(read_results(folder), read_times(folder))
     drawings = _draw(content, page.parent / "figures", on_progress or (lambda done, total: None))
     html = render_page(content, drawings)

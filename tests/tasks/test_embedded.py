@@ -214,7 +214,7 @@ def test_data_with_another_digest_is_refused(own_cache):
 
 def test_a_missing_or_damaged_package_is_refused(tmp_path, monkeypatch):
     absent = PackageData("no-such-thing", "no_such_thing", tested="1.0")
-    with refused(KfacpackError, "no-such-thing, which is not installed", "pip install no-such-thing"):
+    with refused(KfacpackError, "no-such-thing, which is not installed", "pip install 'kfacpack[demo]'"):
         absent.read("data.csv.gz", bytes)
     (tmp_path / "hollow_package").mkdir()
     (tmp_path / "hollow_package" / "__init__.py").write_text("raise RuntimeError('imported')")

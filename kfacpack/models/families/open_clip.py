@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kfacpack._compat import compiler_deferred, make_torchvision_importable, silence_logging
+from kfacpack._compat import compiler_deferred, make_torchvision_importable, require, silence_logging
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS, register
 from kfacpack.errors import KfacpackError, first_line
 from kfacpack.format.container import Container
@@ -70,6 +70,7 @@ class OpenClipFamily:
         as open_clip configures it, and `ViT-B-32/openai` with a file uses QuickGELU, as those weights need.
         """
         spec, weights, image_size, dtype, device, seed, _ = request
+        require("open_clip_torch")
         with compiler_deferred():
             make_torchvision_importable()
             import open_clip

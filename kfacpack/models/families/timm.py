@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from kfacpack._compat import compiler_deferred, make_torchvision_importable, silence_logging
+from kfacpack._compat import compiler_deferred, make_torchvision_importable, require, silence_logging
 from kfacpack.errors import KfacpackError, first_line
 from kfacpack.format.container import Container
 from kfacpack.format.manifest import Function
@@ -43,6 +43,7 @@ class TimmFamily:
     def load(self, request: ModelRequest) -> Model:
         """Loads a model. A weights file may have a different classifier than the published weights, or none."""
         name, weights, image_size, dtype, device, seed, _ = request
+        require(extra="timm", feature=f"timm:{name}")
         with compiler_deferred():
             make_torchvision_importable()
             from timm.data.config import resolve_model_data_config

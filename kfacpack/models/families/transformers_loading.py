@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kfacpack._compat import make_torchvision_importable, silence_logging
+from kfacpack._compat import make_torchvision_importable, require, silence_logging
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.models.model import ModelRequest, seeded_rng
 from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, check_safetensors, format_call, weights_error
@@ -51,6 +51,7 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
         KfacpackError: They cannot be loaded, or an image size is requested.
     """
     name = request.name
+    require("transformers", feature=f"{prefix}:{name}")
     if request.image_size is not None:
         raise KfacpackError(f"{prefix}:{name} is a text model and takes no image size")
     looks_local = name.startswith((".", "/", "~"))
