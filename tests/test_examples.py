@@ -16,12 +16,12 @@ from kfacpack.curvature.blocks import gather
     ("name", "most"), [("loop_pytorch", 0.5), ("loop_accelerate", 0.5), ("loop_trainer", 0.7), ("loop_peft", 0.7)]
 )
 def test_the_penalty_lowers_the_drift(name, most, capsys):
-    found = importlib.import_module(name).main()
+    results = importlib.import_module(name).main()
     printed = capsys.readouterr().out
-    for free in (key for key in found if "without" in key):
+    for free in (key for key in results if "without" in key):
         held = free.replace("without", "with the penalty")
-        assert found[held]["drift"] < most * found[free]["drift"]
-        assert found[held]["loss"] < 1.5
+        assert results[held]["drift"] < most * results[free]["drift"]
+        assert results[held]["loss"] < 1.5
         assert free in printed
         assert held in printed
 
@@ -39,10 +39,10 @@ def test_a_lora_has_the_gradient_of_the_dense_form():
     )
     config = example.LoraConfig(r=3, lora_alpha=5, target_modules=["query", "value", "attention.output.dense"])
     lora = example.get_peft_model(model, config)
-    factors = {name: each for name, each in lora.named_parameters() if each.requires_grad}
+    factors = {name: parameter for name, parameter in lora.named_parameters() if parameter.requires_grad}
     generator = torch.Generator().manual_seed(0)
-    for each in factors.values():
-        each.data = torch.randn(each.shape, generator=generator)
+    for parameter in factors.values():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
     tau = example.changes(lora)
     assert {name for name in tau if "layer.1" in name} == {
         f"bert.encoder.layer.1.attention.{part}.weight" for part in ("self.query", "self.value", "output.dense")
@@ -50,7 +50,7 @@ def test_a_lora_has_the_gradient_of_the_dense_form():
 
     regularizer = kp.Regularizer(bundle, strength=0.7)
     value = regularizer.loss(tau)
-    found = torch.autograd.grad(value, list(factors.values()), allow_unused=True)
+    gradients = torch.autograd.grad(value, list(factors.values()), allow_unused=True)
 
     shapes = {p.name: p.shape for p in bundle.about.base.parameters}
     exact = torch.zeros((), dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_a_lora_has_the_gradient_of_the_dense_form():
             exact = exact + 0.7 / regularizer.output_scale * (x @ dense_block(block) @ x)
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=0)
     expected = torch.autograd.grad(exact, list(factors.values()), allow_unused=True)
-    for name, ours, true in zip(factors, found, expected, strict=True):
+    for name, ours, true in zip(factors, gradients, expected, strict=True):
         assert (ours is not None and bool(ours.any())) == ("layer.1.attention" in name)
         if true is not None:
             torch.testing.assert_close(ours, true, rtol=1e-5, atol=1e-5 * float(true.abs().max()))

@@ -45,8 +45,8 @@ def test_every_form_is_exported_dense(hold, tmp_path):
     curvature = small_curvature(hold)
     tau = random_tau(curvature)
     kp.export(curvature, tmp_path / "factors.safetensors")
-    found = quadratic(tmp_path / "factors.safetensors", tau)
-    assert found == pytest.approx(float(curvature.quadratic(tau)), rel=1e-5)
+    exported = quadratic(tmp_path / "factors.safetensors", tau)
+    assert exported == pytest.approx(float(curvature.quadratic(tau)), rel=1e-5)
 
 
 def test_every_term_of_a_merged_bundle_is_exported(tmp_path):

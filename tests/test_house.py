@@ -198,7 +198,7 @@ def unspecific_checks(source: str) -> list[str]:
         for item in node.items
         if item.optional_vars
     }
-    found = []
+    checks = []
     for call in ast.walk(tree):
         if not isinstance(call, ast.Call) or not call.args:
             continue
@@ -209,8 +209,8 @@ def unspecific_checks(source: str) -> list[str]:
         else:
             unspecific = name == "pytest.raises" and not call.keywords and call not in bound
         if unspecific and error in GENERAL_ERRORS:
-            found.append(f"line {call.lineno}: {ast.unparse(call)}")
-    return found
+            checks.append(f"line {call.lineno}: {ast.unparse(call)}")
+    return checks
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))

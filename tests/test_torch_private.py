@@ -169,8 +169,8 @@ def test_convolution_arguments():
 
 def test_embedding_arguments():
     indices = torch.tensor([[0, 2], [1, 1]])
-    found, padding, by_frequency = _torch.embedding_arguments(F.embedding(indices, leaf(3, 4)).grad_fn)
-    assert torch.equal(found, indices)
+    saved_indices, padding, by_frequency = _torch.embedding_arguments(F.embedding(indices, leaf(3, 4)).grad_fn)
+    assert torch.equal(saved_indices, indices)
     assert (padding, by_frequency) == (-1, False)
     f = F.embedding(indices, leaf(3, 4), padding_idx=1, scale_grad_by_freq=True)
     assert _torch.embedding_arguments(f.grad_fn)[1:] == (1, True)

@@ -96,7 +96,7 @@ def main(folder: Path) -> int:
         times["load"].append(seconds(lambda: load_everything(ours)))
         times["check"].append(seconds(lambda: check_everything(ours)))
         times["open"].append(seconds(lambda: kp.Bundle(ours)))
-    best = {key: min(found) for key, found in times.items()}
+    best = {key: min(rounds) for key, rounds in times.items()}
     size, plain_size = ours.stat().st_size, plain.stat().st_size
 
     per_byte = (size / best["ours"]) / (plain_size / best["plain"])

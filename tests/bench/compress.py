@@ -72,7 +72,7 @@ def layer() -> list[tuple[str, float, str, float]]:
             (seconds(lambda: dense.apply(dW)), seconds(lambda s=small: s.apply(dW)), seconds(densified))
             for _ in range(ROUNDS + 1)
         ][1:]
-        full, own, other = (min(each) for each in zip(*times, strict=True))
+        full, own, other = (min(rounds) for rounds in zip(*times, strict=True))
         difference = float((small.apply(dW) - densified()).norm() / densified().norm())
         share = sum(matrix.for_storage().nbytes for matrix in (b, a)) / plain_bytes
         print(f"{spec:18}{share:8.2%}{own / full:9.3f}{other / full:16.3f}{difference:12.1e}")
@@ -92,13 +92,16 @@ def budget(folder: Path) -> list[tuple[str, float, str, float]]:
     print(f"tiny on mnist, {file_size(digits) / 1e6:.1f} MB; relative errors of quadratic on random τ")
     for spec in UNIFORM:
         uniform, loss = compress_with(digits, choose_codecs(digits, spec, None))
-        chosen, found = compress_with(digits, choose_codecs(digits, None, file_size(uniform)))
+        chosen, budget_loss = compress_with(digits, choose_codecs(digits, None, file_size(uniform)))
         size, smaller = file_size(uniform), file_size(chosen)
         print(
             f"{spec:18}{size / 1e6:8.3f} MB {loss.moments.quadratic:9.2e}   budget {smaller / 1e6:8.3f} MB "
-            f"{found.moments.quadratic:9.2e}   along the curvature {loss.moments.along:9.2e} {found.moments.along:9.2e}"
+            f"{budget_loss.moments.quadratic:9.2e}   along the curvature {loss.moments.along:9.2e} "
+            f"{budget_loss.moments.along:9.2e}"
         )
-        promises.append((f"budget of {spec}'s size: its error", found.moments.quadratic, "<=", loss.moments.quadratic))
+        promises.append(
+            (f"budget of {spec}'s size: its error", budget_loss.moments.quadratic, "<=", loss.moments.quadratic)
+        )
         promises.append((f"budget of {spec}'s size: its bytes", smaller, "<=", size))
     return promises
 

@@ -57,8 +57,8 @@ class Embedding(nn.Module):
             parameter.requires_grad_(not any(part in FROZEN for part in name.split(".")))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.tower(x)
-        return nn.functional.normalize(getattr(found, "image_embeds", found), dim=-1)
+        output = self.tower(x)
+        return nn.functional.normalize(getattr(output, "image_embeds", output), dim=-1)
 
 
 def transformers_tower(layers: int, width: int) -> nn.Module:
@@ -86,12 +86,12 @@ def data() -> list[torch.Tensor]:
 # Measuring
 
 
-def check(name: str, found: Found) -> int:
+def check(name: str, result: Found) -> int:
     """Numbers covered, after a look at the factors."""
-    assert name == "plain" or found.matrices, f"{name} made no factors"
-    factors = (getattr(matrix, "components", {"data": matrix})["data"] for matrix in found.matrices)
+    assert name == "plain" or result.matrices, f"{name} made no factors"
+    factors = (getattr(matrix, "components", {"data": matrix})["data"] for matrix in result.matrices)
     assert all(bool(factor.isfinite().all()) for factor in factors), f"{name}'s factors are not finite"
-    return found.covered
+    return result.covered
 
 
 def times(models: dict[str, nn.Module], names: list[str], rounds: int) -> tuple[dict[Any, float], dict[Any, int]]:
@@ -106,11 +106,11 @@ def times(models: dict[str, nn.Module], names: list[str], rounds: int) -> tuple[
             for name in names:
                 gc.collect()
                 start = time.perf_counter()
-                found = CONTENDERS[name](model, batches)
+                result = CONTENDERS[name](model, batches)
                 taken = time.perf_counter() - start
                 best[key, name] = min(taken, best.get((key, name), taken))
-                covered[key, name] = check(name, found)
-                del found
+                covered[key, name] = check(name, result)
+                del result
     return best, covered
 
 
@@ -125,9 +125,9 @@ def peak(model: nn.Module, name: str) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
-    found = CONTENDERS[name](model, batches)
+    result = CONTENDERS[name](model, batches)
     extra = memory("VmHWM") - before
-    check(name, found)
+    check(name, result)
     return extra
 
 

@@ -86,8 +86,8 @@ class Steps:
 
     def jvp(self) -> tuple[Tensor, ...]:
         def f(chosen: dict[str, Tensor]) -> Tensor:
-            found: Tensor = torch.func.functional_call(self.model, {**self.base, **chosen}, (self.x,))
-            return found
+            output: Tensor = torch.func.functional_call(self.model, {**self.base, **chosen}, (self.x,))
+            return output
 
         torch.backends.mha.set_fastpath_enabled(False)
         with sdpa_kernel(SDPBackend.MATH):
@@ -117,9 +117,9 @@ def peak(steps: Steps, name: str) -> int:
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
-    found = CONTENDERS[name](steps)
+    gradients = CONTENDERS[name](steps)
     extra = memory("VmHWM") - before
-    assert all(bool(each.isfinite().all()) for each in found)
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients)
     return extra
 
 
@@ -175,12 +175,12 @@ def main(rounds: int, small: bool) -> int:
     slower = seconds["linearised"] / seconds["plain"]
     faster = seconds["jvp"] / seconds["linearised"]
     larger = peaks["linearised"] / peaks["plain"]
-    made = [
+    promises = [
         ("time / plain", slower, "<=", SLOWER),
         ("torch.func.jvp's time / ours", faster, ">=", FASTER),
         ("peak memory / plain", larger, "<=", LARGER),
     ]
-    return 0 if kept(made) or small else 1
+    return 0 if kept(promises) or small else 1
 
 
 def arguments() -> argparse.Namespace:

@@ -43,11 +43,11 @@ def write_bundles(folder: Path, count: int) -> list[Path]:
     """Bundles of different tasks. The numbers are the same in all of them; neither time nor memory depends on them."""
     generator = torch.Generator().manual_seed(0)
     triangles = {side: torch.randn(side * (side + 1) // 2, generator=generator) for side in SIDES}
-    made = tower("ViT-B-32", LAYERS, lambda side: kp.Packed(side, InMemoryTensors(data=triangles[side])))
+    curvature = tower("ViT-B-32", LAYERS, lambda side: kp.Packed(side, InMemoryTensors(data=triangles[side])))
     paths = [folder / f"task{number}.kfac" for number in range(count)]
     for number, path in enumerate(paths):
         source = kp.Source(task=path.stem, dataset_size=1000 + number)
-        kp.Curvature(made.blocks, made.about.model_copy(update={"source": source})).save(path)
+        kp.Curvature(curvature.blocks, curvature.about.model_copy(update={"source": source})).save(path)
     return paths
 
 
@@ -55,10 +55,10 @@ def merge(paths: list[Path], output: Path) -> tuple[float, int]:
     """Seconds, as the command itself counts them, and the process's peak memory in bytes."""
     arguments = [sys.executable, "-c", MERGE, "merge", *map(str, paths), "-o", str(output), "--json"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    said, _, last = done.stdout.rstrip().rpartition("\n")
+    summary, _, last = done.stdout.rstrip().rpartition("\n")
     code, peak = map(int, last.split())
     assert code == 0, done.stderr
-    return float(json.loads(said)["seconds"]), peak * 1024
+    return float(json.loads(summary)["seconds"]), peak * 1024
 
 
 def hashing(paths: list[Path]) -> float:
@@ -82,7 +82,7 @@ def main(folder: Path, counts: list[int]) -> int:
     peaks = {count: merge(paths[:count], output)[1] for count in counts}
     timed = paths[: min(TIMED, most)]
     times = [(hashing(timed), merge(timed, output)[0]) for _ in range(ROUNDS)]
-    hashed, merged = (min(each) for each in zip(*times, strict=True))
+    hashed, merged = (min(rounds) for rounds in zip(*times, strict=True))
     print(f"{len(SHAPES) * LAYERS} blocks, {paths[0].stat().st_size / 1e6:.0f} MB a bundle")
     for count, peak in peaks.items():
         print(f"  merging {count}: peak {peak / 1e6:.0f} MB")

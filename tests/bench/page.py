@@ -60,15 +60,15 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self._to, json.dumps(message).encode() + b"\0")
         while True:
-            said = self._next()
-            if said.get("id") == number:
-                if "error" in said:
-                    raise SystemExit(f"{method}: {said['error']['message']}")
-                return said["result"]
-            self.events.append(said)
+            reply = self._next()
+            if reply.get("id") == number:
+                if "error" in reply:
+                    raise SystemExit(f"{method}: {reply['error']['message']}")
+                return reply["result"]
+            self.events.append(reply)
 
     def wait_for(self, event: str) -> None:
-        while not any(said.get("method") == event for said in self.events):
+        while not any(message.get("method") == event for message in self.events):
             self.events.append(self._next())
 
     def _next(self) -> dict[str, Any]:
@@ -95,22 +95,22 @@ def look(browser: Browser, page: Path, width: int, theme: str, media: str, out: 
             "value"
         ]
 
-    value("Promise.all([...document.images].map(each => each.decode())).then(() => true)")
+    value("Promise.all([...document.images].map(image => image.decode())).then(() => true)")
     shown = value("document.documentElement.scrollWidth")
-    unseen = value("[...document.images].filter(each => !each.naturalWidth).length")
+    unseen = value("[...document.images].filter(image => !image.naturalWidth).length")
     size = browser.ask("Page.getLayoutMetrics")["cssContentSize"]
     clip = {"x": 0, "y": 0, "width": width, "height": size["height"], "scale": 1}
     picture = browser.ask("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
     (out / f"{width}-{theme if media == 'screen' else media}.png").write_bytes(base64.b64decode(picture))
     problems = [f"is {shown} pixels wide on a screen of {width}"] if shown > width else []
     problems += [f"{unseen} pictures are not shown"] if unseen else []
-    for said in browser.events:
-        params = said.get("params", {})
-        if said["method"] == "Network.requestWillBeSent":
+    for message in browser.events:
+        params = message.get("params", {})
+        if message["method"] == "Network.requestWillBeSent":
             url = params["request"]["url"]
             if not url.startswith("data:") and url != page.as_uri():
                 problems.append(f"asks for {url}")
-        elif said["method"] in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
+        elif message["method"] in ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"):
             problems.append(f"says in the console: {json.dumps(params)[:400]}")
     return problems
 

@@ -104,7 +104,7 @@ def kronfluence(model: nn.Module, batches: list[torch.Tensor]) -> Found:
     model = prepare_model(only(model, layers), task)
     fit: Any = fit_covariance_matrices_with_loader
     _, factors = fit(model, State(cpu=True), task, batches, FactorArguments(strategy="kfac"), disable_tqdm=True)
-    matrices = [factor for found in factors.values() for factor in found.values() if factor.ndim == 2]
+    matrices = [factor for group in factors.values() for factor in group.values() if factor.ndim == 2]
     assert len(matrices) == 2 * len(layers), "kronfluence left layers out"
     return Found(matrices, covered)
 

@@ -36,11 +36,11 @@ LINEARISED = 5 / 3
 def curvature_of(hold: Callable[[Tensor], kp.Dense | kp.BlockDiagonal], layers: int) -> kp.Curvature:
     """Layers share their matrices: the time of a product does not depend on the numbers in it."""
     generator = torch.Generator().manual_seed(0)
-    made = {}
+    matrices = {}
     for side in SIDES:
         factor = torch.randn(side, 64, generator=generator)
-        made[side] = hold(factor @ factor.T / 64)
-    return tower("ViT-B-32", layers, made.__getitem__)
+        matrices[side] = hold(factor @ factor.T / 64)
+    return tower("ViT-B-32", layers, matrices.__getitem__)
 
 
 def by_autograd(curvature: kp.Curvature, tau: dict[str, Tensor]) -> Callable[[], Tensor]:
@@ -105,7 +105,7 @@ def main(rounds: int, layers: int) -> int:
     for _ in range(rounds):
         for name, run in runs.items():
             times[name].append(timed(run))
-    seconds = {name: median(each) for name, each in times.items()}
+    seconds = {name: median(rounds) for name, rounds in times.items()}
     step = seconds["step"] * layers * STEP_BATCH / BATCH * LINEARISED
     print(f"{len(dense.blocks)} blocks of a ViT-B/32, {torch.get_num_threads()} threads, median of {rounds}")
     for name, word in (("autograd", "autograd of the trace"), ("dense", "closed form"), ("block:8", "with block:8")):

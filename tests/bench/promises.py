@@ -10,7 +10,7 @@ RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, "==": opera
 
 def kept(promises: Sequence[tuple[str, float, str, float]]) -> bool:
     """Prints each promise, (what, found, relation, bound); whether all hold."""
-    held = [bool(RELATIONS[relation](found, bound)) for _, found, relation, bound in promises]
-    for holds, (what, found, relation, bound) in zip(held, promises, strict=True):
-        print(f"  {'holds' if holds else 'FAILS'}  {what}: {found:.3g} (promised {relation} {bound:.3g})")
+    held = [bool(RELATIONS[relation](value, bound)) for _, value, relation, bound in promises]
+    for holds, (what, value, relation, bound) in zip(held, promises, strict=True):
+        print(f"  {'holds' if holds else 'FAILS'}  {what}: {value:.3g} (promised {relation} {bound:.3g})")
     return all(held)

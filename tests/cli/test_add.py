@@ -23,7 +23,7 @@ def run(*arguments, code=0):
     return done
 
 
-def made(model, task, seed, regime="full", size=0.01):
+def random_vector(model, task, seed, regime="full", size=0.01):
     generator = torch.Generator().manual_seed(seed)
     state = {name: value for name, value in model.module.state_dict().items() if name.startswith(PREFIX)}
     tensors = {name: size * torch.randn(value.shape, generator=generator) for name, value in state.items()}
@@ -44,10 +44,10 @@ def tiny():
 def vectors(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("vectors")
     for number, task in enumerate(("one", "two", "three")):
-        made(tiny, task, number).save(folder / f"{task}.safetensors")
-        made(tiny, task, number, "linear").save(folder / f"{task}-linear.safetensors")
-    made(kp.load_model("tiny", weights="random"), "four", 4).save(folder / "other-base.safetensors")
-    made(tiny, "one", 9).save(folder / "other-head.safetensors")
+        random_vector(tiny, task, number).save(folder / f"{task}.safetensors")
+        random_vector(tiny, task, number, "linear").save(folder / f"{task}-linear.safetensors")
+    random_vector(kp.load_model("tiny", weights="random"), "four", 4).save(folder / "other-base.safetensors")
+    random_vector(tiny, "one", 9).save(folder / "other-head.safetensors")
     kp.add([folder / "one.safetensors", folder / "two.safetensors"]).save(folder / "sum.safetensors")
     return folder
 
@@ -145,7 +145,7 @@ def test_a_linearised_vector_comes_with_a_note(vectors, tmp_path):
 def test_a_model_in_half_precision_and_at_another_size(tmp_path):
     """The dtype of the base model comes from the vector, the image size from the option."""
     base = kp.load_model("tiny", image_size=64, dtype=torch.bfloat16)
-    made(base, "one", 1).save(tmp_path / "one.safetensors")
+    random_vector(base, "one", 1).save(tmp_path / "one.safetensors")
     one, whole = tmp_path / "one.safetensors", tmp_path / "whole.safetensors"
     common = ["add", one, "-o", tmp_path / "sum.safetensors", "--save-model", whole]
     result = json.loads(run(*common, "--image-size", 64, "--json").stdout)

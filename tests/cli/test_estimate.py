@@ -55,21 +55,21 @@ def pictures(tmp_path_factory):
 
 @pytest.fixture
 def bundle(tmp_path):
-    return tmp_path / "made.kfac"
+    return tmp_path / "estimate.kfac"
 
 
 def test_a_bundle_from_a_folder_of_pictures(pictures, bundle):
     done = run("estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--json")
-    said = json.loads(done.stdout)
-    assert said["path"] == str(bundle)
-    assert (said["examples"], said["dataset_size"], said["bytes"]) == (22, 22, bundle.stat().st_size)
+    output = json.loads(done.stdout)
+    assert output["path"] == str(bundle)
+    assert (output["examples"], output["dataset_size"], output["bytes"]) == (22, 22, bundle.stat().st_size)
     assert not done.stderr
     about = kp.load(bundle).about
     assert (about.base.family, about.base.name, about.base.revision) == ("timm", "test_vit", "random-0")
     assert (about.source.task, about.source.split, about.source.examples) == ("light", "train", 22)
     assert about.estimate.probes == 1
     assert kp.verify(bundle).holds
-    assert sorted(path.name for path in bundle.parent.iterdir()) == ["made.kfac"]
+    assert sorted(path.name for path in bundle.parent.iterdir()) == ["estimate.kfac"]
 
 
 def test_the_same_command_gives_the_same_bytes_and_another_seed_others(pictures, tmp_path):
@@ -94,14 +94,14 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(pictures, bundle):
         "peak memory",
     ):
         assert words in shown
-    said = json.loads(run(*common, "--json").stdout)
+    plan = json.loads(run(*common, "--json").stdout)
     assert not bundle.exists()
     run(*common[:-1])
     manifest = kp.Bundle(bundle).manifest
-    assert [block["name"] for block in said["blocks"]] == [block.name for block in manifest.blocks]
+    assert [block["name"] for block in plan["blocks"]] == [block.name for block in manifest.blocks]
     tensors = kp.Bundle(bundle).tensors.values()
-    assert said["bytes"] == sum(tensor.nbytes for tensor in tensors)
-    assert {"pos_embed", "patch_embed.proj.weight", "blocks.0.norm1.weight"} <= set(said["frozen"])
+    assert plan["bytes"] == sum(tensor.nbytes for tensor in tensors)
+    assert {"pos_embed", "patch_embed.proj.weight", "blocks.0.norm1.weight"} <= set(plan["frozen"])
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +122,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
         "from kfacpack.estimation.accumulator import CurvatureAccumulator\n"
         "from kfacpack.estimation.task_estimate import TaskEstimate\n"
         "add_batch = CurvatureAccumulator.add_batch\n"
-        "CurvatureAccumulator.add_batch = lambda *given: (time.sleep(0.2), add_batch(*given))[1]\n"
+        "CurvatureAccumulator.add_batch = lambda *args: (time.sleep(0.2), add_batch(*args))[1]\n"
         "TaskEstimate.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
@@ -167,7 +167,7 @@ def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
 
 
 def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
-    bundle.with_name("made.kfac.partial").write_bytes(b"no such thing")
+    bundle.with_name("estimate.kfac.partial").write_bytes(b"no such thing")
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle]
     assert "Remove it" in run(*common, "--resume", code=2).stderr
 

@@ -52,8 +52,8 @@ def things(tmp_path_factory):
         split = task.split("train")
         batch = model.prepare([split[number] for number in range(len(split))], name)
         result = {"name": model.name, "function": model.function, "source": kp.Source(task=name, dataset_size=12)}
-        made = kp.estimate(model.module, [batch], params=list(PARAMS), forward=model.forward, **result)
-        made.save(folder / f"{name}.kfac")
+        curvature = kp.estimate(model.module, [batch], params=list(PARAMS), forward=model.forward, **result)
+        curvature.save(folder / f"{name}.kfac")
     both = sum(kp.TaskVector.load(folder / f"{name}.safetensors") for name in ("morning", "evening"))
     both.save(folder / "both.safetensors")
     kp.merge([kp.load(folder / f"{name}.kfac") for name in ("morning", "evening")]).save(folder / "both.kfac")

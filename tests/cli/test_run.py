@@ -43,7 +43,7 @@ def test_run_prints_a_table_and_writes_a_report(finished):
     for words in ("individual", "recovered", "without", "kfac", "report.html", "of memory"):
         assert words in printed
     assert {"results.json", "times.json", "report.html", "report.json", "figures"} <= {
-        each.name for each in (folder / "out").iterdir()
+        file.name for file in (folder / "out").iterdir()
     }
 
 
@@ -72,7 +72,7 @@ def test_recorded_commands_use_existing_options(finished):
     kinds = {command.split()[1] for command in commands}
     assert kinds == {"estimate", "merge", "train", "add"}
     for kind in kinds:
-        command = next(each for each in commands if each.split()[1] == kind)
+        command = next(text for text in commands if text.split()[1] == kind)
         options = [word for word in command.split() if word.startswith("--")]
         known = run(kind, "--help").stdout
         assert all(option in known for option in options)

@@ -42,11 +42,11 @@ def test_a_vector_with_a_penalty(bundles, tmp_path):
     output = tmp_path / "digits.safetensors"
     done = run("train", "--task", "digits", *FEW, "--steps", 3, "--reg", bundles / "mnist.kfac", "-o", output, "--json")
     assert done.exit_code == 0, done.stderr
-    said = json.loads(done.stdout)
+    summary = json.loads(done.stdout)
     vector = kp.TaskVector.load(output)
-    assert (said["path"], said["sha256"], said["bytes"]) == (str(output), vector.digest, output.stat().st_size)
-    assert (said["held"], said["steps"], said["regime"]) == (["mnist"], 3, "linear")
-    assert said["penalty"] > 0
+    assert (summary["path"], summary["sha256"], summary["bytes"]) == (str(output), vector.digest, output.stat().st_size)
+    assert (summary["held"], summary["steps"], summary["regime"]) == (["mnist"], 3, "linear")
+    assert summary["penalty"] > 0
     assert len((tmp_path / "digits.metrics.jsonl").read_text().splitlines()) == 3
     assert vector.about.tasks[0].training.bundles == (kp.Bundle(bundles / "mnist.kfac").digest,)
     scores = json.loads(run("eval", "--task", "digits", "--vector", output, "--examples", 40, "--json").stdout)
@@ -120,7 +120,7 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
         "import time\n"
         "from kfacpack.training.trainer import Trainer\n"
         "add_gradient = Trainer._add_loss_gradient\n"
-        "Trainer._add_loss_gradient = lambda *given: (time.sleep(0.1), add_gradient(*given))[1]\n"
+        "Trainer._add_loss_gradient = lambda *args: (time.sleep(0.1), add_gradient(*args))[1]\n"
         "Trainer.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
@@ -142,7 +142,7 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
     assert parts.read_bytes() == whole.read_bytes()
     assert metrics.read_text() == whole.with_suffix(".metrics.jsonl").read_text()
     for path in (parts, whole):
-        assert sorted(each.name for each in path.parent.iterdir()) == [f"{path.stem}.metrics.jsonl", path.name]
+        assert sorted(file.name for file in path.parent.iterdir()) == [f"{path.stem}.metrics.jsonl", path.name]
 
 
 @pytest.mark.parametrize("penalty", ["--reg", "--reg-data"])
@@ -199,7 +199,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
 def test_wrong_input_is_told_and_nothing_is_written(bundles, tmp_path, wrong, words):
-    arguments = [str(bundles / "mnist.kfac") if each == "BUNDLE" else each for each in wrong]
+    arguments = [str(bundles / "mnist.kfac") if argument == "BUNDLE" else argument for argument in wrong]
     task = [] if "--task" in wrong else ["--task", "digits"]
     output = [] if "-o" in wrong else ["-o", tmp_path / "t.safetensors"]
     done = run("train", *task, *output, *arguments)

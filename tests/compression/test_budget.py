@@ -32,9 +32,9 @@ def digits() -> kp.Curvature:
 @pytest.mark.parametrize("spec", SINGLE)
 def test_a_budget_has_a_smaller_error_than_one_codec_for_all(digits, spec):
     uniform, loss = compress_with(digits, choose_codecs(digits, spec, None))
-    chosen, found = compress_with(digits, choose_codecs(digits, None, file_size(uniform)))
+    chosen, budget_loss = compress_with(digits, choose_codecs(digits, None, file_size(uniform)))
     assert file_size(chosen) <= file_size(uniform)
-    assert found.moments.quadratic <= loss.moments.quadratic
+    assert budget_loss.moments.quadratic <= loss.moments.quadratic
 
 
 @pytest.mark.parametrize("budget", ["40%", "20%", "10%", "60kB"])

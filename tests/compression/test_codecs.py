@@ -146,8 +146,8 @@ def test_pruning_keeps_the_largest_entries_and_the_first_of_equal_ones(side, see
     count = min(round(percent / 100 * len(values)), int(values.count_nonzero()))
     kept = sorted(values.abs().argsort(descending=True, stable=True)[:count].tolist())
     encoded = Sparse.from_dense(full, percent / 100)
-    found = zip(encoded.components["rows"].tolist(), encoded.components["columns"].tolist(), strict=True)
-    assert list(found) == [places[k] for k in kept]
+    positions = zip(encoded.components["rows"].tolist(), encoded.components["columns"].tolist(), strict=True)
+    assert list(positions) == [places[k] for k in kept]
     assert torch.equal(encoded.components["data"], values[kept])
 
 
@@ -168,9 +168,9 @@ def test_sparse_matmul_agrees_with_the_dense_product_and_its_gradient(width):
     for percent in (1, 30):
         encoded = Sparse.from_dense(random_psd(200, 0), percent / 100)
         x = torch.randn(width, 200, generator=torch.Generator().manual_seed(0)).T.requires_grad_()
-        found = encoded.matmul(x)
-        torch.testing.assert_close(found, encoded.dense() @ x)
-        (gradient,) = torch.autograd.grad(found.sum(), x)
+        product = encoded.matmul(x)
+        torch.testing.assert_close(product, encoded.dense() @ x)
+        (gradient,) = torch.autograd.grad(product.sum(), x)
         torch.testing.assert_close(gradient, encoded.dense() @ torch.ones(200, width))
 
 

@@ -31,13 +31,13 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
     after, report = compressed(before, spec)
     losses, sizes, traces, lost_traces = [], [], [], []
     for old, new, block_report in zip(before.blocks, after.blocks, report.blocks, strict=True):
-        G, found = dense_block(old), dense_block(new)
-        lost, size = (G - found).square().sum(), G.square().sum()
-        trace, lost_trace = G.trace(), (G - found).trace()
+        G, compressed_G = dense_block(old), dense_block(new)
+        lost, size = (G - compressed_G).square().sum(), G.square().sum()
+        trace, lost_trace = G.trace(), (G - compressed_G).trace()
         assert block_report.moments.frobenius == pytest.approx(float((lost / size).sqrt()), rel=1e-4, abs=1e-9)
         expected = float(((2 * lost + lost_trace**2) / (2 * size + trace**2)).sqrt())
         assert block_report.moments.quadratic == pytest.approx(expected, rel=1e-4, abs=1e-9)
-        along = float(((G - found) * G).sum().abs() / size)
+        along = float(((G - compressed_G) * G).sum().abs() / size)
         assert block_report.moments.along == pytest.approx(along, rel=1e-3, abs=1e-7)
         if block_report.step:
             assert new.losses[-1].step == block_report.step
@@ -45,7 +45,7 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
             assert new.losses[-1].quadratic == pytest.approx(block_report.moments.quadratic, rel=1e-5)
         else:
             assert new.losses == old.losses
-            assert torch.equal(G, found)
+            assert torch.equal(G, compressed_G)
         losses, sizes = [*losses, lost], [*sizes, size]
         traces, lost_traces = [*traces, trace], [*lost_traces, lost_trace]
     assert report.moments.frobenius == pytest.approx(float((sum(losses) / sum(sizes)) ** 0.5), rel=1e-4)
@@ -69,8 +69,8 @@ def test_the_error_on_a_given_task_vector():
     before = small_curvature("packed", out=9, inputs=10)
     tau = random_tau(before, 5)
     after, report = compressed(before, "block:2+int8", vector=tau.__getitem__)
-    q, found = float(before.quadratic(tau)), float(after.quadratic(tau))
-    assert report.on_vector == pytest.approx((q, found), rel=1e-5)
+    q, compressed_q = float(before.quadratic(tau)), float(after.quadratic(tau))
+    assert report.on_vector == pytest.approx((q, compressed_q), rel=1e-5)
 
 
 def test_very_small_errors_are_not_lost_in_rounding():
@@ -120,7 +120,7 @@ def test_diagonals_are_compared_as_vectors():
     before = [Diagonal.of(diagonal)]
     after = [Diagonal.of(diagonal.bfloat16())]
     side, lost = compare(before, after), diagonal.double() - diagonal.bfloat16().double()
-    found = moments([1.0], [side])
-    assert found.lost == pytest.approx(float(lost.square().sum()))
-    assert found.lost_trace == pytest.approx(float(lost.sum()))
-    assert found.size == pytest.approx(float(diagonal.double().square().sum()))
+    result = moments([1.0], [side])
+    assert result.lost == pytest.approx(float(lost.square().sum()))
+    assert result.lost_trace == pytest.approx(float(lost.sum()))
+    assert result.size == pytest.approx(float(diagonal.double().square().sum()))

@@ -51,8 +51,8 @@ def test_quadratic_and_apply_agree_with_the_dense_kronecker_product(hold, seed):
     applied = curvature.apply(tau)
     assert list(applied) == list(curvature.parameters)
     for (G, v), block in zip(blocks, curvature.blocks, strict=True):
-        found = joined(block, applied).flatten()
-        torch.testing.assert_close(found, G @ v, rtol=1e-5, atol=1e-5 * float((G.abs() @ v.abs()).max()))
+        product = joined(block, applied).flatten()
+        torch.testing.assert_close(product, G @ v, rtol=1e-5, atol=1e-5 * float((G.abs() @ v.abs()).max()))
 
 
 @pytest.mark.parametrize("pack", [True, False])

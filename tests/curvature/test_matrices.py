@@ -106,8 +106,8 @@ def test_shapes_are_those_of_the_format(hold):
     matrix = HOLDS[hold](random_psd(10, 0))
     _, shape = matrix.components.specs["data"]
     stated = LAYOUTS[matrix.form].shapes(matrix.side, shape)
-    found = {name: shape for name, (_, shape) in matrix.components.specs.items()}
-    assert found.items() <= stated.items()
+    shapes = {name: shape for name, (_, shape) in matrix.components.specs.items()}
+    assert shapes.items() <= stated.items()
 
 
 def test_every_form_of_the_format_has_a_class():
@@ -159,8 +159,8 @@ def test_bad_arguments_are_refused():
 @pytest.mark.parametrize("size", [1e-30, 1e-20, 1.0, 1e20, 1e30])
 def test_int8_at_any_magnitude(size):
     full = random_psd(6, 0, torch.float64)
-    found = Packed.from_dense((full * size).float()).quantized().dense(torch.float64) / size
-    assert float((found - full).abs().max()) < 0.01 * float(full.abs().max())
+    dense = Packed.from_dense((full * size).float()).quantized().dense(torch.float64) / size
+    assert float((dense - full).abs().max()) < 0.01 * float(full.abs().max())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

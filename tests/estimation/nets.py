@@ -113,12 +113,12 @@ def jacobian(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
     def f(chosen: dict[str, Tensor], example: Tensor) -> Tensor:
         return functional_call(model, {**state, **chosen}, (example[None],))[0]
 
-    found = []
+    jacobians = []
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels cannot be batched over the outputs
         for example in x:
             jac = jacrev(f)({name: state[name] for name in names}, example)
-            found.append(torch.cat([jac[name].reshape(len(jac[name]), -1) for name in names], dim=1))
-    return torch.stack(found)
+            jacobians.append(torch.cat([jac[name].reshape(len(jac[name]), -1) for name in names], dim=1))
+    return torch.stack(jacobians)
 
 
 def ggn(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
@@ -152,9 +152,9 @@ def _at(model: nn.Module, module: nn.Module, example: Tensor) -> tuple[Tensor, T
             return output + delta
 
         handle = module.register_forward_hook(shift)
-        found = model(example[None])[0]
+        f_value = model(example[None])[0]
         handle.remove()
-        return found
+        return f_value
 
     f(torch.zeros(()))
     return seen["input"], jacrev(f)(torch.zeros_like(seen["output"]))

@@ -100,8 +100,8 @@ def test_any_other_use_has_its_whole_ggn(style):
     model, x = net(use, **parameters), vectors(5)
     block = next(block for block in kp.estimate(model, x.split(3), fisher="exact").blocks if block.name == "w")
     assert isinstance(block.structure, kp.Whole)
-    found = block.structure.matrix.dense(torch.float64)
-    torch.testing.assert_close(found, ggn(model, x, ["w"]), rtol=1e-9, atol=1e-12)
+    G = block.structure.matrix.dense(torch.float64)
+    torch.testing.assert_close(G, ggn(model, x, ["w"]), rtol=1e-9, atol=1e-12)
 
 
 def test_a_projection_that_is_cut_into_parts_has_a_block_for_each():

@@ -70,10 +70,10 @@ def test_factors_are_what_their_definition_says(net, sharing):
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     assert layers
     for layer in layers:
-        found = dict(block_of(curvature, f"{layer}.weight").structure.matrices())
+        matrices = dict(block_of(curvature, f"{layer}.weight").structure.matrices())
         B, A = factors(model, x, layer, reduce=sharing == "reduce")
-        torch.testing.assert_close(found["B"].dense(torch.float64), B, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(found["A"].dense(torch.float64), A, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(matrices["B"].dense(torch.float64), B, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(matrices["A"].dense(torch.float64), A, rtol=1e-9, atol=1e-12)
 
 
 def test_reduce_is_exact_where_positions_are_averaged():
@@ -158,15 +158,15 @@ def test_overlapping_convolutions_count_every_patch(dilation, stride, padding):
             return self.head(self.conv(x).tanh().mean((2, 3)))
 
     model, x = seeded(Net), images()
-    found = dict(block_of(kp.estimate(model, [x], fisher="exact"), "conv.weight").structure.matrices())
+    matrices = dict(block_of(kp.estimate(model, [x], fisher="exact"), "conv.weight").structure.matrices())
     patches = nn.functional.unfold(x, 3, dilation, padding, stride).transpose(1, 2).reshape(-1, 27)
     patches = torch.cat([patches, torch.ones_like(patches[:, :1])], dim=1)
-    torch.testing.assert_close(found["A"].dense(torch.float64), patches.T @ patches / len(patches))
-    assert found["A"].positions == len(patches)
+    torch.testing.assert_close(matrices["A"].dense(torch.float64), patches.T @ patches / len(patches))
+    assert matrices["A"].positions == len(patches)
     out = model.conv(x).detach().requires_grad_()
     g = [torch.autograd.grad(model.head(out.tanh().mean((2, 3)))[:, c].sum(), out)[0] for c in range(3)]
     g = torch.stack(g).movedim(2, -1).reshape(-1, 4)
-    torch.testing.assert_close(found["B"].dense(torch.float64), g.T @ g / len(x))
+    torch.testing.assert_close(matrices["B"].dense(torch.float64), g.T @ g / len(x))
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: Transformer("fused"), lambda: Transformer("split", norm="rms")])
@@ -177,8 +177,8 @@ def test_the_diagonal_is_the_diagonal(make):
     assert set(curvature.parameters) == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
         expected = jacobian(model, x, [name]).square().sum(1).mean(0)
-        found = curvature.apply({name: torch.ones_like(parameter).detach()})[name].flatten()
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        diagonal = curvature.apply({name: torch.ones_like(parameter).detach()})[name].flatten()
+        torch.testing.assert_close(diagonal, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_large_parameters_that_are_no_matrix_get_their_diagonal():

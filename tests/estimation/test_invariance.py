@@ -29,8 +29,8 @@ def assert_same(one, other, rtol=1e-9, atol=1e-12):
             assert (matrix.form, matrix.examples, matrix.positions) == (
                 expected.form, expected.examples, expected.positions,
             )  # fmt: skip
-            found = matrix.dense(torch.float64)
-            torch.testing.assert_close(found, expected.dense(torch.float64), rtol=rtol, atol=atol, msg=ours.name + role)
+            dense = matrix.dense(torch.float64)
+            torch.testing.assert_close(dense, expected.dense(torch.float64), rtol=rtol, atol=atol, msg=ours.name + role)
 
 
 @pytest.mark.parametrize("make", [mlp, Transformer, lambda: Transformer(batch_first=False)])
@@ -101,11 +101,11 @@ def test_a_decoder_of_the_same_length_keeps_all_of_its_positions():
 
     model, batch = seeded(Both), sentences()
     batch["other"] = vectors(8, 7 * 6).reshape(7, 6, 8)
-    found = {block.name: dict(block.structure.matrices()) for block in kp.estimate(model, [batch]).blocks}
+    matrices = {block.name: dict(block.structure.matrices()) for block in kp.estimate(model, [batch]).blocks}
     a = batch["other"].flatten(0, 1)
-    assert found["read.weight"]["A"].positions == len(a)
-    torch.testing.assert_close(found["read.weight"]["A"].dense(torch.float64)[:8, :8], a.T @ a / len(a))
-    assert found["encoder.layer.linear1.weight"]["A"].positions == int(batch["attention_mask"].sum())
+    assert matrices["read.weight"]["A"].positions == len(a)
+    torch.testing.assert_close(matrices["read.weight"]["A"].dense(torch.float64)[:8, :8], a.T @ a / len(a))
+    assert matrices["encoder.layer.linear1.weight"]["A"].positions == int(batch["attention_mask"].sum())
 
 
 def test_the_model_is_as_it_was():
@@ -157,10 +157,10 @@ def test_the_same_call_gives_the_same_bytes(tmp_path):
 def test_models_of_other_types_are_summed_in_float32(dtype):
     model, x = seeded(lambda: Transformer("split")), images()
     exact = kp.estimate(model, x.split(3))
-    found = kp.estimate(model.to(dtype), [part.to(dtype) for part in x.split(3)])
-    assert found.about.estimate.accumulation_dtype == "float32"
-    assert found.about.estimate.model_dtype == str(dtype).removeprefix("torch.")
-    for block, expected in zip(found.blocks, exact.blocks, strict=True):
+    curvature = kp.estimate(model.to(dtype), [part.to(dtype) for part in x.split(3)])
+    assert curvature.about.estimate.accumulation_dtype == "float32"
+    assert curvature.about.estimate.model_dtype == str(dtype).removeprefix("torch.")
+    for block, expected in zip(curvature.blocks, exact.blocks, strict=True):
         for (_, matrix), (_, other) in zip(block.structure.matrices(), expected.structure.matrices(), strict=True):
             assert matrix.dtype is torch.float32
             difference = matrix.dense(torch.float64) - other.dense(torch.float64)

@@ -56,7 +56,7 @@ def test_exact_factors_are_those_of_curvlinops(net, sharing):
     assert layers
     for layer in layers:
         block = next(block for block in ours.blocks if block.name == f"{layer}.weight")
-        found = dict(block.structure.matrices())
+        matrices = dict(block.structure.matrices())
         expected = torch.kron(operator._gradient_covariances[layer], operator._input_covariances[layer]) / 2 / len(x)
-        ours_whole = torch.kron(found["B"].dense(torch.float64), found["A"].dense(torch.float64))
+        ours_whole = torch.kron(matrices["B"].dense(torch.float64), matrices["A"].dense(torch.float64))
         torch.testing.assert_close(ours_whole, expected, rtol=1e-9, atol=1e-12)

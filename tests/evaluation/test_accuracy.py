@@ -50,9 +50,9 @@ def by_colour():
 
 
 def test_the_score_equals_counting_by_hand(eye, task, by_colour):
-    found = evaluate(eye, task, head=by_colour)
-    assert found == Score(correct=10, examples=12)
-    assert found.accuracy == 10 / 12
+    score = evaluate(eye, task, head=by_colour)
+    assert score == Score(correct=10, examples=12)
+    assert score.accuracy == 10 / 12
     assert evaluate(eye, task, head=by_colour, split="train").accuracy == 1
     always_blue = Head(torch.zeros(3, 3), torch.tensor([1.0, 0.0, 0.0]), CLASSES, "prototypes")
     assert evaluate(eye, task, head=always_blue).correct == 5

@@ -30,20 +30,22 @@ def subjects(model):
 def test_by_brute_force(model, subjects, regime):
     vector = made_up(model, regime=regime, size=0.8)
     progress = []
-    found = choose_alpha(
+    choice = choose_alpha(
         model, subjects, vector, ALPHAS, on_progress=lambda done, total: progress.append((done, total))
     )
 
     def accuracies(alpha, split):
-        return [score(model, each.head, getattr(each, split), vector=alpha * vector).accuracy for each in subjects]
+        return [
+            score(model, subject.head, getattr(subject, split), vector=alpha * vector).accuracy for subject in subjects
+        ]
 
     means = {alpha: sum(accuracies(alpha, "validation")) / 2 for alpha in ALPHAS}
     largest = [alpha for alpha in ALPHAS if means[alpha] == max(means.values())]
-    assert found.alpha == min(largest, key=lambda alpha: abs(alpha - 1))
-    assert [each.accuracy for each in found.test.values()] == accuracies(found.alpha, "test")
-    assert found.alphas == tuple(ALPHAS)
+    assert choice.alpha == min(largest, key=lambda alpha: abs(alpha - 1))
+    assert [result.accuracy for result in choice.test.values()] == accuracies(choice.alpha, "test")
+    assert choice.alphas == tuple(ALPHAS)
     for k, alpha in enumerate(ALPHAS):
-        assert [found.validation[name][k].accuracy for name in ("one", "two")] == accuracies(alpha, "validation")
+        assert [choice.validation[name][k].accuracy for name in ("one", "two")] == accuracies(alpha, "validation")
     assert progress[-1][0] == progress[-1][1] == 120 * (1 if regime == "linear" else 5) + 120
     assert sorted(done for done, _ in progress) == [done for done, _ in progress]
 
@@ -58,18 +60,18 @@ def test_test_examples_are_evaluated_at_the_selected_alpha_only(model, subjects)
 
     class Watching(ValidatedTask):
         def split(self, name):
-            found = super().split(name)
+            examples = super().split(name)
             if name == "test":
-                label = found.label
-                found.label = lambda index: (read.append(index), label(index))[1]
-            return found
+                label = examples.label
+                examples.label = lambda index: (read.append(index), label(index))[1]
+            return examples
 
     task = Watching("one", 1, 20)
     subject = SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task))
-    found = choose_alpha(model, [subject], made_up(model), ALPHAS)
+    choice = choose_alpha(model, [subject], made_up(model), ALPHAS)
     assert len(read) == 20, "each label of test is looked at once"
-    assert set(found.test) == {"one"}
-    assert len(found.validation["one"]) == len(ALPHAS)
+    assert set(choice.test) == {"one"}
+    assert len(choice.validation["one"]) == len(ALPHAS)
 
 
 def test_a_task_without_a_validation_split_is_refused():
@@ -78,12 +80,12 @@ def test_a_task_without_a_validation_split_is_refused():
 
 
 def test_normalised_by_the_individual_accuracies(model, subjects):
-    scores = {each.name: score(model, each.head, each.test) for each in subjects}
-    one, two = (each.accuracy for each in scores.values())
-    found = evaluation_result(scores, {"one": 0.5, "two": 0.8})
-    assert found["tasks"]["one"] == {"accuracy": one, "normalized": one / 0.5, "examples": 60}
-    assert found["mean"]["accuracy"] == pytest.approx((one + two) / 2)
-    assert found["mean"]["normalized"] == pytest.approx((one / 0.5 + two / 0.8) / 2)
+    scores = {subject.name: score(model, subject.head, subject.test) for subject in subjects}
+    one, two = (task_score.accuracy for task_score in scores.values())
+    result = evaluation_result(scores, {"one": 0.5, "two": 0.8})
+    assert result["tasks"]["one"] == {"accuracy": one, "normalized": one / 0.5, "examples": 60}
+    assert result["mean"]["accuracy"] == pytest.approx((one + two) / 2)
+    assert result["mean"]["normalized"] == pytest.approx((one / 0.5 + two / 0.8) / 2)
     part = evaluation_result(scores, {"one": 0.5, "two": 0.0}, dict.fromkeys(scores, "text"))
     assert part["tasks"]["one"]["normalized"] == one / 0.5
     assert part["tasks"]["two"] == {"accuracy": two, "normalized": None, "examples": 60, "head": "text"}

@@ -34,10 +34,10 @@ def answers(model, vectors, task, a, b):
 @pytest.mark.parametrize("batch_size", [7, 64])
 def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
     vectors = pair(model, regime)
-    found = disentanglement(
+    result = disentanglement(
         model, (EVALUATION_SETS["one"], EVALUATION_SETS["two"]), vectors, alphas=ALPHAS, batch_size=batch_size
     )
-    assert (found["tasks"], found["alphas"], found["examples"]) == (["one", "two"], ALPHAS, {"one": 20, "two": 20})
+    assert (result["tasks"], result["alphas"], result["examples"]) == (["one", "two"], ALPHAS, {"one": 20, "two": 20})
     expected = [
         [
             sum(
@@ -48,9 +48,9 @@ def test_the_grid_equals_separate_evaluations(model, regime, batch_size):
         ]
         for a in ALPHAS
     ]
-    torch.testing.assert_close(torch.tensor(found["xi"]), torch.tensor(expected))
-    assert max(map(max, found["xi"])) > 0.3
-    assert found["xi"][1][1] == 0
+    torch.testing.assert_close(torch.tensor(result["xi"]), torch.tensor(expected))
+    assert max(map(max, result["xi"])) > 0.3
+    assert result["xi"][1][1] == 0
 
 
 def test_the_model_is_restored(model):
@@ -80,10 +80,10 @@ def test_heads_can_be_replaced(model):
     own = vectors[0].heads["one"]
     blind = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
     heads = {"one": blind, "two": kp.Head(blind.weight, blind.bias, TASKS["two"].classes, "prototypes")}
-    found = disentanglement(
+    result = disentanglement(
         model, (EVALUATION_SETS["one"], EVALUATION_SETS["two"]), vectors, alphas=ALPHAS, heads=heads
     )
-    assert found["xi"] == [[0.0] * 4] * 4
+    assert result["xi"] == [[0.0] * 4] * 4
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])

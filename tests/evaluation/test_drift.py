@@ -33,7 +33,7 @@ def test_an_exact_bundle_predicts_the_measured_drift():
     """In a deep linear net, every block is exact on the examples that it was estimated from."""
     model = linear_model()
     vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "two")}
-    found = drift(
+    result = drift(
         model,
         [EVALUATION_SETS["one"]],
         vectors,
@@ -41,17 +41,17 @@ def test_an_exact_bundle_predicts_the_measured_drift():
         layer_examples=20,
         batch_size=6,
     )
-    assert [(each["vector"], each["block"]) for each in found["layers"]] == [
+    assert [(row["vector"], row["block"]) for row in result["layers"]] == [
         (name, block) for name in vectors for block in ("0.weight", "1.weight")
     ]
-    for each in found["layers"]:
-        assert each["predicted"] == pytest.approx(each["measured"], rel=1e-5)
-        tau = {each["block"]: vectors[each["vector"]][each["block"]]}
+    for row in result["layers"]:
+        assert row["predicted"] == pytest.approx(row["measured"], rel=1e-5)
+        tau = {row["block"]: vectors[row["vector"]][row["block"]]}
         brute = change(model, inputs(model, EVALUATION_SETS["one"]), tau).square().sum() / 20
-        assert each["measured"] == pytest.approx(float(brute), rel=1e-5)
+        assert row["measured"] == pytest.approx(float(brute), rel=1e-5)
     # The sum of the blocks leaves out what lies between them, which the measurement does not.
-    for pair in found["pairs"]:
-        blocks = sum(each["predicted"] for each in found["layers"] if each["vector"] == pair["vector"])
+    for pair in result["pairs"]:
+        blocks = sum(row["predicted"] for row in result["layers"] if row["vector"] == pair["vector"])
         assert pair["predicted"] == pytest.approx(blocks)
         assert pair["predicted"] != pytest.approx(pair["measured"], rel=1e-3)
 
@@ -60,7 +60,7 @@ def test_every_vector_is_compared_with_every_bundle(model):
     vectors = {name: task_vector(model, TASKS[name]) for name in ("one", "three")}
     bundles = {name: bundle_of(model, TASKS[name]) for name in ("two", "one")}
     progress = []
-    found = drift(
+    result = drift(
         model,
         list(EVALUATION_SETS.values()),
         vectors,
@@ -71,20 +71,20 @@ def test_every_vector_is_compared_with_every_bundle(model):
     )
     total = 2 * 20 + 8 * 2 * sum(len(bundle.blocks) for bundle in bundles.values())
     assert (progress[0], progress[-1]) == ((0, total), (total, total))
-    assert [(each["vector"], each["task"]) for each in found["pairs"]] == [
+    assert [(row["vector"], row["task"]) for row in result["pairs"]] == [
         (vector, task) for task in bundles for vector in vectors
     ]
-    for each in found["pairs"]:
-        brute = change(model, inputs(model, EVALUATION_SETS[each["task"]]), vectors[each["vector"]]).square().sum() / 20
-        assert each["measured"] == pytest.approx(float(brute), rel=1e-5)
-        assert each["predicted"] == pytest.approx(float(bundles[each["task"]].quadratic(vectors[each["vector"]])))
-    rows = {(each["vector"], each["task"], each["block"]): each for each in found["layers"]}
-    assert len(rows) == len(found["layers"]) == 2 * sum(len(bundle.blocks) for bundle in bundles.values())
+    for row in result["pairs"]:
+        brute = change(model, inputs(model, EVALUATION_SETS[row["task"]]), vectors[row["vector"]]).square().sum() / 20
+        assert row["measured"] == pytest.approx(float(brute), rel=1e-5)
+        assert row["predicted"] == pytest.approx(float(bundles[row["task"]].quadratic(vectors[row["vector"]])))
+    rows = {(row["vector"], row["task"], row["block"]): row for row in result["layers"]}
+    assert len(rows) == len(result["layers"]) == 2 * sum(len(bundle.blocks) for bundle in bundles.values())
     block = next(block for block in bundles["two"].blocks if block.name == "mlp.weight")
     row = rows["three", "two", block.name]
     tau = {name: vectors["three"][name] for name in block.parameters}
     assert list(tau) == ["mlp.weight", "mlp.bias"]
-    delta = gather(tau, block.join, {name: tuple(each.shape) for name, each in tau.items()}).double().flatten()
+    delta = gather(tau, block.join, {name: tuple(value.shape) for name, value in tau.items()}).double().flatten()
     assert row["predicted"] == pytest.approx(float(delta @ dense_block(block) @ delta), rel=1e-5)
     assert row["measured"] == pytest.approx(brute_force(model, EVALUATION_SETS["two"], 8, tau), rel=1e-5)
 
@@ -100,10 +100,10 @@ def brute_force(model, evaluation_set, count, tau):
 def test_blocks_that_share_a_projection_are_measured_on_their_rows():
     model = crossed_model()
     vector, bundle = task_vector(model, TASKS["one"]), bundle_of(model, TASKS["two"])
-    found = drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": bundle}, layer_examples=5)
+    result = drift(model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": bundle}, layer_examples=5)
     spans = {block.name: block.join.pieces[0].rows for block in bundle.blocks if block.join.pieces[0].rows}
     assert sorted(spans.values()) == [(0, 4), (4, 12)]
-    for row in found["layers"]:
+    for row in result["layers"]:
         if row["block"] in spans:
             start, stop = spans[row["block"]]
             kept = {name: torch.zeros_like(vector[name]) for name in ("attn.in_proj_weight", "attn.in_proj_bias")}
@@ -114,14 +114,14 @@ def test_blocks_that_share_a_projection_are_measured_on_their_rows():
 
 def test_nonlinear_vectors_are_measured_in_the_edited_model(model):
     vector = task_vector(model, TASKS["one"], "attention", params="attn.in_proj")
-    found = drift(
+    result = drift(
         model, [EVALUATION_SETS["two"]], {"one": vector}, {"two": bundle_of(model, TASKS["two"])}, layer_examples=3
     )
     x = inputs(model, EVALUATION_SETS["two"])
     with torch.no_grad():
         brute = (vector.apply(model.module)(x) - model.module(x)).square().sum() / 20
-    assert found["pairs"][0]["measured"] == pytest.approx(float(brute), rel=1e-5)
-    assert {each["block"].partition("[")[0] for each in found["layers"]} == {"attn.in_proj_weight"}
+    assert result["pairs"][0]["measured"] == pytest.approx(float(brute), rel=1e-5)
+    assert {row["block"].partition("[")[0] for row in result["layers"]} == {"attn.in_proj_weight"}
 
 
 def test_a_device_without_float64_gives_the_same_drift(monkeypatch):

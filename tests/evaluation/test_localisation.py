@@ -34,7 +34,7 @@ def test_changes_equal_those_of_the_full_jacobian(model, regime):
     # "three" has examples, but no vector.
     vectors = {name: task_vector(model, TASKS[name], regime, size=0.1 * k) for k, name in enumerate(NAMES[:2], 1)}
     progress = []
-    found = localisation(
+    measured = localisation(
         model,
         list(EVALUATION_SETS.values()),
         vectors,
@@ -43,11 +43,11 @@ def test_changes_equal_those_of_the_full_jacobian(model, regime):
     )
     looks = 60 if regime == "linear" else 180
     assert (progress[0], progress[-1]) == ((0, looks), (looks, looks))
-    assert list(found["vectors"]) == list(NAMES[:2])
+    assert list(measured["vectors"]) == list(NAMES[:2])
     for name, vector in vectors.items():
         expected = {task: sizes(model, vector, evaluation_set) for task, evaluation_set in EVALUATION_SETS.items()}
-        off = torch.cat([each for task, each in expected.items() if task != name])
-        result = found["vectors"][name]
+        off = torch.cat([values for task, values in expected.items() if task != name])
+        result = measured["vectors"][name]
         assert list(result["by_task"]) == list(NAMES)
         for summary, numbers in [(result["on"], expected[name]), (result["off"], off), *zip_by_task(result, expected)]:
             assert summary["examples"] == len(numbers)
@@ -58,7 +58,7 @@ def test_changes_equal_those_of_the_full_jacobian(model, regime):
             )
             assert summary["quantiles"] == sorted(summary["quantiles"])
         assert result["auroc"] == pytest.approx(counted(expected[name].tolist(), off.tolist()), abs=1e-3)
-    assert found["auroc"] == pytest.approx(sum(each["auroc"] for each in found["vectors"].values()) / 2)
+    assert measured["auroc"] == pytest.approx(sum(entry["auroc"] for entry in measured["vectors"].values()) / 2)
 
 
 @pytest.mark.parametrize("regime", ["linear", "full"])

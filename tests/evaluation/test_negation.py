@@ -33,19 +33,19 @@ def test_by_brute_force(model, subjects, regime, keep):
     *targets, control = subjects
     progress = []
     tell = lambda done, total: progress.append((done, total))  # noqa: E731
-    found = negate(model, targets, control, vector, ALPHAS, keep=keep, on_progress=tell)
+    result = negate(model, targets, control, vector, ALPHAS, keep=keep, on_progress=tell)
 
     def accuracy(subject, alpha, split):
         return score(model, subject.head, getattr(subject, split), vector=-alpha * vector).accuracy
 
     base = accuracy(control, 0.0, "validation")
     borne = [alpha for alpha in (0.0, *ALPHAS) if accuracy(control, alpha, "validation") >= keep * base]
-    left = lambda alpha: sum(max(accuracy(each, alpha, "validation"), 1 / 3) for each in targets)  # noqa: E731
+    left = lambda alpha: sum(max(accuracy(target, alpha, "validation"), 1 / 3) for target in targets)  # noqa: E731
     alpha = min(borne, key=lambda alpha: round(left(alpha), 9))
-    assert (found["control"], found["keep"], list(found["tasks"])) == ("control", keep, ["one", "two"])
+    assert (result["control"], result["keep"], list(result["tasks"])) == ("control", keep, ["one", "two"])
     for target in targets:
         before, after = accuracy(target, 0.0, "test"), accuracy(target, alpha, "test")
-        assert found["tasks"][target.name] == {
+        assert result["tasks"][target.name] == {
             "alpha": alpha,
             "accuracy": after,
             "before": before,

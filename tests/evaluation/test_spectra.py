@@ -16,9 +16,9 @@ from kfacpack.evaluation.bundle_quality import MAX_EIGENVALUES, effective_rank, 
 def test_every_form_has_the_eigenvalues_of_its_dense_matrix(hold, side):
     matrix = HOLDS[hold](random_psd(side, 3))
     expected = torch.linalg.eigvalsh(matrix.dense(torch.float64)).flip(0)
-    found = matrix.eigenvalues()
-    assert found.dtype == torch.float64
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    eigenvalues = matrix.eigenvalues()
+    assert eigenvalues.dtype == torch.float64
+    torch.testing.assert_close(eigenvalues, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_structured_matrices_are_not_converted_to_dense(monkeypatch):
@@ -32,22 +32,22 @@ def test_structured_matrices_are_not_converted_to_dense(monkeypatch):
 def test_every_matrix_of_every_block_is_listed():
     curvature = small_curvature("packed")
     progress = []
-    found = spectra(curvature, on_progress=lambda done, total: progress.append((done, total)))["blocks"]
-    listed = [(block.name, *each) for block in curvature.blocks for each in block.structure.matrices()]
-    assert len(found) == len(listed)
+    entries = spectra(curvature, on_progress=lambda done, total: progress.append((done, total)))["blocks"]
+    listed = [(block.name, *entry) for block in curvature.blocks for entry in block.structure.matrices()]
+    assert len(entries) == len(listed)
     assert progress[-1] == (len({id(matrix) for _, _, matrix in listed}),) * 2
-    assert {(each["name"], each["side"]) for each in found} >= {
+    assert {(spectrum["name"], spectrum["side"]) for spectrum in entries} >= {
         ("one.weight", "A"),
         ("one.weight", "B"),
         ("two.weight (term 2)", "B"),
         ("norm", "G"),
     }
-    for each, (_, _, matrix) in zip(found, listed, strict=True):
+    for spectrum, (_, _, matrix) in zip(entries, listed, strict=True):
         dense = matrix.dense(torch.float64)
-        assert each["size"] == len(dense)
-        assert each["trace"] == pytest.approx(float(dense.trace()))
-        assert each["ranks"] == list(range(1, len(dense) + 1))
-        assert each["eigenvalues"] == pytest.approx(torch.linalg.eigvalsh(dense).flip(0).tolist(), abs=1e-12)
+        assert spectrum["size"] == len(dense)
+        assert spectrum["trace"] == pytest.approx(float(dense.trace()))
+        assert spectrum["ranks"] == list(range(1, len(dense) + 1))
+        assert spectrum["eigenvalues"] == pytest.approx(torch.linalg.eigvalsh(dense).flip(0).tolist(), abs=1e-12)
 
 
 def test_some_eigenvalues_of_a_large_matrix_are_listed():
@@ -60,11 +60,11 @@ def test_some_eigenvalues_of_a_large_matrix_are_listed():
     )
     about = small_curvature("dense").about
     base = kp.identify({"w": torch.zeros(5000)}, ["w"], family="test", name="wide")
-    (found,) = spectra(kp.Curvature([block], about.model_copy(update={"base": base})))["blocks"]
-    assert len(found["ranks"]) == len(set(found["ranks"])) <= MAX_EIGENVALUES
-    assert (found["ranks"][0], found["ranks"][-1]) == (1, 5000)
-    assert found["eigenvalues"] == [float(values[rank - 1]) for rank in found["ranks"]]
-    ratios = [b / a for a, b in zip(found["ranks"], found["ranks"][1:], strict=False) if a > 100]
+    (spectrum,) = spectra(kp.Curvature([block], about.model_copy(update={"base": base})))["blocks"]
+    assert len(spectrum["ranks"]) == len(set(spectrum["ranks"])) <= MAX_EIGENVALUES
+    assert (spectrum["ranks"][0], spectrum["ranks"][-1]) == (1, 5000)
+    assert spectrum["eigenvalues"] == [float(values[rank - 1]) for rank in spectrum["ranks"]]
+    ratios = [b / a for a, b in zip(spectrum["ranks"], spectrum["ranks"][1:], strict=False) if a > 100]
     assert max(ratios) / min(ratios) < 1.03
 
 

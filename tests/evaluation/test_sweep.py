@@ -44,17 +44,17 @@ def batch_of(model, evaluation_set):
 @pytest.mark.parametrize("regime", ["linear", "full"])
 def test_a_sweep_equals_separate_evaluations(model, head, evaluation_set, regime):
     vector = made_up(model, regime=regime, size=1.5)
-    found = scores(model, head, evaluation_set, vector, ALPHAS, batch_size=32)
-    assert len({each.correct for each in found}) > 2, "α makes a difference"
-    for alpha, each in zip(ALPHAS, found, strict=True):
-        assert each == score(model, head, evaluation_set, vector=vector, alpha=alpha, batch_size=32)
-        assert each == score(model, head, evaluation_set, vector=alpha * vector, batch_size=32)
+    results = scores(model, head, evaluation_set, vector, ALPHAS, batch_size=32)
+    assert len({result.correct for result in results}) > 2, "α makes a difference"
+    for alpha, result in zip(ALPHAS, results, strict=True):
+        assert result == score(model, head, evaluation_set, vector=vector, alpha=alpha, batch_size=32)
+        assert result == score(model, head, evaluation_set, vector=alpha * vector, batch_size=32)
     halves = scores(model, head, evaluation_set, 0.5 * vector, ALPHAS, batch_size=32)
     assert halves == [
         score(model, head, evaluation_set, vector=0.5 * alpha * vector, batch_size=32) for alpha in ALPHAS
     ]
     public = kp.sweep(model, evaluation_set.task, vector, ALPHAS, head=head, batch_size=32)
-    assert public == found
+    assert public == results
     assert public[3] == kp.evaluate(
         model, evaluation_set.task, head=head, vector=vector, alpha=ALPHAS[3], batch_size=32
     )
@@ -112,9 +112,9 @@ def test_examples_are_read_once(model, head):
             return self.x[index]
 
     evaluation_set = EvaluationSet.of(Counting())
-    found = scores(model, head, evaluation_set, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
+    results = scores(model, head, evaluation_set, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
     assert read == list(range(30))
-    assert [each.examples for each in found] == [30] * 3
+    assert [result.examples for result in results] == [30] * 3
 
 
 def test_progress_counts_every_pass(model, head):
@@ -198,15 +198,15 @@ def test_invalid_alphas_are_refused(text, words):
 
 
 def test_the_best_alpha():
-    found = [[Score(k, 10) for k in (3, 8, 8, 5)], [Score(k, 5) for k in (5, 2, 2, 4)]]
-    assert mean([found[0][0], found[1][0]]) == pytest.approx(0.65)
-    assert best([0.5, 0.7, 1.0, 2.0], found) == 0, "the means are 0.65, 0.6, 0.6, 0.65; 0.5 is nearer to 1 than 2"
-    assert best([2.5, 0.7, 1.0, 1.2], found) == 3, "of equal means, the α nearest to 1"
+    results = [[Score(k, 10) for k in (3, 8, 8, 5)], [Score(k, 5) for k in (5, 2, 2, 4)]]
+    assert mean([results[0][0], results[1][0]]) == pytest.approx(0.65)
+    assert best([0.5, 0.7, 1.0, 2.0], results) == 0, "the means are 0.65, 0.6, 0.6, 0.65; 0.5 is nearer to 1 than 2"
+    assert best([2.5, 0.7, 1.0, 1.2], results) == 3, "of equal means, the α nearest to 1"
     same = [[Score(1, 3)] * 3]
     assert best([1.3, 0.7, 5.0], same) == 1, "as near as 1.3, and smaller"
     thirds = [[Score(1, 3), Score(2, 3)], [Score(2, 3), Score(1, 3)], [Score(1, 10)] * 2]
     assert best([1.0, 0.0], thirds) == 0, "equal as fractions, whatever floats say"
-    table = as_table([0.5, 1.0], {"one": found[0][:2], "two": found[1][:2]})
+    table = as_table([0.5, 1.0], {"one": results[0][:2], "two": results[1][:2]})
     assert table == {"alphas": [0.5, 1.0], "tasks": {"one": [0.3, 0.8], "two": [1.0, 0.4]}, "mean": [0.65, 0.6]}
 
 

@@ -42,7 +42,7 @@ def change(model, x, tau):
     """Returns J τ, (N, C), from the full Jacobian of torch.func."""
     parameters = {name: p.detach() for name, p in model.module.named_parameters()}
     with sdpa_kernel(SDPBackend.MATH):
-        jacobian = jacrev(lambda given: functional_call(model.module, {**parameters, **given}, (x,)))(
+        jacobian = jacrev(lambda values: functional_call(model.module, {**parameters, **values}, (x,)))(
             {name: parameters[name] for name in tau}
         )
     return sum(torch.einsum("nc...,...->nc", jacobian[name], tau[name].double()) for name in tau)

@@ -21,14 +21,18 @@ HASH = "0123456789abcdef" * 4
 def make_sweep(tasks: list[str], loss: float, dice: random.Random) -> dict[str, Any]:
     alphas = [round(0.1 * k, 1) for k in range(21)]
     width = 0.9 / (0.4 + 3 * loss)
-    each = {
+    curves = {
         t: [
             round(0.35 + 0.55 * math.exp(-(((a - 0.9) / width) ** 2)) - 0.3 * loss + dice.uniform(-0.03, 0.03), 6)
             for a in alphas
         ]
         for t in tasks
     }
-    return {"alphas": alphas, "tasks": each, "mean": [sum(e[k] for e in each.values()) / len(tasks) for k in range(21)]}
+    return {
+        "alphas": alphas,
+        "tasks": curves,
+        "mean": [sum(e[k] for e in curves.values()) / len(tasks) for k in range(21)],
+    }
 
 
 def make_disentanglement(a: str, b: str, loss: float) -> dict[str, Any]:
@@ -76,12 +80,12 @@ def make_drift(tasks: list[str], loss: float, dice: random.Random) -> dict[str, 
 
 
 def make_spectra(blocks: int = 12) -> dict[str, Any]:
-    made = []
+    entries = []
     for k in range(blocks):
         for side, size in (("A", 192), ("B", 64)):
             ranks = sorted({round(size ** (j / 31)) for j in range(32)})
             values = [(1 + 0.2 * k) * r ** -(1.2 + 0.05 * k) * (3 if side == "A" else 0.02) for r in ranks]
-            made.append(
+            entries.append(
                 {
                     "name": f"visual.blocks.{k}.mlp",
                     "side": side,
@@ -92,11 +96,11 @@ def make_spectra(blocks: int = 12) -> dict[str, Any]:
                     "ranks": ranks,
                 }
             )
-    return {"blocks": made}
+    return {"blocks": entries}
 
 
 def make_negation(tasks: list[str], control: str, dice: random.Random) -> dict[str, Any]:
-    each = {
+    results = {
         t: {
             "alpha": 0.8,
             "accuracy": 0.12,
@@ -109,7 +113,7 @@ def make_negation(tasks: list[str], control: str, dice: random.Random) -> dict[s
         for t in tasks
         if t != control
     }
-    return {"control": control, "keep": 0.95, "tasks": each}
+    return {"control": control, "keep": 0.95, "tasks": results}
 
 
 def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], full: bool) -> dict[str, Any]:
@@ -118,9 +122,9 @@ def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], 
 
     def added(extra: float) -> dict[str, Any]:
         got = {t: max(base[t], individual[t] - extra * dice.uniform(0.7, 1.3)) for t in tasks}
-        each = {t: {"accuracy": got[t], "normalized": got[t] / individual[t]} for t in tasks}
-        mean = {key: sum(e[key] for e in each.values()) / len(tasks) for key in ("accuracy", "normalized")}
-        return {"alpha": 1.0, "tasks": each, "mean": mean}
+        scores = {t: {"accuracy": got[t], "normalized": got[t] / individual[t]} for t in tasks}
+        mean = {key: sum(e[key] for e in scores.values()) / len(tasks) for key in ("accuracy", "normalized")}
+        return {"alpha": 1.0, "tasks": scores, "mean": mean}
 
     return {
         "seed": seed,
@@ -129,7 +133,7 @@ def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], 
         "sweep": make_sweep(tasks, loss, dice),
         "best": {"alpha": 0.9, "validation": 0.915 - loss, "test": 0.91 - loss},
         "negation": make_negation(tasks, tasks[0], dice) if full else None,
-        "disentanglement": [make_disentanglement(tasks[0], each, loss) for each in tasks[1:3]] if full else None,
+        "disentanglement": [make_disentanglement(tasks[0], task, loss) for task in tasks[1:3]] if full else None,
         "localisation": make_localisation(tasks, loss, dice) if full else None,
         "drift": make_drift(tasks, loss, dice) if full else None,
     }
@@ -138,7 +142,7 @@ def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], 
 def make_results(tasks: int | list[str] = 3, arms: int = 2, seeds: int = 1, full: bool = True) -> dict[str, Any]:
     names = TASKS[:tasks] if isinstance(tasks, int) else tasks
     base = {t: 0.31 + 0.03 * k for k, t in enumerate(names)}
-    made = [
+    arm_results = [
         {
             "name": name,
             "regime": "linear",
@@ -187,19 +191,19 @@ def make_results(tasks: int | list[str] = 3, arms: int = 2, seeds: int = 1, full
             "tasks": {t: {"accuracy": base[t], "examples": 500} for t in names},
             "mean": sum(base.values()) / len(names),
         },
-        "arms": made,
+        "arms": arm_results,
         "spectra": make_spectra() if full else None,
-        "summary": [make_summary(arm, made[0], full) for arm in made],
+        "summary": [make_summary(arm, arm_results[0], full) for arm in arm_results],
     }
 
 
 def make_summary(arm: dict[str, Any], without: dict[str, Any], full: bool) -> dict[str, Any]:
     def mean(values: Any) -> float:
-        found = list(values)
-        return sum(found) / len(found)
+        numbers = list(values)
+        return sum(numbers) / len(numbers)
 
-    def loss(each: dict[str, Any]) -> float:
-        return mean(mean(s["individual"].values()) - s["added"]["sum"]["mean"]["accuracy"] for s in each["seeds"])
+    def loss(arm: dict[str, Any]) -> float:
+        return mean(mean(s["individual"].values()) - s["added"]["sum"]["mean"]["accuracy"] for s in arm["seeds"])
 
     return {
         "arm": arm["name"],

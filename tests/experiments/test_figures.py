@@ -41,7 +41,7 @@ def data_of(figure, tasks=TASKS):
 
 
 def words(figure):
-    return [text.get_text() for text in figure.findobj(lambda each: hasattr(each, "get_text")) if text.get_text()]
+    return [text.get_text() for text in figure.findobj(lambda artist: hasattr(artist, "get_text")) if text.get_text()]
 
 
 def test_the_same_data_give_the_same_bytes_in_another_process(tmp_path):
@@ -70,7 +70,7 @@ def test_names_are_never_interpreted_as_markup(name):
     figure = FIGURES[name](data_of(name, UNUSUAL))
     root = ET.fromstring(render(figure, "svg"))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    assert not [each for each in root.iter() if each.tag.endswith("script")]
+    assert not [element for element in root.iter() if element.tag.endswith("script")]
     if name in ("localisation", "bars"):
         assert UNUSUAL[0] in words(figure)
 
@@ -175,4 +175,4 @@ def test_files_are_svg_or_png(tmp_path):
     picture = save(figure, tmp_path / "a.png").read_bytes()
     with Image.open(io.BytesIO(picture)) as opened:
         assert not opened.info.get("Software")
-    assert [each.name for each in tmp_path.iterdir()] == ["a.png"]
+    assert [file.name for file in tmp_path.iterdir()] == ["a.png"]

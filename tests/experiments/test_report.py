@@ -64,20 +64,20 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made(run, tmp_path_factory):
+def report_folder(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     assert report(run, folder / "report.html") == folder / "report.html"
     return folder
 
 
 @pytest.fixture(scope="module")
-def page(made):
-    return Page((made / "report.html").read_text(encoding="utf-8"))
+def page(report_folder):
+    return Page((report_folder / "report.html").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
-def numbers(made):
-    return json.loads((made / "report.json").read_text(encoding="utf-8"))
+def numbers(report_folder):
+    return json.loads((report_folder / "report.json").read_text(encoding="utf-8"))
 
 
 def bare(folder, results):
@@ -100,14 +100,14 @@ def test_the_page_is_well_formed_and_accessible(page):
     assert {link["href"][1:] for link in page.all("a")} <= set(ids)
 
 
-def test_the_page_loads_and_runs_nothing(made, page):
+def test_the_page_loads_and_runs_nothing(report_folder, page):
     for tag, attrs in page.elements:
         assert tag not in ("script", "link", "iframe", "object")
         for key, value in attrs.items():
             assert not key.startswith("on")
             if key in ("src", "srcset", "href"):
                 assert value.startswith(("data:image/svg+xml;base64,", "#"))
-    html = (made / "report.html").read_text(encoding="utf-8")
+    html = (report_folder / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"https?://|url\(|@import", html)
     assert "default-src 'none'" in html
     assert "prefers-color-scheme: dark" in html
@@ -171,44 +171,44 @@ def test_numbers_match_the_results_of_the_run(run, numbers):
 
 
 def headline_of(results):
-    said = compose(Results.model_validate(results), None).headline
-    return "".join(f"{cell.shown} " for cell in said)
+    headline = compose(Results.model_validate(results), None).headline
+    return "".join(f"{cell.shown} " for cell in headline)
 
 
 def test_the_headline_compares_the_best_dataless_penalty_with_none():
     results = make_results(3, 4, full=False)
     rows = {row["arm"]: row for row in results["summary"]}
     assert rows["data"]["added"] > rows["kfac"]["added"] > rows["diagonal"]["added"] > rows["without"]["added"]
-    said = headline_of(results)
+    headline = headline_of(results)
     for row, key in (("without", "added"), ("kfac", "added"), ("kfac", "individual"), ("kfac", "recovered")):
-        assert f"{100 * rows[row][key]:.1f} %" in said
-    assert "“data”" not in said
+        assert f"{100 * rows[row][key]:.1f} %" in headline
+    assert "“data”" not in headline
 
 
 def test_harmful_penalties_are_shown_as_such():
     results = make_results(3, 2, full=False)
     results["summary"][1].update(added=0.25, recovered=-1.5)
-    said = headline_of(results)
-    assert "25.0 %" in said
-    assert "−150.0 %" in said
+    headline = headline_of(results)
+    assert "25.0 %" in headline
+    assert "−150.0 %" in headline
 
 
 def test_the_page_shows_its_provenance(page, run):
     results = json.loads((run / "results.json").read_text())
-    for said in (*results["versions"].values(), results["plan"]["sha256"], results["plan"]["text"].splitlines()[1]):
-        assert said in page.text
+    for fact in (*results["versions"].values(), results["plan"]["sha256"], results["plan"]["text"].splitlines()[1]):
+        assert fact in page.text
     for command in results["commands"]:
         assert command in page.text
     assert {bundle["file"] for bundle in results["bundles"]} <= set(page.cells)
     assert {"1.2 GB", "estimate", "reused"} <= set(page.cells)
 
 
-def test_every_figure_is_written_to_a_file(made, numbers):
+def test_every_figure_is_written_to_a_file(report_folder, numbers):
     files = [p["file"] for section in numbers["sections"] for p in section["pictures"]]
     assert len(files) == len(set(files)) == 2 + 2 * (2 + 1 + 1) + 1
     wanted = {name for file in files for name in (f"{file}.svg", f"{file}.png", f"{file}-dark.svg")}
-    assert {file.name for file in (made / "figures").iterdir()} == wanted
-    assert {file.name for file in made.iterdir()} == {"report.html", "report.json", "figures"}
+    assert {file.name for file in (report_folder / "figures").iterdir()} == wanted
+    assert {file.name for file in report_folder.iterdir()} == {"report.html", "report.json", "figures"}
 
 
 def test_the_same_results_give_the_same_bytes(tmp_path):
@@ -333,10 +333,10 @@ def test_figures_of_the_replaced_report_are_removed(tmp_path):
 def test_invalid_replaced_reports_remove_nothing(tmp_path):
     run, page = write_run(tmp_path / "run", make_results(2, 1, full=False)), tmp_path / "report.html"
     report(run, page)
-    said = json.loads(page.with_suffix(".json").read_text())
-    next(section for section in said["sections"] if section["pictures"])["pictures"][0]["file"] = "../mine"
+    summary = json.loads(page.with_suffix(".json").read_text())
+    next(section for section in summary["sections"] if section["pictures"])["pictures"][0]["file"] = "../mine"
     (tmp_path / "mine.svg").write_text("mine")
-    for content in (json.dumps(said), "{}", "no JSON"):
+    for content in (json.dumps(summary), "{}", "no JSON"):
         page.with_suffix(".json").write_text(content)
         report(run, page)
         assert (tmp_path / "mine.svg").read_text() == "mine"
@@ -379,10 +379,10 @@ def test_the_command(tmp_path):
         return CliRunner().invoke(app, ["report", *map(str, more)], catch_exceptions=False)
 
     done = call(run, "-o", tmp_path / "report.html", "--json")
-    said = json.loads(done.stdout)
-    assert said["page"] == str(tmp_path / "report.html")
-    assert said["bytes"] == (tmp_path / "report.html").stat().st_size
-    assert said["figures"] == [str(tmp_path / "figures" / f"{name}.svg") for name in ("bars", "sweep")]
+    output = json.loads(done.stdout)
+    assert output["page"] == str(tmp_path / "report.html")
+    assert output["bytes"] == (tmp_path / "report.html").stat().st_size
+    assert output["figures"] == [str(tmp_path / "figures" / f"{name}.svg") for name in ("bars", "sweep")]
     assert not call(run, "-o", tmp_path / "report.html", "--quiet").output
     refused = call(tmp_path, "-o", tmp_path / "report.html")
     assert refused.exit_code == 2

@@ -27,7 +27,7 @@ class Record:
     """Records the stages that are executed."""
 
     def __init__(self, stop_after=None):
-        self.made = []
+        self.executed = []
         self._calls = 0
         self._stop_after = stop_after
 
@@ -38,7 +38,7 @@ class Record:
     @contextmanager
     def __call__(self, stage, number, total):
         yield lambda done, total, words: None
-        self.made.append(f"{stage.kind}/{stage.name}")
+        self.executed.append(f"{stage.kind}/{stage.name}")
 
 
 @pytest.mark.parametrize(("option", "digits_keep"), [("", "faces"), (", instead: weaves", "weaves")])
@@ -58,7 +58,7 @@ def test_the_error_of_a_merge_is_reported(tmp_path, penalty):
     for stage in (*merge.bundles, merge):
         stage.path.parent.mkdir(exist_ok=True)
         stage.make(StageProgress())
-    measured = merge_and_report([each.path for each in merge.bundles], merge.rule).report.total.frobenius
+    measured = merge_and_report([bundle.path for bundle in merge.bundles], merge.rule).report.total.frobenius
     assert merge.error() == pytest.approx(measured)
     assert (measured > 0) == (penalty != "diagonal")
 
@@ -71,58 +71,58 @@ def finished(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(finished):
+def results(finished):
     """The content of results.json, before tests run other plans in the same folder."""
     return (finished / RESULTS).read_bytes()
 
 
-def test_results_are_consistent(finished, found):
-    found = json.loads(found)
-    assert [line["arm"] for line in found["summary"]] == ["without", "kfac"]
-    kfac = found["arms"][1]["seeds"][0]
+def test_results_are_consistent(finished, results):
+    results = json.loads(results)
+    assert [line["arm"] for line in results["summary"]] == ["without", "kfac"]
+    kfac = results["arms"][1]["seeds"][0]
     assert set(kfac["individual"]) == {"faces", "weaves"}
     assert kfac["sweep"]["alphas"] == [0.0, 1.0]
     at_one = kfac["added"]["sum"]["tasks"]
     assert {task: curve[1] for task, curve in kfac["sweep"]["tasks"].items()} == {
-        task: each["accuracy"] for task, each in at_one.items()
+        task: score["accuracy"] for task, score in at_one.items()
     }
-    base = {task: each["accuracy"] for task, each in found["base"]["tasks"].items()}
+    base = {task: score["accuracy"] for task, score in results["base"]["tasks"].items()}
     assert {task: curve[0] for task, curve in kfac["sweep"]["tasks"].items()} == base
-    assert {each["without"] for each in found["merges"]} == {"faces", "weaves"}
-    for each in found["bundles"]:
-        assert (finished / each["file"]).stat().st_size == each["bytes"]
+    assert {merge["without"] for merge in results["merges"]} == {"faces", "weaves"}
+    for bundle in results["bundles"]:
+        assert (finished / bundle["file"]).stat().st_size == bundle["bytes"]
 
 
-def test_a_second_run_makes_nothing(finished, found):
+def test_a_second_run_makes_nothing(finished, results):
     record = Record()
     run_of(finished).execute(record)
-    assert record.made == []
-    assert (finished / RESULTS).read_bytes() == found
-    assert all(each["reused"] for each in json.loads((finished / TIMES).read_bytes())["stages"])
+    assert record.executed == []
+    assert (finished / RESULTS).read_bytes() == results
+    assert all(stage["reused"] for stage in json.loads((finished / TIMES).read_bytes())["stages"])
 
 
 def test_only_what_changed_is_made_again(finished):
     record = Record()
     run_of(finished, TEXT.replace("strength: 3", "strength: 5")).execute(record)
-    assert record.made
-    assert all("kfac" in name for name in record.made)
-    assert not any(name.startswith(("bundles/", "merged/")) for name in record.made)
+    assert record.executed
+    assert all("kfac" in name for name in record.executed)
+    assert not any(name.startswith(("bundles/", "merged/")) for name in record.executed)
 
 
 def test_a_renamed_arm_is_not_trained_again(finished):
     record = Record()
     run_of(finished, TEXT.replace("kfac:", "curvature:")).execute(record)
-    assert record.made == []
+    assert record.executed == []
 
 
-def test_interrupted_runs_give_the_same_results(found, tmp_path):
+def test_interrupted_runs_give_the_same_results(results, tmp_path):
     record = Record(stop_after=0)
     for stop_after in (0, 1, 3, 5, 9, 14):
         record = Record(stop_after)
         with pytest.raises(Interrupted):
             run_of(tmp_path).execute(record, record.stopped)
     run_of(tmp_path).execute()
-    assert (tmp_path / RESULTS).read_bytes() == found
+    assert (tmp_path / RESULTS).read_bytes() == results
 
 
 @pytest.mark.parametrize(
@@ -214,11 +214,11 @@ def test_the_data_key_depends_on_names_and_images(tmp_path):
 
 @pytest.mark.parametrize("kind", ["scores", "bundles", "vectors"])
 def test_damaged_files_are_made_again(finished, kind):
-    stage = next(each for each in run_of(finished).stages if each.kind == kind)
+    stage = next(candidate for candidate in run_of(finished).stages if candidate.kind == kind)
     content = stage.path.read_bytes()
     for damaged in (b"", b"[]", b'{"found": {}, "sha256": ""}', content[: len(content) // 2]):
         stage.path.write_bytes(damaged)
         record = Record()
         run_of(finished).execute(record)
-        assert record.made == [f"{stage.kind}/{stage.name}"]
+        assert record.executed == [f"{stage.kind}/{stage.name}"]
         assert stage.path.read_bytes() == content

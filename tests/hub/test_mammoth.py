@@ -48,10 +48,10 @@ def exact(model):
 
 @pytest.fixture
 def folder(exact, tmp_path):
-    made = tmp_path / "published"
-    made.mkdir()
-    store(made, PREFIX, *exact)
-    return made
+    path = tmp_path / "published"
+    path.mkdir()
+    store(path, PREFIX, *exact)
+    return path
 
 
 @pytest.fixture
@@ -61,13 +61,13 @@ def in_process(monkeypatch):
     @contextmanager
     def read(files, scratch):
         with TemporaryDirectory() as folder:
-            found = {}
+            tensors = {}
             for key, path in files.items():
                 content = torch.load(path, weights_only=True)
                 named = content if isinstance(content, dict) else {SINGLE_TENSOR: content}
-                save_file({name: each.contiguous() for name, each in named.items()}, f"{folder}/{key}")
-                found[key] = UnpickledTensors(path, Path(folder) / key)
-            yield found
+                save_file({name: tensor.contiguous() for name, tensor in named.items()}, f"{folder}/{key}")
+                tensors[key] = UnpickledTensors(path, Path(folder) / key)
+            yield tensors
 
     monkeypatch.setattr("kfacpack.hub.mammoth.read_pickle", read)
 
@@ -81,17 +81,17 @@ def estimated(model, **options):
     frozen = {"visual.conv1.weight", "visual.positional_embedding"}
     return kp.estimate(
         model.module,
-        [each.double() for each in pictures()],
+        [batch.double() for batch in pictures()],
         forward=model.forward,
         params=[name for name in wanted if name not in frozen],
         **options,
     )
 
 
-def assert_same(found, expected):
+def assert_same(result, expected):
     """Every matrix of every block, to 1e-5 of its size."""
-    assert [block.name for block in found.blocks] == [block.name for block in expected.blocks]
-    for one, other in zip(found.blocks, expected.blocks, strict=True):
+    assert [block.name for block in result.blocks] == [block.name for block in expected.blocks]
+    for one, other in zip(result.blocks, expected.blocks, strict=True):
         assert (one.join, one.operation) == (other.join, other.operation)
         pairs = zip(one.structure.matrices(), other.structure.matrices(), strict=True)
         for (role, ours), (same_role, theirs) in pairs:
@@ -102,12 +102,12 @@ def assert_same(found, expected):
 
 
 def test_exact_factors_equal_the_estimate(folder, model, tiny_clip, tmp_path):  # noqa: F811
-    made = kp.import_mammoth(folder, model, tmp_path / "dtd.kfac", fisher="exact", dataset_size=7)
+    imported_bundle = kp.import_mammoth(folder, model, tmp_path / "dtd.kfac", fisher="exact", dataset_size=7)
     curvature = kp.load(tmp_path / "dtd.kfac")
     assert_same(curvature, estimated(in_float64(tiny_clip), fisher="exact"))
-    assert (made.task, made.examples, made.positions) == ("dtd", sum(SIZES), 17)
-    assert made.weights_compared
-    assert dict(made.left_out).keys() == {"visual.conv1.weight", "visual.positional_embedding"}
+    assert (imported_bundle.task, imported_bundle.examples, imported_bundle.positions) == ("dtd", sum(SIZES), 17)
+    assert imported_bundle.weights_compared
+    assert dict(imported_bundle.left_out).keys() == {"visual.conv1.weight", "visual.positional_embedding"}
     about = curvature.about
     assert (about.source.task, about.source.examples, about.source.dataset_size) == ("dtd", sum(SIZES), 7)
     assert (about.estimate.fisher, about.scaling, about.function) == ("exact", kp.EXPAND, model.function)
@@ -124,8 +124,8 @@ def test_random_directions_are_divided_by_their_number(model, tiny_clip, tmp_pat
     kp.import_mammoth(tmp_path, model, tmp_path / "own.kfac", samples=3)
     curvature = kp.load(tmp_path / "own.kfac")
     assert_same(curvature, estimated(in_float64(tiny_clip), probe="gaussian", samples=3, seed=5))
-    said = curvature.about.estimate
-    assert (said.probe, said.probes, said.accumulation_dtype) == ("gaussian", 3, "float64")
+    estimate = curvature.about.estimate
+    assert (estimate.probe, estimate.probes, estimate.accumulation_dtype) == ("gaussian", 3, "float64")
     assert curvature.about.source.task == "own_task_0"
 
 
@@ -133,7 +133,7 @@ def import_fails(source, model, tmp_path, *facts, **options):
     """Checks that the import raises an error that mentions each fact, and that it leaves no files behind."""
     before = sorted(tmp_path.iterdir())
     with refused(kp.KfacpackError, *facts):
-        kp.import_mammoth(source, model, tmp_path / "made.kfac", **{"fisher": "exact", **options})
+        kp.import_mammoth(source, model, tmp_path / "imported.kfac", **{"fisher": "exact", **options})
     assert sorted(tmp_path.iterdir()) == before
 
 
@@ -219,9 +219,9 @@ def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
     available = "seq-8vision_task_1 (dtd), seq-8vision_task_7 (svhn)"
     import_fails(folder, model, tmp_path, available, "files")
     import_fails(folder, model, tmp_path, "begin with 'x'", available, files="x")
-    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", task="svhn", fisher="exact")
-    assert made.files[0] == "seq-8vision_task_7_aaT.pt"
-    left = dict(made.left_out)
+    imported_bundle = kp.import_mammoth(folder, model, tmp_path / "imported.kfac", task="svhn", fisher="exact")
+    assert imported_bundle.files[0] == "seq-8vision_task_7_aaT.pt"
+    left = dict(imported_bundle.left_out)
     assert left["notes.txt"] == "another file"
     assert left["seq-8vision_task_1_ggT.pt"] == "of dtd"
     import_fails(tmp_path, model, tmp_path, tmp_path, "seq-8vision_task_0_aaT.pt")
@@ -231,9 +231,9 @@ def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
 
 @pytest.mark.usefixtures("in_process")
 def test_some_parameters_only(folder, model, tmp_path):
-    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", fisher="exact", params=["*.mlp.*"])
-    assert made.blocks == 4
-    assert dict(made.left_out)["visual.proj"] == "not selected"
+    imported_bundle = kp.import_mammoth(folder, model, tmp_path / "imported.kfac", fisher="exact", params=["*.mlp.*"])
+    assert imported_bundle.blocks == 4
+    assert dict(imported_bundle.left_out)["visual.proj"] == "not selected"
     import_fails(folder, model, tmp_path, ".c_fc.weight'", ".c_fc.bias'", "params", params=["*.c_fc.weight"])
     import_fails(folder, model, tmp_path, "params logit_scale", "no factors", params=["logit_scale"])
 
@@ -249,7 +249,7 @@ def test_places_on_the_hub():
 
 def put(server, folder, branch="main"):
     """Publishes the files like the authors do, with other tasks and folders in the repository."""
-    files = {f"vitb16/kfac/{each.name}": each.read_bytes() for each in folder.iterdir()}
+    files = {f"vitb16/kfac/{file.name}": file.read_bytes() for file in folder.iterdir()}
     other = {f"vitb16/kfac/{PREFIX[:-1]}7_{part}.pt": b"of svhn" for part in PARTS}
     other |= {"vitb16/kfac/deep/x_task_0_aaT.pt": b"", "vitb16/ewc/x_task_0_aaT.pt": b"", "README.md": b"# TAK\n"}
     return server.put("owner/TAK", {**files, **other}, branch)
@@ -293,8 +293,8 @@ def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F
     for plug in (lambda: None, unplug):
         plug()
         for place in ("TAK@v1/vitb16/kfac", "TAK/vitb16/kfac@v1", f"TAK@{commit}/vitb16/kfac"):
-            kp.import_mammoth(f"hf://owner/{place}", model, tmp_path / "made.kfac", files=PREFIX, fisher="exact")
-            assert kp.Bundle(tmp_path / "made.kfac").manifest.source.revision == commit
+            kp.import_mammoth(f"hf://owner/{place}", model, tmp_path / "imported.kfac", files=PREFIX, fisher="exact")
+            assert kp.Bundle(tmp_path / "imported.kfac").manifest.source.revision == commit
     place = "hf://owner/TAK/vitb16/kfac"
     import_fails(place, model, tmp_path, f"{place}: the Hub (http", "cannot be reached")
 
@@ -302,7 +302,7 @@ def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F
 @pytest.mark.parametrize("about", [None, {"private": True}, {"gated": True}])
 def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, unplug, about):  # noqa: F811
     if about:
-        files = {each.name: each.read_bytes() for each in folder.iterdir()}
+        files = {file.name: file.read_bytes() for file in folder.iterdir()}
         hub.put("owner/TAK", files, **about)
     out = tmp_path / "out"
     out.mkdir()
@@ -315,8 +315,10 @@ def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, unplug, 
 @pytest.mark.usefixtures("in_process")
 def test_files_of_another_task_are_not_imported(folder, model, tmp_path):
     import_fails(folder, model, tmp_path, "no files of svhn", "seq-8vision_task_1 (dtd)", task="svhn")
-    made = kp.import_mammoth(folder, model, tmp_path / "made.kfac", task="svhn", files=PREFIX, fisher="exact")
-    assert made.task == "svhn", "an explicit prefix overrides the task name"
+    imported_bundle = kp.import_mammoth(
+        folder, model, tmp_path / "imported.kfac", task="svhn", files=PREFIX, fisher="exact"
+    )
+    assert imported_bundle.task == "svhn", "an explicit prefix overrides the task name"
 
 
 def test_the_command(folder, model, tmp_path):
@@ -330,22 +332,27 @@ def test_the_command(folder, model, tmp_path):
         "--weights",
         "random",
         "-o",
-        tmp_path / "made.kfac",
+        tmp_path / "imported.kfac",
     ]
 
     def run(*more):
-        return CliRunner().invoke(app, [str(each) for each in (*arguments, *more)], catch_exceptions=False)
+        return CliRunner().invoke(app, [str(argument) for argument in (*arguments, *more)], catch_exceptions=False)
 
     done = run()
     assert done.exit_code == 2
     assert "samples" in done.stderr
-    assert not (tmp_path / "made.kfac").exists()
+    assert not (tmp_path / "imported.kfac").exists()
     done = run("--fisher", "exact")
     assert done.exit_code == 0
     assert "wrote" in done.stdout
     assert "not imported: notes.txt (another file)" in done.stdout
     assert "not imported: visual.conv1.weight" in done.stdout
-    said = json.loads(run("--fisher", "exact", "--task", "mine", "--json").stdout)
-    assert (said["task"], said["examples"], said["positions"], said["weights_compared"]) == ("mine", 5, 17, True)
-    assert said["sha256"] == kp.Bundle(tmp_path / "made.kfac").digest
-    assert {"what": "notes.txt", "why": "another file"} in said["left_out"]
+    output = json.loads(run("--fisher", "exact", "--task", "mine", "--json").stdout)
+    assert (output["task"], output["examples"], output["positions"], output["weights_compared"]) == (
+        "mine",
+        5,
+        17,
+        True,
+    )
+    assert output["sha256"] == kp.Bundle(tmp_path / "imported.kfac").digest
+    assert {"what": "notes.txt", "why": "another file"} in output["left_out"]

@@ -262,7 +262,7 @@ def test_pull_verifies_and_describes_the_files(owner, shelf, tmp_path):
     (out / "one.kfac").write_bytes(b"mine")
     assert f"{out / 'one.kfac'}: already exists" in run("pull", "owner/repo", "one.kfac", "-o", out, code=2).stderr
     run("pull", "owner/repo", "one.kfac", "-o", out, "--force")
-    assert [each.path for each in kp.pull("owner/repo", ["one.kfac"], output=out)] == [out / "one.kfac"]
+    assert [file.path for file in kp.pull("owner/repo", ["one.kfac"], output=out)] == [out / "one.kfac"]
 
 
 def test_pull_does_not_save_damaged_files(owner, shelf, tmp_path):
@@ -286,8 +286,8 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
     owner.put("owner/else", {"README.md": b"---\ntags:\n- other\n---\n"})
 
     def names(*arguments):
-        found = json.loads(run("search", *arguments, "--json").stdout)
-        return [each["repository"] for each in found["repositories"]]
+        output = json.loads(run("search", *arguments, "--json").stdout)
+        return [entry["repository"] for entry in output["repositories"]]
 
     assert names() == ["owner/one", "owner/two"]
     assert names("--base-model", "small", "--task", "two") == ["owner/two"]

@@ -36,11 +36,11 @@ def test_tensors_come_out_as_they_went_in(tmp_path):
     numbers = torch.randn(4, 3)
     torch.save({"a.weight": numbers.T, "b": numbers.bfloat16()}, tmp_path / "x.pt")
     torch.save(torch.tensor([7]), tmp_path / "n.pt")
-    with read_pickle({"x": tmp_path / "x.pt", "n": tmp_path / "n.pt"}, tmp_path) as found:
-        assert torch.equal(found["x"]["a.weight"], numbers.T)
-        assert torch.equal(found["x"]["b"], numbers.bfloat16())
-        assert found["n"]["tensor"].item() == 7
-        assert found["x"].origin == tmp_path / "x.pt"
+    with read_pickle({"x": tmp_path / "x.pt", "n": tmp_path / "n.pt"}, tmp_path) as tensors:
+        assert torch.equal(tensors["x"]["a.weight"], numbers.T)
+        assert torch.equal(tensors["x"]["b"], numbers.bfloat16())
+        assert tensors["n"]["tensor"].item() == 7
+        assert tensors["x"].origin == tmp_path / "x.pt"
 
 
 def test_a_malicious_pickle_runs_nothing(tmp_path):

@@ -32,8 +32,8 @@ def test_brute_force(make, x):
     torch.testing.assert_close(out, model(x) + J @ flat, rtol=1e-9, atol=1e-9)
     u = torch.func.grad(cost)(out.detach())
     cost(out).backward()
-    found = torch.cat([value.grad.flatten() for value in tau.values()])
-    torch.testing.assert_close(found, torch.einsum("nc,nci->i", u, J), rtol=1e-9, atol=1e-9)
+    gradient = torch.cat([value.grad.flatten() for value in tau.values()])
+    torch.testing.assert_close(gradient, torch.einsum("nc,nci->i", u, J), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
@@ -61,10 +61,10 @@ def test_scaled_dot_product_attention(mask, shared):
         def forward(self, x):
             q = self.q(x).view(len(x), 5, 4, 2).transpose(1, 2)
             k, v = self.kv(x).view(len(x), 5, 2, -1, 2).permute(2, 0, 3, 1, 4)
-            given = {"is_causal": True} if mask == "causal" else {}
+            options = {"is_causal": True} if mask == "causal" else {}
             if mask not in (None, "causal"):
-                given["attn_mask"] = torch.ones(5, 5, dtype=torch.bool).tril(0 if mask == "bool" else -1)
-            h = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=shared, **given)
+                options["attn_mask"] = torch.ones(5, 5, dtype=torch.bool).tril(0 if mask == "bool" else -1)
+            h = F.scaled_dot_product_attention(q, k, v, scale=0.3, enable_gqa=shared, **options)
             return self.out(h.transpose(1, 2).flatten(2)).mean(1)
 
     x = torch.randn(3, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))

@@ -67,8 +67,8 @@ def test_threads_may_share_a_model():
     tau = a_tau(lin)
     expected = lin(vectors(5), tau).detach()
     with ThreadPoolExecutor(3) as pool:
-        for found in pool.map(lambda _: sum(lin.outputs(vectors(5), tau)), range(6)):
-            assert torch.equal(found, expected)
+        for output in pool.map(lambda _: sum(lin.outputs(vectors(5), tau)), range(6)):
+            assert torch.equal(output, expected)
     assert all(module.training for module in model.modules())
 
 
@@ -230,7 +230,7 @@ def test_tangents_go_when_the_model_lets_go_of_their_tensors():
         point = lin.at(vectors(5), tau)
     gc.collect()
     assert len(kept) >= 30
-    assert [each() for each in kept if each() is not None] == [point.change]
+    assert [reference() for reference in kept if reference() is not None] == [point.change]
 
 
 @pytest.mark.parametrize(
@@ -343,8 +343,8 @@ def test_without_torchs_private_parts_jvp_gives_the_same(case, request):
         assert not output.requires_grad
     out = slow(batch, tau)
     for again in (True, False):
-        found = torch.autograd.grad(cost(out), list(tau.values()), retain_graph=again)
-        for gradient, value in zip(found, gradients, strict=True):
+        gradients_at_tau = torch.autograd.grad(cost(out), list(tau.values()), retain_graph=again)
+        for gradient, value in zip(gradients_at_tau, gradients, strict=True):
             torch.testing.assert_close(gradient, value, rtol=1e-9, atol=1e-9)
     point = slow.at(batch, tau)
     assert not point.change.requires_grad

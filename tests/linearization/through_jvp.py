@@ -26,7 +26,7 @@ def a_tau(lin, size=0.1, seed=1):
     """A random τ that requires gradients."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.randn(zero.shape, generator=generator, dtype=zero.dtype) for name, zero in lin.zeros().items()}
-    return {name: (size * each).requires_grad_() for name, each in drawn.items()}
+    return {name: (size * value).requires_grad_() for name, value in drawn.items()}
 
 
 def cost(f):
@@ -54,10 +54,10 @@ def through_jvp(module, forward, batch, tau):
     return f.detach(), change.detach(), dict(zip(tau, gradients, strict=True))
 
 
-def assert_near(found, expected, tolerance, what):
+def assert_near(actual, expected, tolerance, what):
     """Equal to a fraction of the largest number."""
     scale = max(float(expected.abs().amax()), 1e-3)
-    assert float((found - expected).abs().amax()) <= tolerance * scale, what
+    assert float((actual - expected).abs().amax()) <= tolerance * scale, what
 
 
 def assert_exact(model, batch, tolerance=1e-9, params=None):
@@ -70,21 +70,21 @@ def assert_exact(model, batch, tolerance=1e-9, params=None):
     point = lin.at(batch, tau)
     f0, change = lin.outputs(batch, tau)
     by_hand = point.gradient(torch.func.grad(cost)(point.f + point.change))
-    training = {each: each.training for each in module.modules()}
+    training = {submodule: submodule.training for submodule in module.modules()}
     module.eval()
     f, expected, gradients = through_jvp(module, forward, batch, tau)
-    for each, flag in training.items():
-        each.training = flag
+    for submodule, flag in training.items():
+        submodule.training = flag
     assert float(expected.abs().amax()) > 1e-6
-    for found in (f0, point.f):
-        assert_near(found, f, tolerance, "f")
-    for found in (change, point.change, out.detach() - f0):
-        assert_near(found, expected, tolerance, "change")
-    largest = max(float(each.abs().amax()) for each in gradients.values() if each is not None)
+    for actual in (f0, point.f):
+        assert_near(actual, f, tolerance, "f")
+    for actual in (change, point.change, out.detach() - f0):
+        assert_near(actual, expected, tolerance, "change")
+    largest = max(float(gradient.abs().amax()) for gradient in gradients.values() if gradient is not None)
     for name, value in tau.items():
         # jvp says nothing, or zero, of a parameter that f does not depend on.
         expected = torch.zeros_like(value) if gradients[name] is None else gradients[name]
-        for found in (value.grad, by_hand.get(name)):
-            found = torch.zeros_like(value) if found is None else found
-            assert float((found - expected).abs().amax()) <= tolerance * largest, name
+        for actual in (value.grad, by_hand.get(name)):
+            actual = torch.zeros_like(value) if actual is None else actual
+            assert float((actual - expected).abs().amax()) <= tolerance * largest, name
     return lin

@@ -28,7 +28,7 @@ def assert_same(one, other, rtol=2e-5):
 
 
 def assert_same_parents(one, other):
-    ours, theirs = ({p.sha256: p for p in each.about.merge.parents} for each in (one, other))
+    ours, theirs = ({p.sha256: p for p in curvature.about.merge.parents} for curvature in (one, other))
     assert ours.keys() == theirs.keys()
     for digest, parent in ours.items():
         assert parent.weight == pytest.approx(theirs[digest].weight)
@@ -49,8 +49,8 @@ def test_estimates_without_a_source_are_weighted_by_their_examples():
 
 @pytest.fixture
 def paths(tmp_path):
-    for each in tasks():
-        each.save(tmp_path / f"{each.about.source.task}.kfac")
+    for curvature in tasks():
+        curvature.save(tmp_path / f"{curvature.about.source.task}.kfac")
     return [tmp_path / f"{task}.kfac" for task in "abcd"]
 
 
@@ -120,9 +120,9 @@ def test_subtracting_a_task_equals_merging_without_it(seed):
     for own in everyone:
         task = own.about.source.task
         others = kp.merge([other for other in everyone if other is not own])
-        for found in (kp.merge([everything, own], without=task), kp.merge(everyone, without=task)):
-            assert_same(found, others)
-            assert_same_parents(found, others)
+        for merged in (kp.merge([everything, own], without=task), kp.merge(everyone, without=task)):
+            assert_same(merged, others)
+            assert_same_parents(merged, others)
 
 
 def test_several_tasks_are_subtracted_and_others_added(paths, tmp_path):
@@ -133,9 +133,9 @@ def test_several_tasks_are_subtracted_and_others_added(paths, tmp_path):
     assert_same(kp.merge([everything, a, b, d], without=["a", "b"]), expected)
     # What several tasks were merged to is subtracted in one go, whether as a sum or as terms.
     for rule in ("tak", "stack"):
-        found = kp.merge([tmp_path / "all.kfac", kp.merge([a, b], rule), d], without=["a", "b"])
-        assert_same(found, expected)
-        assert_same_parents(found, expected)
+        merged = kp.merge([tmp_path / "all.kfac", kp.merge([a, b], rule), d], without=["a", "b"])
+        assert_same(merged, expected)
+        assert_same_parents(merged, expected)
 
 
 def test_what_is_no_sum_does_not_ask_for_the_task_s_own_bundle(paths):
@@ -183,7 +183,7 @@ def test_what_the_inputs_lost_before_is_still_said(paths):
     steps = [[loss.step for loss in block.losses] for block in kp.merge([first, second]).blocks]
     assert steps[0] == [first.blocks[0].losses[0].step, "tak"]
     merged = kp.merge([first, second])
-    errors = [each.blocks[0].losses[0].frobenius for each in (first, second)]
+    errors = [report.blocks[0].losses[0].frobenius for report in (first, second)]
     assert merged.blocks[0].losses[0].frobenius == max(errors)
 
 
@@ -192,7 +192,7 @@ def test_a_common_estimate_stays(paths):
     other = kp.load(paths[1])
     seeded = other.about.estimate.model_copy(update={"seed": 8})
     changed = kp.Curvature(other.blocks, other.about.model_copy(update={"estimate": seeded}))
-    found = kp.merge([paths[0], changed]).about.estimate
-    assert (found.seed, found.fisher, found.probes) == (None, "mc", 2)
+    estimate = kp.merge([paths[0], changed]).about.estimate
+    assert (estimate.seed, estimate.fisher, estimate.probes) == (None, "mc", 2)
     exact = kp.Curvature(other.blocks, other.about.model_copy(update={"estimate": kp.Estimate(fisher="exact")}))
     assert kp.merge([paths[0], exact]).about.estimate is None

@@ -101,14 +101,14 @@ def test_a_partial_block_is_the_sum_over_those_that_have_it(one, two, tmp_path, 
     ]
     assert merged.curvature.parameters == kp.load(one).parameters
     assert [block.name for block in merged.curvature.blocks] == [block.name for block in kp.load(one).blocks]
-    found = {block.name: block for block in merged.curvature.blocks}
-    assert [loss.step for loss in found["norm"].losses] == ["partial"]
-    assert "partial" not in [loss.step for loss in found["one.weight"].losses]
+    blocks = {block.name: block for block in merged.curvature.blocks}
+    assert [loss.step for loss in blocks["norm"].losses] == ["partial"]
+    assert "partial" not in [loss.step for loss in blocks["one.weight"].losses]
     norms = [{b.name: b for b in kp.load(path).blocks}["norm"] for path in (one, two)]
-    torch.testing.assert_close(dense_block(found["norm"]), sum(map(dense_block, norms)))
+    torch.testing.assert_close(dense_block(blocks["norm"]), sum(map(dense_block, norms)))
     pairs = [{b.name: b for b in kp.load(path).blocks}["proj"].structure.terms[0] for path in (one, two)]
     if rule == "tak":
-        ((B, A, _),) = found["proj"].structure.terms
+        ((B, A, _),) = blocks["proj"].structure.terms
         torch.testing.assert_close(B.dense(), sum(b.dense() for b, _, _ in pairs))
         torch.testing.assert_close(A.dense(), sum(a.dense() for _, a, _ in pairs) / 2)
     merged.curvature.save(tmp_path / "m.kfac")

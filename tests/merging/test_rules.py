@@ -27,12 +27,12 @@ def targets(curvatures, weights):
     """Σ w_t G_t of every block, dense."""
     return [
         sum(weight * dense_block(block) for weight, block in zip(weights, blocks, strict=True))
-        for blocks in zip(*(each.blocks for each in curvatures), strict=True)
+        for blocks in zip(*(curvature.blocks for curvature in curvatures), strict=True)
     ]
 
 
 def data_set_weights(curvatures):
-    sizes = [each.about.source.dataset_size for each in curvatures]
+    sizes = [curvature.about.source.dataset_size for curvature in curvatures]
     return [len(sizes) * size / sum(sizes) for size in sizes]
 
 
@@ -50,7 +50,7 @@ def test_the_reported_errors_are_those_of_brute_force(hold, seed, by):
     sizes = [float(target.norm()) for target in expected]
     for block, difference, size in zip(merged.report.blocks, lost, sizes, strict=True):
         assert block.frobenius * size == pytest.approx(float(difference.norm()), rel=1e-4, abs=2e-6 * size)
-    total = torch.cat([each.flatten() for each in lost]).norm() / torch.tensor(sizes).norm()
+    total = torch.cat([difference.flatten() for difference in lost]).norm() / torch.tensor(sizes).norm()
     assert merged.report.total.frobenius == pytest.approx(float(total), rel=1e-4, abs=2e-6)
     rule, rank = by
     written = RULES[rule](rank).error_in(merged.curvature.about.losses)
@@ -71,8 +71,8 @@ def test_optimal_is_at_least_as_close_as_tak_which_is_within_its_bound(seed, cou
 def test_the_error_decreases_with_the_rank_and_vanishes_at_full_rank(seed, count):
     curvatures = some_tasks(count, seed)
     # One of the blocks has two terms for each task, all others one.
-    found = [errors(kp.merge(curvatures, "optimal", rank=rank)) for rank in range(1, 2 * count + 1)]
-    for block in zip(*found, strict=True):
+    errors_by_rank = [errors(kp.merge(curvatures, "optimal", rank=rank)) for rank in range(1, 2 * count + 1)]
+    for block in zip(*errors_by_rank, strict=True):
         assert all(later <= before + 1e-7 for before, later in pairwise(block))
         assert block[-1] == 0
     everything = kp.merge(curvatures, "optimal", rank=2 * count)
@@ -123,7 +123,7 @@ def test_a_stack_is_the_sum_of_its_inputs_and_shares_their_matrices(hold, seed):
     curvatures = some_tasks(3, seed, hold)
     stacked = kp.merge(curvatures, "stack")
     tau = random_tau(stacked, seed, torch.float64)
-    parts = [float(each.quadratic(tau)) for each in curvatures]
+    parts = [float(curvature.quadratic(tau)) for curvature in curvatures]
     expected = sum(weight * part for weight, part in zip(data_set_weights(curvatures), parts, strict=True))
     size = sum(map(abs, parts))
     assert float(stacked.quadratic(tau)) == pytest.approx(expected, rel=1e-5, abs=1e-5 * size)
@@ -134,7 +134,7 @@ def test_tak_is_the_rule_of_the_paper():
     curvatures = some_tasks(3, 0)
     shares = [weight / 3 for weight in data_set_weights(curvatures)]
     ((B, A, weight),) = kp.merge(curvatures, "tak").blocks[0].structure.terms
-    factors = [each.blocks[0].structure.terms[0] for each in curvatures]
+    factors = [curvature.blocks[0].structure.terms[0] for curvature in curvatures]
     assert weight == 1
     torch.testing.assert_close(B.dense(), sum(b.dense() for b, _, _ in factors))
     mean = sum(share * a.dense() for share, (_, a, _) in zip(shares, factors, strict=True))
@@ -145,7 +145,7 @@ def test_equal_weights_give_the_papers_bound():
     """T σ_A σ_B, with deviations from the mean in the Frobenius norm."""
     curvatures = some_tasks(4, 9)
     block = merge_and_report(curvatures, "tak", weights=[1, 1, 1, 1]).report.blocks[0]
-    factors = [each.blocks[0].structure.terms[0] for each in curvatures]
+    factors = [curvature.blocks[0].structure.terms[0] for curvature in curvatures]
 
     def sigma(matrices):
         points = torch.stack([matrix.dense(torch.float64).flatten() for matrix in matrices])
@@ -183,9 +183,9 @@ def test_sums_use_the_smallest_form_that_represents_all_inputs(holds, form):
     B, A, _ = merged.blocks[0].structure.terms[0]
     assert (B.form, A.form) == (form, form)
     assert B.dtype == torch.float32
-    expected = sum(each.blocks[0].structure.terms[0][0].dense(torch.float64) for each in curvatures)
+    expected = sum(curvature.blocks[0].structure.terms[0][0].dense(torch.float64) for curvature in curvatures)
     torch.testing.assert_close(B.dense(torch.float64), expected, rtol=1e-6, atol=1e-6)
-    assert B.psd == all(each.blocks[0].structure.terms[0][0].psd for each in curvatures)
+    assert B.psd == all(curvature.blocks[0].structure.terms[0][0].psd for curvature in curvatures)
 
 
 def test_layers_keep_sharing_a_factor():

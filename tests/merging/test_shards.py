@@ -63,11 +63,11 @@ def assert_same(merged, whole, rtol):
     assert [block.name for block in merged.blocks] == [block.name for block in whole.blocks]
     for ours, theirs in zip(merged.blocks, whole.blocks, strict=True):
         pairs = zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True)
-        for (role, found), (_, expected) in pairs:
+        for (role, matrix), (_, expected) in pairs:
             size = float(expected.dense().abs().max())
-            torch.testing.assert_close(found.dense(), expected.dense(), rtol=rtol, atol=rtol * size, msg=role)
-            assert (found.examples, found.positions) == (expected.examples, expected.positions)
-            assert found.form == expected.form
+            torch.testing.assert_close(matrix.dense(), expected.dense(), rtol=rtol, atol=rtol * size, msg=role)
+            assert (matrix.examples, matrix.positions) == (expected.examples, expected.positions)
+            assert matrix.form == expected.form
 
 
 @pytest.mark.parametrize("more", [{}, {"sharing": "reduce"}, {"structure": "diagonal"}, {"compress": "block:2"}])
@@ -97,8 +97,8 @@ def test_results_are_bit_identical_if_the_arithmetic_is_exact():
     shards = [kp.estimate(net, [x[k : k + 2]], fisher="exact") for k in range(0, 16, 2)]
     merged, whole = kp.merge(shards, "shards"), kp.estimate(net, [x], fisher="exact")
     for ours, theirs in zip(merged.blocks, whole.blocks, strict=True):
-        for (_, found), (_, expected) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
-            assert torch.equal(found.dense(), expected.dense())
+        for (_, matrix), (_, expected) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            assert torch.equal(matrix.dense(), expected.dense())
 
 
 def test_shards_of_shards_are_shards(net, sentences):
@@ -114,7 +114,7 @@ def test_a_task_from_shards_counts_as_one_task(net, sentences):
     halves = [of_part(net, sentences, *edge) for edge in ((0, 12), (12, EXAMPLES))]
     whole = of_part(net, sentences, 0, EXAMPLES)
     other = of_part(net, sentences, 3, 9, source=source(6, "other", 500))
-    merged, expected = (kp.merge([each, other]) for each in (kp.merge(halves, "shards"), whole))
+    merged, expected = (kp.merge([curvature, other]) for curvature in (kp.merge(halves, "shards"), whole))
     assert_same(merged, expected, 1e-6)
     weights = [parent.weight for parent in merged.about.merge.parents]
     assert weights == pytest.approx([2 / 3, 2 / 3, 2 / 3])
@@ -122,8 +122,8 @@ def test_a_task_from_shards_counts_as_one_task(net, sentences):
     # The task can be subtracted again as a whole.
     left = kp.merge([merged, kp.merge(halves, "shards")], without="toy")
     for ours, theirs in zip(left.blocks, other.blocks, strict=True):
-        for (_, found), (_, kept) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
-            torch.testing.assert_close(found.dense(), kept.dense(), rtol=1e-4, atol=1e-5)
+        for (_, matrix), (_, kept) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            torch.testing.assert_close(matrix.dense(), kept.dense(), rtol=1e-4, atol=1e-5)
 
 
 def test_inputs_that_are_not_shards_of_one_task_are_rejected(net, sentences):

@@ -56,16 +56,16 @@ def test_batches_do_not_depend_on_the_number_of_workers(tiny, folder):
     for workers in (0, 1, 2):
         use_workers(workers)
         state = torch.random.get_rng_state()
-        found = list(batches(tiny, sources, iter(indices)))
-        assert len(found) == len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        result = list(batches(tiny, sources, iter(indices)))
+        assert len(result) == len(expected)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
         assert torch.equal(torch.random.get_rng_state(), state)
         assert not multiprocessing.active_children()
 
 
 def test_commands_write_the_same_bytes(folder, tmp_path):
     """An estimate and a training with a data penalty, with and without workers."""
-    made = {}
+    contents = {}
     for workers in (0, 2):
         where = tmp_path / str(workers)
         where.mkdir()
@@ -77,8 +77,8 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
         ):
             done = CliRunner().invoke(app, list(map(str, line)), catch_exceptions=False)
             assert done.exit_code == 0, done.stderr
-        made[workers] = [(where / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")]
-    assert made[0] == made[2]
+        contents[workers] = [(where / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")]
+    assert contents[0] == contents[2]
     assert not multiprocessing.active_children()
 
 

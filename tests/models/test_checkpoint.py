@@ -36,9 +36,9 @@ def loaded_by_its_line(model, path):
     return getattr(loaded, "module", loaded).eval()
 
 
-def assert_same_weights(found, expected):
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def assert_same_weights(state, expected):
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("size", [None, 48])
@@ -131,6 +131,6 @@ def test_any_tensor_of_a_state_dict_can_be_written(tmp_path):
         "none": torch.zeros(0, 3),
     }
     write_weights(tmp_path / "a.safetensors", state)
-    found = load_file(tmp_path / "a.safetensors")
-    assert set(found) == set(state)
-    assert all(torch.equal(found[name], state[name]) and found[name].dtype == state[name].dtype for name in state)
+    loaded = load_file(tmp_path / "a.safetensors")
+    assert set(loaded) == set(state)
+    assert all(torch.equal(loaded[name], state[name]) and loaded[name].dtype == state[name].dtype for name in state)

@@ -87,12 +87,12 @@ def test_half_precision_weights_can_be_resized(tiny, tmp_path, pictures, vision_
     """torch cannot resample in half precision on a CPU, so it is done in float32."""
     stored = {name: value for name, value in load_file(TINY.weights).items() if not vision_alone or "visual." in name}
     whole = {name: value.float() for name, value in stored.items()}
-    found = []
+    outputs = []
     for name, state in (("half", stored), ("whole", whole)):
         save_file(state, tmp_path / f"{name}.safetensors")
         model = load_model("tiny", weights=tmp_path / f"{name}.safetensors", image_size=56)
-        found.append(model.forward(model.prepare(pictures, "any")))
-    assert torch.equal(*found)
+        outputs.append(model.forward(model.prepare(pictures, "any")))
+    assert torch.equal(*outputs)
     assert load_model("tiny", image_size=56).function.detail.startswith("encode_image(x, normalize=True) of 56x56")
 
 

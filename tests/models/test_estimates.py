@@ -48,7 +48,7 @@ def curvature_of(spec, folder, tmp_path, **options):
     weights = options.pop("weights", None)
     model = load_model(spec, weights=weights, dtype=torch.float64)
     job = TaskEstimate(model, load_task("mnli", folder), EstimateOptions(fisher="exact", **options), batch_size=5)
-    return model, job, job.run(tmp_path / "made.kfac")
+    return model, job, job.run(tmp_path / "estimate.kfac")
 
 
 @pytest.mark.parametrize("family", ["t5", "hf"])
@@ -172,16 +172,16 @@ def test_a_full_vit_b_32_through_the_command(tmp_path):
 def test_a_loaded_model_brings_its_own_f_and_what_it_freezes():
     tiny = load_model("tiny")
     x = torch.rand(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
-    found = kp.estimate(tiny, [x])
-    covered = list(found.parameters)
+    curvature = kp.estimate(tiny, [x])
+    covered = list(curvature.parameters)
     by_hand = kp.estimate(tiny.module, [x], forward=tiny.forward, params=covered)
     assert covered == list(kp.linearize(tiny).parameters)
     tau = {name: torch.ones_like(tiny.module.state_dict()[name]) for name in covered}
-    torch.testing.assert_close(found.quadratic(tau), by_hand.quadratic(tau), rtol=0, atol=0)
-    base = found.about.base
+    torch.testing.assert_close(curvature.quadratic(tau), by_hand.quadratic(tau), rtol=0, atol=0)
+    base = curvature.about.base
     assert (base.family, base.name, base.revision) == (tiny.family, tiny.name, tiny.revision)
-    assert found.about.function == tiny.function
-    kp.Regularizer([found]).check(tiny)
+    assert curvature.about.function == tiny.function
+    kp.Regularizer([curvature]).check(tiny)
 
     other_f = kp.estimate(tiny, [x], forward=lambda x: tiny.module.encode_image(x), params=["visual.proj"])
     assert other_f.about.function != tiny.function

@@ -61,7 +61,7 @@ def test_clip_is_open_clips_own_model(tiny_clip, clip_file, pictures):
     stock, _, transform = open_clip.create_model_and_transforms(tiny_clip, pretrained=str(clip_file))
     ours = load_model(tiny_clip, weights=clip_file)
     batch = ours.prepare(pictures, "any")
-    assert torch.equal(batch, torch.stack([transform(each["image"].convert("RGB")) for each in pictures]))
+    assert torch.equal(batch, torch.stack([transform(example["image"].convert("RGB")) for example in pictures]))
     assert torch.equal(ours.forward(batch), stock.eval().encode_image(batch, normalize=True))
     assert list(ours.module.state_dict()) == list(stock.state_dict())
     assert ours.revision is None
@@ -76,7 +76,7 @@ def test_timm_is_timms_own_model(timm_file, pictures):
     setting = timm.data.resolve_model_data_config(stock, {"input_size": (3, 64, 64)})
     transform = timm.data.create_transform(**setting, is_training=False)
     batch = ours.prepare(pictures, "any")
-    assert torch.equal(batch, torch.stack([transform(each["image"].convert("RGB")) for each in pictures]))
+    assert torch.equal(batch, torch.stack([transform(example["image"].convert("RGB")) for example in pictures]))
     features = stock.forward_head(stock.forward_features(batch), pre_logits=True)
     assert torch.equal(ours.forward(batch), normalize(features, dim=-1))
     assert list(ours.module.state_dict()) == list(stock.state_dict())
@@ -111,7 +111,9 @@ def test_a_file_may_hold_the_vision_tower_alone(tiny_clip, clip_file, tmp_path, 
 
 @pytest.mark.parametrize("kind", ["whole", "vision"])
 def test_clip_resamples_its_position_embedding(tiny_clip, clip_file, tmp_path, kind):
-    state = {name: each for name, each in load_file(clip_file).items() if kind == "whole" or name.startswith("visual.")}
+    state = {
+        name: tensor for name, tensor in load_file(clip_file).items() if kind == "whole" or name.startswith("visual.")
+    }
     state["visual.positional_embedding"][1:] = 0.25  # a constant stays one, whatever grid it is resampled to
     save_file(state, tmp_path / "constant.safetensors")
     model = load_model(tiny_clip, weights=tmp_path / "constant.safetensors", image_size=64)
@@ -190,5 +192,7 @@ def test_the_real_vit_tiny_loads_at_96_pixels(pictures):
     model = load_model("timm:vit_tiny_patch16_224", weights=path, image_size=96)
     real = load_file(path)
     assert set(model.module.state_dict()) == set(real)
-    assert all(torch.equal(each, real[name]) for name, each in model.module.state_dict().items() if name != "pos_embed")
+    assert all(
+        torch.equal(tensor, real[name]) for name, tensor in model.module.state_dict().items() if name != "pos_embed"
+    )
     assert model.forward(model.prepare(pictures, "any")).shape == (3, 192)

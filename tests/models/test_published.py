@@ -21,7 +21,7 @@ FEW = {"tiny": ("visual.transformer.resblocks.0.mlp.*",), "t5": ("encoder.block.
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def task_named(tmp_path_factory):
     """Returns a function from a name to the task, read from a copy that is written on first use."""
     datasets.disable_progress_bars()
     tasks = {}
@@ -68,8 +68,8 @@ def check_pipeline(model, task, head, params, folder):
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_pictures(tiny, made, name, tmp_path):
-    task = made(name)
+def test_pictures(tiny, task_named, name, tmp_path):
+    task = task_named(name)
     head = head_for(tiny, task)
     assert (head.origin, head.classes) == ("text", task.classes)
     assert len(head.weight) == len(task.classes)
@@ -77,8 +77,8 @@ def test_pictures(tiny, made, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_texts_and_label_words(t5, made, name, tmp_path):
-    task = made(name)
+def test_texts_and_label_words(t5, task_named, name, tmp_path):
+    task = task_named(name)
     head = head_for(t5, task)
     assert head.origin == "words", "the classes' names begin with different words"
     assert torch.equal(head.weight, t5.word_weights([label.replace("_", " ") for label in task.classes]))
@@ -86,19 +86,19 @@ def test_texts_and_label_words(t5, made, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rte", "snli"])
-def test_texts_and_prototypes(encoder, made, name, tmp_path):
-    task = made(name)
+def test_texts_and_prototypes(encoder, task_named, name, tmp_path):
+    task = task_named(name)
     head = head_for(encoder, task)
     assert head.origin == "prototypes"
     check_pipeline(encoder, task, head, FEW["hf"], tmp_path)
 
 
-def test_t5_prompts_have_the_column_order_of_its_training_data(t5, t5_folder, made):
+def test_t5_prompts_have_the_column_order_of_its_training_data(t5, t5_folder, task_named):
     """Whatever the order of the columns in a copy."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(t5_folder)
     for name, first, second in (("mnli", "hypothesis", "premise"), ("rte", "sentence1", "sentence2")):
-        example = made(name).split("train")[0]
+        example = task_named(name).split("train")[0]
         expected = tokenizer(f"{name} {first}: {example[first]} {second}: {example[second]}").input_ids
         assert t5.prepare([example], name)["input_ids"][0].tolist() == expected

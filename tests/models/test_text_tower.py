@@ -24,11 +24,11 @@ def test_texts_are_embedded_as_by_open_clip(model, tiny_clip):
     import open_clip
 
     tokens = open_clip.get_tokenizer(tiny_clip)(TEXTS)
-    found = model.encode_text(TEXTS)
-    assert torch.equal(found, model.module.encode_text(tokens, normalize=True))
-    assert not found.requires_grad
-    assert found.shape == (3, model.function.width)
-    torch.testing.assert_close(found.norm(dim=1), torch.ones(3))
+    embeddings = model.encode_text(TEXTS)
+    assert torch.equal(embeddings, model.module.encode_text(tokens, normalize=True))
+    assert not embeddings.requires_grad
+    assert embeddings.shape == (3, model.function.width)
+    torch.testing.assert_close(embeddings.norm(dim=1), torch.ones(3))
     assert model.logit_scale == pytest.approx(float(model.module.logit_scale.detach().exp()))
 
 
@@ -40,7 +40,9 @@ def test_batches_of_texts_are_embedded_as_single_texts(model, monkeypatch):
 def test_a_vision_tower_alone_has_no_text_encoder(model, tiny_clip, tmp_path):
     state = model.module.state_dict()
     save_file(state, tmp_path / "whole.safetensors")
-    save_file({name: each for name, each in state.items() if name.startswith("visual.")}, tmp_path / "part.safetensors")
+    save_file(
+        {name: tensor for name, tensor in state.items() if name.startswith("visual.")}, tmp_path / "part.safetensors"
+    )
     assert load_model(tiny_clip, weights=tmp_path / "part.safetensors").encode_text is None
     whole = load_model(tiny_clip, weights=tmp_path / "whole.safetensors")
     assert torch.equal(whole.encode_text(TEXTS), model.encode_text(TEXTS))

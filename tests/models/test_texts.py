@@ -176,9 +176,9 @@ def test_the_word_head_gives_t5s_own_logits(t5_folder, pairs):
     with torch.no_grad():
         start = torch.zeros((len(pairs), 1), dtype=torch.long)
         expected = stock(**batch, decoder_input_ids=start).logits[:, 0]
-        found = head.logits(model.forward(**batch))
+        logits = head.logits(model.forward(**batch))
     ids = AutoTokenizer.from_pretrained(t5_folder).convert_tokens_to_ids(list(head.classes))
-    torch.testing.assert_close(found, expected[:, ids])
+    torch.testing.assert_close(logits, expected[:, ids])
 
 
 def test_labels_with_the_same_first_token_are_refused(t5_folder, bert_folder):

@@ -43,7 +43,7 @@ DAMAGES = {
 
 
 @pytest.fixture(scope="module")
-def made():
+def generated():
     return {name: load_task(name).make() for name in NAMES}
 
 
@@ -58,24 +58,24 @@ def must_not_be_called():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_have_the_recorded_digest(made, name):
-    assert images_digest(made[name]) == load_task(name).sha256
+def test_images_have_the_recorded_digest(generated, name):
+    assert images_digest(generated[name]) == load_task(name).sha256
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_splits_have_the_declared_sizes_and_classes(made, name):
+def test_splits_have_the_declared_sizes_and_classes(generated, name):
     task = load_task(name)
     assert task.name == name
     assert task.splits == ("train", "validation", "test")
-    assert {split: len(each.labels) for split, each in made[name].items()} == dict(task.sizes)
-    for images, labels in made[name].values():
+    assert {split: len(examples.labels) for split, examples in generated[name].items()} == dict(task.sizes)
+    for images, labels in generated[name].values():
         assert images.shape in [(len(labels), 28, 28), (len(labels), 28, 28, 3)]
         assert set(labels.tolist()) == set(range(len(task.classes)))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_image_occurs_twice(made, name):
-    pictures = [picture.tobytes() for images, _ in made[name].values() for picture in images]
+def test_no_image_occurs_twice(generated, name):
+    pictures = [picture.tobytes() for images, _ in generated[name].values() for picture in images]
     assert len(set(pictures)) == len(pictures)
 
 
@@ -102,14 +102,14 @@ def test_materials_of_different_splits_share_no_pixel():
                 assert right <= x0 or x1 <= left or bottom <= y0 or y1 <= top
 
 
-def test_an_example_is_an_image_with_a_label(made):
+def test_an_example_is_an_image_with_a_label(generated):
     task = load_task("digits")
     split = task.split("validation")
     example = split[7]
     assert list(example) == ["image"]
     assert (example["image"].mode, example["image"].size) == ("L", (28, 28))
-    np.testing.assert_array_equal(np.asarray(example["image"]), made["digits"]["validation"].images[7])
-    assert split.label(7) == made["digits"]["validation"].labels[7]
+    np.testing.assert_array_equal(np.asarray(example["image"]), generated["digits"]["validation"].images[7])
+    assert split.label(7) == generated["digits"]["validation"].labels[7]
     assert (split.source.dataset, split.source.split, split.source.license) == (task.source, "validation", "CC BY 4.0")
     with refused(KfacpackError, "digits: unknown split 'dev'", "train, validation, test"):
         task.split("dev")
@@ -117,7 +117,9 @@ def test_an_example_is_an_image_with_a_label(made):
 
 def test_colour_images_stay_rgb(own_cache):
     base = load_task("faces")
-    coloured = {split: each._replace(images=np.stack([each.images] * 3, -1)) for split, each in base.make().items()}
+    coloured = {
+        split: examples._replace(images=np.stack([examples.images] * 3, -1)) for split, examples in base.make().items()
+    }
     task = replace(base, make=lambda: coloured, sha256=images_digest(coloured))
     for _ in range(2):
         assert replace(task).split("train")[0]["image"].mode == "RGB"

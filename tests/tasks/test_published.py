@@ -72,10 +72,10 @@ def test_splits_are_those_of_prior_work(copies, name):
     assert dict(task.sizes) == expected
     assert task.splits == ("train", "validation", "test")
     for split, size in expected.items():
-        found = task.split(split)
-        assert len(found) == size
-        assert {found.label(row) for row in range(size)} <= set(range(len(task.classes)))
-        assert (found.source.split, found.source.license) == (split, PUBLISHED[name].license)
+        examples = task.split(split)
+        assert len(examples) == size
+        assert {examples.label(row) for row in range(size)} <= set(range(len(task.classes)))
+        assert (examples.source.split, examples.source.license) == (split, PUBLISHED[name].license)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -124,11 +124,11 @@ def test_the_hub_cache_gives_the_same_task_as_a_folder(copies, name, offline):
     cached(offline, name, copies[name])
     task, local = load_task(name), load_task(name, copies[name])
     assert (task.sizes, task.classes, task.templates) == (local.sizes, local.classes, local.templates)
-    found, there = task.split("test"), local.split("test")
+    cached_split, there = task.split("test"), local.split("test")
     for row in range(3):
-        ours, theirs = ({key: _bytes(value) for key, value in split[row].items()} for split in (found, there))
+        ours, theirs = ({key: _bytes(value) for key, value in split[row].items()} for split in (cached_split, there))
         assert ours == theirs
-    assert (found.source.dataset, found.source.revision) == (PUBLISHED[name].repository, COMMIT)
+    assert (cached_split.source.dataset, cached_split.source.revision) == (PUBLISHED[name].repository, COMMIT)
     assert (there.source.dataset, there.source.revision) == (copies[name].name, None)
 
 
@@ -179,8 +179,8 @@ def test_a_split_missing_from_the_cache_is_refused(tmp_path, offline):
     ],
 )
 def test_addresses(address, repository, revision, config):
-    place, found = data_source_of(address)
-    assert (place.source, place._revision, found) == (repository, revision, config)
+    place, parsed_config = data_source_of(address)
+    assert (place.source, place._revision, parsed_config) == (repository, revision, config)
 
 
 @pytest.mark.parametrize("address", ["hf://someone/model", "hf://datasets/mnist", "hf://datasets/a/b/c/d"])
@@ -246,10 +246,13 @@ def test_columns_of_other_copies(tmp_path):
     odd = load_task("rte", renamed("rte", tmp_path / "odd", sentence1="one", sentence2="two"))
     assert list(odd.split("train")[0]) == ["one", "two"]
     assert odd.notices("tiny") == ("rte: unknown column names; the input columns were found by type: one, two",)
-    given = load_task("rte", tmp_path / "odd", columns="sentence1=two,sentence2=one")
+    renamed_columns = load_task("rte", tmp_path / "odd", columns="sentence1=two,sentence2=one")
     stored = odd.split("train")[0]
-    assert list(given.split("train")[0].items()) == [("sentence1", stored["two"]), ("sentence2", stored["one"])]
-    assert given.notices("tiny") == ()
+    assert list(renamed_columns.split("train")[0].items()) == [
+        ("sentence1", stored["two"]),
+        ("sentence2", stored["one"]),
+    ]
+    assert renamed_columns.notices("tiny") == ()
 
 
 def own(folder, **columns):
@@ -295,8 +298,8 @@ def plain(name, folder):
 
 def card(name, folder, **more):
     """Writes a dataset card; its first entry is of another config."""
-    said = (pictures if name in VISION else pairs)(name, "train").features._to_yaml_list()
-    of = {"config_name": PUBLISHED[name].config or "default", "features": said, **more}
+    features = (pictures if name in VISION else pairs)(name, "train").features._to_yaml_list()
+    of = {"config_name": PUBLISHED[name].config or "default", "features": features, **more}
     other = {"config_name": "other", "features": [{"name": "x", "dtype": "string"}]}
     (folder / "README.md").write_text(f"---\n{yaml.safe_dump({'dataset_info': [other, of]})}---\n# Data\n")
 
@@ -306,16 +309,16 @@ def test_column_types_from_the_card(copies, tmp_path, name):
     folder = plain(name, tmp_path / name)
     bare = load_task(name, folder)
     numbers = ", ".join(bare.classes)
-    told = f"{name}: {len(bare.classes)} classes, the values of column 'label' in train: {numbers}"
-    assert told in bare.notices("tiny"), "integers are not class names"
+    notice = f"{name}: {len(bare.classes)} classes, the values of column 'label' in train: {numbers}"
+    assert notice in bare.notices("tiny"), "integers are not class names"
     card(name, folder)
     task, whole = load_task(name, folder), load_task(name, copies[name])
     assert (task.classes, task.sizes) == (whole.classes, whole.sizes)
     assert task.notices("tiny") == whole.notices("tiny")
     for split in ("train", "test"):
-        found, there = task.split(split), whole.split(split)
-        assert [found.label(row) for row in range(5)] == [there.label(row) for row in range(5)]
-        assert list(map(_bytes, found[0].values())) == list(map(_bytes, there[0].values()))
+        typed, there = task.split(split), whole.split(split)
+        assert [typed.label(row) for row in range(5)] == [there.label(row) for row in range(5)]
+        assert list(map(_bytes, typed[0].values())) == list(map(_bytes, there[0].values()))
 
 
 @pytest.mark.parametrize("text", ["", "---\nno: [\n---\n", "---\ndataset_info: 3\n---\n", "---\n- a\n---\n"])

@@ -18,9 +18,9 @@ class Colours:
 
     name, templates, license, splits = "colours", (), None, ("train",)
 
-    def __init__(self, classes, size=(28, 28), each=20):
+    def __init__(self, classes, size=(28, 28), per_class=20):
         self.classes = tuple(f"number {k} with quite a long name for what it is" for k in range(classes))
-        self.sizes = {"train": classes * each}
+        self.sizes = {"train": classes * per_class}
         self._size = size
 
     def split(self, name):
@@ -44,30 +44,30 @@ class Colours:
         return (label % 7 * 30, label // 7 * 3, 50)
 
 
-def first_thumbnail(sheet, column, row, each):
-    left = MARGIN + column * (NAME + each * (THUMBNAIL + GAP) + MARGIN) + NAME
+def first_thumbnail(sheet, column, row, per_class):
+    left = MARGIN + column * (NAME + per_class * (THUMBNAIL + GAP) + MARGIN) + NAME
     top = MARGIN + LINE + row * (THUMBNAIL + GAP)
     return np.asarray(sheet.image)[top : top + THUMBNAIL, left : left + THUMBNAIL]
 
 
 @pytest.mark.parametrize(
-    ("classes", "columns", "rows", "each"),
+    ("classes", "columns", "rows", "per_class"),
     [(2, 1, 2, 12), (12, 1, 12, 12), (13, 2, 7, 8), (60, 3, 20, 5), (400, 3, 20, 5)],
 )
-def test_each_class_has_a_row_up_to_the_limit(classes, columns, rows, each):
+def test_each_class_has_a_row_up_to_the_limit(classes, columns, rows, per_class):
     sheet = draw_contact_sheet(Colours(classes))
     assert (sheet.classes, sheet.left_out) == (min(classes, MAX_CLASSES), max(classes - MAX_CLASSES, 0))
-    width = MARGIN + columns * (NAME + each * (THUMBNAIL + GAP) + MARGIN)
+    width = MARGIN + columns * (NAME + per_class * (THUMBNAIL + GAP) + MARGIN)
     assert sheet.image.size == (width, LINE + 2 * MARGIN + rows * (THUMBNAIL + GAP))
     for label in range(sheet.classes):
-        middle = first_thumbnail(sheet, label // rows, label % rows, each)[THUMBNAIL // 2, THUMBNAIL // 2]
+        middle = first_thumbnail(sheet, label // rows, label % rows, per_class)[THUMBNAIL // 2, THUMBNAIL // 2]
         assert tuple(middle) == Colours.colour(label)
 
 
 def test_small_images_are_enlarged_by_a_whole_factor():
     split = load_task("digits").split("train")
     index = next(k for k in range(len(split)) if split.label(k) == 3)
-    shown = first_thumbnail(draw_contact_sheet(load_task("digits")), column=0, row=3, each=12)
+    shown = first_thumbnail(draw_contact_sheet(load_task("digits")), column=0, row=3, per_class=12)
     border = (THUMBNAIL - 56) // 2
     pixels = np.asarray(split[index]["image"]).repeat(2, 0).repeat(2, 1)
     np.testing.assert_array_equal(shown[border:-border, border:-border, 0], pixels)
@@ -76,7 +76,7 @@ def test_small_images_are_enlarged_by_a_whole_factor():
 
 @pytest.mark.parametrize("size", [(640, 480), (30, 600), (1, 1), (64, 64)])
 def test_images_of_every_size_fit(size):
-    shown = first_thumbnail(draw_contact_sheet(Colours(2, size, each=1)), column=0, row=1, each=12)
+    shown = first_thumbnail(draw_contact_sheet(Colours(2, size, per_class=1)), column=0, row=1, per_class=12)
     inked = (shown != PAPER).any(-1)
     extent = inked.any(0).sum(), inked.any(1).sum()
     assert max(extent) == THUMBNAIL

@@ -94,10 +94,12 @@ def test_no_pattern_of_a_task_looks_like_one_of_pretraining():
 
 
 def test_no_class_of_a_drawn_task_is_named_in_pretraining():
-    said = {word for subject in SUBJECTS for phrase in subject.names for word in re.findall("[a-z]+", phrase)}
+    pretraining_words = {
+        word for subject in SUBJECTS for phrase in subject.names for word in re.findall("[a-z]+", phrase)
+    }
     for name in (*LETTERED, "weaves"):
         words = {word for label in load_task(name).classes for word in re.findall("[a-z]+", label)}
-        assert words & said - {"in", "a", "he"} <= {*SHARED_WORDS}, name
+        assert words & pretraining_words - {"in", "a", "he"} <= {*SHARED_WORDS}, name
 
 
 def test_tasks_and_pretraining_use_different_random_streams():
@@ -127,18 +129,18 @@ def test_a_batch_depends_on_its_number_alone():
 
 
 def test_a_caption_matches_images_that_do_not_contradict_it():
-    made = batch(0, 7, 64)
-    assert made.true.diagonal().all()
+    examples = batch(0, 7, 64)
+    assert examples.true.diagonal().all()
     for picture, caption in product(range(64), range(64)):
-        stated, shown = made.stated[caption], made.shown[picture]
-        assert made.true[picture, caption] == all(
+        stated, shown = examples.stated[caption], examples.shown[picture]
+        assert examples.true[picture, caption] == all(
             fact in (UNSTATED, there) for fact, there in zip(stated, shown, strict=True)
         )
 
 
 def test_a_caption_names_its_subject():
-    made = batch(0, 3, 128)
-    for text, stated in zip(made.captions, made.stated, strict=True):
+    examples = batch(0, 3, 128)
+    for text, stated in zip(examples.captions, examples.stated, strict=True):
         names = SUBJECTS[stated[SUBJECT]].names
         assert any(words_of(name) <= words_of(text) for name in names), (text, names)
 

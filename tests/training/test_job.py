@@ -178,9 +178,9 @@ class Relabelled(ToyTask):
     changed: int = 17
 
     def split(self, name):
-        found = super().split(name)
-        found.labels[self.changed] = (found.labels[self.changed] + 1) % len(self.classes)
-        return found
+        examples = super().split(name)
+        examples.labels[self.changed] = (examples.labels[self.changed] + 1) % len(self.classes)
+        return examples
 
 
 def test_a_run_on_other_data_of_the_same_name_and_size_is_not_resumed(tmp_path):

@@ -69,8 +69,8 @@ def test_an_estimate_records_the_scale_of_f():
         "variance": float(f.var(0).sum()),
     }
     for parts in (1, 4, len(x)):
-        found = kp.estimate(model, list(x.chunk(parts))).about.output_scale
-        assert found.model_dump() == pytest.approx(expected, rel=1e-5)
+        scale = kp.estimate(model, list(x.chunk(parts))).about.output_scale
+        assert scale.model_dump() == pytest.approx(expected, rel=1e-5)
     single = kp.estimate(model, [x[:1]]).about.output_scale
     assert single.variance == 0
     assert single.mean_square == pytest.approx(float(f[0].square().sum()), rel=1e-5)

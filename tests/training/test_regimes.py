@@ -46,19 +46,19 @@ def test_f_and_its_gradient_are_those_of_autograd(model, batch, name):
     regime = REGIMES[name](model)
     generator = torch.Generator().manual_seed(3)
     tau = {
-        key: 0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64)
-        for key, each in regime.parameters.items()
+        key: 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        for key, parameter in regime.parameters.items()
     }
     moved = regime.forward(batch, tau)
-    leaves = {key: each.clone().requires_grad_() for key, each in tau.items()}
+    leaves = {key: value.clone().requires_grad_() for key, value in tau.items()}
     expected = plain(model, name, batch, leaves)
     torch.testing.assert_close(moved.f, expected.detach(), rtol=1e-9, atol=1e-12)
     u = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     wanted = torch.autograd.grad(expected, list(leaves.values()), u)
-    start = {key: torch.ones_like(each) for key, each in tau.items()}
+    start = {key: torch.ones_like(value) for key, value in tau.items()}
     moved.add_gradient(u, start)
-    for found, gradient in zip(start.values(), wanted, strict=True):
-        torch.testing.assert_close(found, 1 + gradient, rtol=1e-9, atol=1e-12)
+    for actual, gradient in zip(start.values(), wanted, strict=True):
+        torch.testing.assert_close(actual, 1 + gradient, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", list(REGIMES))
@@ -66,7 +66,7 @@ def test_the_model_is_not_modified(model, batch, name):
     before = {key: value.clone() for key, value in model.module.state_dict().items()}
     flags = [parameter.requires_grad for parameter in model.module.parameters()]
     regime = REGIMES[name](model)
-    regime.forward(batch, {key: torch.ones_like(each) for key, each in regime.parameters.items()})
+    regime.forward(batch, {key: torch.ones_like(parameter) for key, parameter in regime.parameters.items()})
     assert all(torch.equal(before[key], value) for key, value in model.module.state_dict().items())
     assert flags == [parameter.requires_grad for parameter in model.module.parameters()]
 
@@ -107,31 +107,31 @@ def test_the_data_penalty_is_the_squared_change_of_f(model, name):
     regime = REGIMES[name](model)
     generator = torch.Generator().manual_seed(5)
     tau = {
-        key: 0.1 * torch.randn(each.shape, generator=generator, dtype=torch.float64)
-        for key, each in regime.parameters.items()
+        key: 0.1 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        for key, parameter in regime.parameters.items()
     }
     task = ToyTask("other", seed=1, size=8)
     drift = DataPenalty([task], 2.0, batch_size=8, seed=0)
-    found = {key: torch.zeros_like(each) for key, each in tau.items()}
-    value = drift.add_grad(0, regime, tau, found)
+    gradients = {key: torch.zeros_like(value) for key, value in tau.items()}
+    value = drift.add_grad(0, regime, tau, gradients)
     split = task.split("train")
     batch = model.prepare([split[n] for n in range(8)], "other")
-    leaves = {key: each.clone().requires_grad_() for key, each in tau.items()}
+    leaves = {key: value.clone().requires_grad_() for key, value in tau.items()}
     change = plain(model, name, batch, leaves) - model.module(batch).detach()
     expected = 2.0 * change.square().sum() / 8
     torch.testing.assert_close(value.double(), expected.detach(), rtol=1e-6, atol=0)
-    for gradient, wanted in zip(found.values(), torch.autograd.grad(expected, list(leaves.values())), strict=True):
+    for gradient, wanted in zip(gradients.values(), torch.autograd.grad(expected, list(leaves.values())), strict=True):
         torch.testing.assert_close(gradient, wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_the_data_penalty_weights_tasks_by_their_sizes(model):
     regime = REGIMES["linear"](model)
-    tau = {key: 0.1 * torch.ones_like(each) for key, each in regime.parameters.items()}
+    tau = {key: 0.1 * torch.ones_like(parameter) for key, parameter in regime.parameters.items()}
     tasks = [ToyTask("large", seed=1, size=24), ToyTask("small", seed=2, size=8)]
     many = DataPenalty(tasks, 1.0, batch_size=8, seed=0)
-    each = [DataPenalty([task], 1.0, batch_size=task.size, seed=0) for task in tasks]
+    single_penalties = [DataPenalty([task], 1.0, batch_size=task.size, seed=0) for task in tasks]
     nothing = {key: torch.zeros_like(value) for key, value in tau.items()}
     mean = sum(float(many.add_grad(step, regime, tau, dict(nothing))) for step in range(400)) / 400
-    large, small = (float(one.add_grad(0, regime, tau, dict(nothing))) for one in each)
+    large, small = (float(one.add_grad(0, regime, tau, dict(nothing))) for one in single_penalties)
     # w = T λ: 1.5 and 0.5.
     assert mean == pytest.approx(1.5 * large + 0.5 * small, rel=0.1)

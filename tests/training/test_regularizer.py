@@ -25,8 +25,8 @@ def brute(curvatures, tau, strength, factor=lambda block: 1.0):
             if any(name in leaves for name in block.parameters):
                 x = gather(leaves, block.join, shapes).reshape(-1)
                 total = total + strength * factor(block) * (x @ dense_block(block) @ x)
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-    grads = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(leaves, found, strict=True)}
+    gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
+    grads = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(leaves, gradients, strict=True)}
     return total.detach(), grads
 
 
@@ -36,8 +36,8 @@ def agree(regularizer, tau, expected, rtol=1e-9):
     grads: dict[str, torch.Tensor] = {}
     torch.testing.assert_close(regularizer.add_grad(tau, grads).double(), value, rtol=rtol, atol=0)
     size = max(float(g.abs().max()) for g in gradient.values())
-    for name, found in grads.items():
-        torch.testing.assert_close(found.double(), gradient[name], rtol=rtol, atol=rtol * size)
+    for name, actual in grads.items():
+        torch.testing.assert_close(actual.double(), gradient[name], rtol=rtol, atol=rtol * size)
     assert all(not gradient[name].any() for name in gradient.keys() - grads.keys())
 
 
@@ -55,13 +55,13 @@ def test_as_a_term_of_a_loss_it_has_the_same_gradient(hold):
     curvature = small_curvature(hold)
     tau = random_tau(curvature, dtype=torch.float64)
     value, expected = brute([curvature], tau, 3.0)
-    leaves = {name: each.clone().requires_grad_() for name, each in tau.items()}
+    leaves = {name: tensor.clone().requires_grad_() for name, tensor in tau.items()}
     still = next(iter(leaves))
     leaves[still].requires_grad_(False)
-    made = {name: 2 * each for name, each in leaves.items()}
-    found = kp.Regularizer(curvature, 3.0).loss({**made, "other": torch.ones(2, requires_grad=True)})
-    torch.testing.assert_close(found.detach(), 4 * value, rtol=1e-9, atol=0)
-    (0.5 * found).backward()
+    doubled = {name: 2 * leaf for name, leaf in leaves.items()}
+    loss = kp.Regularizer(curvature, 3.0).loss({**doubled, "other": torch.ones(2, requires_grad=True)})
+    torch.testing.assert_close(loss.detach(), 4 * value, rtol=1e-9, atol=0)
+    (0.5 * loss).backward()
     assert leaves[still].grad is None
     for name in leaves.keys() - {still}:
         size = float(expected[name].abs().max())
@@ -80,8 +80,8 @@ def test_offloaded_factors_give_the_same_result_on_a_gpu(hold):
             regularizer = kp.Regularizer(curvature, 3.0, offload=offload, **options)
             grads: dict[str, torch.Tensor] = {}
             torch.testing.assert_close(regularizer.add_grad(tensors, grads).cpu(), expected[0])
-            for name, found in grads.items():
-                torch.testing.assert_close(found.cpu(), expected[1][name])
+            for name, actual in grads.items():
+                torch.testing.assert_close(actual.cpu(), expected[1][name])
 
 
 @pytest.mark.parametrize("hold", ["packed", "block", "block-int8", "sparse"])
@@ -144,8 +144,8 @@ def test_gradients_that_would_be_lost_are_refused():
     grads = dict.fromkeys(tau)  # as a module's `.grad` are before the first backward
     value = regularizer.add_grad(tau, grads)
     assert torch.equal(value, regularizer.value(tau))
-    for name, found in curvature.apply(tau).items():
-        torch.testing.assert_close(grads[name], 4 * found / regularizer.output_scale)
+    for name, product in curvature.apply(tau).items():
+        torch.testing.assert_close(grads[name], 4 * product / regularizer.output_scale)
     with refused(kp.KfacpackError, "grads: expected a dict", "got TaskVector"):
         regularizer.add_grad(tau, tau)
     with refused(kp.KfacpackError, "gradient of '0.bias'", "expected shape [5], got [3]"):
@@ -267,9 +267,9 @@ def test_preset_is_the_published_weighting():
     state = {name: p.detach() for name, p in model.named_parameters()}
     J = torch.func.jacrev(lambda token: torch.func.functional_call(model, {**state, "token": token}, (x,)))
     token = (J(state["token"]) @ tau["token"]).square().sum() / N
-    found = kp.Regularizer(curvature, 7.0, preset="tak").value(tau)
+    penalty = kp.Regularizer(curvature, 7.0, preset="tak").value(tau)
     expected = 7.0 * (layer + 0.1 * projection + 10 * norms + 10 * token).detach()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0)
+    torch.testing.assert_close(penalty, expected, rtol=1e-4, atol=0)
     alone = kp.Regularizer(curvature, 7.0, preset="tak").value({"token": tau["token"]})
     torch.testing.assert_close(alone, 70.0 * token, rtol=1e-4, atol=0)
 

@@ -25,25 +25,25 @@ def command(*arguments):
 
 
 def test_the_function_and_the_command_give_the_same_bundle(tmp_path):
-    made = kp.estimate_task("tiny", "faces", examples=12, params=FEW, seed=3, output=tmp_path / "function.kfac")
+    curvature = kp.estimate_task("tiny", "faces", examples=12, params=FEW, seed=3, output=tmp_path / "function.kfac")
     estimate = ("estimate", "--task", "faces", "--examples", 12, *OPTIONS, "--seed", 3, "-q")
     command(*estimate, "-o", tmp_path / "command.kfac")
-    assert kp.load(tmp_path / "function.kfac").digest == kp.load(tmp_path / "command.kfac").digest == made.digest
-    assert kp.estimate_task("tiny", "faces", examples=12, params=FEW, seed=3).digest == made.digest
+    assert kp.load(tmp_path / "function.kfac").digest == kp.load(tmp_path / "command.kfac").digest == curvature.digest
+    assert kp.estimate_task("tiny", "faces", examples=12, params=FEW, seed=3).digest == curvature.digest
 
 
 def test_the_function_and_the_command_give_the_same_vector(tmp_path):
     bundle = tmp_path / "faces.kfac"
     kp.estimate_task("tiny", "faces", examples=12, params=FEW, output=bundle)
     settings = {"reg": bundle, "params": FEW, "steps": 3, "batch_size": 8, "seed": 2, "strength": 5}
-    made = kp.train("tiny", "digits", output=tmp_path / "function.safetensors", **settings)
+    vector = kp.train("tiny", "digits", output=tmp_path / "function.safetensors", **settings)
     training = ("--steps", 3, "--batch-size", 8, "--seed", 2, "--strength", 5, "-q")
     command("train", "--task", "digits", "--reg", bundle, *OPTIONS, *training, "-o", tmp_path / "command.safetensors")
     digests = {kp.TaskVector.load(tmp_path / f"{name}.safetensors").digest for name in ("function", "command")}
-    assert digests == {made.digest}
+    assert digests == {vector.digest}
     steps = []
     again = kp.train("tiny", "digits", on_progress=lambda metrics, total: steps.append(metrics.step), **settings)
-    assert again.digest == made.digest
+    assert again.digest == vector.digest
     assert steps == [1, 2, 3]
 
 

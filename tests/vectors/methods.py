@@ -23,7 +23,7 @@ CASES = [(name, settings) for name, variants in SETTINGS.items() for settings in
 every_method = pytest.mark.parametrize(("method", "settings"), CASES, ids=str)
 
 
-def made(task: str, tensors: dict[str, torch.Tensor]) -> kp.TaskVector:
+def vector_of(task: str, tensors: dict[str, torch.Tensor]) -> kp.TaskVector:
     state = {name: torch.zeros_like(value) for name, value in tensors.items()}
     base = kp.identify(state, list(state), family="test", name="shapes")
     tasks = (TaskEntry(source=kp.Source(task=task)),)
@@ -34,7 +34,7 @@ def made(task: str, tensors: dict[str, torch.Tensor]) -> kp.TaskVector:
 def drawn(count: int, seed: int = 0) -> list[kp.TaskVector]:
     generator = torch.Generator().manual_seed(seed)
     return [
-        made(f"task {k}", {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
+        vector_of(f"task {k}", {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()})
         for k in range(count)
     ]
 
@@ -43,6 +43,6 @@ def arrays(tau, alpha: float = 1.0) -> dict[str, np.ndarray]:
     return {name: alpha * tau[name].numpy().astype(np.float64) for name in tau}
 
 
-def assert_same(found, expected, tolerance: float = 1e-5):
-    for name in found:
-        np.testing.assert_allclose(found[name].numpy(), expected[name], atol=tolerance, rtol=tolerance, err_msg=name)
+def assert_same(result, expected, tolerance: float = 1e-5):
+    for name in result:
+        np.testing.assert_allclose(result[name].numpy(), expected[name], atol=tolerance, rtol=tolerance, err_msg=name)

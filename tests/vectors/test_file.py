@@ -48,9 +48,9 @@ def test_the_same_vector_gives_the_same_bytes(path, tmp_path):
 
 
 def test_the_safetensors_library_reads_the_models_own_names(path):
-    found = load_file(path)
-    assert set(found) == {*vector(), "kfacpack.head.0.weight", "kfacpack.head.0.bias"}
-    assert all(tensor.dtype is torch.float32 for tensor in found.values())
+    tensors = load_file(path)
+    assert set(tensors) == {*vector(), "kfacpack.head.0.weight", "kfacpack.head.0.bias"}
+    assert all(tensor.dtype is torch.float32 for tensor in tensors.values())
 
 
 def test_a_file_may_be_saved_over_itself(path):
@@ -67,7 +67,7 @@ def test_nan_is_not_written(path):
     with refused(kp.BundleError, "NaN", "Nothing was written", where="tensor '1.bias'"):
         kp.TaskVector(tensors, one.about).save(path)
     assert path.read_bytes() == before
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_errors_name_truncated_and_damaged_files(path):

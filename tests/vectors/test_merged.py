@@ -11,7 +11,7 @@ import pytest
 import torch
 from kit import refused
 from torch.utils._python_dispatch import TorchDispatchMode
-from vectors.methods import drawn, every_method, made
+from vectors.methods import drawn, every_method, vector_of
 from vectors.small import head, network, vector
 
 import kfacpack as kp
@@ -27,7 +27,10 @@ def test_the_file_records_the_method(method, settings, tmp_path):
     assert read.about == merged.about
     assert read.digest == merged.digest
     assert all(torch.equal(read[name], merged[name]) for name in merged)
-    assert [(each.sha256, each.coefficient) for each in read.about.addends] == [(one.digest, 1.0), (two.digest, 0.5)]
+    assert [(addend.sha256, addend.coefficient) for addend in read.about.addends] == [
+        (one.digest, 1.0),
+        (two.digest, 0.5),
+    ]
     assert set(read.heads) == set(read.tasks) == {"task 0", "task 1"}
     if method == "sum":
         assert read.about.method is None
@@ -40,13 +43,16 @@ def test_a_merged_vector_is_one_addend_of_a_sum(tmp_path):
     one, two, three = drawn(3)
     merged = kp.add([one, two], "ties")
     together = 2 * merged + three
-    assert {each.sha256: each.coefficient for each in together.about.addends} == {merged.digest: 2.0, three.digest: 1.0}
+    assert {addend.sha256: addend.coefficient for addend in together.about.addends} == {
+        merged.digest: 2.0,
+        three.digest: 1.0,
+    }
     assert together.about.method is None
     negative = -merged
     assert negative.about.method == merged.about.method
-    assert [each.coefficient for each in negative.about.addends] == [-1.0, -1.0]
+    assert [addend.coefficient for addend in negative.about.addends] == [-1.0, -1.0]
     nested = kp.add([merged, three], "iso")
-    assert [each.sha256 for each in nested.about.addends] == [merged.digest, three.digest]
+    assert [addend.sha256 for addend in nested.about.addends] == [merged.digest, three.digest]
 
 
 @pytest.mark.parametrize(
@@ -116,16 +122,16 @@ class Alive(TorchDispatchMode):
         self._known: Counter[int] = Counter()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        given = {each.untyped_storage()._cdata for each in args if isinstance(each, torch.Tensor)}
-        made = operation(*args, **(kwargs or {}))
-        for each in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(each, torch.Tensor):
-                self._count(each, given)
-        return made
+        input_storages = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        result = operation(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor, input_storages)
+        return result
 
-    def _count(self, tensor, given):
+    def _count(self, tensor, input_storages):
         storage = tensor.untyped_storage()
-        if storage._cdata in given and storage._cdata not in self._known:
+        if storage._cdata in input_storages and storage._cdata not in self._known:
             return  # it was there before
         if storage._cdata not in self._known:
             self.bytes += storage.nbytes()
@@ -145,7 +151,8 @@ def peak(method: str, tasks: int, layers: int) -> int:
     generator = torch.Generator().manual_seed(0)
     names = [f"layer {k}" for k in range(layers)]
     vectors = [
-        made(f"task {k}", {name: torch.randn(160, 120, generator=generator) for name in names}) for k in range(tasks)
+        vector_of(f"task {k}", {name: torch.randn(160, 120, generator=generator) for name in names})
+        for k in range(tasks)
     ]
     merged = kp.add(vectors, method)
     with Alive() as alive:
@@ -185,7 +192,7 @@ def test_files_are_not_held_in_memory(tmp_path):
     layer = 4 * 700 * 1000
     for k in range(8):
         tensors = {f"layer {n}": torch.full((700, 1000), float(k + n)) for n in range(4)}
-        made(f"task {k}", tensors).save(tmp_path / f"{k}.safetensors")
+        vector_of(f"task {k}", tensors).save(tmp_path / f"{k}.safetensors")
     files = [str(tmp_path / f"{k}.safetensors") for k in range(8)]
     line = [sys.executable, "-c", _PEAKS, str(tmp_path / "sum.safetensors"), *files]
     done = subprocess.run(line, capture_output=True, text=True, check=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from vectors.methods import CASES, arrays, assert_same, drawn, every_method, made
+from vectors.methods import CASES, arrays, assert_same, drawn, every_method, vector_of
 
 import kfacpack as kp
 from kfacpack.vectors.methods import METHODS, tsv
@@ -31,11 +31,11 @@ def brute_ties(parts, keep=0.2, mean=False):
 
 
 def unflattened(flat, like):
-    found, start = {}, 0
+    result, start = {}, 0
     for name, value in like.items():
-        found[name] = flat[start : start + value.size].reshape(value.shape)
+        result[name] = flat[start : start + value.size].reshape(value.shape)
         start += value.size
-    return found
+    return result
 
 
 def plain(parts, name, mean):
@@ -49,35 +49,35 @@ def whitened(columns):
 
 
 def brute_tsv(parts, mean=False):
-    found = {}
+    result = {}
     for name, first in parts[0].items():
         if first.ndim != 2:
-            found[name] = plain(parts, name, mean)
+            result[name] = plain(parts, name, mean)
             continue
         k = min(first.shape) // len(parts)
         svds = [np.linalg.svd(part[name]) for part in parts]
         U = whitened(np.hstack([U[:, :k] for U, _, _ in svds]))
         V = whitened(np.hstack([Vh[:k].T for _, _, Vh in svds]))
-        found[name] = U @ np.diag(np.concatenate([s[:k] for _, s, _ in svds])) @ V.T
-    return found
+        result[name] = U @ np.diag(np.concatenate([s[:k] for _, s, _ in svds])) @ V.T
+    return result
 
 
 def brute_iso(parts, mean=False):
-    found = {}
+    result = {}
     for name, first in parts[0].items():
         if first.ndim != 2:
-            found[name] = plain(parts, name, mean)
+            result[name] = plain(parts, name, mean)
             continue
         U, s, Vh = np.linalg.svd(plain(parts, name, mean=False), full_matrices=False)
-        found[name] = s.sum() / len(s) * U @ Vh
-    return found
+        result[name] = s.sum() / len(s) * U @ Vh
+    return result
 
 
 def brute_iso_cts(parts, common=0.8, mean=False):
-    found = {}
+    result = {}
     for name, first in parts[0].items():
         if first.ndim != 2:
-            found[name] = plain(parts, name, mean)
+            result[name] = plain(parts, name, mean)
             continue
         r = min(first.shape)
         own = min(round((r - int(r * common)) / len(parts)), r // len(parts))
@@ -91,8 +91,8 @@ def brute_iso_cts(parts, common=0.8, mean=False):
             values += [*s[:own]]
             rights.append(vh[:own].T)
         assert len(values) == r
-        found[name] = np.mean(values) * whitened(np.hstack(lefts)) @ whitened(np.hstack(rights)).T
-    return found
+        result[name] = np.mean(values) * whitened(np.hstack(lefts)) @ whitened(np.hstack(rights)).T
+    return result
 
 
 BRUTE = {"ties": brute_ties, "tsv": brute_tsv, "iso": brute_iso, "iso-cts": brute_iso_cts}
@@ -108,12 +108,14 @@ def test_the_result_is_that_of_the_paper(method, settings, alphas):
 
 def test_sum_equals_arithmetic_on_vectors(tmp_path):
     one, two, three = drawn(3)
-    found = kp.add([one, two, three], alpha=[1, 0.5, -2])
+    result = kp.add([one, two, three], alpha=[1, 0.5, -2])
     by_hand = one + 0.5 * two - 2 * three
-    assert found.about == by_hand.about
-    assert found.about.method is None
-    assert found.digest == by_hand.digest
-    assert_same(found, {name: a + 0.5 * two[name].numpy() - 2 * three[name].numpy() for name, a in arrays(one).items()})
+    assert result.about == by_hand.about
+    assert result.about.method is None
+    assert result.digest == by_hand.digest
+    assert_same(
+        result, {name: a + 0.5 * two[name].numpy() - 2 * three[name].numpy() for name, a in arrays(one).items()}
+    )
 
 
 def test_a_vector_and_its_negative_are_exactly_zero(tmp_path):
@@ -121,14 +123,14 @@ def test_a_vector_and_its_negative_are_exactly_zero(tmp_path):
     (-tau).save(tmp_path / "negative.safetensors")
     nothing = kp.add([tau, tmp_path / "negative.safetensors"])
     assert all(not nothing[name].any() for name in nothing)
-    assert [each.coefficient for each in nothing.about.addends] == [0.0]
+    assert [addend.coefficient for addend in nothing.about.addends] == [0.0]
 
 
 @every_method
 def test_order_does_not_matter(method, settings):
     one, two, three = drawn(3)
-    found = kp.add([one, two, three], method, alpha=[1, 0.5, 2], **settings)
-    assert_same(kp.add([three, one, two], method, alpha=[2, 1, 0.5], **settings), arrays(found), 1e-6)
+    result = kp.add([one, two, three], method, alpha=[1, 0.5, 2], **settings)
+    assert_same(kp.add([three, one, two], method, alpha=[2, 1, 0.5], **settings), arrays(result), 1e-6)
 
 
 @every_method
@@ -172,19 +174,19 @@ def test_the_threshold_of_ties_is_exact():
 
 
 def test_ties_elects_no_sign_where_none_wins():
-    one, two = made("one", {"a": torch.tensor([1.0, 2.0])}), made("two", {"a": torch.tensor([-1.0, 2.0])})
+    one, two = vector_of("one", {"a": torch.tensor([1.0, 2.0])}), vector_of("two", {"a": torch.tensor([-1.0, 2.0])})
     assert kp.add([one, two], "ties", keep=1.0)["a"].tolist() == [0.0, 4.0]
     assert kp.add([one, two], "ties", keep=1.0, mean=True)["a"].tolist() == [0.0, 2.0]
 
 
 def test_dare_drops_and_rescales():
-    one, two = (made(task, {"a": torch.full((200, 300), value)}) for task, value in (("one", 1.0), ("two", 10.0)))
+    one, two = (vector_of(task, {"a": torch.full((200, 300), value)}) for task, value in (("one", 1.0), ("two", 10.0)))
     assert_same(kp.add([one, two], "dare", drop=0.0), arrays(one + two))
-    found = kp.add([one, two], "dare", drop=0.75)["a"].numpy()
-    assert set(np.unique(found)) == {0.0, 4.0, 40.0, 44.0}
-    share = np.array([(found == value).mean() for value in (0.0, 4.0, 40.0, 44.0)])
+    result = kp.add([one, two], "dare", drop=0.75)["a"].numpy()
+    assert set(np.unique(result)) == {0.0, 4.0, 40.0, 44.0}
+    share = np.array([(result == value).mean() for value in (0.0, 4.0, 40.0, 44.0)])
     np.testing.assert_allclose(share, [0.75**2, 0.75 * 0.25, 0.75 * 0.25, 0.25**2], atol=0.01)
-    assert found.mean() == pytest.approx(11, rel=0.03)
+    assert result.mean() == pytest.approx(11, rel=0.03)
 
 
 def test_dare_depends_on_seed_vector_and_parameter_only():
@@ -196,7 +198,7 @@ def test_dare_depends_on_seed_vector_and_parameter_only():
         torch.testing.assert_close(both[name], alone[name] + other[name])
         assert torch.equal(both[name], backwards[name])
     assert not torch.equal(alone["tall"], kp.add([one], "dare", drop=0.5, seed=1)["tall"])
-    twins = made("twins", {"a": torch.ones(50), "b": torch.ones(50)})
+    twins = vector_of("twins", {"a": torch.ones(50), "b": torch.ones(50)})
     dropped = kp.add([twins], "dare", drop=0.5)
     assert not torch.equal(dropped["a"], dropped["b"])
 
@@ -205,7 +207,7 @@ def test_tasks_that_are_orthogonal_are_added_up_by_tsv():
     first, second = torch.zeros(8, 6), torch.zeros(8, 6)
     first[:4, :3] = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
     second[4:, 3:] = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
-    one, two = made("one", {"a": first}), made("two", {"a": second})
+    one, two = vector_of("one", {"a": first}), vector_of("two", {"a": second})
     assert_same(kp.add([one, two], "tsv"), arrays(one + two), 1e-6)
 
 
@@ -213,7 +215,11 @@ def test_no_directions_are_added_beyond_the_rank():
     """Singular vectors beyond the rank are arbitrary; tasks may share directions, or be zero."""
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(8, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
-    one, same, none = made("one", {"a": low}), made("two", {"a": 2 * low}), made("none", {"a": torch.zeros(8, 6)})
+    one, same, none = (
+        vector_of("one", {"a": low}),
+        vector_of("two", {"a": 2 * low}),
+        vector_of("none", {"a": torch.zeros(8, 6)}),
+    )
     for vectors in ([one], [one, none], [one, same], [one, same, none]):
         flat = kp.add(vectors, "iso")["a"].double()
         spectrum = torch.linalg.svdvals(flat)
@@ -231,8 +237,8 @@ def test_no_directions_are_added_beyond_the_rank():
 def test_more_tasks_than_singular_values():
     vectors = drawn(8)
     for method in ("tsv", "iso-cts"):
-        found = kp.add(vectors, method)
-        assert all(found[name].isfinite().all() and found[name].any() for name in found)
+        result = kp.add(vectors, method)
+        assert all(result[name].isfinite().all() and result[name].any() for name in result)
 
 
 @pytest.mark.parametrize("r", [1, 2, 5, 9, 64])

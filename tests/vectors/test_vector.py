@@ -35,10 +35,10 @@ def test_arithmetic_is_that_of_tensors():
 @pytest.mark.parametrize("half", [0.5, np.float64(0.5), np.float32(0.5), np.float16(0.5), Fraction(1, 2)], ids=repr)
 def test_real_numbers_of_any_type_can_be_factors(half):
     one = vector("one", 1)
-    for made in (half * one, one * half, one / 2, one / np.int64(2), one / (1 / half)):
-        assert isinstance(made, kp.TaskVector)
-        assert torch.equal(made["0.weight"], 0.5 * one["0.weight"])
-        assert [type(addend.coefficient) for addend in made.about.addends] == [float]
+    for halved in (half * one, one * half, one / 2, one / np.int64(2), one / (1 / half)):
+        assert isinstance(halved, kp.TaskVector)
+        assert torch.equal(halved["0.weight"], 0.5 * one["0.weight"])
+        assert [type(addend.coefficient) for addend in halved.about.addends] == [float]
     for wrong in (np.ones(2), True, "2", 1j, np.bool_(True)):
         with pytest.raises(TypeError):
             wrong * one
@@ -70,8 +70,8 @@ def test_sums_record_their_addends(tmp_path):
     read = kp.TaskVector.load(tmp_path / "sum.safetensors")
     assert {a.sha256: a.coefficient for a in read.about.addends} == {one.digest: 0.3, two.digest: 2.0}
     again = -read + one
-    found = {a.sha256: (a.coefficient, a.tasks) for a in again.about.addends}
-    assert found == {one.digest: (0.7, ("one",)), two.digest: (-2.0, ("two",))}
+    addends = {a.sha256: (a.coefficient, a.tasks) for a in again.about.addends}
+    assert addends == {one.digest: (0.7, ("one",)), two.digest: (-2.0, ("two",))}
     assert [task.training.seed for task in again.about.tasks] == [1, 2]
     assert one.about.addends == ()
     twice = vector("one", 1) + vector("one", 5)
