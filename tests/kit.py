@@ -235,7 +235,7 @@ def rebased(manifest: dict[str, Any]) -> None:
     manifest["base"]["sha256"] = base_digest(parameters)
 
 
-def complaint(path: Path) -> str:
+def error_message(path: Path) -> str:
     """Returns the message of the BundleError from opening a file and reading all its tensors; fails without one."""
     with pytest.raises(kp.BundleError) as caught:
         bundle = kp.Bundle(path)

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from image_folders import write_images
 from kit import refused
-from pictures import paint
 from torch.nn.functional import cross_entropy
 
 from kfacpack.errors import KfacpackError
@@ -35,7 +35,7 @@ def task(tmp_path_factory):
         "validation": {"red": 1},
         "test": {"red": 2, "green": 2, "blue": 2},
     }
-    return load_task("colours", paint(tmp_path_factory.mktemp("colours"), counts))
+    return load_task("colours", write_images(tmp_path_factory.mktemp("colours"), counts))
 
 
 class ChangedTask:
@@ -140,7 +140,7 @@ def test_auto_chooses_the_first_kind_that_is_possible(model, vision_only, task):
 
 def test_a_class_without_examples_is_named(vision_only, tmp_path):
     counts = {"train": {"red": 2, "green": 2}, "test": {"red": 1, "green": 1, "blue": 1}}
-    task = load_task("colours", paint(tmp_path, counts))
+    task = load_task("colours", write_images(tmp_path, counts))
     with refused(KfacpackError, "colours: class 'blue' has no example in split 'train'"):
         head_for(vision_only, task)
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
 
 
 def begun(plan: Path, out: Path) -> subprocess.Popen[bytes]:

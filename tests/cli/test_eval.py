@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from image_folders import write_images
 from kfacpack_cli.evaluator import print_sweep
 from kfacpack_cli.main import app
-from made_up import made_up
-from pictures import paint
+from random_vectors import random_vector
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -32,7 +32,7 @@ def run(*arguments, code=0):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return paint(tmp_path_factory.mktemp("colours"), COUNTS)
+    return write_images(tmp_path_factory.mktemp("colours"), COUNTS)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_json_format_is_stable(folder):
 
 
 def test_each_of_several_tasks_has_its_own_folder(folder, tmp_path):
-    paint(tmp_path, {split: dict.fromkeys(classes, 2) for split, classes in COUNTS.items()})
+    write_images(tmp_path, {split: dict.fromkeys(classes, 2) for split, classes in COUNTS.items()})
     both = ["--data", f"large={folder}", "--data", f"small={tmp_path}"]
     output = json.loads(run(*RANDOM, "--task", "large", "small", *both, "--json").stdout)["tasks"]
     assert [output[name]["examples"] for name in ("large", "small")] == [12, 6]
@@ -136,7 +136,7 @@ def vectors(tmp_path_factory, folder):
     both = []
     for seed, name in enumerate(("morning", "evening")):
         task = load_task(name, folder)
-        bare = made_up(model, name, size=0.02, seed=seed, params="visual.transformer.resblocks.3.*")
+        bare = random_vector(model, name, size=0.02, seed=seed, params="visual.transformer.resblocks.3.*")
         both.append(kp.TaskVector(dict(bare), bare.about, {name: kp.head_for(model, task, kind="prototypes")}))
         both[-1].save(vector_folder / f"{name}.safetensors")
     (both[0] + both[1]).save(vector_folder / "sum.safetensors")

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
+from image_folders import write_images
 from kfacpack_cli.main import app
-from pictures import paint
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -37,7 +37,7 @@ def things(tmp_path_factory):
     folder = tmp_path_factory.mktemp("things")
     model = load_model("tiny")
     for seed, name in enumerate(("morning", "evening")):
-        task = load_task(name, paint(folder / name, COUNTS, seed))
+        task = load_task(name, write_images(folder / name, COUNTS, seed))
         generator = torch.Generator().manual_seed(seed)
         tau = {
             entry: 0.05 * torch.randn(model.module.get_parameter(entry).shape, generator=generator) for entry in PARAMS

@@ -105,7 +105,7 @@ def test_an_input_is_never_overwritten(paths, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "error_message"),
     [
         (["--weights", "1,x,2"], "--weights '1,x,2': expected numbers"),
         (["--weights", "1,2"], "expected 3 weights"),
@@ -114,10 +114,10 @@ def test_an_input_is_never_overwritten(paths, tmp_path):
         (["--without", "sun"], "the task 'sun'; the inputs contain cars, dtd, svhn"),
     ],
 )
-def test_bad_input_exits_with_2_and_writes_nothing(paths, tmp_path, arguments, complaint):
+def test_bad_input_exits_with_2_and_writes_nothing(paths, tmp_path, arguments, error_message):
     done = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
     assert done.exit_code == 2
-    assert complaint in done.stderr
+    assert error_message in done.stderr
     assert not done.stdout
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 

@@ -10,9 +10,9 @@ import time
 import warnings
 
 import pytest
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
+from image_folders import write_images
 from kfacpack_cli.main import app
-from pictures import paint
 from typer.testing import CliRunner
 
 from kfacpack.experiments.results_schema import UnknownKeyWarning, read_results, read_times
@@ -109,7 +109,7 @@ def test_unknown_names_are_refused_before_the_run(tmp_path, known, unknown, expe
     ],
 )
 def test_a_dry_run_checks_the_plan_like_a_run(tmp_path, kind, classes, expected):
-    paint(tmp_path / "mine", {split: dict.fromkeys(classes, 1) for split in ("train", "validation", "test")})
+    write_images(tmp_path / "mine", {split: dict.fromkeys(classes, 1) for split in ("train", "validation", "test")})
     text = TEXT.replace("weaves]", "{name: mine, data: mine}]").replace("head: prototypes", f"head: {kind}")
     (tmp_path / "plan.yaml").write_text(text)
     done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out", "--dry-run")

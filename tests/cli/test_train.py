@@ -209,9 +209,9 @@ def test_wrong_input_is_told_and_nothing_is_written(bundles, tmp_path, wrong, wo
 
 
 def test_one_class_is_nothing_to_learn(tmp_path):
-    from pictures import paint
+    from image_folders import write_images
 
-    paint(tmp_path / "data", {"train": {"red": 3}, "test": {"red": 2}})
+    write_images(tmp_path / "data", {"train": {"red": 3}, "test": {"red": 2}})
     done = run("train", "--task", "alone", "--data", tmp_path / "data", "-o", tmp_path / "t.safetensors")
     assert done.exit_code == 2
     assert "has only one class" in done.stderr

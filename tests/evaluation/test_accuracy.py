@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from image_folders import write_images
 from kit import refused
-from pictures import paint
 
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import EvaluationSet, Score, evaluate
@@ -22,7 +22,7 @@ CLASSES = ("blue_sky", "green", "red")
 def task(tmp_path_factory):
     folder = tmp_path_factory.mktemp("colours")
     counts = {"train": dict.fromkeys(CLASSES, 6), "test": {"red": 4, "green": 3, "blue_sky": 5}}
-    paint(folder, counts)
+    write_images(folder, counts)
     # Two red images with the label green.
     for number in (0, 1):
         (folder / "test" / "red" / f"{number:03}.png").rename(folder / "test" / "green" / f"wrong{number}.png")

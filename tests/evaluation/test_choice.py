@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import refused
-from made_up import made_up
+from random_vectors import random_vector
 from toys import ToyTask, ValidatedTask, toy_model, toy_subjects
 
 import kfacpack as kp
@@ -28,7 +28,7 @@ def subjects(model):
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
 def test_by_brute_force(model, subjects, regime):
-    vector = made_up(model, regime=regime, size=0.8)
+    vector = random_vector(model, regime=regime, size=0.8)
     progress = []
     choice = choose_alpha(
         model, subjects, vector, ALPHAS, on_progress=lambda done, total: progress.append((done, total))
@@ -51,7 +51,7 @@ def test_by_brute_force(model, subjects, regime):
 
 
 def test_ties_are_broken_towards_one(model, subjects):
-    nothing = made_up(model, size=0.0)
+    nothing = random_vector(model, size=0.0)
     assert choose_alpha(model, subjects, nothing, [0.0, 0.5, 1.1, 2.0]).alpha == 1.1
 
 
@@ -68,7 +68,7 @@ def test_test_examples_are_evaluated_at_the_selected_alpha_only(model, subjects)
 
     task = Watching("one", 1, 20)
     subject = SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task))
-    choice = choose_alpha(model, [subject], made_up(model), ALPHAS)
+    choice = choose_alpha(model, [subject], random_vector(model), ALPHAS)
     assert len(read) == 20, "each label of test is looked at once"
     assert set(choice.test) == {"one"}
     assert len(choice.validation["one"]) == len(ALPHAS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import refused
-from made_up import made_up
+from random_vectors import random_vector
 from toys import toy_model, toy_subjects
 
 import kfacpack as kp
@@ -29,7 +29,7 @@ def subjects(model):
 
 @pytest.mark.parametrize(("regime", "keep"), [("linear", 0.95), ("linear", 0.6), ("full", 0.8)])
 def test_by_brute_force(model, subjects, regime, keep):
-    vector = made_up(model, regime=regime, size=0.5)
+    vector = random_vector(model, regime=regime, size=0.5)
     *targets, control = subjects
     progress = []
     tell = lambda done, total: progress.append((done, total))  # noqa: E731
@@ -79,12 +79,12 @@ def test_without_a_margin_nothing_is_removed(model, subjects):
         subjects[0].validation,
         subjects[0].test,
     )
-    entry = negate(model, [worst], subjects[2], made_up(model), ALPHAS)["tasks"]["one"]
+    entry = negate(model, [worst], subjects[2], random_vector(model), ALPHAS)["tasks"]["one"]
     assert (entry["accuracy"], entry["before"], entry["removed"], entry["alpha"]) == (1 / 3, 1 / 3, None, 0.0)
 
 
 def test_invalid_settings_are_refused(model, subjects):
-    vector = made_up(model)
+    vector = random_vector(model)
     with refused(KfacpackError, "alpha -0.5", "negated already"):
         negate(model, subjects[:1], subjects[2], vector, [-0.5])
     for keep in (0.0, 1.5):

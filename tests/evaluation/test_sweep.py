@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kit import refused
-from made_up import made_up
+from random_vectors import random_vector
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import CLASSES, WIDTH, ToyTask, toy_model
 
@@ -43,7 +43,7 @@ def batch_of(model, evaluation_set):
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
 def test_a_sweep_equals_separate_evaluations(model, head, evaluation_set, regime):
-    vector = made_up(model, regime=regime, size=1.5)
+    vector = random_vector(model, regime=regime, size=1.5)
     results = scores(model, head, evaluation_set, vector, ALPHAS, batch_size=32)
     assert len({result.correct for result in results}) > 2, "α makes a difference"
     for alpha, result in zip(ALPHAS, results, strict=True):
@@ -62,7 +62,7 @@ def test_a_sweep_equals_separate_evaluations(model, head, evaluation_set, regime
 
 @pytest.mark.parametrize("regime", ["linear", "full"])
 def test_alpha_and_a_multiple_are_bitwise_equal(model, evaluation_set, regime):
-    sum_ = 0.7 * made_up(model, regime=regime) + 0.3 * made_up(model, "other", regime, seed=2)
+    sum_ = 0.7 * random_vector(model, regime=regime) + 0.3 * random_vector(model, "other", regime, seed=2)
     x = batch_of(model, evaluation_set)
     for alpha in (0.3, -1.1, 1 / 3):
         with edited_model(model, sum_, alpha) as one:
@@ -73,7 +73,7 @@ def test_alpha_and_a_multiple_are_bitwise_equal(model, evaluation_set, regime):
 
 def test_a_linear_vector_is_evaluated_as_f_plus_alpha_j_tau(evaluation_set):
     model = toy_model(dtype=torch.float64)
-    vector = made_up(model)
+    vector = random_vector(model)
     x = batch_of(model, evaluation_set)
     names = dict(model.module.named_parameters())
 
@@ -90,7 +90,7 @@ def test_a_linear_vector_is_evaluated_as_f_plus_alpha_j_tau(evaluation_set):
 
 def test_alpha_zero_is_the_model_itself(model, head, evaluation_set):
     for regime in ("linear", "full"):
-        assert scores(model, head, evaluation_set, made_up(model, regime=regime), [0.0, 1.0])[0] == score(
+        assert scores(model, head, evaluation_set, random_vector(model, regime=regime), [0.0, 1.0])[0] == score(
             model, head, evaluation_set
         )
 
@@ -112,7 +112,7 @@ def test_examples_are_read_once(model, head):
             return self.x[index]
 
     evaluation_set = EvaluationSet.of(Counting())
-    results = scores(model, head, evaluation_set, made_up(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
+    results = scores(model, head, evaluation_set, random_vector(model, regime="full"), [0.0, 0.5, 1.0], batch_size=8)
     assert read == list(range(30))
     assert [result.examples for result in results] == [30] * 3
 
@@ -121,7 +121,7 @@ def test_progress_counts_every_pass(model, head):
     evaluation_set = EvaluationSet.of(ToyTask())
     for regime, passes in (("linear", 1), ("full", 3)):
         progress = []
-        vector, tell = made_up(model, regime=regime), lambda *counts, progress=progress: progress.append(counts)
+        vector, tell = random_vector(model, regime=regime), lambda *counts, progress=progress: progress.append(counts)
         scores(model, head, evaluation_set, vector, [0, 1, 2], batch_size=20, on_progress=tell)
         assert progress[0] == (0, 30 * passes)
         assert progress[-1] == (30 * passes, 30 * passes)
@@ -132,13 +132,13 @@ def test_another_f_is_refused(model, head, evaluation_set):
     seen = model.function.model_copy(update={"detail": "of 64x64 pixels"})
     other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
     for regime in ("linear", "full"):
-        vector = made_up(model, regime=regime, function=seen)
+        vector = random_vector(model, regime=regime, function=seen)
         with refused(kp.TaskVectorError, "different function f", "64x64", "96x96"):
             score(other, head, evaluation_set, vector=vector)
 
 
 def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
-    vector = made_up(model)
+    vector = random_vector(model)
     with refused(KfacpackError, "alphas []", "at least one"):
         scores(model, head, evaluation_set, vector, [])
     with refused(KfacpackError, "alpha nan", "finite"):
@@ -146,13 +146,13 @@ def test_invalid_alphas_and_vectors_are_refused(model, head, evaluation_set):
     with refused(KfacpackError, "alpha 0.5", "give a vector"):
         score(model, head, evaluation_set, alpha=0.5)
     with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
-        score(model, head, evaluation_set, vector=made_up(model, size=float("inf")))
+        score(model, head, evaluation_set, vector=random_vector(model, size=float("inf")))
 
 
 def test_overflow_of_outputs_or_logits_is_reported(model, head, evaluation_set):
     """J τ is finite, but α J τ or the logits overflow float32."""
-    _, change = kp.linearize(model).outputs(batch_of(model, evaluation_set), dict(made_up(model)))
-    vector = made_up(model, size=1e36 / float(change.abs().max()))
+    _, change = kp.linearize(model).outputs(batch_of(model, evaluation_set), dict(random_vector(model)))
+    vector = random_vector(model, size=1e36 / float(change.abs().max()))
     for alpha, wide in ((1000.0, head), (1.0, replace(head, weight=1e3 * head.weight))):
         with refused(KfacpackError, "toy, split 'test', examples 0 to 63: f contains NaN"):
             scores(model, wide, evaluation_set, vector, [0.0, alpha])
@@ -212,6 +212,6 @@ def test_the_best_alpha():
 
 def test_a_model_and_a_task_may_be_named():
     model, task = kp.load_model("tiny"), kp.load_task("digits")
-    vector = made_up(model, regime="linear")
+    vector = random_vector(model, regime="linear")
     by_name = kp.sweep("tiny", "digits", vector, [0.0, 1.0], examples=16)
     assert by_name == kp.sweep(model, task, vector, [0.0, 1.0], examples=16)

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 
 import pytest
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
 from kit import refused
 
 import kfacpack as kp

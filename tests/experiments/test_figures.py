@@ -12,7 +12,7 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
-from experiments import results as invented
+from experiments import synthetic_results
 from kit import refused
 from PIL import Image
 
@@ -20,7 +20,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.experiments.figure_style import THEMES, power_of_ten, render, save
 from kfacpack.experiments.figures import FIGURES, nearest_index, smallest_nonzero
 
-TASKS = invented.TASKS
+TASKS = synthetic_results.TASKS
 UNUSUAL = ["$\\frac{1", "<script>&amp;", "a_b^c" * 9, *TASKS[3:]]
 """Names that could be mistaken for formulas or markup, or are too long for an axis."""
 
@@ -28,11 +28,11 @@ UNUSUAL = ["$\\frac{1", "<script>&amp;", "a_b^c" * 9, *TASKS[3:]]
 def data_of(figure, tasks=TASKS):
     dice = random.Random(0)
     return {
-        "sweep": lambda: {f"arm {k}": invented.make_sweep(tasks, k / 5, dice) for k in range(3)},
-        "disentanglement": lambda: invented.make_disentanglement(*tasks[:2], 0.3),
-        "localisation": lambda: invented.make_localisation(tasks, 0.1, dice),
-        "drift": lambda: invented.make_drift(tasks, 0.1, dice),
-        "spectra": lambda: invented.make_spectra(),
+        "sweep": lambda: {f"arm {k}": synthetic_results.make_sweep(tasks, k / 5, dice) for k in range(3)},
+        "disentanglement": lambda: synthetic_results.make_disentanglement(*tasks[:2], 0.3),
+        "localisation": lambda: synthetic_results.make_localisation(tasks, 0.1, dice),
+        "drift": lambda: synthetic_results.make_drift(tasks, 0.1, dice),
+        "spectra": lambda: synthetic_results.make_spectra(),
         "bars": lambda: {
             "base": dict.fromkeys(tasks, 0.3),
             "arms": {"kfac": {"individual": dict.fromkeys(tasks, 0.9), "added": dict.fromkeys(tasks, 0.8)}},
@@ -125,7 +125,7 @@ def test_colours_have_enough_contrast(theme):
 
 
 def test_a_single_sweep_shows_its_tasks():
-    one = invented.make_sweep(TASKS, 0.1, random.Random(0))
+    one = synthetic_results.make_sweep(TASKS, 0.1, random.Random(0))
     labels = words(FIGURES["sweep"](one, references={"individual": 0.9}))
     assert {*TASKS, "mean", "individual"} <= set(labels)
 
@@ -157,9 +157,9 @@ def test_files_do_not_depend_on_earlier_files():
 
 
 def test_few_spectra_are_labelled_and_many_are_coloured_by_side():
-    few = words(FIGURES["spectra"](invented.make_spectra(2)))
+    few = words(FIGURES["spectra"](synthetic_results.make_spectra(2)))
     assert "visual.blocks.1.mlp B" in few
-    many = words(FIGURES["spectra"](invented.make_spectra(9)))
+    many = words(FIGURES["spectra"](synthetic_results.make_spectra(9)))
     assert {"A (inputs)", "B (gradients)"} <= set(many)
     assert not [text for text in many if "blocks" in text]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
 from kit import refused
 
 import kfacpack as kp

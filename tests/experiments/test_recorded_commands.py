@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import yaml
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
 
 import kfacpack as kp
 from kfacpack.experiments.plan_file import parse

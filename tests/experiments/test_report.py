@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 
 import pytest
-from experiments.results import TIMES, make_results, write_run
+from experiments.synthetic_results import TIMES, make_results, write_run
 from kfacpack_cli.main import app
 from kit import refused
 from typer.testing import CliRunner

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
 from kit import refused
 
 import kfacpack as kp

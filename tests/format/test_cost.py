@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kit import complaint, forge, matrix_entry, write_sealed
+from kit import error_message, forge, matrix_entry, write_sealed
 
 from kfacpack.format.container import MAX_JSON_VALUES
 
@@ -17,23 +17,23 @@ def test_malicious_headers_are_rejected(target):
     """Deep nesting, too many values, a header that is too long, text that is not UTF-8, numbers of many digits."""
     metadata = '{"__metadata__":{"kfac.sha256":"' + "0" * 64 + '","kfac":"%s"}%s}'
     deep = metadata % ("[" * 100_000, "")
-    assert "invalid JSON" in complaint(write_sealed(target, deep, b""))
+    assert "invalid JSON" in error_message(write_sealed(target, deep, b""))
     deep = metadata % ("", ',"x":' + "[" * 100_000 + "]" * 100_000)
-    assert "nested too deeply" in complaint(write_sealed(target, deep, b""))
+    assert "nested too deeply" in error_message(write_sealed(target, deep, b""))
     flood = metadata % ("", ',"x":[' + "[]," * 2**20 + "0]")
-    assert "JSON values" in complaint(write_sealed(target, flood, b""))
+    assert "JSON values" in error_message(write_sealed(target, flood, b""))
     hidden = metadata % ('{\\"x\\":[' + "\\u005b\\u005d\\u002c" * 2**18 + "0]}", "")
-    assert "JSON values" in complaint(write_sealed(target, hidden, b""))
+    assert "JSON values" in error_message(write_sealed(target, hidden, b""))
     digits = metadata % ('{\\"version\\":' + "9" * 10_000 + "}", "")
-    complaint(write_sealed(target, digits, b""))
+    error_message(write_sealed(target, digits, b""))
     surrogate = metadata % ("\\ud800", "")
-    complaint(write_sealed(target, surrogate, b""))
+    error_message(write_sealed(target, surrogate, b""))
     target.write_bytes((2**23 + 1).to_bytes(8, "little") + b"{" + b" " * 2**23)
-    assert "at most 8388608 are allowed" in complaint(target)
+    assert "at most 8388608 are allowed" in error_message(target)
     target.write_bytes((100).to_bytes(8, "little") + b"{" + b"\xff" * 99)
-    assert "invalid JSON" in complaint(target)
+    assert "invalid JSON" in error_message(target)
     target.write_bytes((100).to_bytes(8, "little") + '{"a":1}'.encode("utf-16-le").ljust(100))
-    complaint(target)
+    error_message(target)
 
 
 MEASURE = """

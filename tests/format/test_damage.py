@@ -10,7 +10,7 @@ from hashlib import sha256
 import numpy as np
 import pytest
 import torch
-from kit import complaint, data_start, forge, matrix_entry, refused, small_curvature
+from kit import data_start, error_message, forge, matrix_entry, refused, small_curvature
 from safetensors.torch import save_file
 
 import kfacpack as kp
@@ -39,7 +39,7 @@ def test_truncated_files_are_rejected(good, target):
     )
     for offset in offsets:
         target.write_bytes(raw[:offset])
-        message = complaint(target)
+        message = error_message(target)
         assert "ends at" in message or "bytes long" in message, (offset, message)
         if offset >= start:
             assert "tensor '" in message, (offset, message)
@@ -47,7 +47,7 @@ def test_truncated_files_are_rejected(good, target):
 
 def test_appended_bytes_are_rejected(good, target):
     target.write_bytes(good.read_bytes() + b"\0")
-    assert "1 unexpected bytes" in complaint(target)
+    assert "1 unexpected bytes" in error_message(target)
 
 
 def test_any_changed_byte_of_the_header_is_detected(good, target):
@@ -58,7 +58,7 @@ def test_any_changed_byte_of_the_header_is_detected(good, target):
         for mask in (0x20, chosen.randrange(1, 256)):
             raw[position] ^= mask
             target.write_bytes(raw)
-            complaint(target)
+            error_message(target)
             raw[position] ^= mask
 
 
@@ -70,7 +70,7 @@ def test_changed_bytes_of_any_tensor_are_detected(good, target):
             damaged = bytearray(raw)
             damaged[position] ^= 1 << chosen.randrange(8)
             target.write_bytes(damaged)
-            message = complaint(target)
+            message = error_message(target)
             assert f"tensor {name!r}" in message
             assert "SHA-256" in message
 
@@ -82,7 +82,7 @@ def test_nan_and_inf_are_rejected(good, target, bad):
         data[start : start + 4] = np.float32(bad).tobytes()
         matrix_entry(manifest)["tensors"][1]["sha256"] = sha256(data[start:stop]).hexdigest()
 
-    message = complaint(forge(good, target, edit))
+    message = error_message(forge(good, target, edit))
     assert "tensor 'one.weight/B.scale'" in message
     assert "element 0 is not a finite number" in message
 
@@ -96,25 +96,25 @@ class Explode:
 def test_pickles_are_never_loaded(target, tmp_path, monkeypatch, protocol):
     monkeypatch.chdir(tmp_path)
     target.write_bytes(pickle.dumps({"A": Explode(), "pad": list(range(1000))}, protocol))
-    assert "never loaded" in complaint(target)
+    assert "never loaded" in error_message(target)
     assert not (tmp_path / "exploded").exists()
 
 
 def test_files_of_other_formats_are_rejected(target, tmp_path):
     save_file({"weight": torch.zeros(3)}, target)
-    assert "is a safetensors file, but not a bundle: its metadata has no 'kfac'" in complaint(target)
+    assert "is a safetensors file, but not a bundle: its metadata has no 'kfac'" in error_message(target)
     torch.save({"weight": torch.zeros(3)}, target)
-    assert "looks like an archive made by torch.save" in complaint(target)
+    assert "looks like an archive made by torch.save" in error_message(target)
     target.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
-    assert "is a Git LFS pointer" in complaint(target)
+    assert "is a Git LFS pointer" in error_message(target)
     target.write_text("<html><title>404</title></html>")
-    assert "looks like a web page" in complaint(target)
+    assert "looks like a web page" in error_message(target)
     target.write_bytes(b"")
-    assert "only 0 bytes long" in complaint(target)
-    assert "No such file" in complaint(tmp_path / "nowhere.kfac")
-    assert "is not a regular file" in complaint(tmp_path)
+    assert "only 0 bytes long" in error_message(target)
+    assert "No such file" in error_message(tmp_path / "nowhere.kfac")
+    assert "is not a regular file" in error_message(tmp_path)
     os.mkfifo(tmp_path / "pipe")
-    assert "is not a regular file" in complaint(tmp_path / "pipe")
+    assert "is not a regular file" in error_message(tmp_path / "pipe")
 
 
 def test_sparse_coordinates_out_of_bounds_never_reach_a_kernel(tmp_path):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 
 import pytest
-from hub.loopback import Loopback
+from hub.fake_hub import FakeHub
 from huggingface_hub import constants
 from kit import of_task, small_curvature
-from vectors.small import vector
+from vectors.small_vectors import vector
 
 import kfacpack as kp
 
@@ -23,7 +23,7 @@ def set_endpoint(monkeypatch, endpoint):
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A fake Hub without a logged-in user; see `log_in`."""
-    server = Loopback()
+    server = FakeHub()
     set_endpoint(monkeypatch, server.endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
@@ -37,15 +37,15 @@ def hub(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def unplug(monkeypatch):
+def disconnect(monkeypatch):
     """A function that disconnects the Hub: no server answers any more."""
 
-    def disconnect():
+    def use_closed_port():
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             set_endpoint(monkeypatch, f"http://127.0.0.1:{free.getsockname()[1]}")
 
-    return disconnect
+    return use_closed_port
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def log_in(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def shelf(tmp_path_factory):
+def artifacts(tmp_path_factory):
     """Files to share: bundles of two tasks, their merge, a large bundle, two vectors and their sum."""
-    folder = tmp_path_factory.mktemp("shelf")
+    folder = tmp_path_factory.mktemp("artifacts")
     one, two = of_task("one"), of_task("two", seed=20)
     source = one.about.source.model_copy(update={"dataset": "nobody/one", "license": "CC BY 4.0"})
     kp.Curvature(one.blocks, one.about.model_copy(update={"source": source})).save(folder / "one.kfac")

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from hub.conftest import hub, unplug  # noqa: F401 - fixtures
+from hub.conftest import disconnect, hub  # noqa: F401 - fixtures
 from hub.published import factors_of, store
 from kfacpack_cli.main import app
 from kit import refused
@@ -262,7 +262,7 @@ def imported(place, model, path, *more, code=0):
     return done
 
 
-def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, unplug):  # noqa: F811
+def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, disconnect):  # noqa: F811
     commit = put(hub, folder)
     place = "hf://owner/TAK/vitb16/kfac"
     stdout = imported(place, model, tmp_path / "hub.kfac", "--task", "dtd", "--json").stdout
@@ -277,7 +277,7 @@ def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, unplug): 
     assert ours.manifest.source == theirs.manifest.source.model_copy(update={"revision": commit})
     assert ours.manifest.blocks == theirs.manifest.blocks
 
-    unplug()
+    disconnect()
     imported(place, model, tmp_path / "cache.kfac", "--task", "dtd")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     stderr = imported(place, model, tmp_path / "other.kfac", "--task", "svhn", code=2).stderr
@@ -287,11 +287,11 @@ def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, unplug): 
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F811
+def test_a_revision_of_the_hub(folder, model, tmp_path, hub, disconnect):  # noqa: F811
     hub.put("owner/TAK", {"README.md": b"# TAK\n"})
     commit = put(hub, folder, "v1")
-    for plug in (lambda: None, unplug):
-        plug()
+    for prepare in (lambda: None, disconnect):
+        prepare()
         for place in ("TAK@v1/vitb16/kfac", "TAK/vitb16/kfac@v1", f"TAK@{commit}/vitb16/kfac"):
             kp.import_mammoth(f"hf://owner/{place}", model, tmp_path / "imported.kfac", files=PREFIX, fisher="exact")
             assert kp.Bundle(tmp_path / "imported.kfac").manifest.source.revision == commit
@@ -300,7 +300,7 @@ def test_a_revision_of_the_hub(folder, model, tmp_path, hub, unplug):  # noqa: F
 
 
 @pytest.mark.parametrize("about", [None, {"private": True}, {"gated": True}])
-def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, unplug, about):  # noqa: F811
+def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, disconnect, about):  # noqa: F811
     if about:
         files = {file.name: file.read_bytes() for file in folder.iterdir()}
         hub.put("owner/TAK", files, **about)
@@ -308,7 +308,7 @@ def test_repositories_that_cannot_be_read(folder, model, tmp_path, hub, unplug, 
     out.mkdir()
     problem = "owner/TAK is gated" if about == {"gated": True} else "the repository owner/TAK does not exist"
     import_fails("hf://owner/TAK", model, out, problem, "hf auth login", "pass the folder")
-    unplug()
+    disconnect()
     import_fails("hf://owner/TAK", model, out, "hf://owner/TAK: the Hub (http", "cannot be reached", "pass the folder")
 
 

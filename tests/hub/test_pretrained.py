@@ -19,11 +19,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 KINDS = {"curvature": ("one.kfac", "curvature.kfac"), "vector": ("one.safetensors", "vector.safetensors")}
 
 
-def opened(shelf, kind):
-    """Returns a class, an artifact from the shelf, and its default file name."""
+def opened(artifacts, kind):
+    """Returns a class, an artifact from the artifacts, and its default file name."""
     cls, load = {"curvature": (kp.Curvature, kp.load), "vector": (kp.TaskVector, kp.TaskVector.load)}[kind]
     name, default = KINDS[kind]
-    return cls, load(shelf / name), default
+    return cls, load(artifacts / name), default
 
 
 @pytest.fixture
@@ -33,8 +33,8 @@ def owner(hub, log_in):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_save_and_load_in_a_directory(shelf, tmp_path, kind):
-    cls, artifact, default = opened(shelf, kind)
+def test_save_and_load_in_a_directory(artifacts, tmp_path, kind):
+    cls, artifact, default = opened(artifacts, kind)
     folder = tmp_path / "new" / "folder"
     assert pretrained.save_pretrained(artifact, folder) == folder / default
     for source in (folder, str(folder), folder / default):
@@ -44,8 +44,8 @@ def test_save_and_load_in_a_directory(shelf, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_push_and_load_from_the_hub(owner, shelf, unplug, kind):
-    cls, artifact, default = opened(shelf, kind)
+def test_push_and_load_from_the_hub(owner, artifacts, disconnect, kind):
+    cls, artifact, default = opened(artifacts, kind)
     result = pretrained.push_to_hub(artifact, "owner/repo", license="apache-2.0", commit_message="First")
     files = owner.files("owner/repo")
     assert set(files) == {default, "README.md"}
@@ -55,13 +55,13 @@ def test_push_and_load_from_the_hub(owner, shelf, unplug, kind):
     for source in ("owner/repo", "hf://owner/repo", "owner/repo@main", f"hf://owner/repo/{default}"):
         assert pretrained.from_pretrained(cls, source).digest == artifact.digest
     assert pretrained.from_pretrained(cls, "owner/repo", result.commit).digest == artifact.digest
-    unplug()
+    disconnect()
     assert pretrained.from_pretrained(cls, "owner/repo").digest == artifact.digest
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_methods_of_the_classes(owner, shelf, tmp_path, kind):
-    cls, artifact, default = opened(shelf, kind)
+def test_the_methods_of_the_classes(owner, artifacts, tmp_path, kind):
+    cls, artifact, default = opened(artifacts, kind)
     assert artifact.save_pretrained(tmp_path / "local") == tmp_path / "local" / default
     assert cls.from_pretrained(tmp_path / "local").digest == artifact.digest
     name = f"mine{(tmp_path / default).suffix}"
@@ -73,31 +73,31 @@ def test_the_methods_of_the_classes(owner, shelf, tmp_path, kind):
     assert loaded.digest == artifact.digest
 
 
-def test_a_curvature_from_the_hub_computes_the_same(owner, shelf):
-    curvature = kp.load(shelf / "one.kfac")
+def test_a_curvature_from_the_hub_computes_the_same(owner, artifacts):
+    curvature = kp.load(artifacts / "one.kfac")
     curvature.push_to_hub("owner/repo")
     tau = random_tau(curvature)
     assert torch.equal(kp.Curvature.from_pretrained("owner/repo").quadratic(tau), curvature.quadratic(tau))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_without_the_default_name_the_only_file_of_the_kind_is_loaded(owner, shelf, tmp_path, kind):
-    cls, artifact, _ = opened(shelf, kind)
+def test_without_the_default_name_the_only_file_of_the_kind_is_loaded(owner, artifacts, tmp_path, kind):
+    cls, artifact, _ = opened(artifacts, kind)
     names = [name for name, _ in KINDS.values()]
     for name in names:
-        shutil.copy(shelf / name, tmp_path / name)
-    owner.put("owner/repo", {name: (shelf / name).read_bytes() for name in names})
+        shutil.copy(artifacts / name, tmp_path / name)
+    owner.put("owner/repo", {name: (artifacts / name).read_bytes() for name in names})
     assert pretrained.from_pretrained(cls, tmp_path).digest == artifact.digest
     assert pretrained.from_pretrained(cls, "owner/repo").digest == artifact.digest
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ambiguous_and_missing_files_are_refused(owner, shelf, tmp_path, kind):
-    cls, _, default = opened(shelf, kind)
+def test_ambiguous_and_missing_files_are_refused(owner, artifacts, tmp_path, kind):
+    cls, _, default = opened(artifacts, kind)
     names = {"curvature": ("one.kfac", "two.kfac"), "vector": ("one.safetensors", "two.safetensors")}[kind]
     for name in names:
-        shutil.copy(shelf / name, tmp_path / name)
-    owner.put("owner/repo", {name: (shelf / name).read_bytes() for name in names})
+        shutil.copy(artifacts / name, tmp_path / name)
+    owner.put("owner/repo", {name: (artifacts / name).read_bytes() for name in names})
     for source in (tmp_path, "owner/repo"):
         with refused(kp.KfacpackError, source, *names, "filename"):
             pretrained.from_pretrained(cls, source)
@@ -108,23 +108,23 @@ def test_ambiguous_and_missing_files_are_refused(owner, shelf, tmp_path, kind):
             pretrained.from_pretrained(cls, source)
 
 
-def test_contradictory_arguments_are_refused(owner, shelf, tmp_path):
+def test_contradictory_arguments_are_refused(owner, artifacts, tmp_path):
     def load(*arguments):
         return pretrained.from_pretrained(kp.Curvature, *arguments)
 
     with refused(kp.KfacpackError, "one.kfac", "filename"):
-        load(shelf / "one.kfac", None, "two.kfac")
+        load(artifacts / "one.kfac", None, "two.kfac")
     with refused(kp.KfacpackError, "hf://owner/repo/one.kfac", "filename"):
         load("hf://owner/repo/one.kfac", None, "two.kfac")
     with refused(kp.KfacpackError, "owner/repo@main", "'main'", "'next'"):
         load("owner/repo@main", "next")
     with refused(kp.KfacpackError, "revision", "'next'"):
-        load(shelf, "next")
+        load(artifacts, "next")
     with refused(kp.KfacpackError, "no_such.kfac"):
         load("no_such.kfac")
     with refused(HubError, "owner/nothing"):
         load("owner/nothing")
-    curvature = kp.load(shelf / "one.kfac")
+    curvature = kp.load(artifacts / "one.kfac")
     with refused(kp.KfacpackError, "a/b.kfac"):
         curvature.save_pretrained(tmp_path, filename="a/b.kfac")
     (tmp_path / "file").write_text("")

@@ -12,7 +12,7 @@ from hub.repositories import card_problems
 from huggingface_hub import ModelCard, constants
 from kfacpack_cli.main import app
 from typer.testing import CliRunner
-from vectors.small import vector
+from vectors.small_vectors import vector
 
 import kfacpack as kp
 from kfacpack.format.vector_manifest import TaskEntry
@@ -44,12 +44,12 @@ def card_of(hub, name="owner/repo", branch="main") -> ModelCard:
     return ModelCard(hub.files(name, branch)["README.md"].decode())
 
 
-def test_a_push_creates_the_repository_and_one_commit(owner, shelf):
-    result = pushed(shelf / "one.kfac", shelf / "one.safetensors", "owner/repo", "--license", "apache-2.0")
+def test_a_push_creates_the_repository_and_one_commit(owner, artifacts):
+    result = pushed(artifacts / "one.kfac", artifacts / "one.safetensors", "owner/repo", "--license", "apache-2.0")
     files = owner.files("owner/repo")
     assert set(files) == {"one.kfac", "one.safetensors", "README.md"}
-    assert files["one.kfac"] == (shelf / "one.kfac").read_bytes()
-    assert files["one.safetensors"] == (shelf / "one.safetensors").read_bytes()
+    assert files["one.kfac"] == (artifacts / "one.kfac").read_bytes()
+    assert files["one.safetensors"] == (artifacts / "one.safetensors").read_bytes()
     assert result["created"]
     assert result["commit"] == owner.repos["owner/repo"].branches["main"]
     assert owner.repos["owner/repo"].messages == ["Add one.kfac, one.safetensors"]
@@ -57,8 +57,8 @@ def test_a_push_creates_the_repository_and_one_commit(owner, shelf):
     assert result["card"].encode() == files["README.md"]
 
 
-def test_the_card_describes_the_files(owner, shelf):
-    run("push", *(shelf / name for name in ("one.kfac", "both.kfac", "sum.safetensors")), "owner/repo",
+def test_the_card_describes_the_files(owner, artifacts):
+    run("push", *(artifacts / name for name in ("one.kfac", "both.kfac", "sum.safetensors")), "owner/repo",
         "--license", "apache-2.0", "--base-model", "owner/base")  # fmt: skip
     card = card_of(owner)
     assert card_problems(str(card)) == []
@@ -68,7 +68,7 @@ def test_the_card_describes_the_files(owner, shelf):
     assert (data["library_name"], data["license"], data["base_model"]) == ("kfacpack", "apache-2.0", "owner/base")
     assert data["datasets"] == ["nobody/one"]
     text = card.text
-    digest = kp.Bundle(shelf / "one.kfac").digest
+    digest = kp.Bundle(artifacts / "one.kfac").digest
     for words in (
         'curvature = kp.load("hf://owner/repo/one.kfac")', "--reg hf://owner/repo/one.kfac", f"sha256 {digest}",
         "| scaling | expand", "| license of the data | CC BY 4.0 |", "| merge history | tak: one × 1, two × 1 |",
@@ -99,54 +99,54 @@ def test_the_card_selects_the_right_data(tmp_path, task, dataset, revision, opti
     assert f" --task {task}{option} --vector hf://a/b/v.safetensors" in shown
 
 
-def test_a_second_push_uploads_nothing(owner, shelf):
-    pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
+def test_a_second_push_uploads_nothing(owner, artifacts):
+    pushed(artifacts / "large.kfac", artifacts / "one.kfac", "owner/repo")
     before, commits = list(owner.uploads), len(owner.repos["owner/repo"].commits)
-    result = pushed(shelf / "large.kfac", shelf / "one.kfac", "owner/repo")
+    result = pushed(artifacts / "large.kfac", artifacts / "one.kfac", "owner/repo")
     assert result["commit"] is None
     assert not any(file["sent"] for file in result["files"])
     assert owner.uploads == before
     assert len(owner.repos["owner/repo"].commits) == commits
-    assert "nothing was uploaded" in run("push", shelf / "one.kfac", "owner/repo").stdout
+    assert "nothing was uploaded" in run("push", artifacts / "one.kfac", "owner/repo").stdout
 
 
-def test_an_interrupted_push_can_be_repeated(owner, shelf, monkeypatch):
+def test_an_interrupted_push_can_be_repeated(owner, artifacts, monkeypatch):
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     owner.cut_upload = True
-    pushed(shelf / "large.kfac", "owner/repo")
-    assert owner.files("owner/repo")["large.kfac"] == (shelf / "large.kfac").read_bytes()
+    pushed(artifacts / "large.kfac", "owner/repo")
+    assert owner.files("owner/repo")["large.kfac"] == (artifacts / "large.kfac").read_bytes()
     # What was uploaded before a commit failed is not uploaded by the next push.
     sent = list(owner.uploads)
     owner.repos.clear()
-    pushed(shelf / "large.kfac", "owner/repo")
+    pushed(artifacts / "large.kfac", "owner/repo")
     assert owner.uploads == sent
 
 
-def test_the_card_keeps_files_of_earlier_pushes(owner, shelf):
+def test_the_card_keeps_files_of_earlier_pushes(owner, artifacts):
     owner.put("owner/repo", {"model.safetensors": b"\x08" + bytes(7) + b"{}      "})
-    pushed(shelf / "large.kfac", "owner/repo")
+    pushed(artifacts / "large.kfac", "owner/repo")
     weights, card = owner.files("owner/repo")["model.safetensors"], owner.files("owner/repo")["README.md"]
     owner.log.clear()
-    pushed(shelf / "two.kfac", "owner/repo")
+    pushed(artifacts / "two.kfac", "owner/repo")
     text = card_of(owner).text
     assert "## `large.kfac`" in text
     assert "## `two.kfac`" in text
     assert "model.safetensors" not in text
-    raw = (shelf / "large.kfac").read_bytes()
+    raw = (artifacts / "large.kfac").read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
     read = owner.served(containing="/large/") + owner.served(containing="/resolve/")
     assert read == header + len(weights) + len(card) < len(raw) / 20, "headers are enough, and the card"
 
 
-def test_the_users_own_text_and_metadata_are_kept(owner, shelf):
+def test_the_users_own_text_and_metadata_are_kept(owner, artifacts):
     mine = "---\nlanguage: en\nlicense: mit\ntags:\n- mine\nthumbnail: http://a/b.png\n---\n# My title\n\nBefore.\n"
     owner.put("owner/repo", {"README.md": mine.encode()})
-    pushed(shelf / "one.kfac", "owner/repo")
+    pushed(artifacts / "one.kfac", "owner/repo")
     first = card_of(owner)
     assert first.text.startswith("# My title\n\nBefore.\n")
     edited = str(first).replace(BEGIN, f"Between.\n\n{BEGIN}") + "\nAfter.\n"
     owner.put("owner/repo", {"README.md": edited.replace("## `one.kfac`", "## defaced").encode()})
-    pushed(shelf / "two.kfac", "owner/repo")
+    pushed(artifacts / "two.kfac", "owner/repo")
     second = card_of(owner)
     assert "defaced" not in second.text
     before, _, after = second.text.partition(BEGIN)
@@ -158,17 +158,17 @@ def test_the_users_own_text_and_metadata_are_kept(owner, shelf):
     assert {"kfac-task:one", "kfac-task:two"} <= set(data["tags"])
 
 
-def test_a_dry_run_uploads_nothing(hub, shelf):
-    shown = run("push", shelf / "one.kfac", "owner/new", "--dry-run").stdout
+def test_a_dry_run_uploads_nothing(hub, artifacts):
+    shown = run("push", artifacts / "one.kfac", "owner/new", "--dry-run").stdout
     assert "would upload one.kfac: bundle of small" in shown
     assert 'kp.load("hf://owner/new/one.kfac")' in shown
     assert not hub.repos
     assert all(method in ("GET", "HEAD") for method, _, _ in hub.log)
 
 
-def test_damaged_files_are_not_uploaded(owner, shelf, tmp_path):
+def test_damaged_files_are_not_uploaded(owner, artifacts, tmp_path):
     for name in ("one.kfac", "one.safetensors"):
-        raw = bytearray((shelf / name).read_bytes())
+        raw = bytearray((artifacts / name).read_bytes())
         raw[-1] ^= 1
         (tmp_path / name).write_bytes(raw)
         stderr = run("push", tmp_path / name, "owner/repo", code=1).stderr
@@ -194,37 +194,37 @@ def test_damaged_files_are_not_uploaded(owner, shelf, tmp_path):
         (["one.kfac", "stranger/repo"], "permission denied for stranger/repo"),
     ],
 )
-def test_errors_name_bad_input(owner, shelf, tmp_path, monkeypatch, arguments, words):
+def test_errors_name_bad_input(owner, artifacts, tmp_path, monkeypatch, arguments, words):
     from safetensors.torch import save_file
 
     monkeypatch.chdir(tmp_path)
     for path in ("one.kfac", "two.kfac"):
-        shutil.copy(shelf / path, path)
+        shutil.copy(artifacts / path, path)
     save_file({"w": torch.zeros(2)}, "weights.safetensors")
     stderr = run("push", *arguments, code=2).stderr
     assert re.search(words, stderr), stderr
     assert not owner.repos, "no repository was created"
 
 
-def test_a_push_without_a_token_asks_to_log_in(hub, shelf):
-    assert "hf auth login" in run("push", shelf / "one.kfac", "owner/repo", code=2).stderr
+def test_a_push_without_a_token_asks_to_log_in(hub, artifacts):
+    assert "hf auth login" in run("push", artifacts / "one.kfac", "owner/repo", code=2).stderr
     assert not hub.repos
 
 
-def test_private_applies_to_new_repositories_only(owner, shelf):
-    pushed(shelf / "one.kfac", "owner/secret", "--private")
+def test_private_applies_to_new_repositories_only(owner, artifacts):
+    pushed(artifacts / "one.kfac", "owner/secret", "--private")
     assert owner.repos["owner/secret"].private
-    pushed(shelf / "two.kfac", "owner/secret", "--private")
+    pushed(artifacts / "two.kfac", "owner/secret", "--private")
     owner.put("owner/open", {})
     assert (
         "owner/open: is a public repository"
-        in run("push", shelf / "one.kfac", "owner/open", "--private", code=2).stderr
+        in run("push", artifacts / "one.kfac", "owner/open", "--private", code=2).stderr
     )
 
 
-def test_a_branch_is_created_and_named_in_the_card(owner, shelf):
-    pushed(shelf / "one.kfac", "owner/repo")
-    pushed(shelf / "two.kfac", "owner/repo", "--branch", "next", "-m", "Two, too")
+def test_a_branch_is_created_and_named_in_the_card(owner, artifacts):
+    pushed(artifacts / "one.kfac", "owner/repo")
+    pushed(artifacts / "two.kfac", "owner/repo", "--branch", "next", "-m", "Two, too")
     assert set(owner.files("owner/repo", "next")) == {"one.kfac", "two.kfac", "README.md"}
     assert "two.kfac" not in owner.files("owner/repo")
     assert owner.repos["owner/repo"].messages[-1] == "Two, too"
@@ -232,10 +232,10 @@ def test_a_branch_is_created_and_named_in_the_card(owner, shelf):
     assert kp.load("hf://owner/repo@next/two.kfac").about.source.task == "two"
 
 
-def test_a_commit_in_between_is_not_overwritten(owner, shelf, monkeypatch):
+def test_a_commit_in_between_is_not_overwritten(owner, artifacts, monkeypatch):
     from huggingface_hub import HfApi
 
-    pushed(shelf / "one.kfac", "owner/repo")
+    pushed(artifacts / "one.kfac", "owner/repo")
     upload = HfApi.preupload_lfs_files
 
     def slowly(*arguments, **more):
@@ -243,18 +243,18 @@ def test_a_commit_in_between_is_not_overwritten(owner, shelf, monkeypatch):
         return upload(*arguments, **more)
 
     monkeypatch.setattr(HfApi, "preupload_lfs_files", slowly)
-    assert "owner/repo was changed in the meantime" in run("push", shelf / "two.kfac", "owner/repo", code=2).stderr
+    assert "owner/repo was changed in the meantime" in run("push", artifacts / "two.kfac", "owner/repo", code=2).stderr
     assert owner.files("owner/repo")["README.md"] == b"---\n{}\n---\nIn between.\n"
 
 
-def test_pull_verifies_and_describes_the_files(owner, shelf, tmp_path):
+def test_pull_verifies_and_describes_the_files(owner, artifacts, tmp_path):
     names = ("one.kfac", "both.kfac", "sum.safetensors")
-    pushed(*(shelf / name for name in names), "owner/repo")
+    pushed(*(artifacts / name for name in names), "owner/repo")
     owner.put("owner/repo", {"weights.safetensors": b"\x08" + bytes(7) + b"{}      "})
     out = tmp_path / "out"
     result = json.loads(run("pull", "owner/repo", "-o", out, "--json").stdout)
     assert sorted(path.name for path in out.iterdir()) == sorted(names)
-    assert all((out / name).read_bytes() == (shelf / name).read_bytes() for name in names)
+    assert all((out / name).read_bytes() == (artifacts / name).read_bytes() for name in names)
     assert {file["name"]: file["tasks"] for file in result["files"]}["both.kfac"] == ["one", "two"]
     shown = run("pull", "hf://owner/repo@main/both.kfac", "-o", tmp_path / "mine.kfac").stdout
     assert "tak: one × 1, two × 1" in shown
@@ -265,8 +265,8 @@ def test_pull_verifies_and_describes_the_files(owner, shelf, tmp_path):
     assert [file.path for file in kp.pull("owner/repo", ["one.kfac"], output=out)] == [out / "one.kfac"]
 
 
-def test_pull_does_not_save_damaged_files(owner, shelf, tmp_path):
-    raw = bytearray((shelf / "large.kfac").read_bytes())
+def test_pull_does_not_save_damaged_files(owner, artifacts, tmp_path):
+    raw = bytearray((artifacts / "large.kfac").read_bytes())
     raw[-1] ^= 1
     owner.put("owner/repo", {"large.kfac": bytes(raw)})
     stderr = run("pull", "hf://owner/repo/large.kfac", "-o", tmp_path / "out", code=1).stderr
@@ -280,9 +280,9 @@ def test_search_needs_the_hub(owner, monkeypatch):
     assert "search: needs the Hub, but HF_HUB_OFFLINE is set" in run("search", code=2).stderr
 
 
-def test_search_finds_by_model_task_and_author(owner, shelf):
-    pushed(shelf / "one.kfac", "owner/one")
-    pushed(shelf / "two.kfac", shelf / "two.safetensors", "owner/two", "--base-model", "owner/base")
+def test_search_finds_by_model_task_and_author(owner, artifacts):
+    pushed(artifacts / "one.kfac", "owner/one")
+    pushed(artifacts / "two.kfac", artifacts / "two.safetensors", "owner/two", "--base-model", "owner/base")
     owner.put("owner/else", {"README.md": b"---\ntags:\n- other\n---\n"})
 
     def names(*arguments):
@@ -293,7 +293,7 @@ def test_search_finds_by_model_task_and_author(owner, shelf):
     assert names("--base-model", "small", "--task", "two") == ["owner/two"]
     assert names("--base-model", "owner/base") == names("--base-model", "hf:owner/base") == ["owner/two"]
     assert names("--base-model", "timm:small") == ["owner/one", "owner/two"]
-    pushed(shelf / "one.kfac", "owner/one", "--base-model", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K")
+    pushed(artifacts / "one.kfac", "owner/one", "--base-model", "laion/CLIP-ViT-B-32-laion2B-s34B-b79K")
     assert names("--base-model", "ViT-B-32/laion2b_s34b_b79k") == ["owner/one"]
     assert names("--base-model", "/") == []
     assert "unknown model 'no:such'" in run("search", "--base-model", "no:such", code=2).stderr
@@ -343,8 +343,8 @@ def test_names_and_ids_of_model_options(option, name, known, tmp_path, monkeypat
     assert model_from_option(option) == (name, known)
 
 
-def test_push_to_hub_and_from_pretrained_of_a_vector(owner, shelf):
-    tau = kp.TaskVector.load(shelf / "one.safetensors")
+def test_push_to_hub_and_from_pretrained_of_a_vector(owner, artifacts):
+    tau = kp.TaskVector.load(artifacts / "one.safetensors")
     result = tau.push_to_hub("owner/vector", license="mit")
     assert result.commit == owner.repos["owner/vector"].branches["main"]
     assert set(owner.files("owner/vector")) == {"vector.safetensors", "README.md"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from estimation.nets import TextEncoder, Transformer, images, jacobian, mlp, seeded, sentences, vectors
-from linearization.through_jvp import a_tau, assert_exact, cost
+from linearization.jvp_reference import assert_exact, cost, random_tau
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -25,7 +25,7 @@ def cnn():
 def test_brute_force(make, x):
     model = seeded(make).eval()
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     J = jacobian(model, x, lin.parameters)
     flat = torch.cat([value.detach().flatten() for value in tau.values()])
     out = lin(x, tau)
@@ -74,7 +74,7 @@ def test_scaled_dot_product_attention(mask, shared):
         return
     # There the gradient through jvp is not a number; but J τ and Jᵀ u are still each other's.
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     point = lin.at(x, tau)
     u = torch.ones_like(point.f)
     back = point.gradient(u)
@@ -189,7 +189,7 @@ def test_custom_functions_and_checkpoints_are_followed(how):
     assert_exact(plain, x)
     gradients = []
     for lin in (kp.linearize(model), kp.linearize(plain)):
-        tau = a_tau(lin)
+        tau = random_tau(lin)
         out = lin(x, tau)
         gradients.append((out.detach(), *torch.autograd.grad(cost(out), tau["w"])))
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
@@ -207,7 +207,7 @@ def test_constants_are_constants_forwards_and_backwards():
     model = seeded(lambda: Written(with_constants))
     x = vectors(5, 3)
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     scale = (x @ model.w).sum(1, keepdim=True)
     _, change = lin.outputs(x, tau)
     torch.testing.assert_close(change, ((x @ tau["w"]) * scale).detach())

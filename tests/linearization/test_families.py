@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from linearization.through_jvp import assert_exact
+from linearization.jvp_reference import assert_exact
 
 from kfacpack.models.families import load_model
 

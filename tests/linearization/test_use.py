@@ -12,7 +12,7 @@ import pytest
 import torch
 from estimation.nets import TextEncoder, Transformer, images, mlp, seeded, sentences, vectors
 from kit import refused, warned
-from linearization.through_jvp import a_tau, assert_exact, assert_near, cost, through_jvp
+from linearization.jvp_reference import assert_exact, assert_near, cost, jvp_and_gradient, random_tau
 from torch import nn
 
 import kfacpack as kp
@@ -32,7 +32,7 @@ def test_the_model_is_given_back_as_it_was():
     state = {name: value.clone() for name, value in model.state_dict().items()}
     fast = torch.backends.mha.get_fastpath_enabled()
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     cost(lin(sentences(), tau)).backward()
     assert flags(model) == before
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -50,7 +50,7 @@ def test_the_model_is_given_back_as_it_was():
 def test_dropout_is_off():
     model = seeded(TextEncoder).train()
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     assert torch.equal(lin(sentences(), tau), lin(sentences(), tau))
 
 
@@ -64,7 +64,7 @@ def test_threads_may_share_a_model():
 
     model = nn.Sequential(nn.Linear(5, 6), Slow(), nn.Dropout(), nn.Linear(6, 3)).double().train()
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     expected = lin(vectors(5), tau).detach()
     with ThreadPoolExecutor(3) as pool:
         for output in pool.map(lambda _: sum(lin.outputs(vectors(5), tau)), range(6)):
@@ -86,7 +86,7 @@ def test_params_are_chosen_as_in_an_estimate():
 def test_names_that_tau_leaves_out_are_zero():
     model = seeded(Transformer)
     lin, x = kp.linearize(model), images(3)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     few = {name: value for name, value in tau.items() if name.startswith("up.")}
     padded = {name: value if name in few else torch.zeros_like(value) for name, value in tau.items()}
     out = lin(x, few)
@@ -106,7 +106,7 @@ def test_batches_of_every_kind():
     model, x = seeded(Two), vectors(5)
     assert_exact(model, (x, x + 1))
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     assert torch.equal(lin((x, x + 1), tau), lin({"b": x + 1, "a": x}, tau))
     twice = kp.linearize(model, forward=lambda a: 2 * model(a, a))
     torch.testing.assert_close(twice(x, tau), 2 * lin((x, x), tau))
@@ -115,7 +115,7 @@ def test_batches_of_every_kind():
 def test_gradients_add_up_where_the_caller_wants_them():
     model, x = seeded(mlp), vectors(5)
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     whole = lin.at(x, tau).gradient(torch.ones(7, 3, dtype=torch.float64))
     sums = {name: torch.zeros_like(value) for name, value in whole.items()}
     places = {name: value.data_ptr() for name, value in sums.items()}
@@ -128,7 +128,7 @@ def test_gradients_add_up_where_the_caller_wants_them():
 
 def test_backward_twice_only_if_asked_for():
     lin, x = kp.linearize(seeded(mlp)), vectors(5)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     value = cost(lin(x, tau))
     first = torch.autograd.grad(value, list(tau.values()), retain_graph=True)
     second = torch.autograd.grad(value, list(tau.values()))
@@ -143,7 +143,7 @@ def test_backward_twice_only_if_asked_for():
 
 def test_only_what_requires_a_gradient_gets_one():
     lin, x = kp.linearize(seeded(mlp)), vectors(5)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     tau["0.weight"].requires_grad_(False)
     cost(lin(x, tau)).backward()
     assert tau["0.weight"].grad is None
@@ -155,7 +155,7 @@ def test_only_what_requires_a_gradient_gets_one():
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_around(inside):
     lin = kp.linearize(seeded(TextEncoder))
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     expected = lin(sentences(), tau).detach()
     with inside():
         batch = {name: value.clone() for name, value in sentences().items()}
@@ -167,7 +167,7 @@ def test_without_gradients_around(inside):
 def test_the_input_may_have_a_graph_of_its_own():
     model, x = seeded(mlp), vectors(5)
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     inputs = x.clone().requires_grad_()
     torch.testing.assert_close(lin(2 * inputs / 2, tau), lin(x, tau))
     cost(lin(2 * inputs / 2, tau)).backward()
@@ -176,7 +176,7 @@ def test_the_input_may_have_a_graph_of_its_own():
 
 def test_a_compiled_model():
     model, x = seeded(mlp), vectors(5)
-    tau = a_tau(kp.linearize(model))
+    tau = random_tau(kp.linearize(model))
     compiled = kp.linearize(model, forward=torch.compile(model, backend="eager"))
     torch.testing.assert_close(compiled(x, tau), kp.linearize(model)(x, tau))
 
@@ -185,7 +185,7 @@ def test_autocast():
     """Twice in one context, where casts of parameters are kept for the next call."""
     model = seeded(Transformer).float()
     lin, x = kp.linearize(model), images(4).float()
-    taus = [a_tau(lin, seed=seed) for seed in (1, 2)]
+    taus = [random_tau(lin, seed=seed) for seed in (1, 2)]
     expected = [lin.outputs(x, tau)[1] for tau in taus]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(x)
@@ -194,7 +194,7 @@ def test_autocast():
             out = lin(x, tau)
             cost(out.float()).backward()
             assert all(value.grad.dtype == torch.float32 and value.grad.isfinite().all() for value in tau.values())
-    reference = a_tau(lin, seed=2)
+    reference = random_tau(lin, seed=2)
     cost(lin(x, reference)).backward()
     for name, value in reference.items():
         assert_near(taus[1][name].grad, value.grad, 0.3, name)
@@ -204,10 +204,10 @@ def test_half_precision_parameters_take_a_float32_tau():
     model = seeded(mlp).bfloat16()
     lin, x = kp.linearize(model), vectors(5).bfloat16()
     assert {value.dtype for value in lin.zeros().values()} == {torch.float32}
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     cost(lin(x, tau).float()).backward()
     assert {value.grad.dtype for value in tau.values()} == {torch.float32}
-    _, change, gradients = through_jvp(model, model, x, tau)
+    _, change, gradients = jvp_and_gradient(model, model, x, tau)
     assert_near(lin.outputs(x, tau)[1], change, 0.03, "change")
     for name, value in tau.items():
         assert_near(value.grad, gradients[name], 0.1, name)
@@ -224,7 +224,7 @@ def test_tangents_go_when_the_model_lets_go_of_their_tensors():
 
     model = nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(5, 5), nn.Tanh())]).double()
     lin = kp.linearize(model)
-    tau = a_tau(lin)
+    tau = random_tau(lin)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kfacpack.linearization.linearize.TangentMap", Watched)
         point = lin.at(vectors(5), tau)
@@ -288,13 +288,13 @@ def test_what_cannot_be_linearised_is_named(how, message):
     model = Using(how)
     lin = kp.linearize(model)
     with pytest.raises(kp.KfacpackError, match=message):
-        lin(vectors(5), a_tau(lin))
+        lin(vectors(5), random_tau(lin))
 
 
 def test_weights_that_changed_before_the_backward_pass():
     model = seeded(mlp)
     lin = kp.linearize(model)
-    out = lin(vectors(5), a_tau(lin))
+    out = lin(vectors(5), random_tau(lin))
     with torch.no_grad():
         model[2].weight.mul_(2)
     with refused(kp.KfacpackError, "modified in place"):
@@ -332,7 +332,7 @@ def test_without_torchs_private_parts_jvp_gives_the_same(case, request):
     model = seeded(make)
     before = flags(model)
     fast = kp.linearize(model)
-    tau = a_tau(fast)
+    tau = random_tau(fast)
     expected = fast.outputs(batch, tau)
     gradients = torch.autograd.grad(cost(fast(batch, tau)), list(tau.values()))
     request.getfixturevalue("without_private_parts")
@@ -361,7 +361,7 @@ def test_without_torchs_private_parts_a_subset_and_tied_weights(without_private_
     with warned(SlowLinearizationWarning, "torch._C._DisableAutocast"):
         lin = kp.linearize(tied, ["0.*"])
     with torch.no_grad():
-        tau = {name: value.double() for name, value in a_tau(lin).items()}
+        tau = {name: value.double() for name, value in random_tau(lin).items()}
     x = vectors(5)
     step = 1e-6
     moved = {name: value.detach().clone() for name, value in tied.state_dict().items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import pytest
 import torch
-from copies import TEXT, VISION, copy
+from dataset_copies import TEXT, VISION, copy
 
 import kfacpack as kp
 from kfacpack.estimation.options import EstimateOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datasets
 import pytest
-from copies import copy, pairs
-from hub.conftest import hub, log_in, unplug  # noqa: F401 - fixtures
+from dataset_copies import copy, pairs
+from hub.conftest import disconnect, hub, log_in  # noqa: F401 - fixtures
 from huggingface_hub import hf_hub_download
 from kfacpack_cli.main import app
 from kit import refused
@@ -69,7 +69,7 @@ def glue(hub, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("name", ["dtd", "rte"])
-def test_a_published_task_is_downloaded_by_name(name, request, hub, unplug, tmp_path):  # noqa: F811
+def test_a_published_task_is_downloaded_by_name(name, request, hub, disconnect, tmp_path):  # noqa: F811
     folder = request.getfixturevalue("dtd" if name == "dtd" else "glue")
     model = ONE_BLOCK
     if name == "rte":
@@ -91,7 +91,7 @@ def test_a_published_task_is_downloaded_by_name(name, request, hub, unplug, tmp_
     run(*estimate, "-o", tmp_path / "again.kfac")
     assert len(hub.fetched()) == 1
     asked = len(hub.log)
-    unplug()
+    disconnect()
     run(*estimate, "-o", tmp_path / "cache.kfac")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     assert len(hub.log) == asked
@@ -120,7 +120,7 @@ def own_pictures(folder, colour):
 
 
 @pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3"])
-def test_a_private_repository_at_a_revision(hub, log_in, unplug, tmp_path, revision):  # noqa: F811
+def test_a_private_repository_at_a_revision(hub, log_in, disconnect, tmp_path, revision):  # noqa: F811
     hub.put("datasets/owner/mine", {f"data/train{SHARD}": own_pictures(tmp_path / "main", "red")}, private=True)
     asked = {f"data/train{SHARD}": own_pictures(tmp_path / "asked", "blue")}
     commit = hub.put("datasets/owner/mine", asked, revision)
@@ -134,7 +134,7 @@ def test_a_private_repository_at_a_revision(hub, log_in, unplug, tmp_path, revis
     run(*estimate, tmp_path / "asked", "-o", tmp_path / "folder.kfac")
     assert tensors(tmp_path / "hub.kfac") == tensors(tmp_path / "folder.kfac")
     assert not hub.leaked, "the token went to another host"
-    unplug()
+    disconnect()
     run(*estimate, address, "-o", tmp_path / "cache.kfac")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
     run(*estimate, f"hf://datasets/owner/mine@{commit}", "-o", tmp_path / "cache.kfac")
@@ -191,8 +191,8 @@ def test_invalid_tokens_and_revisions_are_refused(hub, dtd, log_in):  # noqa: F8
 
 
 @pytest.mark.parametrize(("name", "part"), [("dtd", ""), ("rte", " --include 'rte/*'")])
-def test_without_a_network_and_a_cache(hub, unplug, name, part):  # noqa: F811
-    unplug()
+def test_without_a_network_and_a_cache(hub, disconnect, name, part):  # noqa: F811
+    disconnect()
     repository = PUBLISHED[name].repository
     message = refusal("--task", name)
     assert f"hf://datasets/{repository}: the Hub (http://127.0.0.1:" in message
@@ -201,20 +201,20 @@ def test_without_a_network_and_a_cache(hub, unplug, name, part):  # noqa: F811
     assert "--data DIR" in message
 
 
-def test_a_cached_card_without_data_is_not_used(hub, dtd, unplug):  # noqa: F811
+def test_a_cached_card_without_data_is_not_used(hub, dtd, disconnect):  # noqa: F811
     hub.put("datasets/tanganke/dtd", {"README.md": b"# Textures\n"})
     hf_hub_download("tanganke/dtd", "README.md", repo_type="dataset")
-    unplug()
+    disconnect()
     assert "cannot be reached: " in refusal("--task", "dtd")
 
 
-def test_other_formats_are_read_from_the_hubs_parquet_conversion(hub, unplug, tmp_path):  # noqa: F811
+def test_other_formats_are_read_from_the_hubs_parquet_conversion(hub, disconnect, tmp_path):  # noqa: F811
     hub.put("datasets/someone/csv", {"train.csv": b"a,b\n", "README.md": b"# Numbers\n"})
     with refused(kp.KfacpackError, "not parquet", "no parquet copy", "--data DIR"):
         load_task("dtd", "hf://datasets/someone/csv")
     converted = files_of(copy("dtd", tmp_path / "converted", viewer=True))
     commit = hub.put("datasets/someone/csv", converted, "refs/convert/parquet")
-    for plug in (lambda: None, unplug):
-        plug()
+    for prepare in (lambda: None, disconnect):
+        prepare()
         split = load_task("dtd", "hf://datasets/someone/csv").split("train")
         assert (len(split), split.source.dataset, split.source.revision) == (22, "someone/csv", commit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datasets
 import pytest
 import yaml
-from copies import COUNTS, TEXT, VISION, copy, pairs, pictures
+from dataset_copies import COUNTS, TEXT, VISION, copy, pairs, pictures
 from huggingface_hub import constants
 from kit import refused
 from PIL import Image

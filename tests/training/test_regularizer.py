@@ -135,7 +135,7 @@ def test_gradients_are_added_to_existing_ones():
 
 def test_gradients_that_would_be_lost_are_refused():
     """A task vector creates its tensors at each access, so their `.grad` would be lost."""
-    from vectors.small import network, vector
+    from vectors.small_vectors import network, vector
 
     curvature, tau = kp.estimate(network(), [torch.randn(6, 4)]), vector()
     regularizer = kp.Regularizer(curvature, 2.0)

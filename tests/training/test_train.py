@@ -6,7 +6,7 @@ import inspect
 from types import SimpleNamespace
 
 import pytest
-from experiments.small import TEXT
+from experiments.small_plan import TEXT
 from kfacpack_cli.main import app
 from kit import refused
 from typer.testing import CliRunner

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kit import refused
 from safetensors.torch import load_file, save_file
-from vectors.small import FUNCTION, forge, network, vector
+from vectors.small_vectors import FUNCTION, forge, network, vector
 
 import kfacpack as kp
 from kfacpack.format.container import VECTOR

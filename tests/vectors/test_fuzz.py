@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import rebased
 from pydantic import ValidationError
-from vectors.small import forge, vector
+from vectors.small_vectors import forge, vector
 
 import kfacpack as kp
 from kfacpack.format.container import VECTOR

@@ -11,8 +11,8 @@ import pytest
 import torch
 from kit import refused
 from torch.utils._python_dispatch import TorchDispatchMode
-from vectors.methods import drawn, every_method, vector_of
-from vectors.small import head, network, vector
+from vectors.method_cases import drawn, every_method, vector_of
+from vectors.small_vectors import head, network, vector
 
 import kfacpack as kp
 from kfacpack.vectors.methods import METHODS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from vectors.methods import CASES, arrays, assert_same, drawn, every_method, vector_of
+from vectors.method_cases import CASES, arrays, assert_same, drawn, every_method, vector_of
 
 import kfacpack as kp
 from kfacpack.vectors.methods import METHODS, tsv

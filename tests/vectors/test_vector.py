@@ -9,7 +9,7 @@ import pytest
 import torch
 from kit import refused
 from torch import nn
-from vectors.small import head, network, vector
+from vectors.small_vectors import head, network, vector
 
 import kfacpack as kp
 
