@@ -35,8 +35,8 @@ def compress(
         None,
         "--budget",
         metavar="SIZE|P%",
-        help="Maximum file size, such as 70MB or 10% (of dense float32). Instead of CODEC, the codec of each matrix is "
-        "chosen so that the error is smallest.",
+        help="Maximum file size, such as 70MB or 10% (of dense float32), instead of CODEC. The codec of each matrix is "
+        "then chosen to minimise the error.",
     ),
     vector: File | None = option(
         RUN_PANEL, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."

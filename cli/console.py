@@ -154,28 +154,28 @@ def _bar(
 
 @contextmanager
 def examples_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
-    """Draws a bar with the number of examples per second; yields `update(done, total)`."""
+    """Draws a progress bar with the number of examples per second; yields `update(done, total)`."""
     with _bar(name, SpeedColumn(), show=show) as update:
         yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
 def steps_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int], None]]:
-    """Draws a bar; yields `update(done, total)`."""
+    """Draws a progress bar; yields `update(done, total)`."""
     with _bar(name, show=show) as update:
         yield lambda done, total: update(completed=done, total=total)
 
 
 @contextmanager
 def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], None]]:
-    """Draws a bar with a status text; yields `update(done, total, status)`."""
+    """Draws a progress bar with a status text; yields `update(done, total, status)`."""
     with _bar(name, TextColumn("{task.fields[status]}", markup=False), show=show, status="") as update:
         yield lambda done, total, status: update(completed=done, total=total, status=status)
 
 
 @contextmanager
 def checks_bar(name: str, *, show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Draws a bar that names the current check; yields `update(check, done, total)`."""
+    """Draws a progress bar that names the current check; yields `update(check, done, total)`."""
     with _bar(name, show=show) as update:
         yield lambda check, done, total: update(description=printable(f"{name}: {check}"), completed=done, total=total)
 
@@ -197,7 +197,7 @@ class TrainingProgress:
 
 @contextmanager
 def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgress]:
-    """Draws a bar with loss, penalty and accuracy; yields the progress callback."""
+    """Draws a progress bar with loss, penalty and accuracy; yields the progress callback."""
     status = TextColumn("{task.fields[status]}", markup=False)
     with _bar(name, status, show=show, total=steps, status="") as update:
         yield TrainingProgress(update)

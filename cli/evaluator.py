@@ -154,7 +154,7 @@ class Evaluator:
     """Whether to draw progress bars."""
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
-        """Returns the head for a task: of the requested kind; for auto, the vector's own if it has one."""
+        """Returns the head of the requested kind for a task; for `auto`, the vector's own head if it has one."""
         from kfacpack.evaluation.accuracy import vector_head
         from kfacpack.models.heads import head_for
 

@@ -103,7 +103,7 @@ def import_(
         "--samples",
         min=1,
         metavar="M",
-        help="Probes per example, with mc. Required, because the files do not record it.",
+        help="Probes per example. Required with mc, because the files do not record the number.",
     ),
     dataset_size: int | None = option(
         FACTORS_PANEL,

@@ -55,7 +55,7 @@ def merge(
         MERGE_PANEL,
         False,
         "--allow-partial",
-        help="Merge a block that some bundles lack from the bundles that contain it.",
+        help="Merge a block that is missing in some bundles from the other bundles.",
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the error of every block."),
     as_json: bool = AS_JSON,

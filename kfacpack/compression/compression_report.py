@@ -224,7 +224,7 @@ class BlockCompressionReport:
     bytes: int
     """Size of its matrices in a file, without those shared with an earlier block."""
     dense_bytes: int
-    """Size of the same matrices as dense float32; diagonals as vectors."""
+    """Size of the same matrices as dense float32; diagonal matrices count as vectors."""
     moments: Moments
     """Errors."""
     on_vector: QuadraticPair | None = None
@@ -245,7 +245,7 @@ class CompressionReport:
 
     @property
     def dense_bytes(self) -> int:
-        """Size of all matrices as dense float32; diagonals as vectors."""
+        """Size of all matrices as dense float32; diagonal matrices count as vectors."""
         return sum(block.dense_bytes for block in self.blocks)
 
     @property
@@ -327,5 +327,5 @@ def _loss(step: str, errors: Moments, on_vector: QuadraticPair | None) -> Loss:
 
 
 def dense_bytes(matrix: Matrix) -> int:
-    """Returns the size of a matrix as dense float32; of a diagonal, as a vector."""
+    """Returns the size of a matrix as dense float32; a diagonal matrix counts as a vector."""
     return 4 * LAYOUTS[matrix.form].full(matrix.side)

@@ -195,7 +195,7 @@ class BlockForm(ABC):
         """Returns the manifest entry.
 
         Args:
-            identifiers: Role -> name of its matrix.
+            identifiers: Names of the matrices, by role.
             **common: Fields of the entry that all forms have.
         """
 
@@ -204,7 +204,7 @@ class BlockForm(ABC):
         """Returns a JSON description for exported files.
 
         Args:
-            names: Role -> name of its tensor.
+            names: Names of the tensors, by role.
         """
 
 

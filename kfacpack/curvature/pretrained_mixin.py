@@ -66,7 +66,7 @@ class PretrainedMixin:
             An instance of this class. Its tensors are read when they are used.
 
         Raises:
-            KfacpackError: If the source does not exist, or has no file of this kind or several.
+            KfacpackError: If the source does not exist, or contains no file of this kind, or several.
             HubError: If the repository cannot be read.
         """
         instance: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)

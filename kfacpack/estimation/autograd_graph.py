@@ -139,7 +139,7 @@ class AutogradGraph:
                 yield from self._paths_from(step.node, longer, ends)
 
     def find_path(self, parameter: Tensor, path: UsagePath) -> GraphSteps | None:
-        """Returns the steps of a path in this graph; None if it does not exist, or the parameter has others."""
+        """Returns the steps of a path in this graph; None if it is missing, or the number of paths differs."""
         if not self.uses(parameter):
             return None
 

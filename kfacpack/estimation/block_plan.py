@@ -207,7 +207,7 @@ def _layout_of_rows(trace: ModelTrace, name: str, gradients: tuple[Tensor, ...])
 
 
 def _is_mostly_zero(gradients: Tensor, examples: int) -> bool:
-    """Returns whether f is independent of most positions; only one of the `examples` has nonzero gradients."""
+    """Returns whether f is independent of most positions, from the gradients of one of `examples` examples."""
     return bool((gradients != 0).any(1).sum() * 2 * examples < len(gradients))
 
 

@@ -211,7 +211,7 @@ class WholeCollector(Collector):
 
 
 class VectorCollector(WholeCollector):
-    """Collects G of a parameter that is added or multiplied, or used in any other way.
+    """Collects G of a parameter that is not the matrix of a product: added, multiplied or used in any other way.
 
     Args:
         planned: The block.

@@ -76,7 +76,7 @@ def memory_identity(tensor: Tensor) -> Hashable:
 
 
 class MatmulRight(MatrixOperation):
-    """rows @ operand, with the operand (in, out): the operation that executes `linear` and `x @ W`.
+    """The product rows @ operand, with the operand (in, out): the operation that executes `linear` and `x @ W`.
 
     Args:
         rows: Name under which autograd saves the rows.
@@ -103,12 +103,12 @@ class MatmulRight(MatrixOperation):
         return _as_matrix(g)
 
     def identity(self, node: Node) -> Hashable:
-        """Returns the memory of the rows."""
+        """Returns a key of the memory of the rows."""
         return memory_identity(self.inputs(node))
 
 
 class MatmulLeft(MatmulRight):
-    """operand @ columns, with the operand (out, in)."""
+    """The product operand @ columns, with the operand (out, in)."""
 
     operand_is_transposed = False
 
@@ -141,7 +141,7 @@ class LinearOperation(MatrixOperation):
         return g.reshape(-1, g.shape[-1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns the memory of the input."""
+        """Returns a key of the memory of the input."""
         return memory_identity(saved(node, "input"))
 
 
@@ -176,7 +176,7 @@ class ConvolutionOperation(MatrixOperation):
         return g.movedim(1, -1).reshape(-1, g.shape[1])
 
     def identity(self, node: Node) -> Hashable:
-        """Returns the memory of the images, and the geometry."""
+        """Returns a key of the memory of the images, and the geometry."""
         images, *geometry = convolution_arguments(node)
         return memory_identity(images), *geometry
 
@@ -226,6 +226,6 @@ class EmbeddingOperation(MatrixOperation):
         return g * (self.inputs(node) >= 0)[:, None]
 
     def identity(self, node: Node) -> Hashable:
-        """Returns the memory of the indices, and the padding index."""
+        """Returns a key of the memory of the indices, and the padding index."""
         arguments = embedding_arguments(node)
         return memory_identity(arguments.indices), arguments.padding_index

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class AddOperation(VectorOperation):
-    """x + operand, or x ± factor * operand.
+    """The sum x + operand, or x ± factor * operand.
 
     Args:
         factor: Name under which autograd saves the factor, if there is one.
@@ -62,7 +62,7 @@ class ConvolutionBias(VectorOperation):
 
 
 class MultiplyOperation(VectorOperation):
-    """x * operand.
+    """The product x * operand, element by element.
 
     Args:
         other: Name under which autograd saves x.

@@ -209,7 +209,7 @@ class ModelTrace:
         return len(self.f)
 
     def layout(self, node: Node) -> ExampleLayout | None:
-        """Returns the layout of an operation's output; None where examples are not separate (yet)."""
+        """Returns the layout of an operation's output; None if the examples are not separate there."""
         if node not in self._layouts:
             self._layouts[node] = self.layout_of(self.gradients[node]) if node in self.gradients else None
         return self._layouts[node]

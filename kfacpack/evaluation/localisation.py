@@ -97,8 +97,8 @@ def auroc(on: Tensor, off: Tensor) -> float:
     """Returns P(on > off) + P(on = off) / 2 over all pairs, in one sort.
 
     Args:
-        on: (N,).
-        off: (M,).
+        on: Values on the vector's own task, (N,).
+        off: Values on other tasks, (M,).
     """
     ordered = off.sort().values
     below = torch.searchsorted(ordered, on, right=False).sum()

@@ -134,7 +134,7 @@ def nearest_index(alphas: Sequence[float], target: float) -> int:
 
 
 def _ticks(alphas: Sequence[float], max_ticks: int = 8) -> list[int]:
-    """Returns the indices of the α to write at the axes: round values if there are enough, at most `max_ticks`."""
+    """Returns the indices of the α to label on the axes: round values if there are enough, at most `max_ticks`."""
     for step in (0.1, 0.2, 0.25, 0.5, 1.0, 2.0, 5.0):
         indices = [k for k, alpha in enumerate(alphas) if abs(alpha / step - round(alpha / step)) < 1e-6]
         if 3 <= len(indices) <= max_ticks:

@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError, abbreviate, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """A file contains unknown keys, which are ignored: they are misspelt or written by a newer version."""
+    """Issued if a file contains unknown keys, which are ignored: they are misspelt or written by a newer version."""
 
 
 def unknown_keys(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -42,7 +42,7 @@ class QuotedWord(str):
 
 
 def command(*words: object) -> str:
-    """Joins words to a `kfacpack` command line, quoting each for the shell unless it is a `QuotedWord`."""
+    """Joins words into a `kfacpack` command line, quoting each for the shell unless it is a `QuotedWord`."""
     quoted = (word if isinstance(word, QuotedWord) else shlex.quote(str(word)) for word in words)
     return " ".join(["kfacpack", *quoted])
 

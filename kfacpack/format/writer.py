@@ -283,7 +283,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable on file systems that can sync a folder. Failures are ignored: the rename is done."""
+    """Makes a rename durable on file systems that can sync a folder. Failures are ignored; the rename is done."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

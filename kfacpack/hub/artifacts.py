@@ -153,7 +153,7 @@ class BundleArtifact(Artifact):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Task names; of a merged bundle, those of its parents."""
+        """Task names; for a merged bundle, those of its parents."""
         if merge := self.file.manifest.merge:
             return tuple(dict.fromkeys(parent.task for parent in merge.parents if parent.task))
         return super().tasks

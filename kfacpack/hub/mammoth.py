@@ -73,8 +73,8 @@ def import_mammoth(
         output: The bundle to write.
         task: Task name in the bundle. For a dataset in `TASKS`, it also selects the files.
         files: Common prefix of the files, DATASET_task_NUMBER, if the folder contains several tasks.
-        fisher: "mc" if the factors were computed with random directions, "exact" if with all. The files do
-            not record it.
+        fisher: "mc" if the factors were computed with random directions, "exact" if they were computed with all
+            directions. The files do not record it.
         samples: Number of random directions for "mc". The files do not record it.
         params: Names or patterns of the parameters to import. Defaults to all that the model's family does not freeze.
         dataset_size: Size of the whole dataset, which is the task's weight in a merge.
@@ -153,12 +153,12 @@ def _select_layers(model: Model, layers: Sequence[MammothLayer], params: Sequenc
 def _require_samples(fisher: Fisher, samples: int | None) -> None:
     if fisher == "mc" and samples is None:
         raise KfacpackError(
-            "samples is required: the files do not record the number of random directions, by which the sums must be "
+            "`samples` is required: the files do not record the number of random directions, by which the sums must be "
             "divided. It is mammoth's option fisher_num_samples_expectation, 1 by default; if that was 0, set fisher "
             "to exact"
         )
     if fisher == "exact" and samples is not None:
-        raise KfacpackError("samples cannot be combined with fisher exact, which uses all directions")
+        raise KfacpackError("`samples` cannot be combined with fisher exact, which uses all directions")
     if samples is not None and samples < 1:
         raise KfacpackError(f"samples {samples}: expected at least 1")
 

@@ -79,7 +79,7 @@ def layers_of(model: Model) -> list[MammothLayer]:
 def _layer(
     name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]], positions: int
 ) -> MammothLayer | None:
-    """Returns the block of a weight, or None if there is none or the parameter is a bias that is joined to a weight."""
+    """Returns the block of a parameter, or None if it has none of its own, such as a bias joined to its weight."""
     inner = name.removeprefix(TOWER)
     if inner == PROJECTION:
         join = Join(rows=shape[1], columns=shape[0], pieces=(Piece(parameter=name, view="transposed"),))

@@ -93,7 +93,7 @@ _TAGGED: dict[str, tuple[str, Callable[[str, str], str | None]]] = {"": ("/", _o
 def model_from_option(option: str) -> tuple[str, str]:
     """Returns the name in manifests and the Hub id that a value of `--model` stands for.
 
-    Both are the same if the value may be either.
+    If the value may be either, both are the value itself.
     """
     from kfacpack.models.families import split_spec
     from kfacpack.models.families.transformers_loading import public_name

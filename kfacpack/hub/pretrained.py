@@ -124,7 +124,7 @@ def from_pretrained(
         The artifact. Its tensors are read when they are used.
 
     Raises:
-        KfacpackError: If the source does not exist, or if it holds no file or several files of this kind.
+        KfacpackError: If the source does not exist, or if it contains no file of this kind, or several.
         HubError: If the repository cannot be read.
     """
     storage = _format_of(cls)

@@ -2,9 +2,10 @@
 
     python -I unpickle_worker.py < request.json > answer.json
 
-It accepts zip archives without compression, uses torch's restricted unpickler, which creates nothing but tensors and
-containers, maps the tensors from the file and writes them as safetensors. Before it opens a file, it limits its own
-memory, CPU time, file size and number of processes. It is started by `importer.py` and never imported.
+It accepts only zip archives without compression. They are read by torch's restricted unpickler, which creates nothing
+but tensors and containers. The tensors are mapped from the file and written as safetensors. Before the program opens a
+file, it limits its own memory, CPU time, file size and number of processes. It is started by `importer.py` and never
+imported.
 """
 
 from __future__ import annotations

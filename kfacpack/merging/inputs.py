@@ -166,7 +166,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
             raise KfacpackError(
                 f"{item.name}: does not record the size of its dataset, by which tasks are weighted. "
                 f"Pass one weight per input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
-                "or estimate it with source=kp.Source(task=NAME, dataset_size=N)"
+                "or estimate the curvature with source=kp.Source(task=NAME, dataset_size=N)"
             )
     return [float(item.dataset_size or 0) for item in inputs]
 

@@ -1,6 +1,7 @@
 """The merge rules: `tak`, `stack`, `optimal` and `shards`.
 
-- `tak` is the paper's rule, (Σ B_t) ⊗ (Σ λ_t A_t): one term for any number of tasks.
+- `tak` is the paper's rule, (Σ B_t) ⊗ (Σ λ_t A_t): one term for any number of tasks. The paper is *Dataless Weight
+  Disentanglement in Task Arithmetic via Kronecker-Factored Approximate Curvature* (TAK, ICLR 2026).
 - `stack` keeps every term with its weight: exact, and as large as all inputs together.
 - `optimal` is the nearest sum of r Kronecker products in the Frobenius norm. Rearranged, Σ w_t B_t ⊗ A_t is the matrix
   Σ w_t vec(B_t) vec(A_t)ᵀ of rank T, whose best approximation of rank r is its truncated singular value decomposition.
@@ -148,7 +149,8 @@ class ShardsRule(MergeRule):
         """Checks that the inputs can be parts of one estimate. Whether their examples differ cannot be checked.
 
         Raises:
-            KfacpackError: If the tasks, data or estimate settings differ, or if there are more examples than data.
+            KfacpackError: If the tasks, data or estimate settings differ, or if the inputs have more examples than the
+                dataset.
         """
         first, *others = inputs
         for item in inputs:

@@ -137,7 +137,7 @@ def _needs_decoding(split: Split) -> bool:
 
 
 def image_batches(transform: Callable[[Any], Tensor], model: str) -> Callable[[Sequence[Example], str], Tensor]:
-    """Returns the `prepare` function of an image model: N examples to (N, 3, height, width).
+    """Returns the `prepare` function of an image model, which maps N examples to (N, 3, height, width).
 
     Args:
         transform: Turns a `PIL.Image` into a tensor of shape (3, height, width).

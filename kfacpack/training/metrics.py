@@ -121,7 +121,7 @@ def require_metrics_path(output: Path) -> None:
 
 
 def read_metrics(path: Path) -> list[Metrics]:
-    """Returns the steps recorded in a metrics file, up to the first damaged line; none if the file is missing."""
+    """Returns the steps recorded in a metrics file, up to the first damaged line; empty if the file is missing."""
     steps: list[Metrics] = []
     try:
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -118,7 +118,7 @@ class FullForward(ForwardResult):
         self.f = at_least_float32(output.detach())
 
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
-        """Adds the gradient of <u, f> by autograd to `gradients` in place."""
+        """Computes the gradient of <u, f> by autograd and adds it to `gradients` in place."""
         if self._output.grad_fn is None:
             return  # f does not depend on any of the parameters
         leaves = list(self._weights.values())

@@ -86,7 +86,7 @@ class Regularizer:
         if preset not in (None, "tak"):
             raise KfacpackError(f"unknown preset {preset!r}; expected 'tak'")
         if every < 1:
-            raise KfacpackError(f"every {every}: expected a number of steps of at least 1")
+            raise KfacpackError(f"every {every}: expected at least 1 step")
         self.digests = tuple(bundle.curvature.digest for bundle in inputs)
         """Digests of the bundles as passed, recorded in the vector's file."""
         unchanged = [(bundle, bundle) for bundle in inputs]

@@ -1,4 +1,4 @@
-"""Training a task vector in one call; shared by `kfacpack train`, the stages of a plan and `kp.train`."""
+"""`kp.train`: trains a task vector. `kfacpack train` and the stages of a plan use this module as well."""
 
 from __future__ import annotations
 

@@ -372,7 +372,7 @@ class Trainer:
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
     def _add_loss_gradient(self, part: Sequence[int], batch: Batch, state: AdamWState) -> tuple[float, int]:
-        """Adds the gradient of some examples' loss; returns the sum of their losses and the number of correct ones."""
+        """Adds the gradient of the loss of a part; returns the sum of losses and the number of correct predictions."""
         labels = self._labels(part)
         with self._autocast_context():
             result = self.regime.forward(batch, state.tau)
