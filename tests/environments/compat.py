@@ -5,7 +5,7 @@
 
 The oldest versions are in constraints-oldest.txt; a test compares it with the bounds in pyproject.toml. The newest are
 those that pip finds. FOLDER becomes the environment, of several GB: on Linux, PyPI's torch is a CUDA build. The tests
-run on the CPU.
+run on the CPU. An existing environment is brought up to date.
 """
 
 from __future__ import annotations
@@ -39,10 +39,11 @@ PYTEST = ("-m", "pytest", "-q", "-W", "default", "--numprocesses=2", "--dist=loa
 
 
 def main(versions: str, folder: str) -> int:
-    environment = Environment(Path(folder))
-    constraints = ["--constraint", str(ROOT / "constraints-oldest.txt")] if versions == "oldest" else []
+    environment = Environment(Path(folder), clear=False)
+    newest = ("--upgrade", "--upgrade-strategy", "eager")
+    options = {"oldest": ("--constraint", str(ROOT / "constraints-oldest.txt")), "newest": newest}
     environment.pip("install", "--upgrade", "pip")
-    environment.pip("install", *constraints, "--editable", f"{ROOT}[test]")
+    environment.pip("install", *options[versions], "--editable", f"{ROOT}[test]")
     done = environment.run("python", *PYTEST, *CORE, cwd=ROOT)
     installed = environment.versions()
     listed = ", ".join(f"{name} {installed[normalize(name)]}" for name in dependencies())

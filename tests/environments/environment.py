@@ -12,15 +12,16 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Environment:
-    """A new virtual environment without the packages of the system.
+    """A virtual environment without the packages of the system.
 
     Args:
-        folder: Folder of the environment; an old one is replaced.
+        folder: Folder of the environment.
+        clear: Whether to remove the packages of an existing environment.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, *, clear: bool):
         self.folder = folder
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", *(["--clear"] if clear else []), str(folder)], check=True)
 
     def pip(self, *arguments: str) -> None:
         """Runs pip."""

@@ -33,7 +33,7 @@ for split, count in (("train", 24), ("test", 8)):
 
 
 def main(dist: str, folder: str) -> int:
-    environment = Environment(Path(folder))
+    environment = Environment(Path(folder), clear=True)
     (wheel,) = Path(dist).glob("kfacpack-*.whl")
     (sdist,) = Path(dist).glob("kfacpack-*.tar.gz")
     environment.pip("install", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
