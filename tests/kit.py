@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def refused(error: type[Exception], *facts: object, **fields: object) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Expects `error` with each fact in its message, whatever the wording, and with the given attributes.
 
-    The facts (a file, a name, a number found or expected) and the attributes (`path`, `where`, `target`) tell the
-    error from all others of its class.
+    The facts (a file, a name, a number found or expected) and the attributes (`path`, `where`, `target`) distinguish
+    the error from all others of its class.
     """
     with pytest.raises(error) as caught:
         yield caught

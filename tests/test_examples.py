@@ -1,4 +1,4 @@
-"""The loops of `examples`: in each of them the penalty keeps the other task where it was, and the own one is learnt."""
+"""Training loops in `examples`: the penalty lowers the drift on the other task, and the own task is learnt."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_penalty_lowers_the_drift(name, most, capsys):
 
 
 def test_a_lora_has_the_gradient_of_the_dense_form():
-    """A bundle of random factors, and the form built from their whole Kronecker products, in B and A."""
+    """Compares with autograd of the form that is built from dense Kronecker products of random factors."""
     example = importlib.import_module("loop_peft")
     model = example.classifier()
     weather = example.encoded(example.WEATHER[:6])
@@ -56,7 +56,7 @@ def test_a_lora_has_the_gradient_of_the_dense_form():
     exact = torch.zeros((), dtype=torch.float64)
     for block in bundle.blocks:
         if any(name in tau for name in block.parameters):
-            # As B A times s by hand, not as peft multiplies it.
+            # s B A by hand, not with the code of peft.
             delta = {name: scaled(lora, name) for name in block.parameters if name in tau}
             x = gather(delta, block.join, shapes).reshape(-1)
             exact = exact + 0.7 / regularizer.output_scale * (x @ dense_block(block) @ x)

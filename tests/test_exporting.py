@@ -1,4 +1,4 @@
-"""Exported factors give the same quadratic as the bundle, with torch and safetensors alone."""
+"""Exported factors give the same quadratic as the bundle, with only torch and safetensors."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_the_command(tmp_path):
     def run(*arguments):
         return CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=False)
 
-    done = run(tmp_path / "toy.kfac", "-o", target, "--dtype", "bfloat16", "--json")
-    summary = json.loads(done.stdout)
+    result = run(tmp_path / "toy.kfac", "-o", target, "--dtype", "bfloat16", "--json")
+    summary = json.loads(result.stdout)
     assert (summary["bytes"], summary["blocks"]) == (target.stat().st_size, len(curvature.blocks))
     with safe_open(target, "pt") as file:
         assert file.get_tensor(f"{curvature.blocks[0].name}/A").dtype is torch.bfloat16

@@ -1,4 +1,4 @@
-"""Canaries for torch's private parts: one test per function of `kfacpack._torch`, on tiny graphs.
+"""Private parts of torch: one test per function of `kfacpack._torch`, on tiny graphs.
 
 A test that fails here names the function of `kfacpack/_torch.py` to adapt to the installed torch version.
 """
@@ -72,7 +72,7 @@ def test_operation_name(name):
     assert _torch.operation_name(NODES[name]().grad_fn) == name
 
 
-def test_operation_name_of_what_is_no_operation_of_torch():
+def test_operation_name_of_a_custom_function():
     assert _torch.operation_name(Custom.apply(leaf(3)).grad_fn) == "CustomBackward"
 
 
@@ -189,7 +189,7 @@ def test_missing_jvp_parts(monkeypatch):
 
 
 def test_import_without_the_private_parts(monkeypatch):
-    """A version of torch without them can still import the package, and is told apart."""
+    """The package can be imported with a torch that lacks them, and reports which are missing."""
     import torch.utils._python_dispatch as dispatch
 
     monkeypatch.delattr(dispatch, "TorchDispatchMode")
@@ -240,7 +240,7 @@ class WithTangent(_torch.DispatchMode):
 
 @pytest.fixture
 def warmed_up():
-    """The first use of forward-mode emits a warning of torch's own."""
+    """The first use of forward mode makes torch emit a warning."""
     JvpMode(TangentMap())
 
 

@@ -2,7 +2,7 @@
 
     python tests/bench/bundle.py [FOLDER]
 
-Prints one ratio a promise and exits with 1 when one does not hold. Times are the best of several, taken in turns. The
+Prints one ratio per promise and exits with 1 if one does not hold. Times are the best of several, taken in turns. The
 folder (default: a temporary one) is where the files go; it needs 2.5 GB.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from promises import kept
+from promises import all_hold
 from safetensors.torch import load_file, save_file
 from tower import tower
 
@@ -114,7 +114,7 @@ def main(folder: Path) -> int:
         ("file size / unpacked file size", size / plain_size, "<=", 0.51),
         ("extra memory while writing / largest block", extra / largest, "<=", 1.3),
     ]
-    return 0 if kept(promises) else 1
+    return 0 if all_hold(promises) else 1
 
 
 if __name__ == "__main__":

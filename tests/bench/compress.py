@@ -1,4 +1,4 @@
-"""What compressed curvature costs: bytes, the time to apply it, and what a budget loses beside any single codec.
+"""Cost of compressed curvature: bytes, time to apply it, and the error of a budget compared with single codecs.
 
     python tests/bench/compress.py
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from promises import kept
+from promises import all_hold
 
 import kfacpack as kp
 from kfacpack.compression.chain import CodecChain
@@ -51,7 +51,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def layer() -> list[tuple[str, float, str, float]]:
-    """Promises about one layer: what is promised, what was found, the relation, the bound."""
+    """Promises about one layer: description, value, relation, bound."""
     B, A, dW = factor(ROWS), factor(COLUMNS), torch.randn(ROWS, COLUMNS)
     dense = kp.Kronecker.of(B, A)
     plain_bytes = 4 * (ROWS**2 + COLUMNS**2)
@@ -116,7 +116,7 @@ def estimated(task: str, folder: Path) -> kp.Curvature:
 
 def main(folder: Path) -> int:
     torch.manual_seed(0)
-    return 0 if kept([*layer(), *budget(folder)]) else 1
+    return 0 if all_hold([*layer(), *budget(folder)]) else 1
 
 
 if __name__ == "__main__":

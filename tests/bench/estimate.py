@@ -1,14 +1,14 @@
-"""What an estimate costs: time and peak memory on two vision transformers of ViT-B/32 size, beside other libraries.
+"""Time and peak memory of an estimate on two vision transformers of ViT-B/32 size, compared with other libraries.
 
     python tests/bench/estimate.py [--rounds 3] [--small] [--only plain kronfluence ...]
 
 64 random images in batches of 32, one probe an image, 2 threads, random weights; f is the L2-normalised embedding, and
-patch and position embeddings are frozen. Times are the best of the rounds, everybody in turns; peak memory is what a
-fresh process needs on top of model and data. Prints ratios to a plain forward and backward pass, and exits with 1 when
-a promise does not hold. `--small` only shows that everything runs.
+patch and position embeddings are frozen. Times are the best of the rounds, in which contenders take turns; peak
+memory is that of a fresh process, without model and data. Prints ratios to a plain forward and backward pass, and exits
+with 1 if a promise does not hold. `--small` only shows that everything runs.
 
-Everybody is in peers.py. In open_clip's tower no peer can do attention and the output projection; so "kfacpack-same" is
-kfacpack for only the layers that they can do, and that is what they are compared with. Needs curvlinops-for-pytorch and
+The contenders are in peers.py. In open_clip's tower no peer supports attention and the output projection; they are
+compared with "kfacpack-same", which is kfacpack on the layers that they support. Needs curvlinops-for-pytorch and
 kronfluence.
 """
 
@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from curvlinops import KFACLinearOperator
-from peers import CONTENDERS, OUTPUT, PEERS, Found, plain
-from promises import kept
+from peers import CONTENDERS, OUTPUT, PEERS, ContenderResult, plain
+from promises import all_hold
 from torch import nn
 
 from kfacpack._compat import make_torchvision_importable
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 EXAMPLES, BATCH, PIXELS, PATCH, HEAD, THREADS = 64, 32, 224, 32, 64, 2
 FULL, SMALL = (12, 768), (2, 128)  # layers, width
-# Forward and backward cost two thirds of a plain pass whatever is estimated, so that for only two layers in six, as in
-# open_clip's tower, nobody can be far ahead of anybody; and B of its fused projection is nine times one of the three.
+# Forward and backward cost two thirds of a plain pass whatever is estimated. With only two layers in six, as in
+# open_clip's tower, contenders differ little; and B of its fused projection is nine times as large as one of the three.
 BOUNDS = {"transformers": {"plain": 1.4, "peer": 1.5}, "open_clip": {"plain": 1.5, "peer": 1.25}}
 FROZEN = ("patch_embedding", "position_embedding", "conv1", "positional_embedding")
 
@@ -86,16 +86,16 @@ def data() -> list[torch.Tensor]:
 # Measuring
 
 
-def check(name: str, result: Found) -> int:
-    """Numbers covered, after a look at the factors."""
-    assert name == "plain" or result.matrices, f"{name} made no factors"
+def check(name: str, result: ContenderResult) -> int:
+    """Checks the factors, and returns the number of parameters (scalars) that they cover."""
+    assert name == "plain" or result.matrices, f"{name} computed no factors"
     factors = (getattr(matrix, "components", {"data": matrix})["data"] for matrix in result.matrices)
     assert all(bool(factor.isfinite().all()) for factor in factors), f"{name}'s factors are not finite"
     return result.covered
 
 
 def times(models: dict[str, nn.Module], names: list[str], rounds: int) -> tuple[dict[Any, float], dict[Any, int]]:
-    """Best seconds, and numbers covered, by model and contender."""
+    """Best seconds, and number of covered parameters, by model and contender."""
     batches = data()
     best: dict[Any, float] = {}
     covered: dict[Any, int] = {}
@@ -119,7 +119,7 @@ def memory(key: str) -> int:
 
 
 def peak(model: nn.Module, name: str) -> int:
-    """Bytes on top of model and data; what building the model left in the allocator goes back first."""
+    """Bytes in addition to model and data. Memory left from building the model is returned to the system before."""
     batches = data()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -138,12 +138,12 @@ def peak_elsewhere(key: str, name: str, layers: int, width: int) -> int:
 
 
 def promises(key: str, seconds: dict[Any, float], peaks: dict[Any, int], peers: list[str]) -> bool:
-    """Whether all hold."""
+    """Returns whether all promises hold."""
     slower = seconds[key, "kfacpack"] / seconds[key, "plain"]
     faster = min(seconds[key, peer] for peer in peers) / seconds[key, "kfacpack-same"]
     smaller = peaks[key, "kfacpack-same"] / min(peaks[key, peer] for peer in peers)
     bounds = BOUNDS[key]
-    return kept(
+    return all_hold(
         [
             (f"{key}: time / plain", slower, "<=", bounds["plain"]),
             (f"{key}: fastest peer's time / kfacpack's, same layers", faster, ">=", bounds["peer"]),

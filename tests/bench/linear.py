@@ -1,17 +1,16 @@
-"""What a step of linearised training costs: time and peak memory on open_clip's ViT-B/32, beside ordinary fine-tuning.
+"""Time and peak memory of a step of linearised training on open_clip's ViT-B/32, compared with ordinary fine-tuning.
 
     python tests/bench/linear.py [--rounds 5] [--small]
 
 16 random images, 2 threads, random weights, patch and position embeddings frozen. A step is the forward pass, a
 cross-entropy and the gradient. "plain" is the gradient at the parameters themselves, "linearised" that at τ by
-`kp.linearize`, "jvp" that at τ by backpropagating through torch.func.jvp. Everybody has a process of its own, as in
-training, and they take turns; times are the best of the rounds. In one process they would share a heap, and what one
-leaves in it decides how many pages the next has to ask for: jvp asks for a million in a step, which is a third of its
-time, and took anything from 1.1 to 1.9 times as long as ours. In arithmetic both are the same 5/3 of a plain step, the
-least there is: what jvp loses, it loses to memory. With an allocator that gives no page back (MALLOC_TRIM_THRESHOLD_
-and MALLOC_MMAP_THRESHOLD_ at 1e11) it takes 1.2 times as long as ours. Peak memory is what the first step needs on top
-of the model, the data and τ. Prints ratios, and exits with 1 when a promise does not hold. `--small` only shows that
-everything runs.
+`kp.linearize`, "jvp" that at τ by backpropagating through torch.func.jvp. Each contender has its own process, as in
+training, and they take turns; times are the best of the rounds. In one process they would share a heap, whose state
+decides how many pages the next contender has to request: jvp requests a million in a step, which is a third of its
+time, and took from 1.1 to 1.9 times as long as ours. In arithmetic both cost 5/3 of a plain step, the minimum; jvp is
+slower because of memory. With an allocator that returns no pages (MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ at
+1e11) it takes 1.2 times as long as ours. Peak memory is that of the first step, without the model, the data and τ.
+Prints ratios, and exits with 1 if a promise does not hold. `--small` only shows that everything runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import warnings
 from pathlib import Path
 
 import torch
-from promises import kept
+from promises import all_hold
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
@@ -57,7 +56,7 @@ class Embedding(nn.Module):
 
 
 class Steps:
-    """Everybody's gradient at the same images, labels, frozen head, parameters and τ."""
+    """The gradient of each contender at the same images, labels, frozen head, parameters and τ."""
 
     def __init__(self, layers: int, width: int) -> None:
         torch.manual_seed(0)
@@ -108,9 +107,9 @@ def memory(key: str) -> int:
 
 
 def peak(steps: Steps, name: str) -> int:
-    """Bytes on top of what is there; what building the model left in the allocator goes back first.
+    """Peak bytes of a step. Memory that is left from building the model is first returned to the system.
 
-    A small model runs before, so that modules which torch imports on the way are there already.
+    A small model runs before, so that modules which torch imports on first use are already imported.
     """
     CONTENDERS[name](Steps(*SMALL))
     gc.collect()
@@ -124,7 +123,7 @@ def peak(steps: Steps, name: str) -> int:
 
 
 def contend(name: str, small: bool) -> None:
-    """The peak memory of a first step, and the seconds of one more for every line of standard input."""
+    """Prints the peak memory of a first step, and the seconds of another step for every line of standard input."""
     steps = Steps(*(SMALL if small else FULL))
     print(peak(steps, name), flush=True)
     for _ in sys.stdin:
@@ -135,7 +134,7 @@ def contend(name: str, small: bool) -> None:
 
 
 class Contender:
-    """A process that takes a step when asked to."""
+    """A process that takes a step on request."""
 
     def __init__(self, name: str, small: bool) -> None:
         command = [sys.executable, __file__, "--contend", name, *(["--small"] if small else [])]
@@ -180,14 +179,14 @@ def main(rounds: int, small: bool) -> int:
         ("torch.func.jvp's time / ours", faster, ">=", FASTER),
         ("peak memory / plain", larger, "<=", LARGER),
     ]
-    return 0 if kept(promises) or small else 1
+    return 0 if all_hold(promises) or small else 1
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time and peak memory of a step of linearised training.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="{} layers of width {}".format(*SMALL))
-    parser.add_argument("--contend", choices=CONTENDERS, help="be one contender: a step for every line read")
+    parser.add_argument("--contend", choices=CONTENDERS, help="run one contender: a step per line of standard input")
     return parser.parse_args()
 
 
@@ -196,8 +195,8 @@ if __name__ == "__main__":
     logging.disable(logging.WARNING)
     torch.set_num_threads(THREADS)
     make_torchvision_importable()
-    asked = arguments()
-    if asked.contend:
-        contend(asked.contend, asked.small)
+    options = arguments()
+    if options.contend:
+        contend(options.contend, options.small)
         sys.exit(0)
-    sys.exit(main(asked.rounds, asked.small))
+    sys.exit(main(options.rounds, options.small))

@@ -1,10 +1,10 @@
-"""What merging costs: memory that does not grow with the number of bundles, and little more time than hashing them.
+"""Cost of merging: memory does not grow with the number of bundles, and time is little more than hashing takes.
 
     python tests/bench/merge.py [FOLDER] [--counts 2 8 32]
 
 Bundles of a ViT-B/32's size, 12 layers of 4 linear blocks, 650 MB each, are written to the folder (default: a temporary
 one; it needs 22 GB for 32) and merged by `tak` in a fresh process each time, whose peak memory is measured. Times are
-the best of three, beside that of one SHA-256 over all bytes of the inputs. Exits with 1 when a promise does not hold.
+the best of three, compared with one SHA-256 over all bytes of the inputs. Exits with 1 if a promise does not hold.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from promises import kept
+from promises import all_hold
 from tower import SHAPES, SIDES, tower
 
 import kfacpack as kp
@@ -34,7 +34,7 @@ from kfacpack_cli.main import app
 try:
     app(sys.argv[1:])
 except SystemExit as end:
-    # The peak since this program began; ru_maxrss would count what the parent process had when it forked.
+    # The peak since this program began; ru_maxrss would include the memory of the parent process at the fork.
     print(end.code, Path("/proc/self/status").read_text().split("VmHWM:")[1].split("kB")[0])
 """
 
@@ -52,12 +52,12 @@ def write_bundles(folder: Path, count: int) -> list[Path]:
 
 
 def merge(paths: list[Path], output: Path) -> tuple[float, int]:
-    """Seconds, as the command itself counts them, and the process's peak memory in bytes."""
+    """Seconds that the command reports, and the peak memory of its process in bytes."""
     arguments = [sys.executable, "-c", MERGE, "merge", *map(str, paths), "-o", str(output), "--json"]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
-    summary, _, last = done.stdout.rstrip().rpartition("\n")
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    summary, _, last = result.stdout.rstrip().rpartition("\n")
     code, peak = map(int, last.split())
-    assert code == 0, done.stderr
+    assert code == 0, result.stderr
     return float(json.loads(summary)["seconds"]), peak * 1024
 
 
@@ -91,7 +91,7 @@ def main(folder: Path, counts: list[int]) -> int:
         ("largest peak memory / smallest", max(peaks.values()) / min(peaks.values()), "<=", 1.1),
         ("time to merge / time to hash the inputs", merged / hashed, "<=", 3.0),
     ]
-    return 0 if kept(promises) else 1
+    return 0 if all_hold(promises) else 1
 
 
 if __name__ == "__main__":

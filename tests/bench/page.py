@@ -1,10 +1,11 @@
-"""A report as a browser shows it: no errors, no network, nothing wider than the screen.
+"""Checks a report in a browser: no errors, no network requests, nothing wider than the screen.
 
     python tests/bench/page.py REPORT.html OUT_DIR
 
-Opens the page in headless Chromium (Debian's package `chromium`) at the widths of phones and of a desk, light and dark,
-and writes a screenshot of each, and the page as it is printed. Exits with 1 on any message in the console, any request
-but that for the page, and any width that the page overflows. Chromium is spoken to through a pipe; no library needed.
+Opens the page in headless Chromium (Debian's package `chromium`) at the widths of phones and of a desktop, in light and
+dark mode, and writes a screenshot of each, and the page as it is printed. Exits with 1 on any message in the console,
+any request but that for the page, and any width that the page overflows. Chromium is controlled through a pipe, without
+a library.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from typing import Any
 
 SCREENS = [(width, theme, "screen") for width in (360, 390, 1280) for theme in ("light", "dark")]
 PAPER = (700, "dark", "print")
-"""A4 between its margins, asked for by somebody whose screen is dark."""
+"""A4 between its margins, printed from a dark screen."""
 FLAGS = ("--headless=new", "--remote-debugging-pipe", "--disable-gpu", "--hide-scrollbars", "--no-first-run")
 
 
 class Browser:
-    """Chromium, and what it says of its one page. Messages are JSON, each ended by a zero byte."""
+    """Chromium with one page, and the events of that page. Messages are JSON, each ended by a zero byte."""
 
     def __init__(self, profile: str):
         program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
         if program is None:
             raise SystemExit("there is no chromium; on Debian, apt-get install chromium")
-        # It reads from descriptor 3 and writes to 4; ours are moved out of the way of those first.
+        # Chromium reads from descriptor 3 and writes to 4; our own descriptors must not have these numbers.
         ends = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for pair in (os.pipe(), os.pipe()) for end in pair]
         commands, self._to, self._from, events = ends
 
@@ -82,7 +83,7 @@ class Browser:
 
 
 def look(browser: Browser, page: Path, width: int, theme: str, media: str, out: Path) -> list[str]:
-    """What is wrong with the page at this width."""
+    """Returns the problems of the page at this width."""
     browser.events.clear()
     browser.ask("Emulation.setDeviceMetricsOverride", width=width, height=800, deviceScaleFactor=1, mobile=width < 500)
     scheme = [{"name": "prefers-color-scheme", "value": theme}]

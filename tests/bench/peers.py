@@ -1,7 +1,7 @@
-"""The contenders of estimate.py. Each takes a model and its batches, does the whole job, and gives back what it found.
+"""The contenders of estimate.py. Each takes a model and its batches and returns the factors that it computed.
 
-The model maps x to f (N, C). A peer is given the layers that it supports, with the rest frozen, and is spared its
-optional passes over the data: check_deterministic and the counting of examples in curvlinops, files in kronfluence.
+The model maps x to f (N, C). A peer gets the layers that it supports; the others are frozen. Its optional passes over
+the data are switched off: check_deterministic and the counting of examples in curvlinops, files in kronfluence.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ OUTPUT = 512
 
 
 @dataclass
-class Found:
-    """The factors that a contender made, and how many of the model's numbers they are for."""
+class ContenderResult:
+    """The factors that a contender computed, and the number of parameters (scalars) that they cover."""
 
     matrices: list[Any]
     covered: int
 
 
-def plain(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+def plain(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for x in batches:
         f = model(x)
         torch.autograd.grad((torch.randn_like(f) * f).sum(), trainable)
-    return Found([], 0)
+    return ContenderResult([], 0)
 
 
-def kfacpack(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+def kfacpack(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
     """Every linear layer."""
     return estimated(model, batches, linear_parameters(model))
 
 
-def kfacpack_same(model: nn.Module, batches: list[torch.Tensor]) -> Found:
-    """The layers that the peers can do."""
+def kfacpack_same(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
+    """The layers that the peers support."""
     layers = linear_layers(model)
     return estimated(
         model,
@@ -58,23 +58,23 @@ def kfacpack_same(model: nn.Module, batches: list[torch.Tensor]) -> Found:
     )
 
 
-def estimated(model: nn.Module, batches: list[torch.Tensor], names: list[str]) -> Found:
+def estimated(model: nn.Module, batches: list[torch.Tensor], names: list[str]) -> ContenderResult:
     curvature = kp.estimate(model, batches, fisher="mc", samples=1, probe="orthogonal", params=names, seed=0)
-    assert set(curvature.parameters) == set(names), "kfacpack did not cover what it was asked to"
+    assert set(curvature.parameters) == set(names), "kfacpack did not cover the requested parameters"
     held = [matrix for block in curvature.blocks for _, matrix in block.structure.matrices()]
     state = dict(model.named_parameters())
-    return Found(held, sum(state[name].numel() for name in names))
+    return ContenderResult(held, sum(state[name].numel() for name in names))
 
 
 def linear_parameters(model: nn.Module) -> list[str]:
-    """Every trainable matrix (they all multiply something), fused and bare ones too, and the bias beside it."""
+    """Names of all trainable matrices, including fused and bare ones, and of their biases."""
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     weights = [name for name, parameter in trainable.items() if parameter.ndim == 2]
     biases = {name.removesuffix("weight") + "bias" for name in weights if name.endswith("weight")}
     return [name for name in trainable if name in weights or name in biases]
 
 
-def curvlinops_hooks(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+def curvlinops_hooks(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
     layers = linear_layers(model)
     model = only(model, layers)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -94,10 +94,10 @@ def curvlinops_hooks(model: nn.Module, batches: list[torch.Tensor]) -> Found:
     operator.compute_kronecker_factors()
     matrices = [*operator._input_covariances.values(), *operator._gradient_covariances.values()]
     assert len(matrices) == 2 * len(layers), "curvlinops left layers out"
-    return Found(matrices, sum(parameter.numel() for parameter in parameters))
+    return ContenderResult(matrices, sum(parameter.numel() for parameter in parameters))
 
 
-def kronfluence(model: nn.Module, batches: list[torch.Tensor]) -> Found:
+def kronfluence(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
     layers = linear_layers(model)
     task = Sampled(layers)
     covered = sum(p.numel() for layer in layers for p in model.get_submodule(layer).parameters())
@@ -106,11 +106,11 @@ def kronfluence(model: nn.Module, batches: list[torch.Tensor]) -> Found:
     _, factors = fit(model, State(cpu=True), task, batches, FactorArguments(strategy="kfac"), disable_tqdm=True)
     matrices = [factor for group in factors.values() for factor in group.values() if factor.ndim == 2]
     assert len(matrices) == 2 * len(layers), "kronfluence left layers out"
-    return Found(matrices, covered)
+    return ContenderResult(matrices, covered)
 
 
 class Sampled(Task):
-    """kronfluence's view of the work: the gradient of <s, f>, s random, at the layers that it can track."""
+    """The task for kronfluence: the gradient of <s, f> for random s, at the layers that it can track."""
 
     def __init__(self, layers: list[str]) -> None:
         self.layers = layers
@@ -127,18 +127,18 @@ class Sampled(Task):
 
 
 def linear_layers(model: nn.Module) -> list[str]:
-    """What both peers support. nn.MultiheadAttention's out_proj is a subclass of nn.Linear, and never called."""
+    """Layers that both peers support. `out_proj` of nn.MultiheadAttention, a subclass of nn.Linear, is never called."""
     return [name for name, module in model.named_modules() if type(module) is nn.Linear and module.weight.requires_grad]
 
 
 def only(model: nn.Module, layers: list[str]) -> nn.Module:
-    """The same numbers in modules of one's own, trainable in these layers: peers wrap and freeze what they get."""
+    """Copies the modules, because peers wrap and freeze them; shares the data; only these layers are trainable."""
     kept = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
     shared = {id(p): nn.Parameter(p.data, requires_grad=id(p) in kept) for p in model.parameters()}
     return copy.deepcopy(model, shared)
 
 
-CONTENDERS: dict[str, Callable[[nn.Module, list[torch.Tensor]], Found]] = {
+CONTENDERS: dict[str, Callable[[nn.Module, list[torch.Tensor]], ContenderResult]] = {
     "plain": plain,
     "kfacpack": kfacpack,
     "kfacpack-same": kfacpack_same,

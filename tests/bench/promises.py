@@ -1,4 +1,4 @@
-"""What a bench promises: ratios and their bounds, told line by line."""
+"""Prints the bounds that a benchmark promises, and checks them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 RELATIONS = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, "==": operator.eq}
 
 
-def kept(promises: Sequence[tuple[str, float, str, float]]) -> bool:
-    """Prints each promise, (what, found, relation, bound); whether all hold."""
-    held = [bool(RELATIONS[relation](value, bound)) for _, value, relation, bound in promises]
-    for holds, (what, value, relation, bound) in zip(held, promises, strict=True):
-        print(f"  {'holds' if holds else 'FAILS'}  {what}: {value:.3g} (promised {relation} {bound:.3g})")
-    return all(held)
+def all_hold(promises: Sequence[tuple[str, float, str, float]]) -> bool:
+    """Prints each promise, (description, value, relation, bound), and returns whether all of them hold."""
+    results = [bool(RELATIONS[relation](value, bound)) for _, value, relation, bound in promises]
+    for holds, (description, value, relation, bound) in zip(results, promises, strict=True):
+        print(f"  {'holds' if holds else 'FAILS'}  {description}: {value:.3g} (promised {relation} {bound:.3g})")
+    return all(results)

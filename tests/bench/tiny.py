@@ -1,9 +1,9 @@
-"""What a newcomer gets: the wheel's size, and the time to a loaded model and task, outside of any clone.
+"""Size of the wheel, and time to load the model and a task from an installed wheel.
 
     python tests/bench/tiny.py
 
 Builds the wheel, unpacks it into an empty folder and loads `tiny` and each task from there, in a fresh process with an
-empty cache and no way to a network, beside a process that imports torch alone. Times are the best of the rounds, in
+empty cache and no network, compared with a process that only imports torch. Times are the best of the rounds, in
 turns. Exits with 1 when a promise does not hold.
 """
 
@@ -36,7 +36,7 @@ def built(folder: Path) -> Path:
 
 def seconds(program: str, folder: Path) -> float:
     with TemporaryDirectory() as cache:
-        # A proxy that nobody answers: who asks the network fails.
+        # A proxy without a server, so that any network access fails.
         nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
         environment = {**os.environ, **nowhere, "PYTHONPATH": str(folder), "KFACPACK_CACHE": cache}
         start = time.perf_counter()

@@ -18,9 +18,9 @@ PREFIX = "visual.transformer.resblocks.3."
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def random_vector(model, task, seed, regime="full", size=0.01):
@@ -111,8 +111,8 @@ def test_a_vector_plus_its_negation_is_zero(three, tmp_path):
 
 
 def test_the_output_is_summarised(three, tmp_path):
-    done = run("add", *three, "-o", tmp_path / "sum.safetensors")
-    assert f"wrote {tmp_path / 'sum.safetensors'}: one, two, three: " in done.stdout
+    result = run("add", *three, "-o", tmp_path / "sum.safetensors")
+    assert f"wrote {tmp_path / 'sum.safetensors'}: one, two, three: " in result.stdout
     assert not run("add", *three, "-o", tmp_path / "sum.safetensors", "--quiet").output
 
 
@@ -135,11 +135,11 @@ def test_save_model(three, tiny, tmp_path):
 
 def test_a_linearised_vector_comes_with_a_note(vectors, tmp_path):
     common = [vectors / "one-linear.safetensors", "-o", tmp_path / "v.safetensors"]
-    done = run("add", *common, "--save-model", tmp_path / "m.safetensors", "--json")
-    assert "linearised" in json.loads(done.stdout)["model"]["note"]
-    assert "note: the vector was trained in the linearised model" in done.stderr
-    done = run("negate", *common, "--save-model", tmp_path / "m.safetensors", "-q")
-    assert not done.output
+    result = run("add", *common, "--save-model", tmp_path / "m.safetensors", "--json")
+    assert "linearised" in json.loads(result.stdout)["model"]["note"]
+    assert "note: the vector was trained in the linearised model" in result.stderr
+    result = run("negate", *common, "--save-model", tmp_path / "m.safetensors", "-q")
+    assert not result.output
 
 
 def test_a_model_in_half_precision_and_at_another_size(tmp_path):
@@ -199,9 +199,9 @@ WRONG = {
 @pytest.mark.parametrize(("names", "options", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_input_is_refused_and_nothing_is_written(names, options, words, vectors, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run("add", *(vectors / f"{name}.safetensors" for name in names), "-o", "out.safetensors", *options, code=2)
-    assert words in " ".join(done.stderr.replace("│", " ").split())
-    assert not done.stdout
+    result = run("add", *(vectors / f"{name}.safetensors" for name in names), "-o", "out.safetensors", *options, code=2)
+    assert words in " ".join(result.stderr.replace("│", " ").split())
+    assert not result.stdout
     assert not list(tmp_path.iterdir())
 
 
@@ -221,8 +221,8 @@ def test_an_input_is_never_overwritten(three):
     before = three[0].read_bytes()
     for command in (["add", *three], ["negate", three[0]]):
         assert "is also an input" in run(*command, "-o", three[0], code=2).stderr
-        done = run(*command, "-o", three[0].parent / "new.safetensors", "--save-model", three[0], code=2)
-        assert "is also an input" in done.stderr
+        result = run(*command, "-o", three[0].parent / "new.safetensors", "--save-model", three[0], code=2)
+        assert "is also an input" in result.stderr
     assert three[0].read_bytes() == before
     assert not (three[0].parent / "new.safetensors").exists()
 
@@ -231,6 +231,6 @@ def test_a_damaged_vector_is_named(three, tmp_path):
     damaged = tmp_path / "damaged.safetensors"
     raw = three[1].read_bytes()
     damaged.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    done = run("add", three[0], damaged, "-o", tmp_path / "sum.safetensors", code=2)
-    assert f"{damaged}: tensor" in done.stderr
+    result = run("add", three[0], damaged, "-o", tmp_path / "sum.safetensors", code=2)
+    assert f"{damaged}: tensor" in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["damaged.safetensors"]

@@ -31,8 +31,8 @@ def run(*arguments):
 
 
 def test_inspect_shows_a_summary(bundle):
-    done = run("inspect", bundle)
-    assert done.exit_code == 0
+    result = run("inspect", bundle)
+    assert result.exit_code == 0
     for fact in (
         "toy",
         "nobody/toy",
@@ -41,21 +41,21 @@ def test_inspect_shows_a_summary(bundle):
         "normalised embedding of width 4",
         "2 orthogonal probes",
     ):
-        assert fact in done.stdout
-    assert kp.Bundle(bundle).digest[:50] in done.stdout.replace("\n", "")
+        assert fact in result.stdout
+    assert kp.Bundle(bundle).digest[:50] in result.stdout.replace("\n", "")
 
 
 def test_inspect_lists_blocks(bundle):
-    done = run("inspect", bundle, "--blocks")
+    result = run("inspect", bundle, "--blocks")
     for block in kp.load(bundle).blocks:
-        assert block.name in done.stdout
-    assert "+ one.bias" in done.stdout
-    assert "+ attn.in_proj_weight" not in done.stdout
+        assert block.name in result.stdout
+    assert "+ one.bias" in result.stdout
+    assert "+ attn.in_proj_weight" not in result.stdout
 
 
 def test_inspect_json_has_the_whole_manifest(bundle):
-    done = run("inspect", bundle, "--json")
-    output = json.loads(done.stdout)
+    result = run("inspect", bundle, "--json")
+    output = json.loads(result.stdout)
     assert output["sha256"] == kp.Bundle(bundle).digest
     assert output["bytes"] == bundle.stat().st_size
     assert set(output) == {"path", "sha256", "bytes", "dense_bytes", "weights", "manifest"}
@@ -69,11 +69,11 @@ def test_names_with_markup_are_printed_literally(tmp_path, bundle):
 
 
 def test_verify_of_a_valid_bundle(bundle):
-    done = run("verify", bundle)
-    assert done.exit_code == 0
-    assert "holds" in done.stdout
+    result = run("verify", bundle)
+    assert result.exit_code == 0
+    assert "holds" in result.stdout
     for check in ("sha256", "finite", "symmetry", "psd"):
-        assert check in done.stdout
+        assert check in result.stdout
 
 
 def test_verify_counts_matrices_that_need_not_be_psd(tmp_path):
@@ -84,20 +84,20 @@ def test_verify_counts_matrices_that_need_not_be_psd(tmp_path):
 
 def test_a_closed_pipe_is_not_an_error(bundle):
     program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' --json | head -1"
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "{\n", "")
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "{\n", "")
 
 
 def test_a_full_disk_is_an_error_with_code_2(bundle):
     program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' > /dev/full"
-    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: could not write the output: No space left on device\n"
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: could not write the output: No space left on device\n"
 
 
 def test_verify_quiet_prints_nothing(bundle):
-    done = run("verify", "--quiet", bundle)
-    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+    result = run("verify", "--quiet", bundle)
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
 def damaged(bundle, target, name, values):
@@ -119,30 +119,30 @@ def test_verify_names_the_tensor_that_was_damaged(bundle):
     spec = kp.Bundle(bundle).tensors["proj/B"]
     raw[spec.start + 2] ^= 4
     bundle.write_bytes(raw)
-    done = run("verify", bundle)
-    assert done.exit_code == 1
-    assert "tensor 'proj/B': its bytes have SHA-256" in done.stderr
-    assert "fails" in done.stdout
+    result = run("verify", bundle)
+    assert result.exit_code == 1
+    assert "tensor 'proj/B': its bytes have SHA-256" in result.stderr
+    assert "fails" in result.stdout
 
 
 def test_verify_names_the_tensor_that_is_not_finite(bundle, tmp_path):
-    done = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([np.nan])))
-    assert done.exit_code == 1
-    assert "tensor 'proj/B': element 0 is not a finite number" in done.stderr
+    result = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([np.nan])))
+    assert result.exit_code == 1
+    assert "tensor 'proj/B': element 0 is not a finite number" in result.stderr
 
 
 def test_verify_names_the_tensor_that_is_not_positive_semi_definite(bundle, tmp_path):
-    done = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([-1.0])))
-    assert done.exit_code == 1
-    assert "tensor 'proj/B': is not positive semi-definite: has an eigenvalue below -" in done.stderr
+    result = run("verify", damaged(bundle, tmp_path / "bad.kfac", "proj/B", np.float32([-1.0])))
+    assert result.exit_code == 1
+    assert "tensor 'proj/B': is not positive semi-definite: has an eigenvalue below -" in result.stderr
 
 
 def test_verify_names_the_tensor_that_is_not_symmetric(tmp_path):
     small_curvature("dense").save(tmp_path / "toy.kfac", pack=False)
     bad = damaged(tmp_path / "toy.kfac", tmp_path / "bad.kfac", "proj/B", np.float32([1.0, 0.5, 0.7]))
-    done = run("verify", bad)
-    assert done.exit_code == 1
-    assert "tensor 'proj/B': is not symmetric" in done.stderr
+    result = run("verify", bad)
+    assert result.exit_code == 1
+    assert "tensor 'proj/B': is not symmetric" in result.stderr
 
 
 def test_verify_against_weights(bundle, tmp_path):
@@ -152,19 +152,19 @@ def test_verify_against_weights(bundle, tmp_path):
     save_file(state, tmp_path / "right.safetensors")
     save_file({**state, "proj": torch.zeros(3, 2)}, tmp_path / "wrong.safetensors")
     assert run("verify", bundle, "--model", tmp_path / "right.safetensors").exit_code == 0
-    done = run("verify", bundle, "--model", tmp_path / "wrong.safetensors")
-    assert done.exit_code == 1
-    assert "parameter 'proj': has sha256" in done.stderr
-    done = run("verify", bundle, "--model", "no-such-model")
-    assert done.exit_code == 2
-    assert "no-such-model" in done.stderr
+    result = run("verify", bundle, "--model", tmp_path / "wrong.safetensors")
+    assert result.exit_code == 1
+    assert "parameter 'proj': has sha256" in result.stderr
+    result = run("verify", bundle, "--model", "no-such-model")
+    assert result.exit_code == 2
+    assert "no-such-model" in result.stderr
 
 
 def test_verify_checks_every_file(bundle, tmp_path):
     (tmp_path / "cut.kfac").write_bytes(bundle.read_bytes()[:-5])
-    done = run("verify", tmp_path / "cut.kfac", bundle, "--json")
-    assert done.exit_code == 2
-    output = json.loads(done.stdout)
+    result = run("verify", tmp_path / "cut.kfac", bundle, "--json")
+    assert result.exit_code == 2
+    output = json.loads(result.stdout)
     assert [entry["holds"] for entry in output["bundles"]] == [True]
     assert output["unreadable"][0]["path"] == str(tmp_path / "cut.kfac")
     assert "ends at byte" in output["unreadable"][0]["error"]
@@ -176,18 +176,18 @@ def test_verify_checks_every_file(bundle, tmp_path):
 def test_output_encodings_without_all_characters(bundle, encoding):
     command = [sys.executable, "-c", "from kfacpack_cli import run; run()", "inspect", str(bundle), "--blocks"]
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    done = subprocess.run(command, capture_output=True, env=environment, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    assert b"one.weight" in done.stdout
+    result = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert b"one.weight" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 @pytest.mark.parametrize("name", ["nowhere.kfac", "."])
 def test_missing_files(tmp_path, command, name):
-    done = run(command, tmp_path / name)
-    assert done.exit_code == 2
-    assert "error: " in done.stderr
-    assert done.stdout == ""
+    result = run(command, tmp_path / name)
+    assert result.exit_code == 2
+    assert "error: " in result.stderr
+    assert result.stdout == ""
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["verify"], ["inspct", "x"], ["inspect", "--frobnicate", "x"]])
@@ -210,17 +210,17 @@ def test_version():
 def test_inspect_does_not_wait_for_torch(bundle):
     program = "import sys; from kfacpack_cli.main import app; app(['inspect', sys.argv[1]], standalone_mode=False); "
     program += "assert 'torch' not in sys.modules, 'torch was imported'"
-    done = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", program, str(bundle)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_every_command_has_help():
     commands = get_command(app).commands
     assert {"estimate", "train", "push"} <= set(commands)
     for name in commands:
-        done = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False)
-        assert done.exit_code == 0
-        assert f"kfacpack {name}" in done.stdout or f" {name} " in done.stdout
+        result = CliRunner().invoke(app, [name, "--help"], catch_exceptions=False)
+        assert result.exit_code == 0
+        assert f"kfacpack {name}" in result.stdout or f" {name} " in result.stdout
 
 
 def test_usage_lines():
@@ -271,9 +271,9 @@ def test_brackets_in_help_texts_are_shown():
     ("arguments", "suggestion"), [(["inspct", "x"], "'inspect'"), (["inspect", "--blcks", "x"], "--blocks")]
 )
 def test_misspelt_commands_and_options_are_corrected(arguments, suggestion):
-    done = run(*arguments)
-    assert done.exit_code == 2
-    assert suggestion in done.stderr
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert suggestion in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -288,8 +288,8 @@ def test_completion_in_bash(words, expected):
     environment = {**os.environ, "_KFACPACK_COMPLETE": "complete_bash", "COMP_WORDS": words}
     environment["COMP_CWORD"] = str(len(words.split(" ")) - 1)
     command = [sys.executable, "-m", "kfacpack_cli"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == expected
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert set(result.stdout.split()) == expected
 
 
 def test_the_next_command_is_shown(bundle, tmp_path):
@@ -306,7 +306,7 @@ def test_the_next_command_is_shown(bundle, tmp_path):
 
 def test_help_does_not_import_torch():
     command = [sys.executable, "-X", "importtime", "-m", "kfacpack_cli", "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in result.stderr.splitlines()}
     assert "typer" in imported
     assert not imported & {"torch", "transformers", "open_clip", "timm", "datasets", "matplotlib"}

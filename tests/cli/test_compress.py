@@ -25,8 +25,8 @@ def run(*arguments):
 
 
 def test_compress_reports_size_and_errors(bundle, tmp_path):
-    done = run("compress", bundle, "block:4+int8", "-o", tmp_path / "small.kfac")
-    assert done.exit_code == 0
+    result = run("compress", bundle, "block:4+int8", "-o", tmp_path / "small.kfac")
+    assert result.exit_code == 0
     for words in (
         "small.kfac",
         "of dense float32",
@@ -34,7 +34,7 @@ def test_compress_reports_size_and_errors(bundle, tmp_path):
         "on random task vectors",
         "blocks are unchanged: scale",
     ):
-        assert words in done.stdout.replace("\n", " ")
+        assert words in result.stdout.replace("\n", " ")
     assert (tmp_path / "small.kfac").stat().st_size < bundle.stat().st_size
     assert kp.load(tmp_path / "small.kfac").blocks[0].losses[0].step == "block:4+int8"
     assert "block:4+int8" in run("inspect", tmp_path / "small.kfac", "--blocks").stdout
@@ -44,9 +44,9 @@ def test_json_has_every_block(bundle, tmp_path):
     curvature, target = kp.load(bundle), tmp_path / "small.kfac"
     tau = random_tau(curvature)
     save_file({**tau, "of.no.interest": torch.zeros(2)}, tmp_path / "tau.safetensors")
-    done = run("compress", bundle, "svd:25%", "-o", target, "--vector", tmp_path / "tau.safetensors", "--json")
-    result = json.loads(done.stdout)
-    assert not done.stderr
+    completed = run("compress", bundle, "svd:25%", "-o", target, "--vector", tmp_path / "tau.safetensors", "--json")
+    result = json.loads(completed.stdout)
+    assert not completed.stderr
     assert (result["path"], result["bytes"], result["sha256"]) == (
         str(target),
         target.stat().st_size,
@@ -72,11 +72,11 @@ def test_json_has_every_block(bundle, tmp_path):
 
 def test_a_budget_and_a_list_of_blocks(bundle, tmp_path):
     limit = int(0.7 * bundle.stat().st_size)
-    done = run("compress", bundle, "--budget", limit, "-o", tmp_path / "small.kfac", "--blocks")
-    assert done.exit_code == 0
+    result = run("compress", bundle, "--budget", limit, "-o", tmp_path / "small.kfac", "--blocks")
+    assert result.exit_code == 0
     assert (tmp_path / "small.kfac").stat().st_size <= limit
     for block in kp.load(bundle).blocks:
-        assert block.name in done.stdout
+        assert block.name in result.stdout
 
 
 def test_a_budget_includes_the_recorded_errors(bundle, tmp_path):
@@ -97,8 +97,8 @@ def test_a_dry_run_writes_nothing(bundle, tmp_path):
 
 
 def test_quiet_prints_nothing(bundle, tmp_path):
-    done = run("compress", bundle, "int8", "-o", tmp_path / "small.kfac", "-q")
-    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+    result = run("compress", bundle, "int8", "-o", tmp_path / "small.kfac", "-q")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_the_same_command_gives_the_same_bytes(bundle, tmp_path):
@@ -137,9 +137,9 @@ def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
         (["int8", *to, "--vector", tmp_path / "nan"], f"tensor {first!r}: contains NaN"),
         (["int8", *to, "--vector", "/no/such/vector"], "/no/such/vector"),
     ):
-        done = run("compress", bundle, *arguments)
-        assert done.exit_code == 2
-        assert words in done.stderr.replace("\n", " ")
+        result = run("compress", bundle, *arguments)
+        assert result.exit_code == 2
+        assert words in result.stderr.replace("\n", " ")
     link.unlink()
     assert sorted(tmp_path.iterdir()) == before
     assert bundle.read_bytes() == content

@@ -1,4 +1,4 @@
-"""`kfacpack estimate`, end to end, as a user runs it."""
+"""`kfacpack estimate`, from the command line."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ SMALL = [*TIMM, "--params", "blocks.5.*", "--params", "cls_token"]
 
 
 def run(*arguments, code=0):
-    """In this process: to start another takes seconds, most of them for imports."""
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    """Runs the command in this process, because starting another takes seconds."""
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def kfacpack(*arguments, code=0, launcher=COMMAND):
-    """As a process of its own."""
-    done = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    return done
+    """Runs the command in a new process."""
+    result = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -59,11 +59,11 @@ def bundle(tmp_path):
 
 
 def test_a_bundle_from_a_folder_of_pictures(pictures, bundle):
-    done = run("estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--json")
-    output = json.loads(done.stdout)
+    result = run("estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--json")
+    output = json.loads(result.stdout)
     assert output["path"] == str(bundle)
     assert (output["examples"], output["dataset_size"], output["bytes"]) == (22, 22, bundle.stat().st_size)
-    assert not done.stderr
+    assert not result.stderr
     about = kp.load(bundle).about
     assert (about.base.family, about.base.name, about.base.revision) == ("timm", "test_vit", "random-0")
     assert (about.source.task, about.source.split, about.source.examples) == ("light", "train", 22)
@@ -72,11 +72,11 @@ def test_a_bundle_from_a_folder_of_pictures(pictures, bundle):
     assert sorted(path.name for path in bundle.parent.iterdir()) == ["estimate.kfac"]
 
 
-def test_the_same_command_gives_the_same_bytes_and_another_seed_others(pictures, tmp_path):
+def test_the_bytes_depend_on_the_seed_only(pictures, tmp_path):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--examples", "50%", "--batch-size", "5", "-q"]
     for name, seed, start in (("one", 1, run), ("again", 1, kfacpack), ("other", 2, run)):
-        done = start(*common, "--seed", seed, "--weights", "random", "-o", tmp_path / name)
-        assert not done.stdout + done.stderr
+        result = start(*common, "--seed", seed, "--weights", "random", "-o", tmp_path / name)
+        assert not result.stdout + result.stderr
     one, again, other = ((tmp_path / name).read_bytes() for name in ("one", "again", "other"))
     assert one == again
     assert one != other
@@ -105,18 +105,18 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(pictures, bundle):
 
 
 @pytest.fixture(scope="module")
-def whole(pictures, tmp_path_factory):
-    """A run that nobody interrupted."""
+def uninterrupted(pictures, tmp_path_factory):
+    """The bundle of an uninterrupted run."""
     path = tmp_path_factory.mktemp("whole") / "whole.kfac"
     run("estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "1", "-o", path)
     return path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole, number):
+def test_an_interrupted_and_resumed_run_gives_the_same_bytes(pictures, tmp_path, uninterrupted, number):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "1", "-o"]
     resumed = tmp_path / "resumed.kfac"
-    # Every batch takes a while and is stored, so that there is a middle to be stopped in.
+    # Every batch is slow and its state is stored, so that the run can be stopped half-way.
     slow = (
         "import time\n"
         "from kfacpack.estimation.accumulator import CurvatureAccumulator\n"
@@ -150,7 +150,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(pictures, tmp_path, whole,
         assert "batch_size = 1" in run(*common, resumed, "--resume", "--batch-size", 2, code=2).stderr
     run(*common, resumed, "--resume")
     assert "is finished" in run(*common, resumed, "--resume", code=2).stderr
-    assert resumed.read_bytes() == whole.read_bytes()
+    assert resumed.read_bytes() == uninterrupted.read_bytes()
     assert not partial.exists()
 
 
@@ -173,8 +173,8 @@ def test_a_damaged_unfinished_run_is_refused(pictures, bundle):
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"])
-def test_launched_processes_give_what_one_gives(pictures, tmp_path, launcher):
-    """Two by torchrun. On a CPU, accelerate starts one, whatever it is asked for; on GPUs it is torchrun underneath."""
+def test_launched_processes_give_the_same_curvature_as_one(pictures, tmp_path, launcher):
+    """torchrun starts two processes. On a CPU, accelerate always starts one; on GPUs it uses torchrun."""
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "5", "--samples", "2", "-o"]
     run(*common, tmp_path / "one.kfac")
     if launcher == "torchrun":
@@ -182,8 +182,8 @@ def test_launched_processes_give_what_one_gives(pictures, tmp_path, launcher):
     else:
         pytest.importorskip("accelerate")
         launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "kfacpack_cli"]
-    done = kfacpack(*common, tmp_path / "two.kfac", "--json", launcher=[sys.executable, *launch])
-    assert json.loads(done.stdout)["examples"] == 22
+    result = kfacpack(*common, tmp_path / "two.kfac", "--json", launcher=[sys.executable, *launch])
+    assert json.loads(result.stdout)["examples"] == 22
     one, two = kp.load(tmp_path / "one.kfac"), kp.load(tmp_path / "two.kfac")
     assert one.about == two.about
     generator = torch.Generator().manual_seed(0)
@@ -211,21 +211,21 @@ def test_launched_processes_give_what_one_gives(pictures, tmp_path, launcher):
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )
-def test_wrong_input_is_told_and_nothing_is_written(pictures, tmp_path, wrong, words):
+def test_wrong_input_is_refused_and_nothing_is_written(pictures, tmp_path, wrong, words):
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "-o", tmp_path / "t.kfac"]
-    done = run(*common, *wrong, code=2)
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+    result = run(*common, *wrong, code=2)
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_task_says_what_to_do():
-    assert "--data DIR" in run("estimate", *SMALL, "--task", "unheard-of", code=2).stderr
+def test_the_error_for_an_unknown_task_names_the_option_data():
+    assert "--data DIR" in run("estimate", *SMALL, "--task", "unknown-task", code=2).stderr
 
 
 def test_the_script_of_the_readme_predicts_the_drift_it_measures(tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples" / "own_module.py"
-    done = kfacpack(example, tmp_path / "own.kfac", launcher=[sys.executable])
-    predicted, measured = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    result = kfacpack(example, tmp_path / "own.kfac", launcher=[sys.executable])
+    predicted, measured = (float(line.split()[-1]) for line in result.stdout.splitlines())
     assert predicted == pytest.approx(measured, rel=0.25)
     assert kp.verify(tmp_path / "own.kfac").holds

@@ -25,9 +25,9 @@ COUNTS = {split: dict.fromkeys(("red", "green", "blue"), 4) for split in ("train
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, ["eval", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def _registered(folder, monkeypatch):
 
 
 def test_json_format_is_stable(folder):
-    done = run(*RANDOM, "--task", "colours", "--data", folder, "--head", "prototypes", "--json")
-    assert json.loads(done.stdout) == {
+    result = run(*RANDOM, "--task", "colours", "--data", folder, "--head", "prototypes", "--json")
+    assert json.loads(result.stdout) == {
         "tasks": {"colours": {"accuracy": 1.0, "normalized": None, "examples": 12, "head": "prototypes"}},
         "mean": {"accuracy": 1.0, "normalized": None},
     }
-    assert not done.stderr
+    assert not result.stderr
 
 
 def test_each_of_several_tasks_has_its_own_folder(folder, tmp_path):
@@ -91,8 +91,8 @@ def test_a_model_without_text_tower_uses_prototypes(folder):
     model = ["--model", "timm:test_vit", *RANDOM, "--image-size", 32]
     output = json.loads(run(*model, "--task", "colours", "--data", folder, "--json").stdout)
     assert output["tasks"]["colours"]["head"] == "prototypes"
-    done = run(*model, "--task", "colours", "--data", folder, "--head", "text", code=2)
-    assert "has no text tower" in done.stderr
+    result = run(*model, "--task", "colours", "--data", folder, "--head", "text", code=2)
+    assert "has no text tower" in result.stderr
 
 
 def test_a_folder_with_the_name_of_its_task_is_its_data(folder, monkeypatch):
@@ -122,10 +122,10 @@ def test_a_folder_with_the_name_of_its_task_is_its_data(folder, monkeypatch):
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )
 def test_wrong_input_is_refused(wrong, words):
-    done = run(*wrong, code=2)
-    assert words in done.stderr.replace("\n", " ")
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
+    result = run(*wrong, code=2)
+    assert words in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -214,9 +214,9 @@ def test_individual_vectors_are_evaluated_or_read(vectors, tmp_path):
     common = [*VECTOR, vectors / "sum.safetensors", "--json"]
     alone = {}
     for name in ("morning", "evening"):
-        done = run(*RANDOM, "--task", name, "--vector", vectors / f"{name}.safetensors", "--json")
-        (tmp_path / f"{name}.json").write_text(done.stdout)
-        alone[name] = json.loads(done.stdout)["tasks"][name]["accuracy"]
+        result = run(*RANDOM, "--task", name, "--vector", vectors / f"{name}.safetensors", "--json")
+        (tmp_path / f"{name}.json").write_text(result.stdout)
+        alone[name] = json.loads(result.stdout)["tasks"][name]["accuracy"]
     assert all(alone.values())
     for suffix, where in ((".json", tmp_path), (".safetensors", vectors)):
         options = [part for name in alone for part in ("--individual", where / f"{name}{suffix}")]
@@ -231,10 +231,10 @@ def test_individual_vectors_are_evaluated_or_read(vectors, tmp_path):
 @pytest.mark.usefixtures("_registered")
 def test_a_missing_head_is_reported(vectors):
     common = [*VECTOR, vectors / "morning.safetensors", "--json"]
-    done = run(*common)
-    assert json.loads(done.stdout)["tasks"]["evening"]["head"] == "text"
-    assert "has no head for 'evening' (only for morning); using a new head of the model (text)" in done.stderr
-    assert done.stderr.count("note") == 1
+    result = run(*common)
+    assert json.loads(result.stdout)["tasks"]["evening"]["head"] == "text"
+    assert "has no head for 'evening' (only for morning); using a new head of the model (text)" in result.stderr
+    assert result.stderr.count("note") == 1
     assert not run(*common, "--quiet").stderr
     assert not run(*common, "--head", "prototypes").stderr
     assert not run(*VECTOR, vectors / "sum.safetensors", "--json").stderr
@@ -249,9 +249,9 @@ def test_the_option_head_overrides_the_vectors_heads(vectors):
 
 @pytest.mark.usefixtures("_registered")
 def test_a_vector_of_another_image_size_is_refused(vectors):
-    done = run(*VECTOR, vectors / "sum.safetensors", "--image-size", 56, code=2)
+    result = run(*VECTOR, vectors / "sum.safetensors", "--image-size", 56, code=2)
     for fact in ("different function f", "28x28", "56x56"):
-        assert fact in done.stderr
+        assert fact in result.stderr
 
 
 @pytest.mark.usefixtures("_registered")
@@ -288,9 +288,9 @@ def test_wrong_vector_options_are_refused(vectors, tmp_path, wrong, words):
     files |= {"LIST": tmp_path / "list.json", "DEEP": tmp_path / "deep.json"}
     files["LIST"].write_text('{"tasks": [1]}')
     files["DEEP"].write_text("[" * 100_000)
-    done = run(*VECTOR, files["SUM"], *(files.get(item, item) for item in wrong), code=2)
-    assert words in done.stderr.replace("\n", " ")
-    assert not done.stdout
+    result = run(*VECTOR, files["SUM"], *(files.get(item, item) for item in wrong), code=2)
+    assert words in result.stderr.replace("\n", " ")
+    assert not result.stdout
 
 
 @pytest.mark.usefixtures("_registered")

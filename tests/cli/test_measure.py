@@ -20,21 +20,21 @@ PARAMS = ("visual.transformer.resblocks.3.mlp.c_proj.weight", "visual.transforme
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, ["measure", *map(str, arguments)], catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, ["measure", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def measure_json(*arguments):
-    done = run(*arguments, "--json")
-    assert not done.stderr
-    return json.loads(done.stdout)
+    result = run(*arguments, "--json")
+    assert not result.stderr
+    return json.loads(result.stdout)
 
 
 @pytest.fixture(scope="module")
-def things(tmp_path_factory):
+def artifacts(tmp_path_factory):
     """A folder with images, vectors and bundles of two tasks."""
-    folder = tmp_path_factory.mktemp("things")
+    folder = tmp_path_factory.mktemp("artifacts")
     model = load_model("tiny")
     for seed, name in enumerate(("morning", "evening")):
         task = load_task(name, write_images(folder / name, COUNTS, seed))
@@ -60,17 +60,17 @@ def things(tmp_path_factory):
     return folder
 
 
-def vectors(things):
-    return [things / "morning.safetensors", things / "evening.safetensors"]
+def vectors(artifacts):
+    return [artifacts / "morning.safetensors", artifacts / "evening.safetensors"]
 
 
-def data(things, *names):
-    return [word for name in names or ("morning", "evening") for word in ("--data", f"{name}={things / name}")]
+def data(artifacts, *names):
+    return [word for name in names or ("morning", "evening") for word in ("--data", f"{name}={artifacts / name}")]
 
 
-def test_disentanglement_with_output_and_figure(things, tmp_path):
+def test_disentanglement_with_output_and_figure(artifacts, tmp_path):
     files = ["-o", tmp_path / "d.json", "--figure", tmp_path / "d.png"]
-    result = measure_json("disentanglement", *vectors(things), *data(things), "--alpha", "-1:1:1", *files)
+    result = measure_json("disentanglement", *vectors(artifacts), *data(artifacts), "--alpha", "-1:1:1", *files)
     assert (result["tasks"], result["alphas"]) == (["morning", "evening"], [-1.0, 0.0, 1.0])
     assert result["examples"] == {"morning": 12, "evening": 12}
     assert [len(row) for row in result["xi"]] == [3, 3, 3]
@@ -79,11 +79,11 @@ def test_disentanglement_with_output_and_figure(things, tmp_path):
     assert (tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_localisation_and_its_table(things):
-    result = measure_json("localisation", *vectors(things), *data(things), "--examples", 6)
+def test_localisation_and_its_table(artifacts):
+    result = measure_json("localisation", *vectors(artifacts), *data(artifacts), "--examples", 6)
     assert list(result["vectors"]) == ["morning", "evening"]
     assert result["vectors"]["morning"]["off"]["examples"] == 6
-    alone = [things / "morning.safetensors", "--task", "evening", *data(things)]
+    alone = [artifacts / "morning.safetensors", "--task", "evening", *data(artifacts)]
     assert measure_json("localisation", *alone, "--examples", 6)["vectors"]["morning"] == result["vectors"]["morning"]
     lines = run("localisation", *alone).stdout.splitlines()
     assert lines[0].split() == ["vector", "on", "task", "off", "task", "AUROC"]
@@ -91,8 +91,8 @@ def test_localisation_and_its_table(things):
     assert not run("localisation", *alone, "--quiet").output
 
 
-def test_drift_and_its_table(things, tmp_path):
-    common = ["drift", *vectors(things), "--bundle", things / "evening.kfac", *data(things, "evening")]
+def test_drift_and_its_table(artifacts, tmp_path):
+    common = ["drift", *vectors(artifacts), "--bundle", artifacts / "evening.kfac", *data(artifacts, "evening")]
     result = measure_json(*common, "--split", "train")
     assert [(entry["vector"], entry["task"]) for entry in result["pairs"]] == [
         ("morning", "evening"),
@@ -100,7 +100,7 @@ def test_drift_and_its_table(things, tmp_path):
     ]
     for pair, layer in zip(result["pairs"], result["layers"], strict=True):
         assert layer["block"] == PARAMS[0]
-        # There is only one block, and it was estimated on these very examples.
+        # There is only one block, and it was estimated on the same examples.
         assert pair["predicted"] == layer["predicted"]
         assert pair["measured"] == pytest.approx(layer["measured"], rel=1e-5)
     table = run(*common, "--figure", tmp_path / "drift.svg").stdout
@@ -109,10 +109,10 @@ def test_drift_and_its_table(things, tmp_path):
     assert "single layers" not in run(*common, "--layer-examples", 0).stdout
 
 
-def test_spectra_and_its_table(things):
-    result = measure_json("spectra", "--bundle", things / "morning.kfac")
+def test_spectra_and_its_table(artifacts):
+    result = measure_json("spectra", "--bundle", artifacts / "morning.kfac")
     assert [(entry["name"], entry["side"]) for entry in result["blocks"]] == [(PARAMS[0], "B"), (PARAMS[0], "A")]
-    lines = run("spectra", things / "both.kfac").stdout.splitlines()
+    lines = run("spectra", artifacts / "both.kfac").stdout.splitlines()
     assert lines[0].split() == ["block", "side", "size", "trace", "largest", "effective", "rank"]
     assert len(lines) == 3
 
@@ -148,11 +148,11 @@ def test_spectra_and_its_table(things):
     ],
     ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else None,
 )
-def test_wrong_input_is_refused(things, monkeypatch, wrong, words):
-    monkeypatch.chdir(things)
-    before = (things / "morning.safetensors").read_bytes()
-    done = run(*wrong, code=2)
-    assert words in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
-    assert (things / "morning.safetensors").read_bytes() == before
+def test_wrong_input_is_refused(artifacts, monkeypatch, wrong, words):
+    monkeypatch.chdir(artifacts)
+    before = (artifacts / "morning.safetensors").read_bytes()
+    result = run(*wrong, code=2)
+    assert words in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+    assert (artifacts / "morning.safetensors").read_bytes() == before

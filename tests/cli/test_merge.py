@@ -27,12 +27,12 @@ def paths(tmp_path):
 
 
 def test_merge_reports_the_error(paths, tmp_path):
-    done = run("merge", *paths, "-o", tmp_path / "all.kfac")
-    assert (done.exit_code, done.stderr) == (0, "")
+    result = run("merge", *paths, "-o", tmp_path / "all.kfac")
+    assert (result.exit_code, result.stderr) == (0, "")
     report = merge_and_report(paths).report.total
-    assert "tak of dtd × 0.5, cars × 1, svhn × 1.5" in done.stdout
-    assert f"relative error {report.frobenius:.2g} of G" in done.stdout
-    assert f"the paper's bound is {report.relative_bound:.2g}" in done.stdout
+    assert "tak of dtd × 0.5, cars × 1, svhn × 1.5" in result.stdout
+    assert f"relative error {report.frobenius:.2g} of G" in result.stdout
+    assert f"the paper's bound is {report.relative_bound:.2g}" in result.stdout
     kp.merge(paths).save(tmp_path / "python.kfac")
     assert (tmp_path / "python.kfac").read_bytes() == (tmp_path / "all.kfac").read_bytes()
     assert "tak: dtd × 0.5, cars × 1, svhn × 1.5" in run("inspect", tmp_path / "all.kfac").stdout
@@ -41,8 +41,8 @@ def test_merge_reports_the_error(paths, tmp_path):
 
 def test_json_has_parents_weights_and_errors(paths, tmp_path):
     output = tmp_path / "all.kfac"
-    done = run("merge", *paths, "-o", output, "--rule", "optimal", "--rank", "2", "--json")
-    result = json.loads(done.stdout)
+    completed = run("merge", *paths, "-o", output, "--rule", "optimal", "--rank", "2", "--json")
+    result = json.loads(completed.stdout)
     bundle = kp.Bundle(output)
     assert (result["path"], result["sha256"], result["bytes"]) == (str(output), bundle.digest, output.stat().st_size)
     assert (result["rule"], result["rank"]) == ("optimal", 2)
@@ -68,18 +68,18 @@ def test_json_has_parents_weights_and_errors(paths, tmp_path):
     ],
 )
 def test_options(paths, tmp_path, arguments, words):
-    done = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
-    assert done.exit_code == 0
+    result = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
+    assert result.exit_code == 0
     for word in words:
-        assert word in done.stdout
+        assert word in result.stdout
 
 
 def test_one_bundle_of_all_tasks_serves_each_of_them(paths, tmp_path):
     run("merge", *paths, "-o", tmp_path / "all.kfac")
     for path in paths:
-        done = run("merge", tmp_path / "all.kfac", path, "--without", path.stem, "-o", tmp_path / "others.kfac")
-        assert done.exit_code == 0
-        assert "error after a subtraction is unknown" in done.stdout
+        completed = run("merge", tmp_path / "all.kfac", path, "--without", path.stem, "-o", tmp_path / "others.kfac")
+        assert completed.exit_code == 0
+        assert "error after a subtraction is unknown" in completed.stdout
         others = [parent.task for parent in kp.Bundle(tmp_path / "others.kfac").manifest.merge.parents]
         assert others == [other.stem for other in paths if other != path]
     result = run(
@@ -90,17 +90,17 @@ def test_one_bundle_of_all_tasks_serves_each_of_them(paths, tmp_path):
 
 
 def test_quiet_prints_nothing(paths, tmp_path):
-    done = run("merge", *paths, "-o", tmp_path / "m.kfac", "--quiet")
-    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+    result = run("merge", *paths, "-o", tmp_path / "m.kfac", "--quiet")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
 
 
 def test_an_input_is_never_overwritten(paths, tmp_path):
     (tmp_path / "link.kfac").symlink_to(paths[1])
     before = paths[1].read_bytes()
     for output in (paths[1], tmp_path / "link.kfac"):
-        done = run("merge", *paths, "-o", output)
-        assert done.exit_code == 2
-        assert "is also an input" in done.stderr
+        result = run("merge", *paths, "-o", output)
+        assert result.exit_code == 2
+        assert "is also an input" in result.stderr
     assert paths[1].read_bytes() == before
 
 
@@ -115,10 +115,10 @@ def test_an_input_is_never_overwritten(paths, tmp_path):
     ],
 )
 def test_bad_input_exits_with_2_and_writes_nothing(paths, tmp_path, arguments, error_message):
-    done = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
-    assert done.exit_code == 2
-    assert error_message in done.stderr
-    assert not done.stdout
+    result = run("merge", *paths, "-o", tmp_path / "m.kfac", *arguments)
+    assert result.exit_code == 2
+    assert error_message in result.stderr
+    assert not result.stdout
     assert sorted(tmp_path.iterdir()) == sorted(paths)
 
 
@@ -128,9 +128,9 @@ def test_a_damaged_input_leaves_the_old_output(paths, tmp_path):
     paths[2].write_bytes(raw)
     (tmp_path / "m.kfac").write_text("the old file")
     for rule in ("tak", "stack"):
-        done = run("merge", *paths, "-o", tmp_path / "m.kfac", "--rule", rule)
-        assert done.exit_code == 2
-        assert "svhn.kfac: tensor" in done.stderr
+        result = run("merge", *paths, "-o", tmp_path / "m.kfac", "--rule", rule)
+        assert result.exit_code == 2
+        assert "svhn.kfac: tensor" in result.stderr
     assert (tmp_path / "m.kfac").read_text() == "the old file"
     assert run("merge", *paths, "-o", tmp_path / "no" / "m.kfac").exit_code == 2
 
@@ -146,21 +146,21 @@ def test_partial_blocks_are_named(paths, tmp_path):
     refused = run("merge", *inputs, "-o", tmp_path / "m.kfac")
     assert refused.exit_code == 2
     assert "less.kfac has no block 'token'" in refused.stderr
-    done = run("merge", *inputs, "-o", tmp_path / "m.kfac", "--allow-partial")
-    assert done.exit_code == 0
-    assert f"partial: block token is missing in {tmp_path / 'less.kfac'}" in done.stdout
+    result = run("merge", *inputs, "-o", tmp_path / "m.kfac", "--allow-partial")
+    assert result.exit_code == 0
+    assert f"partial: block token is missing in {tmp_path / 'less.kfac'}" in result.stdout
 
 
 def test_merged_shards_equal_one_run(tmp_path):
     estimate = ["estimate", "--task", "digits", "--examples", "24", "--batch-size", "8", "--params", "visual.proj"]
     for k in (1, 2, 3):
-        done = run(*estimate, "--shard", f"{k}/3", "-o", tmp_path / f"{k}.kfac")
-        assert done.exit_code == 0, done.stderr
+        result = run(*estimate, "--shard", f"{k}/3", "-o", tmp_path / f"{k}.kfac")
+        assert result.exit_code == 0, result.stderr
     assert run(*estimate, "-o", tmp_path / "whole.kfac").exit_code == 0
-    done = run(
+    result = run(
         "merge", *(tmp_path / f"{k}.kfac" for k in (1, 2, 3)), "--rule", "shards", "-o", tmp_path / "joined.kfac"
     )
-    assert "exact, provided that no example is in two shards" in done.stdout
+    assert "exact, provided that no example is in two shards" in result.stdout
     whole, joined = kp.load(tmp_path / "whole.kfac"), kp.load(tmp_path / "joined.kfac")
     tau = random_tau(whole)
     assert float(joined.quadratic(tau)) == pytest.approx(float(whole.quadratic(tau)), rel=1e-6)

@@ -13,9 +13,9 @@ from kfacpack.models.families import FAMILIES, load_model
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, ["models", *map(str, arguments)], catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, ["models", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def test_every_family_and_every_embedded_model_is_listed():
@@ -94,6 +94,6 @@ def test_showing_one_model():
     ],
 )
 def test_wrong_input_is_refused(wrong, words):
-    done = run(*wrong, code=2)
-    assert words in done.stderr
-    assert not done.stdout
+    result = run(*wrong, code=2)
+    assert words in result.stderr
+    assert not result.stdout

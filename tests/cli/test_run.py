@@ -27,9 +27,9 @@ def finished(tmp_path_factory):
     """A folder with a plan and its finished run, and what the run printed."""
     folder = tmp_path_factory.mktemp("plan")
     (folder / "small.yaml").write_text(TEXT)
-    done = run("run", folder / "small.yaml", "-o", folder / "out")
-    assert done.exit_code == 0, done.output
-    return folder, done.stdout
+    result = run("run", folder / "small.yaml", "-o", folder / "out")
+    assert result.exit_code == 0, result.output
+    return folder, result.stdout
 
 
 @pytest.fixture
@@ -50,16 +50,16 @@ def test_run_prints_a_table_and_writes_a_report(finished):
 @pytest.mark.usefixtures("without_report")
 def test_json_equals_the_results_file(finished):
     folder, _ = finished
-    done = run("run", folder / "small.yaml", "-o", folder / "out", "--json")
-    assert json.loads(done.stdout) == json.loads((folder / "out" / "results.json").read_text())
+    result = run("run", folder / "small.yaml", "-o", folder / "out", "--json")
+    assert json.loads(result.stdout) == json.loads((folder / "out" / "results.json").read_text())
 
 
 def test_a_dry_run_writes_nothing(finished, tmp_path):
     folder, _ = finished
-    done = run("run", folder / "small.yaml", "-o", tmp_path / "new", "--dry-run")
-    assert done.exit_code == 0
-    assert "vectors/faces.kfac.seed-0" in done.stdout
-    assert "35 stages to run, 0 finished" in done.stdout
+    completed = run("run", folder / "small.yaml", "-o", tmp_path / "new", "--dry-run")
+    assert completed.exit_code == 0
+    assert "vectors/faces.kfac.seed-0" in completed.stdout
+    assert "35 stages to run, 0 finished" in completed.stdout
     assert not (tmp_path / "new").exists()
     result = json.loads(run("run", folder / "small.yaml", "-o", folder / "out", "--dry-run", "--json").stdout)
     assert all(stage["done"] for stage in result["stages"])
@@ -80,9 +80,9 @@ def test_recorded_commands_use_existing_options(finished):
 
 def test_a_wrong_plan_is_refused(tmp_path):
     (tmp_path / "plan.yaml").write_text(TEXT.replace("steps: 3", "steps: many"))
-    done = run("run", tmp_path / "plan.yaml")
-    assert done.exit_code == 2
-    assert "plan.yaml, line 5: training.steps" in done.stderr.replace("\n", " ")
+    result = run("run", tmp_path / "plan.yaml")
+    assert result.exit_code == 2
+    assert "plan.yaml, line 5: training.steps" in result.stderr.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def test_a_wrong_plan_is_refused(tmp_path):
 )
 def test_unknown_names_are_refused_before_the_run(tmp_path, known, unknown, expected):
     (tmp_path / "plan.yaml").write_text(TEXT.replace(known, unknown))
-    done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out")
-    assert done.exit_code == 2
-    assert done.stderr.startswith(f"error: {tmp_path / 'plan.yaml'}, {expected}")
+    result = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {tmp_path / 'plan.yaml'}, {expected}")
     assert not (tmp_path / "out").exists()
 
 
@@ -112,12 +112,12 @@ def test_a_dry_run_checks_the_plan_like_a_run(tmp_path, kind, classes, expected)
     write_images(tmp_path / "mine", {split: dict.fromkeys(classes, 1) for split in ("train", "validation", "test")})
     text = TEXT.replace("weaves]", "{name: mine, data: mine}]").replace("head: prototypes", f"head: {kind}")
     (tmp_path / "plan.yaml").write_text(text)
-    done = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out", "--dry-run")
-    assert done.exit_code == 2
-    assert expected in done.stderr
+    result = run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out", "--dry-run")
+    assert result.exit_code == 2
+    assert expected in result.stderr
 
 
-def test_the_report_knows_every_key_of_a_run(finished):
+def test_the_report_supports_every_key_of_a_run(finished):
     folder, _ = finished
     with warnings.catch_warnings():
         warnings.simplefilter("error", UnknownKeyWarning)
@@ -127,9 +127,9 @@ def test_the_report_knows_every_key_of_a_run(finished):
 
 def test_the_demo_does_not_overwrite_a_plan(tmp_path):
     (tmp_path / "plan.yaml").write_text(TEXT)
-    done = run("demo", "-o", tmp_path)
-    assert done.exit_code == 2
-    assert "is not the plan of the demo" in done.stderr
+    result = run("demo", "-o", tmp_path)
+    assert result.exit_code == 2
+    assert "is not the plan of the demo" in result.stderr
     assert (tmp_path / "plan.yaml").read_text() == TEXT
 
 

@@ -16,9 +16,9 @@ from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, ["tasks", *map(str, arguments)], catch_exceptions=False)
-    assert done.exit_code == code, done.stderr
-    return done
+    result = CliRunner().invoke(app, ["tasks", *map(str, arguments)], catch_exceptions=False)
+    assert result.exit_code == code, result.stderr
+    return result
 
 
 @pytest.fixture
@@ -44,9 +44,9 @@ def test_listing_generates_no_data(tmp_path):
     program = "import sys; from kfacpack_cli.main import app; app(['tasks', '--json'], standalone_mode=False)\n"
     program += "assert not {'datasets', 'torch'} & set(sys.modules)"
     environment = {**os.environ, "KFACPACK_CACHE": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert {task["name"] for task in json.loads(done.stdout)["tasks"]} == set(TASKS)
+    result = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert {task["name"] for task in json.loads(result.stdout)["tasks"]} == set(TASKS)
     assert not (tmp_path / "cache").exists()
 
 
@@ -76,8 +76,8 @@ def test_a_task_in_a_folder(pictures):
 
 def test_a_sheet_is_a_png(tmp_path, pictures):
     file = tmp_path / "sheet.png"
-    done = run("faces", "--sheet", file, "--split", "test")
-    assert f"wrote {file}: 2 classes" in done.stdout
+    completed = run("faces", "--sheet", file, "--split", "test")
+    assert f"wrote {file}: 2 classes" in completed.stdout
     with Image.open(file) as image:
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (990, 184))
     before = file.read_bytes()
@@ -105,9 +105,9 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
 )
 def test_bad_usage_is_refused(tmp_path, monkeypatch, arguments, problem):
     monkeypatch.chdir(tmp_path)
-    done = run(*arguments, code=2)
-    assert problem in done.stderr
-    assert done.stdout == ""
+    result = run(*arguments, code=2)
+    assert problem in result.stderr
+    assert result.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
 

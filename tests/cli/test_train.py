@@ -1,4 +1,4 @@
-"""`kfacpack train`, as a shell sees it."""
+"""`kfacpack train`, from the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kfacpack as kp
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "6"]
-"""Little enough to train in a moment."""
+"""Few enough parameters to train quickly."""
 
 
 def run(*arguments):
@@ -23,26 +23,28 @@ def run(*arguments):
 
 
 def kfacpack(*arguments, launcher):
-    """As processes of its own, which take seconds to start: only where that is what is tested."""
+    """Runs the command in new processes, which take seconds to start."""
     return subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
-    """The curvature of two tasks, and of both."""
+    """Bundles of two tasks, and their merge."""
     folder = tmp_path_factory.mktemp("bundles")
     for task in ("digits", "mnist"):
-        done = run("estimate", "--task", task, "--examples", "16", *FEW[:2], "-o", folder / f"{task}.kfac", "-q")
-        assert done.exit_code == 0, done.stderr
+        result = run("estimate", "--task", task, "--examples", "16", *FEW[:2], "-o", folder / f"{task}.kfac", "-q")
+        assert result.exit_code == 0, result.stderr
     run("merge", folder / "digits.kfac", folder / "mnist.kfac", "-o", folder / "both.kfac", "-q")
     return folder
 
 
 def test_a_vector_with_a_penalty(bundles, tmp_path):
     output = tmp_path / "digits.safetensors"
-    done = run("train", "--task", "digits", *FEW, "--steps", 3, "--reg", bundles / "mnist.kfac", "-o", output, "--json")
-    assert done.exit_code == 0, done.stderr
-    summary = json.loads(done.stdout)
+    result = run(
+        "train", "--task", "digits", *FEW, "--steps", 3, "--reg", bundles / "mnist.kfac", "-o", output, "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
     vector = kp.TaskVector.load(output)
     assert (summary["path"], summary["sha256"], summary["bytes"]) == (str(output), vector.digest, output.stat().st_size)
     assert (summary["held"], summary["steps"], summary["regime"]) == (["mnist"], 3, "linear")
@@ -54,43 +56,43 @@ def test_a_vector_with_a_penalty(bundles, tmp_path):
     assert scores["tasks"]["digits"]["head"] == "text"
 
 
-def test_its_own_curvature_is_left_out_or_warned_of(bundles, tmp_path):
+def test_the_own_task_is_subtracted_or_causes_a_warning(bundles, tmp_path):
     common = ["train", "--task", "digits", *FEW, "--steps", 2, "-o", tmp_path / "t.safetensors"]
     both = ["--reg", bundles / "both.kfac", "--reg", bundles / "digits.kfac"]
-    done = run(*common, *both, "--json")
-    assert done.exit_code == 0, done.stderr
-    assert json.loads(done.stdout)["held"] == ["mnist"]
-    assert not done.stderr
-    done = run(*common, "--reg", bundles / "both.kfac")
-    assert done.exit_code == 0
-    assert "the penalty also restricts 'digits' itself" in done.stderr.replace("\n", " ")
-    assert "protected tasks: digits, mnist" in done.stdout
+    result = run(*common, *both, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["held"] == ["mnist"]
+    assert not result.stderr
+    result = run(*common, "--reg", bundles / "both.kfac")
+    assert result.exit_code == 0
+    assert "the penalty also restricts 'digits' itself" in result.stderr.replace("\n", " ")
+    assert "protected tasks: digits, mnist" in result.stdout
     assert "restricts 'digits'" in run(*common, "--reg", bundles / "both.kfac", "--json").stderr.replace("\n", " ")
     before = (bundles / "both.kfac").read_bytes()
-    done = run(*common[:-1], bundles / "both.kfac", "--reg", bundles / "both.kfac")
-    assert done.exit_code == 2
-    assert "is also an input" in done.stderr
+    result = run(*common[:-1], bundles / "both.kfac", "--reg", bundles / "both.kfac")
+    assert result.exit_code == 2
+    assert "is also an input" in result.stderr
     assert (bundles / "both.kfac").read_bytes() == before
-    done = run(*common, "--reg", bundles / "digits.kfac")
-    assert done.exit_code == 2
-    assert "contain only 'digits'" in done.stderr
+    result = run(*common, "--reg", bundles / "digits.kfac")
+    assert result.exit_code == 2
+    assert "contain only 'digits'" in result.stderr
 
 
-def test_what_no_bundle_covers_is_told(bundles, tmp_path):
+def test_parameters_that_no_bundle_covers_are_reported(bundles, tmp_path):
     common = ["train", "--task", "digits", *FEW, "--params", "visual.ln_p*", "--steps", 1, "--lr", 1e-4, "--reg"]
     common += [bundles / "mnist.kfac", "-o", tmp_path / "t.safetensors"]
     names = [name for name, _ in kp.load_model("tiny").module.named_parameters() if name.startswith("visual.ln_p")]
-    done = run(*common)
-    assert f"{len(names)} trained parameters are not covered by any bundle: {names[0]}" in done.stderr
+    result = run(*common)
+    assert f"{len(names)} trained parameters are not covered by any bundle: {names[0]}" in result.stderr
     assert not run(*common, "--quiet").stderr
     assert json.loads(run(*common, "--json").stdout)["unpenalised"] == names
 
 
-def test_the_metrics_have_a_place_or_it_is_told_before_the_work(tmp_path):
+def test_an_unusable_metrics_path_is_refused_before_the_model_is_loaded(tmp_path):
     (tmp_path / "t.metrics.jsonl").mkdir()
-    done = run("train", "--model", "no such model", "--task", "digits", "-o", tmp_path / "t.safetensors")
-    assert done.exit_code == 2
-    assert f"{tmp_path / 't.metrics.jsonl'}: is a folder" in done.stderr.replace("\n", "")
+    result = run("train", "--model", "no such model", "--task", "digits", "-o", tmp_path / "t.safetensors")
+    assert result.exit_code == 2
+    assert f"{tmp_path / 't.metrics.jsonl'}: is a folder" in result.stderr.replace("\n", "")
 
 
 def test_other_regimes_and_a_penalty_on_data(tmp_path):
@@ -99,13 +101,13 @@ def test_other_regimes_and_a_penalty_on_data(tmp_path):
         assert run("train", "--task", "digits", *FEW, "--steps", 2, "--regime", regime, "-o", output).exit_code == 0
         assert kp.TaskVector.load(output).regime == regime
     output = tmp_path / "data.safetensors"
-    done = run("train", "--task", "digits", *FEW, "--steps", 2, "--reg-data", "faces", "-o", output, "--json")
-    assert json.loads(done.stdout)["held"] == ["faces"]
+    result = run("train", "--task", "digits", *FEW, "--steps", 2, "--reg-data", "faces", "-o", output, "--json")
+    assert json.loads(result.stdout)["held"] == ["faces"]
 
 
 @pytest.fixture(scope="module")
-def whole(bundles, tmp_path_factory):
-    """How it is begun, and the vector of a run that nobody interrupted."""
+def uninterrupted(bundles, tmp_path_factory):
+    """The arguments and the vector of an uninterrupted run."""
     common = ["train", "--task", "digits", *FEW, "--steps", "10", "--reg", str(bundles / "mnist.kfac")]
     path = tmp_path_factory.mktemp("whole") / "whole.safetensors"
     assert run(*common, "-o", path, "-q").exit_code == 0
@@ -113,8 +115,8 @@ def whole(bundles, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
-    common, whole = whole
+def test_a_killed_and_resumed_run_gives_the_same_bytes(uninterrupted, tmp_path, number):
+    common, whole = uninterrupted
     parts = tmp_path / "parts.safetensors"
     program = (
         "import time\n"
@@ -134,7 +136,7 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
     process.communicate(timeout=120)
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert not parts.exists()
-    assert run(*common, "-o", parts).exit_code == 2  # there is a run from before
+    assert run(*common, "-o", parts).exit_code == 2  # an unfinished run exists
     assert run(*common, "-o", parts, "--resume").exit_code == 0
     again = run(*common, "-o", parts, "--resume")
     assert again.exit_code == 2
@@ -146,16 +148,16 @@ def test_killed_and_resumed_it_has_the_same_bytes(whole, tmp_path, number):
 
 
 @pytest.mark.parametrize("penalty", ["--reg", "--reg-data"])
-def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
-    # Adam divides by the gradient's own size: where that is nearly zero, rounding is all there is, except in float64.
+def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
+    # Adam divides by the size of the gradient. Where that is nearly zero, float32 results are mostly rounding errors.
     exact = penalty == "--reg-data"
     how = ["--reg-data", "faces", "--dtype", "float64"] if exact else ["--reg", bundles / "mnist.kfac"]
     common = ["train", "--task", "digits", *FEW, "--steps", "5", "--micro-batch-size", "2", *how, "-o"]
     assert run(*common, tmp_path / "one.safetensors").exit_code == 0
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
-    done = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["steps"] == 5
+    result = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["steps"] == 5
     one, two = (kp.TaskVector.load(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
     assert one.about == two.about
     apart = sum(float((two[name] - one[name]).square().sum()) for name in one)
@@ -186,7 +188,7 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
         (["--lr", "1e39"], "learning rate 1e+39"),
         (["--strength", "1e300", "--reg", "BUNDLE"], "strength 1e+300: expected"),
         (["--weight", "norm=1e300", "--reg", "BUNDLE"], "the weight of 'norm' is 1e+300, expected"),
-        (["--seed", str(2**64)], "seed 18446744073709551616: expected a whole number from 0 to 2^64 - 1"),
+        (["--seed", str(2**64)], "seed 18446744073709551616: expected an integer from 0 to 2^64 - 1"),
         (["-o", "."], ".: is a folder"),
         (["--params", "ln_final.*"], "f does not depend on the chosen parameters (ln_final.weight"),
         (["--params", "nothing"], "no parameter matches 'nothing'"),
@@ -198,20 +200,20 @@ def test_two_processes_give_what_one_gives(bundles, tmp_path, penalty):
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,
 )
-def test_wrong_input_is_told_and_nothing_is_written(bundles, tmp_path, wrong, words):
+def test_wrong_input_is_refused_and_nothing_is_written(bundles, tmp_path, wrong, words):
     arguments = [str(bundles / "mnist.kfac") if argument == "BUNDLE" else argument for argument in wrong]
     task = [] if "--task" in wrong else ["--task", "digits"]
     output = [] if "-o" in wrong else ["-o", tmp_path / "t.safetensors"]
-    done = run("train", *task, *output, *arguments)
-    assert done.exit_code == 2
-    assert words in done.stderr.replace("\n", " ")
+    result = run("train", *task, *output, *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr.replace("\n", " ")
     assert not list(tmp_path.iterdir())
 
 
-def test_one_class_is_nothing_to_learn(tmp_path):
+def test_a_task_with_one_class_is_refused(tmp_path):
     from image_folders import write_images
 
     write_images(tmp_path / "data", {"train": {"red": 3}, "test": {"red": 2}})
-    done = run("train", "--task", "alone", "--data", tmp_path / "data", "-o", tmp_path / "t.safetensors")
-    assert done.exit_code == 2
-    assert "has only one class" in done.stderr
+    result = run("train", "--task", "alone", "--data", tmp_path / "data", "-o", tmp_path / "t.safetensors")
+    assert result.exit_code == 2
+    assert "has only one class" in result.stderr

@@ -1,6 +1,6 @@
-"""Small networks in every style in which parameters are used, and brute force to compare with. All in float64.
+"""Small networks that use parameters in every style, and brute-force references. All in float64.
 
-Every net maps a batch to f (N, 3). `EXAMPLES` inputs come with each.
+Every net maps a batch to f (N, 3). Inputs have `EXAMPLES` rows by default.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EXAMPLES, WIDTH, HEADS, TOKENS = 7, 8, 2, 4
 
 
 class Transformer(nn.Module):
-    """One block: patches or given tokens, class token, positions, attention in some style, feed-forward, `@ proj`."""
+    """One block: patches or tokens, class token, positions, attention in the chosen style, feed-forward, `@ proj`."""
 
     def __init__(self, attention: str = "fused", batch_first: bool = True, stem: bool = True, norm: str = "layer"):
         super().__init__()
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
 
 
 class TextEncoder(nn.Module):
-    """Embedding, one attention layer that does not look at padding, mean over what is no padding."""
+    """Embedding, one attention layer that masks padding, and the mean over all other positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def jacobian(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
-    """(N, C, numbers): of each example alone, the parameters flattened one after the other."""
+    """Returns J (N, C, P), example by example; P counts the elements of the named parameters, in order."""
     state = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def f(chosen: dict[str, Tensor], example: Tensor) -> Tensor:
@@ -122,13 +122,13 @@ def jacobian(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def ggn(model: nn.Module, x: Tensor, names: Sequence[str]) -> Tensor:
-    """1/N Σ JᵀJ."""
+    """Returns 1/N Σ JᵀJ."""
     J = jacobian(model, x, names)
     return torch.einsum("nci,ncj->ij", J, J) / len(x)
 
 
 def factors(model: nn.Module, x: Tensor, layer: str, reduce: bool = False) -> tuple[Tensor, Tensor]:
-    """(B, A) of a linear layer by their definition: its inputs, and the Jacobian at its output by `jacrev`."""
+    """Returns (B, A) of a linear layer by definition, from its inputs and the Jacobian of f at its output."""
     module = model.get_submodule(layer)
     A, B, positions = 0.0, 0.0, 0
     for example in x:
@@ -143,7 +143,7 @@ def factors(model: nn.Module, x: Tensor, layer: str, reduce: bool = False) -> tu
 
 
 def _at(model: nn.Module, module: nn.Module, example: Tensor) -> tuple[Tensor, Tensor]:
-    """A layer's input for one example, and the Jacobian of f at its output, (C, *shape of the output)."""
+    """Returns a layer's input for one example, and the Jacobian of f at its output, (C, *shape of the output)."""
     seen: dict[str, Tensor] = {}
 
     def f(delta: Tensor) -> Tensor:
@@ -152,9 +152,9 @@ def _at(model: nn.Module, module: nn.Module, example: Tensor) -> tuple[Tensor, T
             return output + delta
 
         handle = module.register_forward_hook(shift)
-        f_value = model(example[None])[0]
+        result = model(example[None])[0]
         handle.remove()
-        return f_value
+        return result
 
     f(torch.zeros(()))
     return seen["input"], jacrev(f)(torch.zeros_like(seen["output"]))

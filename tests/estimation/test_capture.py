@@ -1,4 +1,4 @@
-"""Which operation uses which parameter: every style there is, and what is refused."""
+"""Parameters are matched with the operations that use them, in every coding style; other uses are refused."""
 
 from __future__ import annotations
 
@@ -88,14 +88,14 @@ OTHERS = {
     "matrix times vector": (lambda m, x: (x @ m.w)[:, None].expand(-1, 4), {"w": (5,)}),
     "repeated token": (lambda m, x: m.w.repeat(len(x), 1) * x[:, :4], {"w": (1, 4)}),
     "in a composed matrix": (lambda m, x: x @ (m.w @ x.new_ones(2, 4)), {"w": (5, 2)}),
-    "behind a tiny gain": (lambda m, x: x[:, :4] + 1e-9 * x[:, 1:] * m.w.exp(), {"w": (4,)}),
+    "with a tiny factor": (lambda m, x: x[:, :4] + 1e-9 * x[:, 1:] * m.w.exp(), {"w": (4,)}),
     "scalar": (lambda m, x: x[:, :4] * m.w.exp(), {"w": ()}),
     "position table": (lambda m, x: F.embedding(torch.tensor([1, 0, 2, 2]), m.w).T[0] + x[:, :4], {"w": (3, 1)}),
 }
 
 
 @pytest.mark.parametrize("style", OTHERS)
-def test_any_other_use_has_its_whole_ggn(style):
+def test_any_other_use_gives_the_dense_ggn(style):
     use, parameters = OTHERS[style]
     model, x = net(use, **parameters), vectors(5)
     block = next(block for block in kp.estimate(model, x.split(3), fisher="exact").blocks if block.name == "w")
@@ -104,9 +104,9 @@ def test_any_other_use_has_its_whole_ggn(style):
     torch.testing.assert_close(G, ggn(model, x, ["w"]), rtol=1e-9, atol=1e-12)
 
 
-def test_a_projection_that_is_cut_into_parts_has_a_block_for_each():
+def test_a_projection_with_several_inputs_has_a_block_per_input():
     class Cross(nn.Module):
-        """Queries from one sequence, keys and values from another: rows of in_proj_weight meet different inputs."""
+        """Queries from one sequence, keys and values from another: rows of in_proj_weight have different inputs."""
 
         def __init__(self):
             super().__init__()
@@ -128,7 +128,7 @@ def test_a_projection_that_is_cut_into_parts_has_a_block_for_each():
         torch.testing.assert_close(A.dense(torch.float64)[:8, :8], a.T @ a / len(a))
 
 
-def test_rows_that_are_used_apart_have_a_block_for_each():
+def test_rows_that_are_used_separately_have_separate_blocks():
     model = net(lambda m, x: torch.cat([x @ m.w[:1].T, x.tanh() @ m.w[1:].T], dim=1), w=(4, 5))
     x = vectors(5)
     blocks = {block.name: dict(block.structure.matrices()) for block in kp.estimate(model, x.split(4)).blocks}
@@ -136,7 +136,7 @@ def test_rows_that_are_used_apart_have_a_block_for_each():
     torch.testing.assert_close(blocks["w[1:4]"]["A"].dense(torch.float64), x.tanh().T @ x.tanh() / len(x))
 
 
-def test_a_blank_first_example_does_not_hide_how_examples_lie():
+def test_the_example_dimension_is_found_if_the_first_example_is_zero():
     """Its gradient is zero where the examples are merged with the positions, position by position."""
     model = net(lambda m, x: F.relu(x.transpose(0, 1).reshape(-1, 4) + m.w).view(6, -1, 4).sum(0), w=(4,))
     model.w.data = -model.w.data.abs()
@@ -146,7 +146,7 @@ def test_a_blank_first_example_does_not_hide_how_examples_lie():
     torch.testing.assert_close(block.structure.matrix.dense(torch.float64), ggn(model, x, ["w"]), rtol=1e-9, atol=1e-12)
 
 
-def test_layers_that_share_their_input_share_a():
+def test_layers_with_the_same_input_share_a():
     curvature = kp.estimate(seeded(lambda: Transformer("split")), [images()])
     A = {block.name: dict(block.structure.matrices()).get("A") for block in curvature.blocks}
     assert A["q.weight"] is A["k.weight"] is A["v.weight"]
@@ -173,7 +173,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("style", REFUSED)
-def test_what_cannot_be_factored_is_named_and_refused(style):
+def test_unsupported_uses_are_named_and_refused(style):
     use, parameters, words = REFUSED[style]
     model, x = net(use, **parameters), vectors(5)
     with pytest.raises(kp.KfacpackError, match=words) as caught:
@@ -220,7 +220,7 @@ def test_tables_of_different_size_do_not_share_a():
     torch.testing.assert_close(blocks["small.weight"]["A"].components["data"].float(), counts[:4])
 
 
-def test_what_f_does_not_depend_on_is_left_out():
+def test_parameters_that_f_does_not_depend_on_are_left_out():
     model = seeded(mlp)
     model.unused = nn.Linear(3, 3).double()
     model.forward = lambda x: nn.Sequential.forward(model[:5], x)
@@ -256,7 +256,7 @@ def test_wrong_inputs_are_refused():
         kp.estimate(model, [vectors(5)], compress="wavelet:3")
 
 
-def test_a_model_that_uses_a_parameter_otherwise_later_is_refused():
+def test_another_use_of_a_parameter_in_a_later_batch_is_refused():
     use = lambda m, x: torch.bmm(x.transpose(0, 1), m.w.expand(x.shape[1], 5, 4)).mean(0)  # noqa: E731
     first, later = vectors(5, 4).reshape(4, 1, 5), vectors(5, 12).reshape(4, 3, 5)
     with refused(kp.KfacpackError, "block 'w'", "20", "60"):

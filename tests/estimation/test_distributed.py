@@ -8,7 +8,7 @@ from kfacpack.estimation import distributed
 
 
 class OnDevice:
-    """Stands for a tensor on a device that gloo cannot read."""
+    """Emulates a tensor on a device that gloo cannot read."""
 
     def __init__(self, value):
         self.value = value

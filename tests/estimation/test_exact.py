@@ -1,4 +1,4 @@
-"""Exact factors and blocks, against brute force."""
+"""Exact factors and blocks equal those of brute force."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def block_of(curvature, name):
 
 
 def dense(block):
-    """The block's whole G, over its parameters as they are joined."""
+    """Returns the dense G of a block over its joined parameters."""
     matrices = dict(block.structure.matrices())
     if "G" in matrices:
         return matrices["G"].dense(torch.float64)
@@ -23,7 +23,7 @@ def dense(block):
 
 
 def joined(G, block, model):
-    """A brute-force G over [weight, bias], both flattened, reordered as the join has them."""
+    """Reorders a brute-force G over [weight, bias], both flattened, to the order of the join."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     weight, *bias = block.parameters
     rows, columns = block.join.rows, block.join.columns
@@ -36,7 +36,7 @@ def joined(G, block, model):
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no-bias"])
-def test_deep_linear_nets_have_their_whole_ggn(bias):
+def test_blocks_of_deep_linear_nets_equal_the_ggn(bias):
     model = seeded(lambda: deep_linear(bias))
     x = vectors(5)
     curvature = kp.estimate(model, x.split(3), fisher="exact")
@@ -46,7 +46,7 @@ def test_deep_linear_nets_have_their_whole_ggn(bias):
         torch.testing.assert_close(dense(block), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_one_example_of_one_position_has_its_whole_ggn():
+def test_blocks_of_one_example_with_one_position_equal_the_ggn():
     model, x = seeded(mlp), vectors(5, 1)
     for block in kp.estimate(model, [x], fisher="exact").blocks:
         expected = joined(ggn(model, x, block.parameters), block, model)
@@ -63,7 +63,7 @@ NETS = {
 
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_factors_are_what_their_definition_says(net, sharing):
+def test_factors_equal_their_definition(net, sharing):
     make, inputs = NETS[net]
     model, x = seeded(make), inputs()
     curvature = kp.estimate(model, x.split(3), fisher="exact", sharing=sharing)
@@ -95,7 +95,7 @@ def test_reduce_is_exact_where_positions_are_averaged():
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "sequence-first"])
-def test_norms_tokens_positions_and_scales_have_their_whole_ggn(norm, batch_first):
+def test_blocks_of_norms_tokens_positions_and_scales_equal_the_ggn(norm, batch_first):
     model, x = seeded(lambda: Transformer("fused", batch_first, norm=norm)), images()
     curvature = kp.estimate(model, x.split(3), fisher="exact")
     wholes = [block for block in curvature.blocks if isinstance(block.structure, kp.Whole)]
@@ -106,7 +106,7 @@ def test_norms_tokens_positions_and_scales_have_their_whole_ggn(norm, batch_firs
         torch.testing.assert_close(dense(block), ggn(model, x, block.parameters), rtol=1e-9, atol=1e-12)
 
 
-def test_fused_attention_is_the_same_as_one_stacked_layer():
+def test_fused_attention_equals_one_stacked_layer():
     fused, stacked = seeded(lambda: Transformer("fused")), seeded(lambda: Transformer("stacked"))
     state = stacked.state_dict()
     state["attn.in_proj_weight"], state["attn.in_proj_bias"] = state.pop("qkv.weight"), state.pop("qkv.bias")
@@ -170,7 +170,7 @@ def test_overlapping_convolutions_count_every_patch(dilation, stride, padding):
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: Transformer("fused"), lambda: Transformer("split", norm="rms")])
-def test_the_diagonal_is_the_diagonal(make):
+def test_diagonal_structure_equals_the_diagonal_of_the_ggn(make):
     model = seeded(make)
     x = images() if isinstance(model, Transformer) else vectors(5)
     curvature = kp.estimate(model, x.split(2), fisher="exact", structure="diagonal")
@@ -181,7 +181,7 @@ def test_the_diagonal_is_the_diagonal(make):
         torch.testing.assert_close(diagonal, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_large_parameters_that_are_no_matrix_get_their_diagonal():
+def test_large_parameters_that_are_not_matrices_get_a_diagonal():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -198,7 +198,7 @@ def test_large_parameters_that_are_no_matrix_get_their_diagonal():
     torch.testing.assert_close(block.structure.matrix.components["data"], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_block_diagonal_sums_are_the_blocks_of_the_whole():
+def test_block_diagonal_sums_equal_the_blocks_of_the_full_matrix():
     model, x = seeded(lambda: Transformer("split")), images()
     whole = kp.estimate(model, x.split(3), params=["up.*", "q.*", "proj"])
     blocks = kp.estimate(model, x.split(3), params=["up.*", "q.*", "proj"], compress="block:3")

@@ -1,4 +1,4 @@
-"""The same curvature, whatever the batches, the memory layout, the number of processes or the model's flags."""
+"""The curvature does not depend on batches, memory layout, number of processes or the model's flags."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_same(one, other, rtol=1e-9, atol=1e-12):
 @pytest.mark.parametrize(
     "options", [{}, {"sharing": "reduce"}, {"structure": "diagonal"}, {"fisher": "exact"}], ids=str
 )
-def test_any_batch_size(make, options):
+def test_the_batch_size_does_not_matter(make, options):
     model = seeded(make)
     x = images(33) if isinstance(model, Transformer) else vectors(5, 33)
     whole = kp.estimate(model, [x], **options)
@@ -46,7 +46,7 @@ def test_any_batch_size(make, options):
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_batch_first_or_sequence_first(sharing):
+def test_batch_first_and_sequence_first_give_the_same(sharing):
     first, second = seeded(lambda: Transformer(batch_first=True)), seeded(lambda: Transformer(batch_first=False))
     second.load_state_dict(first.state_dict())
     x = images(9)
@@ -54,7 +54,7 @@ def test_batch_first_or_sequence_first(sharing):
 
 
 @pytest.mark.parametrize("examples", [2, 5, 6])
-def test_inputs_that_have_the_sequence_first(examples):
+def test_inputs_with_the_sequence_first(examples):
     class SequenceFirst(nn.Module):
         def __init__(self, turn):
             super().__init__()
@@ -76,8 +76,8 @@ def test_inputs_that_have_the_sequence_first(examples):
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_padding_changes_nothing(sharing):
-    """Padded together, or each sentence alone and without padding."""
+def test_padding_does_not_matter(sharing):
+    """One padded batch gives the same as a batch per sentence without padding."""
     model, batch = seeded(TextEncoder), sentences()
     together = kp.estimate(model, [batch], fisher="exact", sharing=sharing)
     lengths = batch["attention_mask"].sum(1).tolist()
@@ -108,7 +108,7 @@ def test_a_decoder_of_the_same_length_keeps_all_of_its_positions():
     assert matrices["encoder.layer.linear1.weight"]["A"].positions == int(batch["attention_mask"].sum())
 
 
-def test_the_model_is_as_it_was():
+def test_the_model_is_restored():
     model = seeded(TextEncoder)
     model.layer.eval()
     model.words.requires_grad_(False)
@@ -129,7 +129,7 @@ def test_the_model_is_as_it_was():
     assert torch.equal(model.head.weight.grad, torch.ones_like(model.head.weight))
 
 
-def test_the_model_is_as_it_was_after_a_failure():
+def test_the_model_is_restored_after_a_failure():
     model = seeded(mlp)
     model.train()
     with refused(kp.KfacpackError, "f contains NaN"):
@@ -138,7 +138,7 @@ def test_the_model_is_as_it_was_after_a_failure():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_gradients_required_or_not_before_the_call():
+def test_requires_grad_before_the_call_does_not_matter():
     model, x = seeded(Transformer), images()
     required = kp.estimate(model, [x])
     assert_same(kp.estimate(model.requires_grad_(False), [x]), required, rtol=0, atol=0)
@@ -154,7 +154,7 @@ def test_the_same_call_gives_the_same_bytes(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_models_of_other_types_are_summed_in_float32(dtype):
+def test_models_of_other_dtypes_are_summed_in_float32(dtype):
     model, x = seeded(lambda: Transformer("split")), images()
     exact = kp.estimate(model, x.split(3))
     curvature = kp.estimate(model.to(dtype), [part.to(dtype) for part in x.split(3)])
@@ -167,7 +167,7 @@ def test_models_of_other_types_are_summed_in_float32(dtype):
             assert difference.norm() <= 12 * torch.finfo(dtype).eps * other.dense(torch.float64).norm() + 1e-7
 
 
-def test_several_processes_give_what_one_gives(tmp_path):
+def test_several_processes_give_the_same_as_one(tmp_path):
     script = tmp_path / "shared.py"
     script.write_text(
         "import sys, torch.distributed as dist\n"
@@ -187,7 +187,7 @@ def test_several_processes_give_what_one_gives(tmp_path):
 
 
 class NoMask(TextEncoder):
-    """Has an attention mask in its batch, and depends on what the mask leaves out."""
+    """Ignores the attention mask of its batch, so f depends on masked positions."""
 
     def forward(self, input_ids, attention_mask):
         return super().forward(input_ids, torch.ones_like(attention_mask))
@@ -219,8 +219,8 @@ def test_padded_rows_may_be_zero_instead_of_dropped(make, options, request):
     assert positions["head.weight"] == 12
 
 
-class Waits(DispatchMode):
-    """Counts operations whose result, or the shape of it, has to be copied from the device."""
+class SyncCounter(DispatchMode):
+    """Counts operations whose result, or its shape, must be copied from the device."""
 
     def __init__(self):
         super().__init__()
@@ -249,21 +249,21 @@ class Deep(nn.Module):
         return self.head((h * mask).sum(1) / mask.sum(1))
 
 
-def waits(layers, **options):
-    """How often adding a batch waits for the device."""
+def count_syncs(layers, **options):
+    """Returns how often adding a batch waits for the device."""
     model = seeded(lambda: Deep(layers))
     parameters = dict(model.named_parameters())
     with eval_mode(model, parameters):
         accumulator = begin_accumulation(model, sentences(), parameters, EstimateOptions(**options), None)
-        with Waits() as mode:
+        with SyncCounter() as mode:
             accumulator.add_batch(sentences(), 100)
     return mode.count
 
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_masked_estimates_do_not_wait_for_the_device_in_every_block(sharing, request):
-    assert waits(4, sharing=sharing) > 4, "on the CPU, which has nothing to wait for"
+    assert count_syncs(4, sharing=sharing) > 4, "on the CPU, which has nothing to wait for"
     request.getfixturevalue("asynchronous")
-    few = waits(1, sharing=sharing)
+    few = count_syncs(1, sharing=sharing)
     assert few <= 2, "f is checked once per batch"
-    assert waits(4, sharing=sharing) == waits(4, sharing=sharing, fisher="exact") == few
+    assert count_syncs(4, sharing=sharing) == count_syncs(4, sharing=sharing, fisher="exact") == few

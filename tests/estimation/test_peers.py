@@ -1,4 +1,4 @@
-"""Where curvlinops supports a model, its type-2 factors are ours."""
+"""Factors equal the type-2 factors of curvlinops, on models that it supports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NETS = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
-def test_exact_factors_are_those_of_curvlinops(net, sharing):
+def test_exact_factors_equal_those_of_curvlinops(net, sharing):
     make, inputs = NETS[net]
     model, x = seeded(make), inputs()
     layers = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, nn.Conv2d))]

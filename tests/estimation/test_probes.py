@@ -1,4 +1,4 @@
-"""Random directions: unbiased, converging, reproducible; orthogonal ones at least as good as gaussian ones."""
+"""Random directions are unbiased and reproducible; orthogonal ones are at least as accurate as gaussian ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_directions_have_identity_covariance(kind, samples):
     torch.testing.assert_close(covariance, torch.eye(width, dtype=drawn.dtype), rtol=0, atol=0.05)
 
 
-def test_the_directions_of_an_example_follow_from_its_number_alone():
+def test_the_directions_of_an_example_depend_on_its_number_only():
     probes = Probes("mc", "orthogonal", 2, seed=9)
     together = list(probes.draw([4, 11, 5], 6))
     alone = list(probes.draw([11], 6))
@@ -50,7 +50,7 @@ def test_as_many_orthogonal_directions_as_outputs_are_exact(make, options):
 
 
 def test_the_error_falls_with_the_square_root_of_all_directions():
-    """Sixteen times as many directions, by examples or by samples: a quarter of the error, within a third of it."""
+    """Sixteen times as many directions, by examples or by samples, give a quarter of the error, within a third."""
     model, x = seeded(mlp), vectors(5, 4)
     exact = kp.estimate(model, [x], fisher="exact")
     tau = random_tau(model, 2)
@@ -69,7 +69,7 @@ def test_the_error_falls_with_the_square_root_of_all_directions():
     assert error(4, 4) == pytest.approx(few / 4, rel=0.33)
 
 
-def test_orthogonal_directions_err_no_more_than_gaussian_ones(capsys):
+def test_orthogonal_directions_are_at_least_as_accurate_as_gaussian_ones(capsys):
     class Wide(torch.nn.Module):
         """f of width 8, so that four orthogonal directions are fewer than all."""
 
@@ -100,7 +100,7 @@ def test_orthogonal_directions_err_no_more_than_gaussian_ones(capsys):
     assert means["orthogonal", 4] <= means["gaussian", 4]
 
 
-def test_what_cannot_be_drawn_is_refused():
+def test_invalid_options_are_refused():
     model, x = seeded(mlp), vectors(5)
     for wrong, words in (
         ({"samples": 4}, "3 orthogonal probes"),

@@ -84,7 +84,7 @@ def test_progress_counts_the_examples(eye, task, by_colour):
     assert progress == [(0, 12), (8, 12), (12, 12)]
 
 
-def test_what_cannot_be_scored_is_refused(eye, task, by_colour, tmp_path):
+def test_invalid_arguments_and_outputs_are_refused(eye, task, by_colour, tmp_path):
     with refused(KfacpackError, "unknown split 'dev'", "train, validation, test"):
         evaluate(eye, task, head=by_colour, split="dev")
     with refused(KfacpackError, "head", "classes", "colours"):

@@ -69,7 +69,7 @@ def test_test_examples_are_evaluated_at_the_selected_alpha_only(model, subjects)
     task = Watching("one", 1, 20)
     subject = SelectionTask(kp.head_for(model, task), validation_set(task), EvaluationSet.of(task))
     choice = choose_alpha(model, [subject], random_vector(model), ALPHAS)
-    assert len(read) == 20, "each label of test is looked at once"
+    assert len(read) == 20, "each test label is read once"
     assert set(choice.test) == {"one"}
     assert len(choice.validation["one"]) == len(ALPHAS)
 

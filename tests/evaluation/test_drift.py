@@ -49,7 +49,7 @@ def test_an_exact_bundle_predicts_the_measured_drift():
         tau = {row["block"]: vectors[row["vector"]][row["block"]]}
         brute = change(model, inputs(model, EVALUATION_SETS["one"]), tau).square().sum() / 20
         assert row["measured"] == pytest.approx(float(brute), rel=1e-5)
-    # The sum of the blocks leaves out what lies between them, which the measurement does not.
+    # The sum of the blocks omits the terms between blocks, which the measurement includes.
     for pair in result["pairs"]:
         blocks = sum(row["predicted"] for row in result["layers"] if row["vector"] == pair["vector"])
         assert pair["predicted"] == pytest.approx(blocks)

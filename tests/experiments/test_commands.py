@@ -32,8 +32,10 @@ def plan_of(folder, model="tiny", data="data"):
 def echoed(words, root):
     """Returns the words of a command as a shell in the folder of the run expands them."""
     line = command(*words).removeprefix("kfacpack ")
-    done = subprocess.run(["sh", "-c", f"printf '%s\\n' {line}"], cwd=root, capture_output=True, text=True, check=True)
-    return done.stdout.splitlines()
+    result = subprocess.run(
+        ["sh", "-c", f"printf '%s\\n' {line}"], cwd=root, capture_output=True, text=True, check=True
+    )
+    return result.stdout.splitlines()
 
 
 @pytest.mark.parametrize(

@@ -26,12 +26,12 @@ UNUSUAL = ["$\\frac{1", "<script>&amp;", "a_b^c" * 9, *TASKS[3:]]
 
 
 def data_of(figure, tasks=TASKS):
-    dice = random.Random(0)
+    generator = random.Random(0)
     return {
-        "sweep": lambda: {f"arm {k}": synthetic_results.make_sweep(tasks, k / 5, dice) for k in range(3)},
+        "sweep": lambda: {f"arm {k}": synthetic_results.make_sweep(tasks, k / 5, generator) for k in range(3)},
         "disentanglement": lambda: synthetic_results.make_disentanglement(*tasks[:2], 0.3),
-        "localisation": lambda: synthetic_results.make_localisation(tasks, 0.1, dice),
-        "drift": lambda: synthetic_results.make_drift(tasks, 0.1, dice),
+        "localisation": lambda: synthetic_results.make_localisation(tasks, 0.1, generator),
+        "drift": lambda: synthetic_results.make_drift(tasks, 0.1, generator),
         "spectra": lambda: synthetic_results.make_spectra(),
         "bars": lambda: {
             "base": dict.fromkeys(tasks, 0.3),

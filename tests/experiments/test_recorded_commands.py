@@ -48,6 +48,6 @@ def test_recorded_commands_give_the_recorded_files(finished, tmp_path):
         expected = digest(path)
         path.unlink()
         command = stage.command().replace("kfacpack ", f"{sys.executable} -m kfacpack_cli ", 1)
-        done = subprocess.run(command, shell=True, cwd=copy, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
+        result = subprocess.run(command, shell=True, cwd=copy, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
         assert digest(path) == expected, stage.command()

@@ -347,10 +347,10 @@ def test_unknown_keys_are_reported(tmp_path):
     results["arms"][0]["seeds"][0]["negatoin"] = None
     run = write_run(tmp_path / "run", results, {"stages": [], "seconds": 1.0, "hours": 0})
     arguments = ["report", str(run), "-o", str(tmp_path / "report.html")]
-    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
-    assert (done.exit_code, json.loads(done.stdout)["page"]) == (0, str(tmp_path / "report.html"))
-    assert "results.json: unknown keys are ignored: arms.0.seeds.0.negatoin." in done.stderr
-    assert "times.json: unknown keys are ignored: hours." in done.stderr
+    result = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
+    assert (result.exit_code, json.loads(result.stdout)["page"]) == (0, str(tmp_path / "report.html"))
+    assert "results.json: unknown keys are ignored: arms.0.seeds.0.negatoin." in result.stderr
+    assert "times.json: unknown keys are ignored: hours." in result.stderr
     assert not CliRunner().invoke(app, [*arguments, "--quiet"], catch_exceptions=False).output
 
 
@@ -378,8 +378,8 @@ def test_the_command(tmp_path):
     def call(*more):
         return CliRunner().invoke(app, ["report", *map(str, more)], catch_exceptions=False)
 
-    done = call(run, "-o", tmp_path / "report.html", "--json")
-    output = json.loads(done.stdout)
+    result = call(run, "-o", tmp_path / "report.html", "--json")
+    output = json.loads(result.stdout)
     assert output["page"] == str(tmp_path / "report.html")
     assert output["bytes"] == (tmp_path / "report.html").stat().st_size
     assert output["figures"] == [str(tmp_path / "figures" / f"{name}.svg") for name in ("bars", "sweep")]

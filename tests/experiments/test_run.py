@@ -1,4 +1,4 @@
-"""A run makes exactly the missing files, and gives the same results however often it is interrupted."""
+"""A run creates exactly the missing files, and gives the same results however often it is interrupted."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_results_are_consistent(finished, results):
         assert (finished / bundle["file"]).stat().st_size == bundle["bytes"]
 
 
-def test_a_second_run_makes_nothing(finished, results):
+def test_a_second_run_executes_nothing(finished, results):
     record = Record()
     run_of(finished).execute(record)
     assert record.executed == []
@@ -101,7 +101,7 @@ def test_a_second_run_makes_nothing(finished, results):
     assert all(stage["reused"] for stage in json.loads((finished / TIMES).read_bytes())["stages"])
 
 
-def test_only_what_changed_is_made_again(finished):
+def test_only_changed_stages_are_executed_again(finished):
     record = Record()
     run_of(finished, TEXT.replace("strength: 3", "strength: 5")).execute(record)
     assert record.executed
@@ -213,7 +213,7 @@ def test_the_data_key_depends_on_names_and_images(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["scores", "bundles", "vectors"])
-def test_damaged_files_are_made_again(finished, kind):
+def test_damaged_files_are_created_again(finished, kind):
     stage = next(candidate for candidate in run_of(finished).stages if candidate.kind == kind)
     content = stage.path.read_bytes()
     for damaged in (b"", b"[]", b'{"found": {}, "sha256": ""}', content[: len(content) // 2]):

@@ -99,11 +99,11 @@ def test_malicious_files_take_less_than_200_mb(good, tmp_path, command):
     (tmp_path / "cut.kfac").write_bytes(raw[:-1])
     paths = sorted(tmp_path.iterdir())
     arguments = [sys.executable, "-c", MEASURE, command, *map(str, paths)]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60 * len(paths))
-    assert done.returncode == 0, done.stderr
-    for path, line in zip(paths, done.stdout.splitlines(), strict=True):
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60 * len(paths))
+    assert result.returncode == 0, result.stderr
+    for path, line in zip(paths, result.stdout.splitlines(), strict=True):
         code, peak = map(int, line.split())
         assert code == 2, path.name
         assert peak < 200 * 1024, path.name
-    assert done.stderr.count("error: ") == len(paths)
-    assert "Traceback" not in done.stderr
+    assert result.stderr.count("error: ") == len(paths)
+    assert "Traceback" not in result.stderr

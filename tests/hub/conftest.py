@@ -38,7 +38,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def disconnect(monkeypatch):
-    """A function that disconnects the Hub: no server answers any more."""
+    """A function that disconnects the Hub: from then on, no server answers."""
 
     def use_closed_port():
         with socket.socket() as free:

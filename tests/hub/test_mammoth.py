@@ -257,9 +257,9 @@ def put(server, folder, branch="main"):
 
 def imported(place, model, path, *more, code=0):
     arguments = ["import", "mammoth", place, "--model", model.name, "--weights", "random", "--fisher", "exact"]
-    done = CliRunner().invoke(app, [*map(str, arguments), "-o", str(path), *more], catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, [*map(str, arguments), "-o", str(path), *more], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, disconnect):  # noqa: F811
@@ -338,15 +338,15 @@ def test_the_command(folder, model, tmp_path):
     def run(*more):
         return CliRunner().invoke(app, [str(argument) for argument in (*arguments, *more)], catch_exceptions=False)
 
-    done = run()
-    assert done.exit_code == 2
-    assert "samples" in done.stderr
+    result = run()
+    assert result.exit_code == 2
+    assert "samples" in result.stderr
     assert not (tmp_path / "imported.kfac").exists()
-    done = run("--fisher", "exact")
-    assert done.exit_code == 0
-    assert "wrote" in done.stdout
-    assert "not imported: notes.txt (another file)" in done.stdout
-    assert "not imported: visual.conv1.weight" in done.stdout
+    result = run("--fisher", "exact")
+    assert result.exit_code == 0
+    assert "wrote" in result.stdout
+    assert "not imported: notes.txt (another file)" in result.stdout
+    assert "not imported: visual.conv1.weight" in result.stdout
     output = json.loads(run("--fisher", "exact", "--task", "mine", "--json").stdout)
     assert (output["task"], output["examples"], output["positions"], output["weights_compared"]) == (
         "mine",

@@ -25,9 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def pushed(*arguments, code=0):
@@ -115,7 +115,7 @@ def test_an_interrupted_push_can_be_repeated(owner, artifacts, monkeypatch):
     owner.cut_upload = True
     pushed(artifacts / "large.kfac", "owner/repo")
     assert owner.files("owner/repo")["large.kfac"] == (artifacts / "large.kfac").read_bytes()
-    # What was uploaded before a commit failed is not uploaded by the next push.
+    # Files that were uploaded before a failed commit are not uploaded again.
     sent = list(owner.uploads)
     owner.repos.clear()
     pushed(artifacts / "large.kfac", "owner/repo")

@@ -32,7 +32,7 @@ def reading_fails(path, *facts):
     assert sorted(path.parent.iterdir()) == before
 
 
-def test_tensors_come_out_as_they_went_in(tmp_path):
+def test_tensors_are_read_unchanged(tmp_path):
     numbers = torch.randn(4, 3)
     torch.save({"a.weight": numbers.T, "b": numbers.bfloat16()}, tmp_path / "x.pt")
     torch.save(torch.tensor([7]), tmp_path / "n.pt")

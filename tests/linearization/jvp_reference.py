@@ -1,4 +1,4 @@
-"""What everybody computes: f + J τ by `torch.func.jvp`, and the gradient by backpropagating through it."""
+"""Reference implementation: f + J τ by `torch.func.jvp`, and the gradient by backpropagating through it."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import kfacpack as kp
 
 
 class Called(nn.Module):
-    """A module that is f when it is called."""
+    """A module whose forward pass is f."""
 
     def __init__(self, module, forward):
         super().__init__()
         self.module = module
-        self.f = [forward]  # which may be the module itself; a second name for it would confuse functional_call
+        self.f = [forward]  # in a list, because f may be the module, and functional_call must not see it twice
 
     def forward(self, *args, **kwargs):
         return self.f[0](*args, **kwargs)
 
 
 def random_tau(lin, size=0.1, seed=1):
-    """A random τ that requires gradients."""
+    """Returns a random τ that requires gradients."""
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.randn(zero.shape, generator=generator, dtype=zero.dtype) for name, zero in lin.zeros().items()}
     return {name: (size * value).requires_grad_() for name, value in drawn.items()}
 
 
 def cost(f):
-    """A scalar that is not linear in f."""
+    """Returns a scalar that is not linear in f."""
     weights = torch.linspace(-1, 1, f.numel(), dtype=f.dtype).reshape(f.shape)
     return (f * f).mean() + (weights * f).sin().sum()
 
 
 def jvp_and_gradient(module, forward, batch, tau):
-    """f, J τ and the gradient of the cost at τ; the module is in evaluation mode already."""
+    """Returns f, J τ and the gradient of the cost at τ. The module must be in evaluation mode."""
     called = Called(module, forward)
     args, kwargs = ((), batch) if isinstance(batch, dict) else (batch if isinstance(batch, tuple) else (batch,), {})
     state = dict(module.named_parameters())
     base = {f"module.{name}": state[name].detach() for name in tau}
     moving = {name: value.detach().requires_grad_() for name, value in tau.items()}
-    was = torch.backends.mha.get_fastpath_enabled()
+    enabled = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -50,18 +50,18 @@ def jvp_and_gradient(module, forward, batch, tau):
             f, change = jvp(lambda at: functional_call(called, at, args, kwargs), (base,), (tangents,))
             gradients = torch.autograd.grad(cost(f + change), list(moving.values()), allow_unused=True)
     finally:
-        torch.backends.mha.set_fastpath_enabled(was)
+        torch.backends.mha.set_fastpath_enabled(enabled)
     return f.detach(), change.detach(), dict(zip(tau, gradients, strict=True))
 
 
 def assert_near(actual, expected, tolerance, what):
-    """Equal to a fraction of the largest number."""
+    """Asserts equality up to a fraction of the largest number."""
     scale = max(float(expected.abs().amax()), 1e-3)
     assert float((actual - expected).abs().amax()) <= tolerance * scale, what
 
 
 def assert_exact(model, batch, tolerance=1e-9, params=None):
-    """Value, change and gradient are those of `torch.func.jvp`; by autograd, by hand, and without graph."""
+    """Asserts that f, J τ and gradients equal those of `torch.func.jvp`: by autograd, by hand, and without a graph."""
     lin = kp.linearize(model, params)
     module, forward = (model, model) if isinstance(model, nn.Module) else (model.module, model.forward)
     tau = random_tau(lin)
@@ -82,7 +82,7 @@ def assert_exact(model, batch, tolerance=1e-9, params=None):
         assert_near(actual, expected, tolerance, "change")
     largest = max(float(gradient.abs().amax()) for gradient in gradients.values() if gradient is not None)
     for name, value in tau.items():
-        # jvp says nothing, or zero, of a parameter that f does not depend on.
+        # For a parameter that f does not depend on, jvp gives None or zero.
         expected = torch.zeros_like(value) if gradients[name] is None else gradients[name]
         for actual in (value.grad, by_hand.get(name)):
             actual = torch.zeros_like(value) if actual is None else actual

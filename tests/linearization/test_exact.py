@@ -1,4 +1,4 @@
-"""f + J τ and its gradient on small networks: against brute force, and however a network is written."""
+"""f + J τ and its gradient equal brute force on small networks, in every coding style."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cnn():
 
 
 @pytest.mark.parametrize(("make", "x"), [(mlp, vectors(5)), (cnn, images(3)), (Transformer, images(3))])
-def test_brute_force(make, x):
+def test_outputs_and_gradients_equal_brute_force(make, x):
     model = seeded(make).eval()
     lin = kp.linearize(model)
     tau = random_tau(lin)
@@ -44,7 +44,7 @@ def test_attention_in_every_style(attention, batch_first, norm):
 
 
 def test_masked_attention_in_evaluation_mode_or_not():
-    """In evaluation mode nn.TransformerEncoderLayer has a path of its own, without gradients."""
+    """In evaluation mode, nn.TransformerEncoderLayer has a separate path without gradients."""
     for training in (True, False):
         assert_exact(seeded(TextEncoder).train(training), sentences())
 
@@ -72,7 +72,7 @@ def test_scaled_dot_product_attention(mask, shared):
     if mask != "some see nothing":
         assert_exact(model, x)
         return
-    # There the gradient through jvp is not a number; but J τ and Jᵀ u are still each other's.
+    # Here the gradient through jvp is NaN, but J τ and Jᵀ u must still be adjoint.
     lin = kp.linearize(model)
     tau = random_tau(lin)
     point = lin.at(x, tau)
@@ -84,7 +84,7 @@ def test_scaled_dot_product_attention(mask, shared):
 
 
 class Doubled(torch.autograd.Function):
-    """x² / 2, with a derivative of its own."""
+    """x² / 2 with a custom derivative."""
 
     @staticmethod
     def forward(ctx, x):
@@ -173,7 +173,7 @@ class Written(nn.Module):
         (strided, 1e-9),
     ],
 )
-def test_however_it_is_written(how, tolerance):
+def test_every_coding_style(how, tolerance):
     assert_exact(seeded(lambda: Written(how)), vectors(5, 3), tolerance)
 
 
@@ -182,8 +182,8 @@ def checkpointed(w, x):
 
 
 @pytest.mark.parametrize("how", [with_a_custom_function, checkpointed])
-def test_custom_functions_and_checkpoints_are_followed(how):
-    """jvp cannot do either, so the same without them stands for it."""
+def test_custom_functions_and_checkpoints(how):
+    """jvp supports neither, so the reference is the same network without them."""
     model, plain = seeded(lambda: Written(how)), seeded(lambda: Written(lambda w, x: (x @ w) + (x @ w) ** 2 / 2))
     x = vectors(5, 3)
     assert_exact(plain, x)
@@ -195,13 +195,13 @@ def test_custom_functions_and_checkpoints_are_followed(how):
     torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-9)
 
 
-def test_constants_are_constants_forwards_and_backwards():
-    """What is detached, or computed without gradient, moves neither J τ nor the gradient."""
+def test_constants_have_neither_tangents_nor_gradients():
+    """Tensors that are detached or computed without gradients change neither J τ nor the gradient."""
 
     def with_constants(w, x):
         with torch.no_grad():
             scale = (x @ w).sum(1, keepdim=True)
-        scale.requires_grad_()  # begins a graph of its own, which does not lead to w
+        scale.requires_grad_()  # starts a separate graph that does not lead to w
         return (x @ w) * scale + (x @ w).detach() ** 2
 
     model = seeded(lambda: Written(with_constants))
@@ -215,7 +215,7 @@ def test_constants_are_constants_forwards_and_backwards():
     torch.testing.assert_close(tau["w"].grad, (x * scale).sum(0)[:, None].expand(5, 4))
 
 
-def test_tied_weights_move_together():
+def test_tied_weights_have_one_tangent():
     class Tied(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Every family's linearised model, against `torch.func.jvp`: stock modules, in both precisions."""
+"""Linearised models of every family equal `torch.func.jvp`, in float32 and float64."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_text_models_on_padded_batches(family, dtype, tolerance, request, pairs)
     assert_exact(model, batch, tolerance)
 
 
-def test_what_a_family_freezes_can_be_asked_for(t5_folder, pairs):
-    """The bias of T5's attention is learned: there the mask itself has a tangent."""
+def test_parameters_that_a_family_freezes_can_be_selected(t5_folder, pairs):
+    """T5 learns the bias of its attention, so the attention mask has a tangent."""
     model = load_model(f"t5:{t5_folder}", dtype=torch.float64)
     assert_exact(model, model.prepare(pairs, "mnli"), params=["*relative_attention_bias*", "shared.weight"])

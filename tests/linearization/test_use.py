@@ -1,4 +1,4 @@
-"""What a caller can rely on: flags, precisions, subsets, gradients by hand, and what is said when it cannot work."""
+"""Using `kp.linearize`: flags, precisions, subsets of parameters, gradients by hand, and errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def flags(model):
     return [(m.training) for m in model.modules()], [p.requires_grad for p in model.parameters()]
 
 
-def test_the_model_is_given_back_as_it_was():
+def test_the_model_is_restored():
     model = seeded(TextEncoder)
     model.head.bias.requires_grad_(False)
     model.layer.eval()
@@ -55,7 +55,7 @@ def test_dropout_is_off():
 
 
 def test_threads_may_share_a_model():
-    """Else the one that is done first would switch dropout on for the other, and the last leave it off."""
+    """Dropout stays off until the last thread has finished, and is restored then."""
 
     class Slow(nn.Module):
         def forward(self, x):
@@ -83,7 +83,7 @@ def test_params_are_chosen_as_in_an_estimate():
         kp.linearize(model, "nothing")
 
 
-def test_names_that_tau_leaves_out_are_zero():
+def test_parameters_missing_from_tau_count_as_zero():
     model = seeded(Transformer)
     lin, x = kp.linearize(model), images(3)
     tau = random_tau(lin)
@@ -94,7 +94,7 @@ def test_names_that_tau_leaves_out_are_zero():
     assert set(lin.at(x, few).gradient(torch.ones_like(out))) == set(few)
 
 
-def test_batches_of_every_kind():
+def test_tensors_tuples_and_dicts_are_batches():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
@@ -112,7 +112,7 @@ def test_batches_of_every_kind():
     torch.testing.assert_close(twice(x, tau), 2 * lin((x, x), tau))
 
 
-def test_gradients_add_up_where_the_caller_wants_them():
+def test_gradients_are_accumulated_into_the_callers_tensors():
     model, x = seeded(mlp), vectors(5)
     lin = kp.linearize(model)
     tau = random_tau(lin)
@@ -126,7 +126,7 @@ def test_gradients_add_up_where_the_caller_wants_them():
         assert sums[name].data_ptr() == places[name]
 
 
-def test_backward_twice_only_if_asked_for():
+def test_a_second_backward_pass_needs_retain_graph():
     lin, x = kp.linearize(seeded(mlp)), vectors(5)
     tau = random_tau(lin)
     value = cost(lin(x, tau))
@@ -141,7 +141,7 @@ def test_backward_twice_only_if_asked_for():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_only_what_requires_a_gradient_gets_one():
+def test_gradients_are_computed_only_where_required():
     lin, x = kp.linearize(seeded(mlp)), vectors(5)
     tau = random_tau(lin)
     tau["0.weight"].requires_grad_(False)
@@ -153,7 +153,7 @@ def test_only_what_requires_a_gradient_gets_one():
 
 
 @pytest.mark.parametrize("inside", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_around(inside):
+def test_no_grad_and_inference_mode(inside):
     lin = kp.linearize(seeded(TextEncoder))
     tau = random_tau(lin)
     expected = lin(sentences(), tau).detach()
@@ -164,7 +164,7 @@ def test_without_gradients_around(inside):
     torch.testing.assert_close(f + change, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_input_may_have_a_graph_of_its_own():
+def test_the_input_may_have_its_own_graph():
     model, x = seeded(mlp), vectors(5)
     lin = kp.linearize(model)
     tau = random_tau(lin)
@@ -213,8 +213,8 @@ def test_half_precision_parameters_take_a_float32_tau():
         assert_near(value.grad, gradients[name], 0.1, name)
 
 
-def test_tangents_go_when_the_model_lets_go_of_their_tensors():
-    """Autograd keeps activations for the backward pass; were their tangents kept too, memory would double."""
+def test_tangents_are_freed_with_their_tensors():
+    """Autograd keeps activations for the backward pass. Keeping their tangents as well would double the memory."""
     kept = []
 
     class Watched(TangentMap):
@@ -243,7 +243,7 @@ def test_tangents_go_when_the_model_lets_go_of_their_tensors():
         ([], "mapping"),
     ],
 )
-def test_a_tau_that_does_not_fit(tau, message):
+def test_a_tau_that_does_not_fit_is_refused(tau, message):
     lin = kp.linearize(seeded(mlp))
     for call in (lin, lin.at, lin.outputs):
         with pytest.raises(kp.TaskVectorError, match=message):
@@ -284,14 +284,14 @@ def bag(h):
         (lambda h: torch.complex(h, h).abs() + torch.view_as_real(torch.complex(h, h))[..., 0], "complex"),
     ],
 )
-def test_what_cannot_be_linearised_is_named(how, message):
+def test_unsupported_operations_are_named(how, message):
     model = Using(how)
     lin = kp.linearize(model)
     with pytest.raises(kp.KfacpackError, match=message):
         lin(vectors(5), random_tau(lin))
 
 
-def test_weights_that_changed_before_the_backward_pass():
+def test_weights_changed_before_the_backward_pass_are_detected():
     model = seeded(mlp)
     lin = kp.linearize(model)
     out = lin(vectors(5), random_tau(lin))
@@ -301,7 +301,7 @@ def test_weights_that_changed_before_the_backward_pass():
         out.sum().backward()
 
 
-def test_an_empty_batch_is_told():
+def test_an_empty_batch_is_refused():
     lin, encoder = kp.linearize(seeded(mlp)), kp.linearize(seeded(TextEncoder))
     for one, batch in ((lin, vectors(5)[:0]), (encoder, {name: value[:0] for name, value in sentences().items()})):
         with refused(kp.KfacpackError, "batch is empty"):
@@ -310,7 +310,7 @@ def test_an_empty_batch_is_told():
 
 @pytest.fixture
 def without_private_parts(monkeypatch):
-    """As if torch lacked what the fast path needs; using it anyway is an error."""
+    """Emulates a torch without the private parts that the fast path needs; using the fast path is an error."""
 
     def fail(*args):
         raise AssertionError("the fast path was used")
@@ -327,7 +327,7 @@ FALLBACKS = {
 
 
 @pytest.mark.parametrize("case", FALLBACKS)
-def test_without_torchs_private_parts_jvp_gives_the_same(case, request):
+def test_jvp_without_torchs_private_parts_gives_the_same(case, request):
     make, batch = FALLBACKS[case]
     model = seeded(make)
     before = flags(model)
@@ -355,7 +355,7 @@ def test_without_torchs_private_parts_jvp_gives_the_same(case, request):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_without_torchs_private_parts_a_subset_and_tied_weights(without_private_parts):
+def test_subsets_and_tied_weights_without_torchs_private_parts(without_private_parts):
     tied = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)).double()
     tied[2].weight = tied[0].weight
     with warned(SlowLinearizationWarning, "torch._C._DisableAutocast"):

@@ -131,19 +131,19 @@ def test_several_tasks_are_subtracted_and_others_added(paths, tmp_path):
     everything.save(tmp_path / "all.kfac")
     expected = kp.merge([c, d])
     assert_same(kp.merge([everything, a, b, d], without=["a", "b"]), expected)
-    # What several tasks were merged to is subtracted in one go, whether as a sum or as terms.
+    # A merged bundle of several tasks is subtracted at once, whether it is a sum or has several terms.
     for rule in ("tak", "stack"):
         merged = kp.merge([tmp_path / "all.kfac", kp.merge([a, b], rule), d], without=["a", "b"])
         assert_same(merged, expected)
         assert_same_parents(merged, expected)
 
 
-def test_what_is_no_sum_does_not_ask_for_the_task_s_own_bundle(paths):
+def test_subtraction_from_a_stack_is_refused(paths):
     with refused(kp.SubtractionError, "stack", "tak"):
         kp.merge([kp.merge(paths, "stack")], without="b")
 
 
-def test_a_difference_verifies_and_says_that_its_error_is_not_known(paths, tmp_path):
+def test_a_difference_is_valid_and_its_error_is_recorded_as_unknown(paths, tmp_path):
     kp.merge([kp.merge(paths), paths[1]], without="b").save(tmp_path / "others.kfac")
     assert kp.verify(tmp_path / "others.kfac").holds
     bundle = kp.Bundle(tmp_path / "others.kfac")
@@ -151,8 +151,8 @@ def test_a_difference_verifies_and_says_that_its_error_is_not_known(paths, tmp_p
     assert [(loss.step, loss.frobenius) for loss in bundle.manifest.blocks[0].losses] == [("tak", None)]
 
 
-def test_what_remains_of_almost_nothing_promises_nothing():
-    """When nearly all of a sum is subtracted, what is left is rounding."""
+def test_differences_dominated_by_rounding_are_not_declared_psd_or_refused():
+    """If nearly all of a sum is subtracted, the difference consists of rounding errors."""
     own, other = of_task("own", 100, 1), of_task("other", 100, 1)
 
     def without_own(factor: float) -> kp.Curvature:
@@ -178,7 +178,7 @@ def test_compressed_parents_can_be_subtracted(paths, tmp_path):
     assert [loss.step for loss in rest.about.losses] == [loss.step for loss in kp.merge(small).about.losses]
 
 
-def test_what_the_inputs_lost_before_is_still_said(paths):
+def test_earlier_losses_of_the_inputs_are_kept(paths):
     first, second = (kp.compress(kp.load(path), "int8") for path in paths[:2])
     steps = [[loss.step for loss in block.losses] for block in kp.merge([first, second]).blocks]
     assert steps[0] == [first.blocks[0].losses[0].step, "tak"]
@@ -187,7 +187,7 @@ def test_what_the_inputs_lost_before_is_still_said(paths):
     assert merged.blocks[0].losses[0].frobenius == max(errors)
 
 
-def test_a_common_estimate_stays(paths):
+def test_common_settings_of_the_estimates_are_kept(paths):
     assert kp.merge(paths).about.estimate == kp.load(paths[0]).about.estimate
     other = kp.load(paths[1])
     seeded = other.about.estimate.model_copy(update={"seed": 8})

@@ -182,7 +182,7 @@ def test_subtractions_that_would_not_be_exact(one, two, tmp_path):
     merge_fails([everything, uneven], "input 1", "input 2", "weights", without=["one", "two"])
 
 
-def test_what_tak_cannot_merge_again(one, two, tmp_path):
+def test_tak_refuses_merged_inputs_of_higher_rank(one, two, tmp_path):
     three = save(of_task("three", seed=62), tmp_path / "three.kfac")
     pair = kp.merge([one, two], "optimal", rank=2)
     merge_fails([pair, three], "input 1", "'optimal' at rank 2")

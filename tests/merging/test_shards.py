@@ -71,7 +71,7 @@ def assert_same(merged, whole, rtol):
 
 
 @pytest.mark.parametrize("more", [{}, {"sharing": "reduce"}, {"structure": "diagonal"}, {"compress": "block:2"}])
-def test_eight_shards_are_one_run(net, sentences, more):
+def test_eight_shards_equal_one_run(net, sentences, more):
     edges = [0, 1, 2, 6, 9, 13, 14, 20, EXAMPLES]
     shards = [of_part(net, sentences, *edge, **more) for edge in pairwise(edges)]
     whole = of_part(net, sentences, 0, EXAMPLES, **more)

@@ -75,8 +75,8 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
             ["estimate", "--task", "mine", *FEW, "-o", where / "t.kfac", *data],
             ["train", "--task", "mine", *FEW, *how, "-o", where / "t.safetensors", *data],
         ):
-            done = CliRunner().invoke(app, list(map(str, line)), catch_exceptions=False)
-            assert done.exit_code == 0, done.stderr
+            result = CliRunner().invoke(app, list(map(str, line)), catch_exceptions=False)
+            assert result.exit_code == 0, result.stderr
         contents[workers] = [(where / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")]
     assert contents[0] == contents[2]
     assert not multiprocessing.active_children()
@@ -99,8 +99,8 @@ def test_a_run_reads_images_in_the_requested_workers(folder, tmp_path, monkeypat
     for workers in (0, 1):
         seen.unlink(missing_ok=True)
         line = ["run", str(plan), "-o", str(tmp_path / "out"), "--dry-run", "--workers", str(workers)]
-        done = CliRunner().invoke(app, line, catch_exceptions=False)
-        assert done.exit_code == 0, done.stderr
+        result = CliRunner().invoke(app, line, catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
         others = set(seen.read_text().split()) - {str(os.getpid())}
         assert bool(others) == bool(workers)
 
@@ -119,8 +119,8 @@ def test_a_broken_image_gives_the_same_error(tiny, folder, tmp_path):
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     line = ["eval", "--task", "bad", "--data", str(target), "--workers", "2", "--batch-size", "1"]
-    done = CliRunner().invoke(app, line)
-    assert (done.exit_code, "Traceback" in done.stderr) == (2, False)
+    result = CliRunner().invoke(app, line)
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, False)
 
 
 def test_a_worker_that_dies_is_reported(tiny, folder):

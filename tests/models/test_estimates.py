@@ -1,4 +1,4 @@
-"""Every family's curvature: on stock models, through the library and through the command, against brute force."""
+"""Curvature of every model family equals brute force, from the library and from the command line."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_text_models_on_padded_batches(family, request, text_data, tmp_path):
         assert "encoder.layer.1.attention.self.query.weight" in names
         assert "word_embeddings" not in names
 
-    # Each example alone, without any padding: the same counts, the same numbers.
+    # Examples one at a time, without padding, give the same counts and the same values.
     alone = TaskEstimate(model, job.task, job.options, batch_size=1).run(tmp_path / "alone.kfac")
     for ours, theirs in zip(curvature.blocks, alone.blocks, strict=True):
         for (_, one), (_, other) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
@@ -85,7 +85,7 @@ def test_text_models_on_padded_batches(family, request, text_data, tmp_path):
 
 
 def with_forward(module, forward):
-    """The module, from now on f when it is called: for brute force."""
+    """Returns the module with f as its forward pass, for brute force."""
     module.forward = forward
     return module
 
@@ -106,7 +106,7 @@ def test_norms_and_tokens_of_stock_vision_models(spec, tiny_clip, pictures):
         torch.testing.assert_close(block.structure.matrix.dense(torch.float64), expected, rtol=1e-7, atol=1e-12)
 
 
-def test_open_clip_is_covered_whole_under_its_own_names(tiny_clip, pictures):
+def test_open_clip_is_covered_completely_under_its_own_names(tiny_clip, pictures):
     model = load_model(tiny_clip, weights="random")
     x = model.prepare(pictures, "any")
     before = model.forward(x)
@@ -143,9 +143,9 @@ def test_text_families_through_the_command(family, request, text_data, tmp_path)
         "--json",
     ]
     command = [sys.executable, "-m", "kfacpack_cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=OFFLINE, check=True)
-    assert json.loads(done.stdout)["examples"] == 15  # of 16; one is held out for validation
-    assert not done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, env=OFFLINE, check=True)
+    assert json.loads(result.stdout)["examples"] == 15  # of 16; one is held out for validation
+    assert not result.stderr
     assert kp.verify(output).holds
 
 
@@ -161,15 +161,15 @@ def test_a_full_vit_b_32_through_the_command(tmp_path):
     output = tmp_path / "noise.kfac"
     arguments = ["--model", "ViT-B-32", "--weights", "random", "--task", "noise", "--data", tmp_path / "pictures"]
     command = [sys.executable, "-m", "kfacpack_cli", "estimate", *map(str, arguments), "-o", str(output), "--json"]
-    done = subprocess.run([*command, "--compress", "block:8"], capture_output=True, text=True, env=OFFLINE)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([*command, "--compress", "block:8"], capture_output=True, text=True, env=OFFLINE)
+    assert result.returncode == 0, result.stderr
     manifest = kp.Bundle(output).manifest
     assert len(manifest.base.parameters) == 150
     assert sum(block.structure == "kronecker" for block in manifest.blocks) == 49
     assert manifest.function.width == 512
 
 
-def test_a_loaded_model_brings_its_own_f_and_what_it_freezes():
+def test_a_loaded_model_defines_f_and_frozen_parameters():
     tiny = load_model("tiny")
     x = torch.rand(4, 3, 28, 28, generator=torch.Generator().manual_seed(0))
     curvature = kp.estimate(tiny, [x])

@@ -114,7 +114,7 @@ def test_clip_resamples_its_position_embedding(tiny_clip, clip_file, tmp_path, k
     state = {
         name: tensor for name, tensor in load_file(clip_file).items() if kind == "whole" or name.startswith("visual.")
     }
-    state["visual.positional_embedding"][1:] = 0.25  # a constant stays one, whatever grid it is resampled to
+    state["visual.positional_embedding"][1:] = 0.25  # resampling keeps a constant
     save_file(state, tmp_path / "constant.safetensors")
     model = load_model(tiny_clip, weights=tmp_path / "constant.safetensors", image_size=64)
     embedding = model.module.visual.positional_embedding

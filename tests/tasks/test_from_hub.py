@@ -31,9 +31,9 @@ def _quiet_writing():
 
 
 def run(*arguments, code=0):
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == code, done.output
-    return done
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def refusal(*arguments):

@@ -25,9 +25,9 @@ PARTS = ("digits@1/2", "digits@2/2")
 
 
 def run(*arguments):
-    done = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-    assert done.exit_code == 0, done.stderr
-    return done
+    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +152,9 @@ def test_the_whole_pipeline_works_with_parts(folder):
     heads = [vector.heads[part] for vector, part in zip(vectors, PARTS, strict=True)]
     assert heads[0].difference(heads[1]) is None
     assert len(heads[0].classes) == 10
-    done = run("eval", "--task", "digits", *PARTS, "--vector", folder / "sum.safetensors", "--json")
-    assert "has no head" not in done.stderr, "the parts have the head of the whole task"
-    scores = json.loads(done.stdout)["tasks"]
+    result = run("eval", "--task", "digits", *PARTS, "--vector", folder / "sum.safetensors", "--json")
+    assert "has no head" not in result.stderr, "the parts have the head of the whole task"
+    scores = json.loads(result.stdout)["tasks"]
     right = {name: round(score["accuracy"] * score["examples"]) for name, score in scores.items()}
     assert sum(scores[part]["examples"] for part in PARTS) == scores["digits"]["examples"]
     assert sum(right[part] for part in PARTS) == right["digits"]  # evaluation distinguishes all ten classes

@@ -383,7 +383,7 @@ def test_layouts():
     assert parquet_files(two[:1], None, "here") == {"train": [f"rte/{train}"]}
     assert parquet_files([train, *two], "qnli", "here") == {"train": [train]}
     assert parquet_files([".cache/x.txt"], None, "here") == {}
-    # A config named by the user is never replaced by files of no config.
+    # A config named by the user is never replaced by files without a config.
     assert parquet_files([train, *two], "rte", "here", exact=True) == {"train": [f"rte/{train}"]}
     assert parquet_files([train], "default", "here", exact=True) == {"train": [train]}
     with refused(KfacpackError, "no config 'qnli'", "there are "):

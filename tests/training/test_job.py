@@ -231,7 +231,7 @@ def test_a_vector_that_overflows_at_its_last_step_is_not_written(tmp_path):
     def note(metrics, total):
         steps.append(metrics.step)
         if metrics.step == 4:
-            wild.lr = 1e300  # what is left of it at the last step of a cosine still is too much
+            wild.lr = 1e300  # still too large after the cosine decay, at the last step
 
     with refused(kp.KfacpackError, "step 5: τ contains NaN", "kept", "smaller --lr"):
         wild.run(tmp_path / "t.safetensors", every=0.0, on_progress=note)
@@ -325,7 +325,7 @@ def test_parameters_are_hashed_once(other, tmp_path, monkeypatch):
     vector = Trainer(regime, ToyTask(), head, SETTINGS, regularizer).run(tmp_path / "t.safetensors")
     assert sorted(hashed) == sizes
     assert vector.about.base == model.base(regime.parameters)
-    # A caller that checks the bundles before it makes the head passes the result on.
+    # A caller that checks the bundles before it creates the head reuses the result.
     hashed.clear()
     base = identify_base(regime, regularizer)
     Trainer(regime, ToyTask(), head, SETTINGS, regularizer, base=base).run(tmp_path / "again.safetensors")
@@ -402,7 +402,7 @@ def test_the_default_learning_rate_moves_f_by_its_own_size(normalized):
     assert trainer.lr * float(change.norm() / size) == pytest.approx(1.0, rel=0.05)
 
 
-def test_what_cannot_be_trained_is_refused(other, tmp_path):
+def test_invalid_training_runs_are_refused(other, tmp_path):
     with refused(kp.KfacpackError, "only one class, 'all'"):
         job(task=ToyTask(classes=("all",)))
     with refused(kp.KfacpackError, "bundles", "data", "both"):

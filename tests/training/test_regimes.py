@@ -24,7 +24,7 @@ def batch(model):
 
 
 def plain(model, name, batch, tau):
-    """Returns f at τ, computed by torch alone, with a graph to τ."""
+    """Returns f at τ, computed by plain torch, with a graph to τ."""
     theta = {key: model.module.state_dict()[key] for key in tau}
 
     def at(moved):

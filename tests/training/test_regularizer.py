@@ -263,7 +263,7 @@ def test_preset_is_the_published_weighting():
     projection = (tau["proj"].T * (tau["proj"].T @ (p.T @ p / N))).sum()
     norms = sum(
         curvature.quadratic({name: tau[name]}) for name in ("norm.weight", "norm.bias")
-    )  # whole blocks are means over examples there and here
+    )  # dense blocks are means over examples in both
     state = {name: p.detach() for name, p in model.named_parameters()}
     J = torch.func.jacrev(lambda token: torch.func.functional_call(model, {**state, "token": token}, (x,)))
     token = (J(state["token"]) @ tau["token"]).square().sum() / N

@@ -20,8 +20,8 @@ OPTIONS = ["--params", FEW[0]]
 
 
 def command(*arguments):
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exit_code == 0, done.output
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
 
 
 def test_the_function_and_the_command_give_the_same_bundle(tmp_path):

@@ -34,7 +34,7 @@ def error_of(path) -> kp.KfacpackError | None:
         doubled = 2 * tau
         _ = doubled.about, doubled.digest
         artifact = Artifact.of(path, path.name)
-        _ = artifact.summary, artifact.as_json(), artifact.commands("hf://owner/repo/v.safetensors")
+        _ = artifact.summary, artifact.base, artifact.tasks, artifact.commands("hf://owner/repo/v.safetensors")
     except kp.KfacpackError as error:
         return error
     return None

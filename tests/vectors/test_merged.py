@@ -132,7 +132,7 @@ class Alive(TorchDispatchMode):
     def _count(self, tensor, input_storages):
         storage = tensor.untyped_storage()
         if storage._cdata in input_storages and storage._cdata not in self._known:
-            return  # it was there before
+            return  # it existed before
         if storage._cdata not in self._known:
             self.bytes += storage.nbytes()
             self.peak = max(self.peak, self.bytes)
@@ -183,7 +183,7 @@ for count in (2, 2, len(files)):
 
 
 @pytest.mark.parametrize("source", [3, None, {}])
-def test_what_is_no_vector_is_refused(source):
+def test_other_types_than_vectors_are_refused(source):
     with refused(kp.KfacpackError, "vector 2", type(source).__name__):
         kp.add([drawn(1)[0], source])
 
@@ -195,6 +195,6 @@ def test_files_are_not_held_in_memory(tmp_path):
         vector_of(f"task {k}", tensors).save(tmp_path / f"{k}.safetensors")
     files = [str(tmp_path / f"{k}.safetensors") for k in range(8)]
     line = [sys.executable, "-c", _PEAKS, str(tmp_path / "sum.safetensors"), *files]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    _, two, eight = map(int, done.stdout.split())
+    result = subprocess.run(line, capture_output=True, text=True, check=True)
+    _, two, eight = map(int, result.stdout.split())
     assert eight < two + layer, f"8 vectors of 4 layers of {layer} bytes took {eight - two} bytes more than 2"

@@ -1,4 +1,4 @@
-"""The house keeps its own rules: what imports what, what is packaged, what is public."""
+"""Conventions of the code base: import direction, public names, docstrings, module sizes, checks in tests."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_imports_go_one_way(path):
         assert layer_of(name) <= layer_of(module), f"{module} imports {name}"
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_can_be_imported():
     assert set(kp.__all__) <= set(dir(kp))
     for name in kp.__all__:
         assert getattr(kp, name) is not None
@@ -72,7 +72,7 @@ def test_every_public_name_is_there():
 
 
 def public_names() -> dict[str, str]:
-    """Public name to the module that defines it."""
+    """Returns the module that defines each public name."""
     tree = ast.parse((ROOT / "kfacpack" / "__init__.pyi").read_text(encoding="utf-8"))
     return {
         alias.name: f"kfacpack/{(node.module or '').replace('.', '/')}"
@@ -83,7 +83,7 @@ def public_names() -> dict[str, str]:
 
 
 def test_types_of_public_functions_are_public():
-    """Every class of ours that a public function takes or returns has a public name."""
+    """Every class of kfacpack that a public function takes or returns has a public name."""
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "kfacpack").rglob("*.py")}
     classes = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
     public = public_names()
@@ -235,7 +235,7 @@ def test_the_bundle_package_needs_no_torch():
 
 def test_the_example_predicts_the_drift_it_measures(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "small_network.py"), str(tmp_path / "small.kfac")]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    predicted, measured = (float(line.split()[-1]) for line in done.stdout.splitlines())
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    predicted, measured = (float(line.split()[-1]) for line in result.stdout.splitlines())
     assert predicted == pytest.approx(measured, rel=0.05)
     assert kp.verify(tmp_path / "small.kfac", tmp_path / "small.safetensors").holds
