@@ -256,7 +256,7 @@ def _check_outputs(output: Path | None, figure: Path | None, inputs: list[File])
 
 
 def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
-    """Returns task -> vector."""
+    """Returns the task vectors by task."""
     from kfacpack.vectors.task_vector import TaskVector
 
     vectors: dict[str, TaskVector] = {}
@@ -271,7 +271,7 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
 
 
 def _load_bundles(files: list[File]) -> dict[str, Curvature]:
-    """Returns task -> curvature."""
+    """Returns the curvatures by task."""
     from kfacpack.curvature.curvature import load
 
     curvatures: dict[str, Curvature] = {}

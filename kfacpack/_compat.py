@@ -2,8 +2,7 @@
 
 `require` reports a missing package with the extra that contains it, and an unsupported version with its remedy.
 `compiler_deferred` imports the libraries of models without loading torch's compiler, which takes two seconds and is
-usually not needed;
-`make_torchvision_importable` makes a CUDA build of torchvision importable next to a CPU-only torch;
+usually not needed. `make_torchvision_importable` makes a CUDA build of torchvision importable next to a CPU-only torch.
 `silence_logging` suppresses the log messages that these libraries print to stderr.
 """
 
@@ -48,14 +47,14 @@ MINIMUM = {
     "scikit-image": "0.22.0",
     "scikit-learn": "1.3.0",
 }
-"""Package -> oldest supported version. pyproject.toml has the same bounds, and `make compat` tests them."""
+"""Oldest supported versions by package. pyproject.toml has the same bounds, and `make compat` tests them."""
 
 EXTRAS: dict[Extra, tuple[str, ...]] = {
     "demo": ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib", "jinja2"),
     "report": ("matplotlib", "jinja2"),
     "timm": ("timm",),
 }
-"""Extra -> its packages, as in pyproject.toml."""
+"""Packages by extra, as in pyproject.toml."""
 
 _MODULES = {
     "fonttools": "fontTools",
@@ -65,7 +64,7 @@ _MODULES = {
     "scikit-image": "skimage",
     "scikit-learn": "sklearn",
 }
-"""Package -> top-level module, if its name differs."""
+"""Top-level modules by package, if their names differ."""
 
 
 def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack") -> None:
@@ -77,7 +76,7 @@ def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack
         feature: What needs the packages, for the message.
 
     Raises:
-        KfacpackError: A package is missing or older than `MINIMUM`; the message has the command that installs it.
+        KfacpackError: If a package is missing or older than `MINIMUM`; the message has the command that installs it.
     """
     packages = packages or (EXTRAS[extra] if extra else ())
     if missing := [package for package in packages if find_spec(_MODULES.get(package, package)) is None]:

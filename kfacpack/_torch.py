@@ -204,7 +204,7 @@ def embedding_arguments(node: Node) -> EmbeddingArguments:
 
 
 def layer_norm_rows(node: Node) -> Tensor:
-    """Returns the normalized input of a layer norm, before scale and shift.
+    """Returns the normalised input of a layer norm, before scale and shift.
 
     Reads `_saved_input`, `_saved_result1` (mean) and `_saved_result2` (1 / sqrt(variance + eps)).
     Known to work with torch 2.13.

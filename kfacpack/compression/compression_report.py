@@ -73,7 +73,7 @@ class Moments:
 
     @property
     def frobenius(self) -> float:
-        """‖G − G'‖ / ‖G‖."""
+        """Relative error ‖G − G'‖ / ‖G‖."""
         return _ratio(self.lost, self.size)
 
     @property

@@ -324,7 +324,7 @@ class Whole(BlockForm):
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """One weight, 1."""
+        """The single weight, 1."""
         return (1.0,)
 
     @property

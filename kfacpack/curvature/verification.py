@@ -34,7 +34,7 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether no check failed."""
+        """Whether all checks passed."""
         return not any(check.failures for check in self.checks)
 
 

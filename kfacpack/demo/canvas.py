@@ -182,7 +182,7 @@ def render_glyph(character: str, font: str) -> NDArray[np.float32]:
         font: File name of a font of matplotlib without suffix, such as "DejaVuSans" or "cmr10".
 
     Raises:
-        KfacpackError: The font does not have the character, or the character is blank.
+        KfacpackError: If the font does not have the character, or the character is blank.
     """
     edges = _outline(character, font)
     low, high = edges.min(axis=(0, 1)), edges.max(axis=(0, 1))

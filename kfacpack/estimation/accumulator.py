@@ -271,7 +271,7 @@ class CurvatureAccumulator:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all sums."""
+        """Size of all sums in bytes."""
         return sum(tensor.nbytes for _, tensor in self.tensors())
 
     @property

@@ -45,7 +45,7 @@ class GraphStep(NamedTuple):
 
     @property
     def operand_shape(self) -> tuple[int, ...]:
-        """Shape of that input."""
+        """Shape of the input at `slot`."""
         return input_shape(self.node, self.slot)
 
 

@@ -121,7 +121,7 @@ class PackedBlock:
 
 
 class GramSum(RunningSum):
-    """Σ x xᵀ over rows x, of which only the lower triangles of the diagonal blocks are kept.
+    """The sum Σ x xᵀ over rows x, of which only the lower triangles of the diagonal blocks are kept.
 
     Args:
         width: Number of elements of x.
@@ -235,7 +235,7 @@ class DiagonalSum(RunningSum):
 
 
 class SquareSum(DiagonalSum):
-    """Σ x² over rows x, element by element."""
+    """The sum Σ x² over rows x, element by element."""
 
     def add(self, rows: Tensor, count: Tensor | None = None) -> None:
         """Adds the squares of rows, (P, side)."""

@@ -42,7 +42,7 @@ class MatrixOperation(ABC):
 
     @abstractmethod
     def supports(self, node: Node) -> bool:
-        """Returns whether this call is supported: no groups, no scaling."""
+        """Returns whether this call is supported. Calls with groups or scaling are not."""
 
     @abstractmethod
     def inputs(self, node: Node) -> Tensor:

@@ -34,7 +34,7 @@ SYNCHRONOUS_DEVICES = ("cpu",)
 
 @dataclass(frozen=True)
 class ExampleLayout:
-    """Where the examples are in a tensor."""
+    """The layout of the examples in a tensor."""
 
     dim: int
     order: Literal["whole", "outer", "inner"]

@@ -70,7 +70,7 @@ class EstimateStage(BundleStage):
         }
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the file."""
+        """Computes and writes the file."""
         section = self.context.plan.curvature
         job = TaskEstimate(
             self.context.model, self.context.task(self.task), self.options, section.examples, section.batch_size
@@ -125,7 +125,7 @@ class MergeStage(BundleStage):
         return {"rule": self.rule, "rank": self.rank}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the file."""
+        """Computes and writes the file."""
         paths, monitor = [bundle.path for bundle in self.bundles], monitor.interruptible()
         merged = merge_and_report(paths, self.rule, rank=self.rank, on_progress=monitor.report)
         merged.curvature.save(self.path, on_progress=monitor.report)
@@ -277,7 +277,7 @@ class AddStage(VectorStage):
         return {"method": self.method}
 
     def make(self, monitor: StageProgress) -> None:
-        """Computes the file."""
+        """Computes and writes the file."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
         add(vectors, self.method).save(self.path, on_progress=monitor.interruptible().report)
 

@@ -226,7 +226,7 @@ class DriftSection(ExamplesSection):
 
 
 class EvaluationSection(PlanSection):
-    """What is measured."""
+    """The measurements of a plan, and the examples and merge methods that they use."""
 
     examples: Examples = "all"
     batch_size: Positive = 64

@@ -276,7 +276,7 @@ def parse_json(path: FileLocation, text: bytes, where: str, remedy: str | None =
         path: The file that contains the text, for error messages.
         text: JSON in UTF-8.
         where: The part of the file that contains the text, for error messages.
-        remedy: What the user can do about invalid JSON. Default: download the file again.
+        remedy: What the user can do about invalid JSON. By default, to download the file again.
 
     Returns:
         The object. Its keys are unique, its numbers are finite and no key has the value null.

@@ -75,10 +75,10 @@ def hub_errors(
     Args:
         target: The file or repository that is accessed, for error messages.
         repository: OWNER/NAME.
-        revision: A branch, a tag or a commit. Default: the main branch.
+        revision: A branch, a tag or a commit. Defaults to the main branch.
         kind: Kind of the repository.
-        offline_remedy: What the user can do if the Hub cannot be reached. Default: pass a local file.
-        access_remedy: What the user can do if the Hub denies access. Default: the same as `offline_remedy`.
+        offline_remedy: What the user can do if the Hub cannot be reached. By default, to pass a local file.
+        access_remedy: What the user can do if the Hub denies access. Defaults to `offline_remedy`.
 
     Yields:
         None.

@@ -60,7 +60,7 @@ def batches(
     Args:
         model: Model that prepares the examples.
         sources: Splits to read from, with their tasks' names.
-        indices: Source and example indices of each batch. Read slightly ahead; may be infinite.
+        indices: Source and example indices of each batch. They are read slightly ahead and may be infinite.
 
     Raises:
         KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.

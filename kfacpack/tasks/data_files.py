@@ -57,8 +57,11 @@ class PackageData:
             path: Path relative to the module's folder.
             decode: Parses the bytes.
 
+        Returns:
+            The result of `decode`.
+
         Raises:
-            KfacpackError: The package is not installed, or the file is missing or damaged.
+            KfacpackError: If the package is not installed, or the file is missing or damaged.
         """
         file = self.file(path)
         try:
@@ -71,7 +74,7 @@ class PackageData:
         """Returns the location of a file of the package.
 
         Raises:
-            KfacpackError: The package is not installed.
+            KfacpackError: If the package is not installed.
         """
         spec = find_spec(self.module)
         if spec is None or not spec.submodule_search_locations:
@@ -126,7 +129,7 @@ NUMBERED = re.compile(r"\d+\.parquet")
 """File names of the Hub's own conversion to parquet, CONFIG/SPLIT/0000.parquet."""
 
 Splits = dict[str, list[str]]
-"""Name of a split to the paths of its files."""
+"""Paths of files by split."""
 
 
 def sort_paths(paths: Iterable[str]) -> list[str]:
@@ -146,10 +149,10 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
         exact: Whether the user requested the config explicitly, so that files without a config are not used instead.
 
     Returns:
-        Split to files; empty if there are no parquet files.
+        Files by split; empty if there are no parquet files.
 
     Raises:
-        KfacpackError: There is no such config, or there are several and none was chosen.
+        KfacpackError: If there is no such config, or there are several and none was chosen.
     """
     configs: dict[str | None, Splits] = {}
     for path in sort_paths(paths):
@@ -197,8 +200,11 @@ def image_files(paths: Iterable[str], location: str) -> Splits:
         paths: Paths relative to `location`.
         location: Folder, for errors.
 
+    Returns:
+        Files by split; empty if there are no such images.
+
     Raises:
-        KfacpackError: Images are in the folders of splits, but not of classes.
+        KfacpackError: If images are in the folders of splits, but not of classes.
     """
     images = [path for path in sort_paths(paths) if path.lower().endswith(IMAGE_SUFFIXES)]
     splits: Splits = {}
@@ -219,7 +225,7 @@ def read_schema(file: Path) -> tuple[Any, int]:
         `datasets.Features`, with the Hub's types if the file has them, and the number of rows.
 
     Raises:
-        KfacpackError: The file is not a readable parquet file.
+        KfacpackError: If the file is not a readable parquet file.
     """
     import datasets
     import pyarrow
@@ -247,7 +253,7 @@ def read_column(file: Path, name: str) -> list[Any]:
     """Reads one column of a parquet file.
 
     Raises:
-        KfacpackError: The column cannot be read.
+        KfacpackError: If the column cannot be read.
     """
     import pyarrow
     from pyarrow import parquet
@@ -259,7 +265,7 @@ def read_column(file: Path, name: str) -> list[Any]:
 
 
 def read_rows(files: Sequence[Path], split: str, features: Any | None, location: str) -> Any:
-    """Reads parquet files as one data set.
+    """Reads parquet files as one dataset.
 
     Args:
         files: Files to read.
@@ -271,12 +277,12 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
         A `datasets.Dataset`.
 
     Raises:
-        KfacpackError: The files cannot be read.
+        KfacpackError: If the files cannot be read.
     """
     import datasets
 
     # datasets reads an Arrow copy that it maps into memory. The mapping remains valid after the file is unlinked, so
-    # the disk space of the copy is freed when the data set is deleted or the process ends.
+    # the disk space of the copy is freed when the dataset is deleted or the process ends.
     with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:
         try:
             by_split = {split: [escape(str(file)) for file in files]}

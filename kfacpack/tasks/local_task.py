@@ -38,7 +38,7 @@ def to_8_bit(image: Image) -> Image:
     Pillow's own conversion to RGB clips such pixels at 255, which turns the image white.
 
     Raises:
-        ValueError: The pixels are floating-point or 32-bit numbers, whose white level is unknown.
+        ValueError: If the pixels are floating-point or 32-bit numbers, whose white level is unknown.
     """
     if image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
         return image
@@ -99,7 +99,7 @@ class LocalSplit:
         """Returns the class of an example, an index into the task's `classes`.
 
         Raises:
-            KfacpackError: There is no label column, or the label is not a class.
+            KfacpackError: If there is no label column, or the label is not a class.
         """
         if self._columns.label is None:
             remedy = "Choose a column of strings or integers: --columns label=COLUMN (columns='label=COLUMN')"
@@ -112,7 +112,7 @@ class LocalSplit:
 
     @cached_property
     def _class_of(self) -> dict[Any, int]:
-        """Value in the label column to class."""
+        """Class indices by value of the label column."""
         values = self._columns.values or range(len(self._columns.classes or ()))
         return {value: number for number, value in enumerate(values)}
 
@@ -159,7 +159,7 @@ class LocalTask:
             config: Config to use instead of the definition's.
 
         Raises:
-            KfacpackError: There are no data files.
+            KfacpackError: If there are no data files.
         """
         require("datasets")
         self.name = name
@@ -294,13 +294,13 @@ class LocalTask:
         return features if features and set(features) == set(data_files.read_schema(file)[0]) else None
 
     def _num_rows(self, split: str) -> int:
-        """Number of examples in the files of a split."""
+        """Returns the number of examples in the files of a split."""
         if self._images:
             return len(self._images[split])
         return sum(data_files.read_schema(self.data_source.file(path))[1] for path in self._shards[split])
 
     def _labelled_rows(self, split: str) -> Sequence[int]:
-        """Rows in the files of a split, without unlabelled ones if the definition drops them."""
+        """Returns the rows in the files of a split, without unlabelled ones if the definition drops them."""
         if not self._drops_unlabelled or self._images:
             return range(self._num_rows(split))
         return [row for row, value in enumerate(self._read_labels(split)) if not _is_unlabelled(value)]
@@ -318,7 +318,7 @@ class LocalTask:
         return validation_indices(len(self._labelled_rows("train")))
 
     def _split_rows(self, name: str) -> Sequence[int]:
-        """Rows in the files that belong to a split."""
+        """Returns the rows in the files that belong to a split."""
         if name not in ("train", "validation") or not self._held_out:
             return self._labelled_rows(name)
         rows, held_out = self._labelled_rows("train"), set(self._held_out)
@@ -339,7 +339,7 @@ class LocalTask:
         """Opens a split.
 
         Raises:
-            KfacpackError: There is no such split, its files cannot be read, or its classes are not those of `train`.
+            KfacpackError: If there is no such split, its files cannot be read, or its classes are not those of `train`.
         """
         # For a stored split, avoid `splits`, which may download the files of `train`.
         if name not in self._files and name not in self.splits:
@@ -380,5 +380,5 @@ class LocalTask:
 
 
 def _is_unlabelled(value: Any) -> bool:
-    """Returns whether a value denotes a missing label: data sets use null, -1, a dash or an empty string."""
+    """Returns whether a value denotes a missing label: datasets use null, -1, a dash or an empty string."""
     return value is None or value in ("", "-", -1)

@@ -26,7 +26,7 @@ Example = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class DataOrigin:
-    """Where a split's examples come from, as manifests record it."""
+    """The origin of a split's examples, as recorded in manifests."""
 
     dataset: str
     """Name of the dataset."""
@@ -42,7 +42,7 @@ class Split(Protocol):
     """Examples in a fixed order."""
 
     source: DataOrigin
-    """Where the examples come from."""
+    """The origin of the examples."""
 
     def __len__(self) -> int: ...
 
@@ -87,7 +87,7 @@ class Task(Protocol):
 
     @property
     def source(self) -> str:
-        """Where the data comes from."""
+        """The source of the data."""
         ...
 
     @property
@@ -213,7 +213,7 @@ class ClassSplitTask:
 
     @property
     def source(self) -> str:
-        """Where the data comes from."""
+        """The source of the data."""
         return self.whole.source
 
     @property

@@ -58,7 +58,7 @@ class TrainingSettings:
             if rate is not None and rate > MAX_RATE:
                 raise KfacpackError(f"{name} {rate}: expected a number of at most {MAX_RATE:g}")
         if not 0 <= self.seed < 2**64:
-            raise KfacpackError(f"seed {self.seed}: expected a whole number from 0 to 2^64 - 1")
+            raise KfacpackError(f"seed {self.seed}: expected an integer from 0 to 2^64 - 1")
         if not 0 <= self.warmup <= 1:
             raise KfacpackError(f"warmup {self.warmup}: expected a fraction of the steps, from 0 to 1")
 

@@ -124,7 +124,7 @@ def _has_storage(tensor: Tensor) -> bool:
 
 
 def _numpy_view(tensor: Tensor) -> Any:
-    """Returns a numpy view, bfloat16 as int16. numpy copies rows about four times as fast as torch."""
+    """Returns a numpy view; bfloat16 is viewed as int16. numpy copies rows about four times as fast as torch."""
     return tensor.detach().view(torch.int16 if tensor.dtype is torch.bfloat16 else tensor.dtype).numpy()
 
 

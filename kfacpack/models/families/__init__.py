@@ -21,7 +21,7 @@ from kfacpack.models.prompts import PromptStyle
 FAMILIES: dict[str, ModelFamily] = {
     family.prefix: family for family in (OpenClipFamily(), TimmFamily(), T5Family(), EncoderFamily())
 }
-"""Prefix before the colon to family; names without a prefix belong to open_clip."""
+"""Families by the prefix before the colon; names without a prefix belong to open_clip."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
 """Accepted forms of a model's name, for messages."""
 _EXPECTED = f"Expected {FORMS}. Run `kfacpack models` for a list"
@@ -62,7 +62,7 @@ def split_spec(spec: str) -> tuple[str, str]:
         The prefix, empty for open_clip, and the name. A leading `~` is expanded.
 
     Raises:
-        KfacpackError: The prefix is unknown or the name is empty.
+        KfacpackError: If the prefix is unknown or the name is empty.
     """
     prefix, colon, name = spec.partition(":")
     if not colon:
@@ -102,7 +102,7 @@ def load_model(
         The model, in eval mode.
 
     Raises:
-        KfacpackError: The name, the device or an option is invalid, or the weights cannot be loaded.
+        KfacpackError: If the name, the device or an option is invalid, or the weights cannot be loaded.
 
     Example:
         >>> model = kp.load_model("tiny")

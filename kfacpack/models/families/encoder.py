@@ -43,7 +43,7 @@ class EncoderFamily:
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-            """Returns the mean over the tokens that are not padding: (N, length) to (N, hidden)."""
+            """Returns the mean over the tokens that are not padding, (N, hidden), of inputs (N, length)."""
             mask = attention_mask.to(device)
             inputs = {key: value.to(device) for key, value in inputs.items()}
             hidden = module(input_ids=input_ids.to(device), attention_mask=mask, **inputs).last_hidden_state

@@ -51,7 +51,7 @@ class T5Family:
         start_token = config.pad_token_id if start_token is None else start_token  # transformers' own default
 
         def forward(input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-            """Returns f: both (N, length) to (N, d_model). The decoder input is the start token alone."""
+            """Returns f, (N, d_model), of inputs (N, length). The decoder input is the start token alone."""
             ids, mask = input_ids.to(device), attention_mask.to(device)
             start = torch.full((len(ids), 1), start_token, device=device)
             encoded = module.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -72,7 +72,7 @@ class T5Family:
             ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
             if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
                 problem = f"t5:{name} has no token for class {without_token[0]!r}"
-                raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes') (head='prototypes')")
+                raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
             rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
             # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no
             # separate attribute for this.

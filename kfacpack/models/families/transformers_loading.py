@@ -47,8 +47,11 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
         request: The request. Its name is a folder, or a Hub repository if there is no such folder.
         prefix: The family's prefix, for errors.
 
+    Returns:
+        The config and the tokenizer.
+
     Raises:
-        KfacpackError: They cannot be loaded, or an image size is requested.
+        KfacpackError: If they cannot be loaded, or an image size is requested.
     """
     name = request.name
     require("transformers", feature=f"{prefix}:{name}")
@@ -85,7 +88,7 @@ def load_pretrained(
         The module in eval mode on its device, and the names of the missing parameters.
 
     Raises:
-        KfacpackError: The weights cannot be loaded, or some that f uses are missing.
+        KfacpackError: If the weights cannot be loaded, or some that f uses are missing.
     """
     from safetensors.torch import load_file
 
@@ -168,10 +171,10 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
         task: Name of the task, for errors.
 
     Returns:
-        Column name to N strings.
+        N strings by column name.
 
     Raises:
-        KfacpackError: A column contains values that are not strings.
+        KfacpackError: If a column contains values that are not strings.
     """
     columns = list(examples[0]) if examples else []
     for example in examples:
