@@ -236,7 +236,7 @@ def _patches(photo: IntArray, surface: Surface, split: str, count: int, rng: Cou
 
 
 def _corners(box: Box, side: int) -> IntArray:
-    """Returns row and column of every square with this side in the box, (K, 2)."""
+    """Returns the row and column of the upper left corner of every square with this side in a box, (K, 2)."""
     left, top, right, bottom = box
     rows, columns = np.indices((bottom - top - side + 1, right - left - side + 1))
     return np.stack([rows.ravel() + top, columns.ravel() + left], axis=1)

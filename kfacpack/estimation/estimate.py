@@ -122,7 +122,7 @@ def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulato
         size = batch_size_of(batch)
         if size is None:
             problem = "cannot distribute batches over processes: their tensors have different first dimensions"
-            raise KfacpackError(f"{problem}; the first dimension of every tensor must be the examples")
+            raise KfacpackError(f"{problem}; the first dimension of every tensor must be that of the examples")
         if index % distributed.world_size() == distributed.rank():
             yield start, batch
         start += size

@@ -91,7 +91,7 @@ class MatmulRight(MatrixOperation):
         self.bias_slot = bias_slot
 
     def supports(self, node: Node) -> bool:
-        """Returns whether it is one product without scaling."""
+        """Returns whether the operation is a single product without scaling."""
         return product_scales(node) == (1, 1) and _is_single_product(node)
 
     def inputs(self, node: Node) -> Tensor:
@@ -162,7 +162,7 @@ class ConvolutionOperation(MatrixOperation):
     bias_slot = 2
 
     def supports(self, node: Node) -> bool:
-        """Returns whether it is an ordinary convolution without groups."""
+        """Returns whether the operation is an ordinary convolution without groups."""
         arguments = convolution_arguments(node)
         return not arguments.transposed and arguments.groups == 1
 

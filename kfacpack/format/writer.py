@@ -247,7 +247,7 @@ def _target(path: str | os.PathLike[str]) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL, a deleted working directory
         raise BundleError(path, f"could not be written: {error}") from error
     if is_special or not target.name:
-        raise BundleError(path, "could not be written: it is a directory or another special file")
+        raise BundleError(path, "could not be written: it is a directory or a special file")
     return target
 
 

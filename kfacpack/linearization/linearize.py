@@ -184,7 +184,7 @@ class Linearized:
         return f, change
 
     def _torch_jvp(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Same as `_forward_with_tangent`, computed by `torch.func.jvp`, which is public API."""
+        """Computes the same as `_forward_with_tangent` by `torch.func.jvp`, which is public API."""
         caller = _ForwardModule(self._module, lambda: call_model(self._forward, batch))
         parameters = {f"module.{name}": self._parameters[name] for name in tangents}
         directions = {f"module.{name}": tangent for name, tangent in tangents.items()}

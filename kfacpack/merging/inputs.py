@@ -263,7 +263,7 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
 
 
 def check_tasks(inputs: Sequence[MergeInput]) -> None:
-    """Checks that no task occurs in two inputs, for example compressed or estimated from other examples.
+    """Checks that no task occurs in two inputs, even if one of them is compressed or estimated from other examples.
 
     A class split of a task (NAME@k/n) and the whole task overlap as well.
 

@@ -187,7 +187,7 @@ def outputs(
 def prepared_batches(
     model: Model, split: Split, task: str, indices: Sequence[int], batch_size: int
 ) -> Iterator[tuple[Sequence[int], Batch]]:
-    """Yields the indices of each batch's examples and the prepared batch. Arguments as for `outputs`."""
+    """Yields the indices of each batch's examples and the prepared batch; see `outputs` for the arguments."""
     groups = list(batched(indices, batch_size))
     yield from zip(groups, batches(model, [(split, task)], [(0, group) for group in groups]), strict=True)
 

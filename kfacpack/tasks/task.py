@@ -160,7 +160,7 @@ class ClassSplitTask:
     """The k-th of n parts of a task, by classes. Implements `Task`.
 
     Raises:
-        KfacpackError: If the classes are unknown, or too few for n parts of at least two.
+        KfacpackError: If the classes are unknown, or too few for n parts of at least two classes.
     """
 
     whole: Task

@@ -41,7 +41,7 @@ class ForwardResult(ABC):
         """Adds ∂<u, f>/∂τ to `gradients` in place. May be called once.
 
         Args:
-            u: (N, C).
+            u: Gradient at f, (N, C).
             gradients: Gradients by parameter name.
         """
 
