@@ -42,8 +42,8 @@ def main(versions: str, folder: str) -> int:
     environment = Environment(Path(folder), clear=False)
     newest = ("--upgrade", "--upgrade-strategy", "eager")
     options = {"oldest": ("--constraint", str(ROOT / "constraints-oldest.txt")), "newest": newest}
-    environment.pip("install", "--upgrade", "pip")
-    environment.pip("install", *options[versions], "--editable", f"{ROOT}[test]")
+    environment.install("--upgrade", "pip")
+    environment.install(*options[versions], "--editable", f"{ROOT}[test]")
     done = environment.run("python", *PYTEST, *CORE, cwd=ROOT)
     installed = environment.versions()
     listed = ", ".join(f"{name} {installed[normalize(name)]}" for name in dependencies())

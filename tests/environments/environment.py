@@ -23,9 +23,10 @@ class Environment:
         self.folder = folder
         subprocess.run([sys.executable, "-m", "venv", *(["--clear"] if clear else []), str(folder)], check=True)
 
-    def pip(self, *arguments: str) -> None:
-        """Runs pip."""
-        self.run("python", "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments).check_returncode()
+    def install(self, *arguments: str) -> None:
+        """Installs packages with pip. Modules are compiled when they are first imported, which takes less time."""
+        options = ("--quiet", "--disable-pip-version-check", "--no-compile")
+        self.run("python", "-m", "pip", "install", *options, *arguments).check_returncode()
 
     def run(
         self, program: str, *arguments: str, capture: bool = False, cwd: Path | None = None, **variables: str

@@ -15,7 +15,8 @@ from tempfile import TemporaryDirectory
 
 from environment import ROOT, Environment
 
-ABSENT = ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib", "jinja2")
+ABSENT = ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib")
+"""Packages of the extras. jinja2 is one as well, but torch requires it."""
 IMAGES = """
 from pathlib import Path
 from PIL import Image, ImageDraw
@@ -36,7 +37,7 @@ def main(dist: str, folder: str) -> int:
     environment = Environment(Path(folder), clear=True)
     (wheel,) = Path(dist).glob("kfacpack-*.whl")
     (sdist,) = Path(dist).glob("kfacpack-*.tar.gz")
-    environment.pip("install", "--constraint", str(ROOT / "constraints.txt"), str(wheel))
+    environment.install("--constraint", str(ROOT / "constraints.txt"), str(wheel))
     versions = environment.versions()
     present = [name for name in ABSENT if name in versions]
     check(not present, f"{wheel.name} installs {present}, which belong to extras")
