@@ -153,7 +153,7 @@ def measure(
         DATA_PANEL, None, "--task", metavar="TASK", help="localisation: another task, which has no vector; repeatable."
     ),
     data: list[str] | None = option(
-        DATA_PANEL, None, "--data", metavar="TASK=DIR", help="Data of a task, a folder or hf://datasets/…; repeatable."
+        DATA_PANEL, None, "--data", metavar="TASK=DIR", help="Data of a task: a folder or hf://datasets/…; repeatable."
     ),
     split: str = split_option("test"),
     examples: str = examples_option("256"),
