@@ -19,11 +19,11 @@ def test_the_penalty_lowers_the_drift(name, most, capsys):
     results = importlib.import_module(name).main()
     printed = capsys.readouterr().out
     for free in (key for key in results if "without" in key):
-        held = free.replace("without", "with the penalty")
-        assert results[held]["drift"] < most * results[free]["drift"]
-        assert results[held]["loss"] < 1.5
+        penalised = free.replace("without", "with the penalty")
+        assert results[penalised]["drift"] < most * results[free]["drift"]
+        assert results[penalised]["loss"] < 1.5
         assert free in printed
-        assert held in printed
+        assert penalised in printed
 
 
 def test_a_lora_has_the_gradient_of_the_dense_form():

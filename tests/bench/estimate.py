@@ -173,8 +173,8 @@ def main(names: list[str], rounds: int, layers: int, width: int) -> int:
     if not {"kfacpack", "kfacpack-same"} <= set(names) or not peers:
         print("  no promise checked: that needs both of kfacpack's and a peer")
         return 0
-    held = [promises(key, seconds, peaks, peers) for key in models]
-    return 0 if all(held) else 1
+    results = [promises(key, seconds, peaks, peers) for key in models]
+    return 0 if all(results) else 1
 
 
 def arguments() -> argparse.Namespace:
@@ -195,9 +195,11 @@ if __name__ == "__main__":
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     make_torchvision_importable()
-    asked = arguments()
-    layers, width = SMALL if asked.small else (asked.layers, asked.width)
-    if asked.memory_of:
-        print(peak(Embedding(MODELS[asked.model](layers, width)), asked.memory_of))
+    options = arguments()
+    layers, width = SMALL if options.small else (options.layers, options.width)
+    if options.memory_of:
+        print(peak(Embedding(MODELS[options.model](layers, width)), options.memory_of))
         sys.exit(0)
-    sys.exit(main([name for name in CONTENDERS if name == "plain" or name in asked.only], asked.rounds, layers, width))
+    sys.exit(
+        main([name for name in CONTENDERS if name == "plain" or name in options.only], options.rounds, layers, width)
+    )

@@ -98,8 +98,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path, nargs="?")
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 8, 32])
-    asked = parser.parse_args()
-    if asked.folder:
-        sys.exit(main(asked.folder, asked.counts))
+    options = parser.parse_args()
+    if options.folder:
+        sys.exit(main(options.folder, options.counts))
     with tempfile.TemporaryDirectory() as temporary:
-        sys.exit(main(Path(temporary), asked.counts))
+        sys.exit(main(Path(temporary), options.counts))

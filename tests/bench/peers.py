@@ -61,9 +61,9 @@ def kfacpack_same(model: nn.Module, batches: list[torch.Tensor]) -> ContenderRes
 def estimated(model: nn.Module, batches: list[torch.Tensor], names: list[str]) -> ContenderResult:
     curvature = kp.estimate(model, batches, fisher="mc", samples=1, probe="orthogonal", params=names, seed=0)
     assert set(curvature.parameters) == set(names), "kfacpack did not cover the requested parameters"
-    held = [matrix for block in curvature.blocks for _, matrix in block.structure.matrices()]
+    matrices = [matrix for block in curvature.blocks for _, matrix in block.structure.matrices()]
     state = dict(model.named_parameters())
-    return ContenderResult(held, sum(state[name].numel() for name in names))
+    return ContenderResult(matrices, sum(state[name].numel() for name in names))
 
 
 def linear_parameters(model: nn.Module) -> list[str]:
@@ -133,8 +133,8 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 def only(model: nn.Module, layers: list[str]) -> nn.Module:
     """Copies the modules, because peers wrap and freeze them; shares the data; only these layers are trainable."""
-    kept = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
-    shared = {id(p): nn.Parameter(p.data, requires_grad=id(p) in kept) for p in model.parameters()}
+    trainable = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
+    shared = {id(p): nn.Parameter(p.data, requires_grad=id(p) in trainable) for p in model.parameters()}
     return copy.deepcopy(model, shared)
 
 

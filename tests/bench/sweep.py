@@ -69,5 +69,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="The time of a sweep over 21 α, beside one evaluation.")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--examples", default="256")
-    asked = parser.parse_args()
-    sys.exit(main(asked.rounds, asked.examples))
+    options = parser.parse_args()
+    sys.exit(main(options.rounds, options.examples))

@@ -37,8 +37,8 @@ def built(folder: Path) -> Path:
 def seconds(program: str, folder: Path) -> float:
     with TemporaryDirectory() as cache:
         # A proxy without a server, so that any network access fails.
-        nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
-        environment = {**os.environ, **nowhere, "PYTHONPATH": str(folder), "KFACPACK_CACHE": cache}
+        proxies = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+        environment = {**os.environ, **proxies, "PYTHONPATH": str(folder), "KFACPACK_CACHE": cache}
         start = time.perf_counter()
         subprocess.run([sys.executable, "-c", program], check=True, cwd=cache, env=environment)
         return time.perf_counter() - start

@@ -60,14 +60,14 @@ def three(vectors):
 def test_a_sum_has_all_heads_and_records_its_addends(three, tmp_path):
     output = tmp_path / "sum.safetensors"
     result = json.loads(run("add", *three, "-o", output, "--json").stdout)
-    read = kp.TaskVector.load(output)
+    vector = kp.TaskVector.load(output)
     one, two, last = map(kp.TaskVector.load, three)
-    assert (result["path"], result["sha256"], result["bytes"]) == (str(output), read.digest, output.stat().st_size)
+    assert (result["path"], result["sha256"], result["bytes"]) == (str(output), vector.digest, output.stat().st_size)
     assert (result["method"], result["alphas"], result["settings"]) == ("sum", [1.0, 1.0, 1.0], {})
-    assert result["tasks"] == ["one", "two", "three"] == list(read.heads)
+    assert result["tasks"] == ["one", "two", "three"] == list(vector.heads)
     assert result["model"] is None
     assert [entry["sha256"] for entry in result["addends"]] == [one.digest, two.digest, last.digest]
-    assert read.digest == (one + two + last).digest
+    assert vector.digest == (one + two + last).digest
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def test_every_method_with_its_settings(method, options, settings, three, tmp_pa
     assert (result["method"], result["settings"], result["alphas"]) == (method, settings, [0.5, 1.0, -2.0])
     assert result["scale"] == METHODS[method].scale
     expected = kp.add(three, method, alpha=[0.5, 1, -2], **settings)
-    read = kp.TaskVector.load(output)
-    assert read.digest == expected.digest == result["sha256"]
-    assert read.about.method.settings == settings
+    vector = kp.TaskVector.load(output)
+    assert vector.digest == expected.digest == result["sha256"]
+    assert vector.about.method.settings == settings
 
 
 def test_the_help_describes_every_method():

@@ -218,8 +218,8 @@ def test_individual_vectors_are_evaluated_or_read(vectors, tmp_path):
         (tmp_path / f"{name}.json").write_text(result.stdout)
         alone[name] = json.loads(result.stdout)["tasks"][name]["accuracy"]
     assert all(alone.values())
-    for suffix, where in ((".json", tmp_path), (".safetensors", vectors)):
-        options = [part for name in alone for part in ("--individual", where / f"{name}{suffix}")]
+    for suffix, location in ((".json", tmp_path), (".safetensors", vectors)):
+        options = [part for name in alone for part in ("--individual", location / f"{name}{suffix}")]
         output = json.loads(run(*common, *options).stdout)["tasks"]
         assert {name: item["normalized"] for name, item in output.items()} == {
             name: item["accuracy"] / alone[name] for name, item in output.items()
@@ -243,8 +243,8 @@ def test_a_missing_head_is_reported(vectors):
 @pytest.mark.usefixtures("_registered")
 def test_the_option_head_overrides_the_vectors_heads(vectors):
     common = [*RANDOM, "--task", "morning", "--vector", vectors / "morning.safetensors", "--json"]
-    for asked, head in (([], "prototypes"), (["--head", "auto"], "prototypes"), (["--head", "text"], "text")):
-        assert json.loads(run(*common, *asked).stdout)["tasks"]["morning"]["head"] == head
+    for options, head in (([], "prototypes"), (["--head", "auto"], "prototypes"), (["--head", "text"], "text")):
+        assert json.loads(run(*common, *options).stdout)["tasks"]["morning"]["head"] == head
 
 
 @pytest.mark.usefixtures("_registered")

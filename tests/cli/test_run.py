@@ -146,12 +146,12 @@ def test_an_interrupted_run_resumes_to_the_same_results(finished, tmp_path):
         str(tmp_path / "out"),
         "-q",
     ]
-    for how, after in ((signal.SIGINT, "bundles/*.kfac"), (signal.SIGKILL, "vectors/*.safetensors")):
+    for signal_number, after in ((signal.SIGINT, "bundles/*.kfac"), (signal.SIGKILL, "vectors/*.safetensors")):
         process = subprocess.Popen(command, stderr=subprocess.PIPE)
         while not list((tmp_path / "out").glob(after)) and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(how)
+        process.send_signal(signal_number)
         process.communicate()
-        assert process.returncode == (130 if how == signal.SIGINT else -how)
+        assert process.returncode == (130 if signal_number == signal.SIGINT else -signal_number)
     assert run("run", folder / "small.yaml", "-o", tmp_path / "out", "-q").exit_code == 0
     assert (tmp_path / "out" / "results.json").read_bytes() == (folder / "out" / "results.json").read_bytes()

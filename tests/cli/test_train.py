@@ -151,8 +151,8 @@ def test_a_killed_and_resumed_run_gives_the_same_bytes(uninterrupted, tmp_path, 
 def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
     # Adam divides by the size of the gradient. Where that is nearly zero, float32 results are mostly rounding errors.
     exact = penalty == "--reg-data"
-    how = ["--reg-data", "faces", "--dtype", "float64"] if exact else ["--reg", bundles / "mnist.kfac"]
-    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--micro-batch-size", "2", *how, "-o"]
+    options = ["--reg-data", "faces", "--dtype", "float64"] if exact else ["--reg", bundles / "mnist.kfac"]
+    common = ["train", "--task", "digits", *FEW, "--steps", "5", "--micro-batch-size", "2", *options, "-o"]
     assert run(*common, tmp_path / "one.safetensors").exit_code == 0
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
     result = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])
@@ -160,8 +160,8 @@ def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
     assert json.loads(result.stdout)["steps"] == 5
     one, two = (kp.TaskVector.load(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
     assert one.about == two.about
-    apart = sum(float((two[name] - one[name]).square().sum()) for name in one)
-    assert apart**0.5 < (1e-6 if exact else 1e-2) * sum(float(one[name].square().sum()) for name in one) ** 0.5
+    difference = sum(float((two[name] - one[name]).square().sum()) for name in one)
+    assert difference**0.5 < (1e-6 if exact else 1e-2) * sum(float(one[name].square().sum()) for name in one) ** 0.5
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from kfacpack.curvature.matrices.structured import Diagonal, LowRank
 
 STRUCTURES = ["block:3", "svd:2", "svd:30%", "prune:20%"]
 NUMBERS = ["int8", "fp16", "bf16"]
-CHAINS = [*STRUCTURES, *NUMBERS, *(f"{first}+{then}" for first in STRUCTURES for then in NUMBERS)]
+CHAINS = [*STRUCTURES, *NUMBERS, *(f"{first}+{second}" for first in STRUCTURES for second in NUMBERS)]
 
 sides = st.integers(1, 40)
 seeds = st.integers(0, 2**16)
@@ -144,11 +144,11 @@ def test_pruning_keeps_the_largest_entries_and_the_first_of_equal_ones(side, see
     values = torch.stack([full[i, j] for i in range(side) for j in range(i + 1)])
     places = [(i, j) for i in range(side) for j in range(i + 1)]
     count = min(round(percent / 100 * len(values)), int(values.count_nonzero()))
-    kept = sorted(values.abs().argsort(descending=True, stable=True)[:count].tolist())
+    largest = sorted(values.abs().argsort(descending=True, stable=True)[:count].tolist())
     encoded = Sparse.from_dense(full, percent / 100)
     positions = zip(encoded.components["rows"].tolist(), encoded.components["columns"].tolist(), strict=True)
-    assert list(positions) == [places[k] for k in kept]
-    assert torch.equal(encoded.components["data"], values[kept])
+    assert list(positions) == [places[k] for k in largest]
+    assert torch.equal(encoded.components["data"], values[largest])
 
 
 @pytest.mark.parametrize("signed", [False, True])

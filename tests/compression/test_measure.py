@@ -57,12 +57,12 @@ def test_errors_equal_those_of_the_dense_kronecker_products(spec, seed):
 def test_the_error_of_quadratic_agrees_with_many_random_task_vectors(spec):
     before = small_curvature("packed", out=9, inputs=10)
     after, report = compressed(before, spec)
-    apart, size = 0.0, 0.0
+    error, size = 0.0, 0.0
     for seed in range(3000):
         tau = random_tau(before, seed)
         q = float(before.quadratic(tau))
-        apart, size = apart + (q - float(after.quadratic(tau))) ** 2, size + q**2
-    assert report.moments.quadratic == pytest.approx((apart / size) ** 0.5, rel=0.1)
+        error, size = error + (q - float(after.quadratic(tau))) ** 2, size + q**2
+    assert report.moments.quadratic == pytest.approx((error / size) ** 0.5, rel=0.1)
 
 
 def test_the_error_on_a_given_task_vector():

@@ -59,13 +59,13 @@ def test_packing_a_matrix_larger_than_one_tile():
 def test_block_keeps_only_its_diagonal_blocks(side, count, seed):
     count = min(count, side)
     full = random_psd(side, seed)
-    kept = torch.zeros_like(full)
+    expected = torch.zeros_like(full)
     sizes = [stop - start for start, stop in spans(side, count)]
     assert sum(sizes) == side
     assert max(sizes) - min(sizes) <= 1
     for start, stop in spans(side, count):
-        kept[start:stop, start:stop] = full[start:stop, start:stop]
-    assert torch.equal(BlockDiagonal.from_dense(full, count).dense(), kept)
+        expected[start:stop, start:stop] = full[start:stop, start:stop]
+    assert torch.equal(BlockDiagonal.from_dense(full, count).dense(), expected)
 
 
 @given(side=st.integers(2, 30), seed=seeds)
@@ -80,12 +80,12 @@ def test_lowrank_is_the_best_approximation_of_its_rank(side, seed):
 @given(side=sides, seed=seeds)
 def test_sparse_keeps_the_largest_entries(side, seed):
     full = random_psd(side, seed)
-    kept = Sparse.from_dense(full, 0.5)
+    sparse = Sparse.from_dense(full, 0.5)
     entries = pack(full).abs().sort(descending=True).values
-    count = kept.components.specs["data"][1][0]
+    count = sparse.components.specs["data"][1][0]
     assert count == round(0.5 * len(entries))
     if count:
-        assert float(kept.components["data"].abs().min()) >= float(entries[count - 1])
+        assert float(sparse.components["data"].abs().min()) >= float(entries[count - 1])
 
 
 @pytest.mark.parametrize("hold", ["packed", "block", "lowrank", "sparse"])

@@ -144,11 +144,11 @@ def factors(model: nn.Module, x: Tensor, layer: str, reduce: bool = False) -> tu
 
 def _at(model: nn.Module, module: nn.Module, example: Tensor) -> tuple[Tensor, Tensor]:
     """Returns a layer's input for one example, and the Jacobian of f at its output, (C, *shape of the output)."""
-    seen: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
 
     def f(delta: Tensor) -> Tensor:
         def shift(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            seen["input"], seen["output"] = inputs[0].detach(), output.detach()
+            recorded["input"], recorded["output"] = inputs[0].detach(), output.detach()
             return output + delta
 
         handle = module.register_forward_hook(shift)
@@ -157,4 +157,4 @@ def _at(model: nn.Module, module: nn.Module, example: Tensor) -> tuple[Tensor, T
         return result
 
     f(torch.zeros(()))
-    return seen["input"], jacrev(f)(torch.zeros_like(seen["output"]))
+    return recorded["input"], jacrev(f)(torch.zeros_like(recorded["output"]))

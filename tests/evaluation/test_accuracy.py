@@ -35,7 +35,7 @@ def tiny():
 
 
 @pytest.fixture
-def eye(tiny):
+def colour_model(tiny):
     """A model whose f is the mean colour: red, green, blue."""
     return replace(tiny, forward=lambda images: images.mean((2, 3)), function=replace_width(tiny.function, 3))
 
@@ -49,13 +49,13 @@ def by_colour():
     return Head(torch.eye(3).flip(0), torch.zeros(3), CLASSES, "prototypes")
 
 
-def test_the_score_equals_counting_by_hand(eye, task, by_colour):
-    score = evaluate(eye, task, head=by_colour)
+def test_the_score_equals_counting_by_hand(colour_model, task, by_colour):
+    score = evaluate(colour_model, task, head=by_colour)
     assert score == Score(correct=10, examples=12)
     assert score.accuracy == 10 / 12
-    assert evaluate(eye, task, head=by_colour, split="train").accuracy == 1
+    assert evaluate(colour_model, task, head=by_colour, split="train").accuracy == 1
     always_blue = Head(torch.zeros(3, 3), torch.tensor([1.0, 0.0, 0.0]), CLASSES, "prototypes")
-    assert evaluate(eye, task, head=always_blue).correct == 5
+    assert evaluate(colour_model, task, head=always_blue).correct == 5
 
 
 def test_the_score_does_not_depend_on_the_batch_size(tiny, task):
@@ -67,37 +67,39 @@ def test_prototypes_separate_colours_with_random_weights(tiny, task):
     assert evaluate(tiny, task, head=head_for(tiny, task, kind="prototypes")).correct == 10
 
 
-def test_a_selection_of_examples_is_reproducible(eye, task, by_colour):
+def test_a_selection_of_examples_is_reproducible(colour_model, task, by_colour):
     evaluation_sets = [EvaluationSet.of(task, examples="50%") for _ in range(2)]
     assert evaluation_sets[0].numbers == evaluation_sets[1].numbers
     assert len(set(evaluation_sets[0].numbers)) == 6
-    assert evaluate(eye, task, head=by_colour, examples="5").examples == 5
+    assert evaluate(colour_model, task, head=by_colour, examples="5").examples == 5
 
 
 def test_the_number_of_examples_may_be_an_integer(task):
     assert EvaluationSet.of(task, examples=5).numbers == EvaluationSet.of(task, examples="5").numbers
 
 
-def test_progress_counts_the_examples(eye, task, by_colour):
+def test_progress_counts_the_examples(colour_model, task, by_colour):
     progress = []
-    evaluate(eye, task, head=by_colour, batch_size=8, on_progress=lambda done, total: progress.append((done, total)))
+    evaluate(
+        colour_model, task, head=by_colour, batch_size=8, on_progress=lambda done, total: progress.append((done, total))
+    )
     assert progress == [(0, 12), (8, 12), (12, 12)]
 
 
-def test_invalid_arguments_and_outputs_are_refused(eye, task, by_colour, tmp_path):
+def test_invalid_arguments_and_outputs_are_refused(colour_model, task, by_colour, tmp_path):
     with refused(KfacpackError, "unknown split 'dev'", "train, validation, test"):
-        evaluate(eye, task, head=by_colour, split="dev")
+        evaluate(colour_model, task, head=by_colour, split="dev")
     with refused(KfacpackError, "head", "classes", "colours"):
-        evaluate(eye, task, head=replace(by_colour, classes=("a", "b", "c")))
+        evaluate(colour_model, task, head=replace(by_colour, classes=("a", "b", "c")))
     with refused(KfacpackError, "examples 'some'"):
-        evaluate(eye, task, head=by_colour, examples="some")
-    blind = replace(eye, forward=lambda images: images.mean((2, 3)) / 0 * 0)
+        evaluate(colour_model, task, head=by_colour, examples="some")
+    nan_model = replace(colour_model, forward=lambda images: images.mean((2, 3)) / 0 * 0)
     with refused(KfacpackError, "colours, split 'test', examples 0 to 11: f contains NaN"):
-        evaluate(blind, task, head=by_colour)
+        evaluate(nan_model, task, head=by_colour)
 
 
 @pytest.mark.parametrize("labelled", [False, True])
-def test_texts_without_labels_are_refused(eye, by_colour, tmp_path, labelled):
+def test_texts_without_labels_are_refused(colour_model, by_colour, tmp_path, labelled):
     import datasets
 
     features = {"text": datasets.Value("string")}
@@ -110,7 +112,7 @@ def test_texts_without_labels_are_refused(eye, by_colour, tmp_path, labelled):
         data.to_parquet(tmp_path / f"{split}-00000-of-00001.parquet")
     words = "row 1: label -1 is not a class" if labelled else "words: unknown class names"
     with pytest.raises(KfacpackError, match=words):
-        evaluate(eye, load_task("words", tmp_path), head=by_colour)
+        evaluate(colour_model, load_task("words", tmp_path), head=by_colour)
 
 
 def test_a_model_and_a_task_may_be_named():

@@ -78,8 +78,8 @@ def test_progress_ends_at_its_total(model, regime, looks):
 def test_heads_can_be_replaced(model):
     vectors = pair(model, "linear")
     own = vectors[0].heads["one"]
-    blind = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
-    heads = {"one": blind, "two": kp.Head(blind.weight, blind.bias, TASKS["two"].classes, "prototypes")}
+    zero_head = kp.Head(torch.zeros_like(own.weight), own.bias, own.classes, own.origin)
+    heads = {"one": zero_head, "two": kp.Head(zero_head.weight, zero_head.bias, TASKS["two"].classes, "prototypes")}
     result = disentanglement(
         model, (EVALUATION_SETS["one"], EVALUATION_SETS["two"]), vectors, alphas=ALPHAS, heads=heads
     )

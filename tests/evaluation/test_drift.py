@@ -106,10 +106,10 @@ def test_blocks_that_share_a_projection_are_measured_on_their_rows():
     for row in result["layers"]:
         if row["block"] in spans:
             start, stop = spans[row["block"]]
-            kept = {name: torch.zeros_like(vector[name]) for name in ("attn.in_proj_weight", "attn.in_proj_bias")}
-            for name in kept:
-                kept[name][start:stop] = vector[name][start:stop]
-            assert row["measured"] == pytest.approx(brute_force(model, EVALUATION_SETS["two"], 5, kept), rel=1e-5)
+            tau = {name: torch.zeros_like(vector[name]) for name in ("attn.in_proj_weight", "attn.in_proj_bias")}
+            for name in tau:
+                tau[name][start:stop] = vector[name][start:stop]
+            assert row["measured"] == pytest.approx(brute_force(model, EVALUATION_SETS["two"], 5, tau), rel=1e-5)
 
 
 def test_nonlinear_vectors_are_measured_in_the_edited_model(model):

@@ -32,16 +32,16 @@ def test_by_brute_force(model, subjects, regime, keep):
     vector = random_vector(model, regime=regime, size=0.5)
     *targets, control = subjects
     progress = []
-    tell = lambda done, total: progress.append((done, total))  # noqa: E731
-    result = negate(model, targets, control, vector, ALPHAS, keep=keep, on_progress=tell)
+    on_progress = lambda done, total: progress.append((done, total))  # noqa: E731
+    result = negate(model, targets, control, vector, ALPHAS, keep=keep, on_progress=on_progress)
 
     def accuracy(subject, alpha, split):
         return score(model, subject.head, getattr(subject, split), vector=-alpha * vector).accuracy
 
     base = accuracy(control, 0.0, "validation")
-    borne = [alpha for alpha in (0.0, *ALPHAS) if accuracy(control, alpha, "validation") >= keep * base]
+    permitted = [alpha for alpha in (0.0, *ALPHAS) if accuracy(control, alpha, "validation") >= keep * base]
     left = lambda alpha: sum(max(accuracy(target, alpha, "validation"), 1 / 3) for target in targets)  # noqa: E731
-    alpha = min(borne, key=lambda alpha: round(left(alpha), 9))
+    alpha = min(permitted, key=lambda alpha: round(left(alpha), 9))
     assert (result["control"], result["keep"], list(result["tasks"])) == ("control", keep, ["one", "two"])
     for target in targets:
         before, after = accuracy(target, 0.0, "test"), accuracy(target, alpha, "test")

@@ -121,18 +121,21 @@ def test_progress_counts_every_pass(model, head):
     evaluation_set = EvaluationSet.of(ToyTask())
     for regime, passes in (("linear", 1), ("full", 3)):
         progress = []
-        vector, tell = random_vector(model, regime=regime), lambda *counts, progress=progress: progress.append(counts)
-        scores(model, head, evaluation_set, vector, [0, 1, 2], batch_size=20, on_progress=tell)
+        vector, on_progress = (
+            random_vector(model, regime=regime),
+            lambda *counts, progress=progress: progress.append(counts),
+        )
+        scores(model, head, evaluation_set, vector, [0, 1, 2], batch_size=20, on_progress=on_progress)
         assert progress[0] == (0, 30 * passes)
         assert progress[-1] == (30 * passes, 30 * passes)
         assert len(progress) == 1 + 2 * passes
 
 
 def test_another_f_is_refused(model, head, evaluation_set):
-    seen = model.function.model_copy(update={"detail": "of 64x64 pixels"})
+    function = model.function.model_copy(update={"detail": "of 64x64 pixels"})
     other = replace(model, function=model.function.model_copy(update={"detail": "of 96x96 pixels"}))
     for regime in ("linear", "full"):
-        vector = random_vector(model, regime=regime, function=seen)
+        vector = random_vector(model, regime=regime, function=function)
         with refused(kp.TaskVectorError, "different function f", "64x64", "96x96"):
             score(other, head, evaluation_set, vector=vector)
 

@@ -18,12 +18,12 @@ ARMS: list[tuple[str, dict[str, Any] | None, float]] = [
 HASH = "0123456789abcdef" * 4
 
 
-def make_sweep(tasks: list[str], loss: float, dice: random.Random) -> dict[str, Any]:
+def make_sweep(tasks: list[str], loss: float, generator: random.Random) -> dict[str, Any]:
     alphas = [round(0.1 * k, 1) for k in range(21)]
     width = 0.9 / (0.4 + 3 * loss)
     curves = {
         t: [
-            round(0.35 + 0.55 * math.exp(-(((a - 0.9) / width) ** 2)) - 0.3 * loss + dice.uniform(-0.03, 0.03), 6)
+            round(0.35 + 0.55 * math.exp(-(((a - 0.9) / width) ** 2)) - 0.3 * loss + generator.uniform(-0.03, 0.03), 6)
             for a in alphas
         ]
         for t in tasks
@@ -41,8 +41,8 @@ def make_disentanglement(a: str, b: str, loss: float) -> dict[str, Any]:
     return {"tasks": [a, b], "alphas": alphas, "xi": xi, "examples": {a: 500, b: 400}}
 
 
-def make_spread(centre: float, dice: random.Random, examples: int = 500) -> dict[str, Any]:
-    centre *= math.exp(dice.uniform(-0.5, 0.5))
+def make_spread(centre: float, generator: random.Random, examples: int = 500) -> dict[str, Any]:
+    centre *= math.exp(generator.uniform(-0.5, 0.5))
     return {
         "examples": examples,
         "mean": centre * 1.3,
@@ -50,23 +50,23 @@ def make_spread(centre: float, dice: random.Random, examples: int = 500) -> dict
     }
 
 
-def make_localisation(tasks: list[str], loss: float, dice: random.Random) -> dict[str, Any]:
+def make_localisation(tasks: list[str], loss: float, generator: random.Random) -> dict[str, Any]:
     vectors = {}
     for t in tasks:
         off = 0.9 * loss
         vectors[t] = {
-            "on": make_spread(1.0, dice),
-            "off": make_spread(off, dice),
-            "auroc": min(1.0, 0.99 - loss * dice.uniform(0.3, 1)),
-            "by_task": {u: make_spread(1.0 if u == t else off, dice) for u in tasks},
+            "on": make_spread(1.0, generator),
+            "off": make_spread(off, generator),
+            "auroc": min(1.0, 0.99 - loss * generator.uniform(0.3, 1)),
+            "by_task": {u: make_spread(1.0 if u == t else off, generator) for u in tasks},
         }
     return {"vectors": vectors, "auroc": sum(v["auroc"] for v in vectors.values()) / len(tasks)}
 
 
-def make_drift(tasks: list[str], loss: float, dice: random.Random) -> dict[str, Any]:
+def make_drift(tasks: list[str], loss: float, generator: random.Random) -> dict[str, Any]:
     def two(scale: float) -> dict[str, float]:
-        value = scale * math.exp(dice.uniform(-1, 1))
-        return {"predicted": value * math.exp(dice.uniform(-0.2, 0.2)), "measured": value}
+        value = scale * math.exp(generator.uniform(-1, 1))
+        return {"predicted": value * math.exp(generator.uniform(-0.2, 0.2)), "measured": value}
 
     blocks = [f"visual.blocks.{k}.mlp.weight" for k in range(4)]
     pairs = [{"vector": t, "task": u} | two(1.0 if t == u else 0.8 * loss) for t in tasks for u in tasks]
@@ -99,14 +99,14 @@ def make_spectra(blocks: int = 12) -> dict[str, Any]:
     return {"blocks": entries}
 
 
-def make_negation(tasks: list[str], control: str, dice: random.Random) -> dict[str, Any]:
+def make_negation(tasks: list[str], control: str, generator: random.Random) -> dict[str, Any]:
     results = {
         t: {
             "alpha": 0.8,
             "accuracy": 0.12,
             "before": 0.61,
             "chance": 0.1,
-            "removed": 0.9 + dice.uniform(-0.1, 0.08),
+            "removed": 0.9 + generator.uniform(-0.1, 0.08),
             "control": 0.58,
             "control_before": 0.6,
         }
@@ -117,12 +117,12 @@ def make_negation(tasks: list[str], control: str, dice: random.Random) -> dict[s
 
 
 def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], full: bool) -> dict[str, Any]:
-    dice = random.Random(f"{seed} {loss}")
-    individual = {t: round(0.94 - 0.02 * k / len(tasks) - dice.uniform(0, 0.02), 6) for k, t in enumerate(tasks)}
+    generator = random.Random(f"{seed} {loss}")
+    individual = {t: round(0.94 - 0.02 * k / len(tasks) - generator.uniform(0, 0.02), 6) for k, t in enumerate(tasks)}
 
     def added(extra: float) -> dict[str, Any]:
-        got = {t: max(base[t], individual[t] - extra * dice.uniform(0.7, 1.3)) for t in tasks}
-        scores = {t: {"accuracy": got[t], "normalized": got[t] / individual[t]} for t in tasks}
+        accuracies = {t: max(base[t], individual[t] - extra * generator.uniform(0.7, 1.3)) for t in tasks}
+        scores = {t: {"accuracy": accuracies[t], "normalized": accuracies[t] / individual[t]} for t in tasks}
         mean = {key: sum(e[key] for e in scores.values()) / len(tasks) for key in ("accuracy", "normalized")}
         return {"alpha": 1.0, "tasks": scores, "mean": mean}
 
@@ -130,12 +130,12 @@ def make_seed(seed: int, tasks: list[str], loss: float, base: dict[str, float], 
         "seed": seed,
         "individual": individual,
         "added": {"sum": added(loss), "ties": added(loss * 0.9)},
-        "sweep": make_sweep(tasks, loss, dice),
+        "sweep": make_sweep(tasks, loss, generator),
         "best": {"alpha": 0.9, "validation": 0.915 - loss, "test": 0.91 - loss},
-        "negation": make_negation(tasks, tasks[0], dice) if full else None,
+        "negation": make_negation(tasks, tasks[0], generator) if full else None,
         "disentanglement": [make_disentanglement(tasks[0], task, loss) for task in tasks[1:3]] if full else None,
-        "localisation": make_localisation(tasks, loss, dice) if full else None,
-        "drift": make_drift(tasks, loss, dice) if full else None,
+        "localisation": make_localisation(tasks, loss, generator) if full else None,
+        "drift": make_drift(tasks, loss, generator) if full else None,
     }
 
 

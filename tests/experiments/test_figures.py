@@ -60,9 +60,9 @@ assert "matplotlib.pyplot" not in sys.modules and "torch" not in sys.modules
     (tmp_path / "matplotlibrc").write_text("font.size: 40\nlines.linewidth: 9\n")
     subprocess.run([sys.executable, "-c", program, tmp_path], check=True, env=settings)
     for name in FIGURES:
-        here = render(FIGURES[name](data_of(name), theme="dark"), "svg")
-        assert (tmp_path / f"{name}.svg").read_bytes() == here
-        assert b"<dc:date>" not in here
+        figure = render(FIGURES[name](data_of(name), theme="dark"), "svg")
+        assert (tmp_path / f"{name}.svg").read_bytes() == figure
+        assert b"<dc:date>" not in figure
 
 
 @pytest.mark.parametrize("name", FIGURES)

@@ -46,8 +46,8 @@ def test_another_control_is_used_when_the_control_is_negated(tmp_path, option, d
     three = TEXT.replace("[faces, weaves]", "[faces, weaves, digits]")
     text = three.replace("control: faces", f"control: digits{option}")
     (trial, *_) = run_of(tmp_path, text).graph.arm_runs
-    kept = {task: stage.control for task, stage in trial.negated.items()}
-    assert kept == {"faces": "digits", "weaves": "digits", "digits": digits_keep}
+    controls = {task: stage.control for task, stage in trial.negated.items()}
+    assert controls == {"faces": "digits", "weaves": "digits", "digits": digits_keep}
 
 
 @pytest.mark.parametrize("penalty", ["kronecker, rule: tak", "kronecker, rule: optimal", "diagonal"])

@@ -134,13 +134,15 @@ def test_the_card_keeps_files_of_earlier_pushes(owner, artifacts):
     assert "model.safetensors" not in text
     raw = (artifacts / "large.kfac").read_bytes()
     header = 8 + int.from_bytes(raw[:8], "little")
-    read = owner.served(containing="/large/") + owner.served(containing="/resolve/")
-    assert read == header + len(weights) + len(card) < len(raw) / 20, "headers are enough, and the card"
+    downloaded = owner.served(containing="/large/") + owner.served(containing="/resolve/")
+    assert downloaded == header + len(weights) + len(card) < len(raw) / 20, "headers are enough, and the card"
 
 
 def test_the_users_own_text_and_metadata_are_kept(owner, artifacts):
-    mine = "---\nlanguage: en\nlicense: mit\ntags:\n- mine\nthumbnail: http://a/b.png\n---\n# My title\n\nBefore.\n"
-    owner.put("owner/repo", {"README.md": mine.encode()})
+    card_text = (
+        "---\nlanguage: en\nlicense: mit\ntags:\n- mine\nthumbnail: http://a/b.png\n---\n# My title\n\nBefore.\n"
+    )
+    owner.put("owner/repo", {"README.md": card_text.encode()})
     pushed(artifacts / "one.kfac", "owner/repo")
     first = card_of(owner)
     assert first.text.startswith("# My title\n\nBefore.\n")

@@ -151,17 +151,17 @@ def strided(w, x):
 
 
 class Written(nn.Module):
-    def __init__(self, how):
+    def __init__(self, function):
         super().__init__()
         self.w = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
-        self.how = how
+        self.function = function
 
     def forward(self, x):
-        return self.how(self.w, x)
+        return self.function(self.w, x)
 
 
 @pytest.mark.parametrize(
-    ("how", "tolerance"),
+    ("function", "tolerance"),
     [
         (written_into, 1e-9),
         (parts, 1e-9),
@@ -173,18 +173,18 @@ class Written(nn.Module):
         (strided, 1e-9),
     ],
 )
-def test_every_coding_style(how, tolerance):
-    assert_exact(seeded(lambda: Written(how)), vectors(5, 3), tolerance)
+def test_every_coding_style(function, tolerance):
+    assert_exact(seeded(lambda: Written(function)), vectors(5, 3), tolerance)
 
 
 def checkpointed(w, x):
     return (x @ w) + checkpoint(lambda h: (h @ w).square() / 2, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize("how", [with_a_custom_function, checkpointed])
-def test_custom_functions_and_checkpoints(how):
+@pytest.mark.parametrize("function", [with_a_custom_function, checkpointed])
+def test_custom_functions_and_checkpoints(function):
     """jvp supports neither, so the reference is the same network without them."""
-    model, plain = seeded(lambda: Written(how)), seeded(lambda: Written(lambda w, x: (x @ w) + (x @ w) ** 2 / 2))
+    model, plain = seeded(lambda: Written(function)), seeded(lambda: Written(lambda w, x: (x @ w) + (x @ w) ** 2 / 2))
     x = vectors(5, 3)
     assert_exact(plain, x)
     gradients = []

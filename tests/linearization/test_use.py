@@ -215,11 +215,11 @@ def test_half_precision_parameters_take_a_float32_tau():
 
 def test_tangents_are_freed_with_their_tensors():
     """Autograd keeps activations for the backward pass. Keeping their tangents as well would double the memory."""
-    kept = []
+    tangents = []
 
     class Watched(TangentMap):
         def put(self, tensor, tangent):
-            kept.append(weakref.ref(tangent))
+            tangents.append(weakref.ref(tangent))
             super().put(tensor, tangent)
 
     model = nn.Sequential(*[layer for _ in range(10) for layer in (nn.Linear(5, 5), nn.Tanh())]).double()
@@ -229,8 +229,8 @@ def test_tangents_are_freed_with_their_tensors():
         patch.setattr("kfacpack.linearization.linearize.TangentMap", Watched)
         point = lin.at(vectors(5), tau)
     gc.collect()
-    assert len(kept) >= 30
-    assert [reference() for reference in kept if reference() is not None] == [point.change]
+    assert len(tangents) >= 30
+    assert [reference() for reference in tangents if reference() is not None] == [point.change]
 
 
 @pytest.mark.parametrize(
@@ -261,13 +261,13 @@ class Cut(torch.autograd.Function):
 
 
 class Using(nn.Module):
-    def __init__(self, how):
+    def __init__(self, function):
         super().__init__()
         self.w = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
-        self.how = how
+        self.function = function
 
     def forward(self, x):
-        return self.how(x @ self.w)
+        return self.function(x @ self.w)
 
 
 def bag(h):
@@ -275,7 +275,7 @@ def bag(h):
 
 
 @pytest.mark.parametrize(
-    ("how", "message"),
+    ("function", "message"),
     [
         (lambda h: 2 * Cut.apply(h), "custom autograd function 'Cut'"),
         (Cut.apply, "custom autograd function 'Cut'"),
@@ -284,8 +284,8 @@ def bag(h):
         (lambda h: torch.complex(h, h).abs() + torch.view_as_real(torch.complex(h, h))[..., 0], "complex"),
     ],
 )
-def test_unsupported_operations_are_named(how, message):
-    model = Using(how)
+def test_unsupported_operations_are_named(function, message):
+    model = Using(function)
     lin = kp.linearize(model)
     with pytest.raises(kp.KfacpackError, match=message):
         lin(vectors(5), random_tau(lin))

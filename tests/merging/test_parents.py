@@ -115,12 +115,12 @@ def test_saving_caches_nothing(paths, tmp_path):
 
 @given(seed=seeds)
 def test_subtracting_a_task_equals_merging_without_it(seed):
-    everyone = tasks(seed)
-    everything = kp.merge(everyone)
-    for own in everyone:
+    curvatures = tasks(seed)
+    everything = kp.merge(curvatures)
+    for own in curvatures:
         task = own.about.source.task
-        others = kp.merge([other for other in everyone if other is not own])
-        for merged in (kp.merge([everything, own], without=task), kp.merge(everyone, without=task)):
+        others = kp.merge([other for other in curvatures if other is not own])
+        for merged in (kp.merge([everything, own], without=task), kp.merge(curvatures, without=task)):
             assert_same(merged, others)
             assert_same_parents(merged, others)
 

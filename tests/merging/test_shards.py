@@ -122,8 +122,8 @@ def test_a_task_from_shards_counts_as_one_task(net, sentences):
     # The task can be subtracted again as a whole.
     left = kp.merge([merged, kp.merge(halves, "shards")], without="toy")
     for ours, theirs in zip(left.blocks, other.blocks, strict=True):
-        for (_, matrix), (_, kept) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
-            torch.testing.assert_close(matrix.dense(), kept.dense(), rtol=1e-4, atol=1e-5)
+        for (_, matrix), (_, expected) in zip(ours.structure.matrices(), theirs.structure.matrices(), strict=True):
+            torch.testing.assert_close(matrix.dense(), expected.dense(), rtol=1e-4, atol=1e-5)
 
 
 def test_inputs_that_are_not_shards_of_one_task_are_rejected(net, sentences):

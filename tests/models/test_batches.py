@@ -67,28 +67,30 @@ def test_commands_write_the_same_bytes(folder, tmp_path):
     """An estimate and a training with a data penalty, with and without workers."""
     contents = {}
     for workers in (0, 2):
-        where = tmp_path / str(workers)
-        where.mkdir()
+        folder_of_workers = tmp_path / str(workers)
+        folder_of_workers.mkdir()
         data = ["--data", folder, "--workers", workers, "-q"]
-        how = ["--steps", 3, "--micro-batch-size", 2, "--lr", "1e-3", "--reg-data", "digits"]
+        options = ["--steps", 3, "--micro-batch-size", 2, "--lr", "1e-3", "--reg-data", "digits"]
         for line in (
-            ["estimate", "--task", "mine", *FEW, "-o", where / "t.kfac", *data],
-            ["train", "--task", "mine", *FEW, *how, "-o", where / "t.safetensors", *data],
+            ["estimate", "--task", "mine", *FEW, "-o", folder_of_workers / "t.kfac", *data],
+            ["train", "--task", "mine", *FEW, *options, "-o", folder_of_workers / "t.safetensors", *data],
         ):
             result = CliRunner().invoke(app, list(map(str, line)), catch_exceptions=False)
             assert result.exit_code == 0, result.stderr
-        contents[workers] = [(where / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")]
+        contents[workers] = [
+            (folder_of_workers / name).read_bytes() for name in ("t.kfac", "t.safetensors", "t.metrics.jsonl")
+        ]
     assert contents[0] == contents[2]
     assert not multiprocessing.active_children()
 
 
 def test_a_run_reads_images_in_the_requested_workers(folder, tmp_path, monkeypatch):
-    seen, read = tmp_path / "processes", LocalSplit.__getitem__
+    process_file, read_example = tmp_path / "processes", LocalSplit.__getitem__
 
     def record_process(split, index):
-        with seen.open("a") as file:
+        with process_file.open("a") as file:
             print(os.getpid(), file=file)
-        return read(split, index)
+        return read_example(split, index)
 
     monkeypatch.setattr(LocalSplit, "__getitem__", record_process)
     plan = tmp_path / "plan.yaml"
@@ -97,11 +99,11 @@ def test_a_run_reads_images_in_the_requested_workers(folder, tmp_path, monkeypat
         "model: {name: tiny, head: prototypes}\n"
     )
     for workers in (0, 1):
-        seen.unlink(missing_ok=True)
+        process_file.unlink(missing_ok=True)
         line = ["run", str(plan), "-o", str(tmp_path / "out"), "--dry-run", "--workers", str(workers)]
         result = CliRunner().invoke(app, line, catch_exceptions=False)
         assert result.exit_code == 0, result.stderr
-        others = set(seen.read_text().split()) - {str(os.getpid())}
+        others = set(process_file.read_text().split()) - {str(os.getpid())}
         assert bool(others) == bool(workers)
 
 

@@ -14,9 +14,9 @@ from kfacpack.models.families import load_model
 from kfacpack.models.weights import write_weights
 
 
-def edited(spec, **how):
+def edited(spec, **options):
     """Loads a model and adds noise to its weights."""
-    model = load_model(spec, **how)
+    model = load_model(spec, **options)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.module.parameters():

@@ -139,9 +139,9 @@ def test_prompt_style(name, recorded, style):
 def test_prompts_of_each_style():
     columns = {"premise": ["one"], "hypothesis": ["two"]}
     assert prompts(columns, "mnli", "t5") == ["mnli hypothesis: two premise: one"]
-    (asked,) = prompts(columns, "mnli@1/2", "flan")
-    assert asked.startswith("Text: one\n\nClaim: two\n\n")
-    assert "- inconclusive" in asked
+    (prompt,) = prompts(columns, "mnli@1/2", "flan")
+    assert prompt.startswith("Text: one\n\nClaim: two\n\n")
+    assert "- inconclusive" in prompt
     # A task without a template, and one with other columns, uses T5's form.
     assert prompts(columns, "mine", "flan") == ["mine premise: one hypothesis: two"]
     assert prompts({"text": ["one"]}, "mnli", "flan") == ["mnli text: one"]
@@ -163,10 +163,10 @@ def test_every_flan_prompt_fits_its_task(name):
     from kfacpack.tasks.registry import PUBLISHED
 
     task = PUBLISHED[name]
-    (asked,) = prompts({column: [f"<{column}>"] for column in task.inputs}, name, "flan")
-    assert all(f"<{column}>" in asked for column in task.inputs)
+    (prompt,) = prompts({column: [f"<{column}>"] for column in task.inputs}, name, "flan")
+    assert all(f"<{column}>" in prompt for column in task.inputs)
     assert len(FLAN_PROMPTS[name].answers) == task.classes
-    assert all(word in asked.lower() for word in FLAN_PROMPTS[name].answers.values())
+    assert all(word in prompt.lower() for word in FLAN_PROMPTS[name].answers.values())
 
 
 def test_no_two_flan_prompts_share_an_answer():

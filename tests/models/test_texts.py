@@ -27,9 +27,9 @@ def text_spec(request, t5_folder, bert_folder):
 def test_padding_does_not_change_f(text_spec, pairs):
     model = load_model(text_spec)
     together = model.forward(**model.prepare(pairs, "mnli"))
-    apart = torch.cat([model.forward(**model.prepare([pair], "mnli")) for pair in pairs])
+    separate = torch.cat([model.forward(**model.prepare([pair], "mnli")) for pair in pairs])
     assert together.shape == (2, model.function.width)
-    torch.testing.assert_close(together, apart)
+    torch.testing.assert_close(together, separate)
 
 
 def test_t5_gives_the_hidden_state_that_predicts_the_label(t5_folder, pairs):

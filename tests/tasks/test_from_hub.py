@@ -90,11 +90,11 @@ def test_a_published_task_is_downloaded_by_name(name, request, hub, disconnect, 
 
     run(*estimate, "-o", tmp_path / "again.kfac")
     assert len(hub.fetched()) == 1
-    asked = len(hub.log)
+    requests = len(hub.log)
     disconnect()
     run(*estimate, "-o", tmp_path / "cache.kfac")
     assert (tmp_path / "cache.kfac").read_bytes() == (tmp_path / "hub.kfac").read_bytes()
-    assert len(hub.log) == asked
+    assert len(hub.log) == requests
     assert "unknown split 'test'; expected one of train, validation. The Hub cannot be reached" in refusal(
         "--task", name, "--split", "test", "-o", tmp_path / "x.kfac"
     )
@@ -122,8 +122,8 @@ def own_pictures(folder, colour):
 @pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3"])
 def test_a_private_repository_at_a_revision(hub, log_in, disconnect, tmp_path, revision):  # noqa: F811
     hub.put("datasets/owner/mine", {f"data/train{SHARD}": own_pictures(tmp_path / "main", "red")}, private=True)
-    asked = {f"data/train{SHARD}": own_pictures(tmp_path / "asked", "blue")}
-    commit = hub.put("datasets/owner/mine", asked, revision)
+    files = {f"data/train{SHARD}": own_pictures(tmp_path / "requested", "blue")}
+    commit = hub.put("datasets/owner/mine", files, revision)
     log_in("owner")
     address = f"hf://datasets/owner/mine@{revision}"
     own = ("--columns", "image=shot,label=kind")
@@ -131,7 +131,7 @@ def test_a_private_repository_at_a_revision(hub, log_in, disconnect, tmp_path, r
     run(*estimate, address, "-o", tmp_path / "hub.kfac")
     source = kp.Bundle(tmp_path / "hub.kfac").manifest.source
     assert (source.task, source.dataset, source.revision) == ("mine", "owner/mine", commit)
-    run(*estimate, tmp_path / "asked", "-o", tmp_path / "folder.kfac")
+    run(*estimate, tmp_path / "requested", "-o", tmp_path / "folder.kfac")
     assert tensors(tmp_path / "hub.kfac") == tensors(tmp_path / "folder.kfac")
     assert not hub.leaked, "the token went to another host"
     disconnect()

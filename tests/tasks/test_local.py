@@ -85,18 +85,18 @@ def test_a_tenth_of_train_is_held_out_for_validation(tmp_path, count):
     task = load_task("mine", tmp_path)
     assert task.splits == ("train", "validation", "test")
     assert task.sizes == {"train": count - count // 10, "validation": count // 10, "test": 4}
-    train, held = task.split("train"), task.split("validation")
-    assert (len(train), len(held)) == (task.sizes["train"], task.sizes["validation"])
-    assert sorted(texts_of(train) + texts_of(held)) == list(range(count)), "every example is in exactly one split"
+    train, validation = task.split("train"), task.split("validation")
+    assert (len(train), len(validation)) == (task.sizes["train"], task.sizes["validation"])
+    assert sorted(texts_of(train) + texts_of(validation)) == list(range(count)), "every example is in exactly one split"
     assert texts_of(train) == sorted(texts_of(train))
-    assert texts_of(held) == texts_of(load_task("again", tmp_path).split("validation"))
-    for split in (train, held):
+    assert texts_of(validation) == texts_of(load_task("again", tmp_path).split("validation"))
+    for split in (train, validation):
         assert [split.label(k) for k in range(len(split))] == [number % 2 for number in texts_of(split)]
-    assert (train.source.split, held.source.split) == ("train", "validation")
+    assert (train.source.split, validation.source.split) == ("train", "validation")
     if count == 1000:
         # Every class is represented, whether examples are sorted by class or classes alternate.
-        assert all(sum(number // 100 == k for number in texts_of(held)) == 10 for k in range(10))
-        assert 30 < sum(number % 2 for number in texts_of(held)) < 70
+        assert all(sum(number // 100 == k for number in texts_of(validation)) == 10 for k in range(10))
+        assert 30 < sum(number % 2 for number in texts_of(validation)) < 70
 
 
 def test_no_more_than_five_thousand_are_held_out(tmp_path):
@@ -133,9 +133,9 @@ def test_errors_in_held_out_examples_name_the_row_in_the_file(tmp_path):
             named.add(str(caught.value).split(".png")[0][-1])
     assert named == set("0123456789")
     write(numbered(20).map(lambda row: {"text": None}), tmp_path / "holes")
-    held = load_task("mine", tmp_path / "holes").split("validation")
+    validation = load_task("mine", tmp_path / "holes").split("validation")
     with refused(KfacpackError, "split 'train', row 1", "'text' is null"):
-        held[1]
+        validation[1]
 
 
 def test_texts_keep_their_columns_and_order(tmp_path):

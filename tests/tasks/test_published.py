@@ -124,12 +124,14 @@ def test_the_hub_cache_gives_the_same_task_as_a_folder(copies, name, offline):
     cached(offline, name, copies[name])
     task, local = load_task(name), load_task(name, copies[name])
     assert (task.sizes, task.classes, task.templates) == (local.sizes, local.classes, local.templates)
-    cached_split, there = task.split("test"), local.split("test")
+    cached_split, local_split = task.split("test"), local.split("test")
     for row in range(3):
-        ours, theirs = ({key: _bytes(value) for key, value in split[row].items()} for split in (cached_split, there))
+        ours, theirs = (
+            {key: _bytes(value) for key, value in split[row].items()} for split in (cached_split, local_split)
+        )
         assert ours == theirs
     assert (cached_split.source.dataset, cached_split.source.revision) == (PUBLISHED[name].repository, COMMIT)
-    assert (there.source.dataset, there.source.revision) == (copies[name].name, None)
+    assert (local_split.source.dataset, local_split.source.revision) == (copies[name].name, None)
 
 
 def _bytes(value):
@@ -137,15 +139,15 @@ def _bytes(value):
 
 
 def test_only_the_files_of_a_split_are_downloaded(copies, offline, monkeypatch):
-    asked = []
-    there = DatasetRepository.file
-    monkeypatch.setattr(DatasetRepository, "file", lambda place, path: asked.append(path) or there(place, path))
+    downloaded = []
+    original = DatasetRepository.file
+    monkeypatch.setattr(DatasetRepository, "file", lambda place, path: downloaded.append(path) or original(place, path))
     cached(offline, "dtd", copies["dtd"])
     assert len(load_task("dtd").split("test")) == 6
-    assert set(asked) == {"data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"}
+    assert set(downloaded) == {"data/test-00000-of-00001.parquet", "data/train-00000-of-00001.parquet"}
     cached(offline, "gtsrb", copies["gtsrb"])
     _ = load_task("gtsrb").sizes
-    assert not any(corrupted in path for path in asked for corrupted in ("contrast", "spatter"))
+    assert not any(corrupted in path for path in downloaded for corrupted in ("contrast", "spatter"))
 
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - set(TASKS)))
@@ -316,9 +318,9 @@ def test_column_types_from_the_card(copies, tmp_path, name):
     assert (task.classes, task.sizes) == (whole.classes, whole.sizes)
     assert task.notices("tiny") == whole.notices("tiny")
     for split in ("train", "test"):
-        typed, there = task.split(split), whole.split(split)
-        assert [typed.label(row) for row in range(5)] == [there.label(row) for row in range(5)]
-        assert list(map(_bytes, typed[0].values())) == list(map(_bytes, there[0].values()))
+        typed, reference = task.split(split), whole.split(split)
+        assert [typed.label(row) for row in range(5)] == [reference.label(row) for row in range(5)]
+        assert list(map(_bytes, typed[0].values())) == list(map(_bytes, reference[0].values()))
 
 
 @pytest.mark.parametrize("text", ["", "---\nno: [\n---\n", "---\ndataset_info: 3\n---\n", "---\n- a\n---\n"])

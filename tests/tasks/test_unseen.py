@@ -55,10 +55,10 @@ def test_every_drawn_task_is_checked():
 def test_no_character_of_a_task_has_the_shape_of_one_in_pretraining(name):
     """Intersection over union of the ink: 1 for equal outlines; the largest value is 0.84, for ח and n."""
     characters, fonts = LETTERED[name]
-    seen = outlines((glyph.character, font) for glyph in GLYPHS for font in glyph.fonts)
+    pretraining_outlines = outlines((glyph.character, font) for glyph in GLYPHS for font in glyph.fonts)
     shown = outlines(product(characters.values(), fonts))
-    common = shown @ seen.T
-    overlap = common / (shown.sum(1)[:, None] + seen.sum(1)[None] - common)
+    common = shown @ pretraining_outlines.T
+    overlap = common / (shown.sum(1)[:, None] + pretraining_outlines.sum(1)[None] - common)
     assert overlap.max() < 0.9
 
 
@@ -134,7 +134,7 @@ def test_a_caption_matches_images_that_do_not_contradict_it():
     for picture, caption in product(range(64), range(64)):
         stated, shown = examples.stated[caption], examples.shown[picture]
         assert examples.true[picture, caption] == all(
-            fact in (UNSTATED, there) for fact, there in zip(stated, shown, strict=True)
+            fact in (UNSTATED, shown_fact) for fact, shown_fact in zip(stated, shown, strict=True)
         )
 
 

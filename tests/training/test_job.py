@@ -79,8 +79,8 @@ def test_gradient_accumulation_gives_the_same_vector(regime, micro_batch_size, t
 
 def test_a_penalty_reduces_the_drift_on_the_other_task(other, tmp_path):
     plain = job().run(tmp_path / "plain.safetensors")
-    held = job(regularizer=kp.Regularizer(other, 1000.0)).run(tmp_path / "held.safetensors")
-    assert float(other.quadratic(dict(held))) < 0.2 * float(other.quadratic(dict(plain)))
+    penalised = job(regularizer=kp.Regularizer(other, 1000.0)).run(tmp_path / "held.safetensors")
+    assert float(other.quadratic(dict(penalised))) < 0.2 * float(other.quadratic(dict(plain)))
     lines = [json.loads(line) for line in (tmp_path / "held.metrics.jsonl").read_text().splitlines()]
     assert lines[0]["penalty"] == 0
     assert lines[-1]["penalty"] > 0
@@ -190,19 +190,19 @@ def test_a_run_on_other_data_of_the_same_name_and_size_is_not_resumed(tmp_path):
     for wrong in (ToyTask(seed=1), Relabelled()):
         with refused(kp.KfacpackError, "t.safetensors.partial", "data_content = "):
             job(head=head, task=wrong).run(tmp_path / "t.safetensors", resume=True)
-    held, other = (DataPenalty([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
+    penalty, other = (DataPenalty([ToyTask("other", seed=seed)], 3.0, 10, 0) for seed in (5, 6))
     with pytest.raises(Interrupted):
-        job(data_penalty=held).run(tmp_path / "held.safetensors", stopped=lambda: True)
+        job(data_penalty=penalty).run(tmp_path / "held.safetensors", stopped=lambda: True)
     with refused(kp.KfacpackError, "held.safetensors.partial", "reg_data_content = {'other'"):
         job(data_penalty=other).run(tmp_path / "held.safetensors", resume=True)
-    job(data_penalty=held).run(tmp_path / "held.safetensors", resume=True)
+    job(data_penalty=penalty).run(tmp_path / "held.safetensors", resume=True)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
 def test_nan_or_inf_stops_training_and_keeps_the_last_stored_state(tmp_path, poison):
     settings, steps = replace(SETTINGS, steps=9), []
-    wild = job("full", settings)
-    learn = wild._add_loss_gradient
+    trainer = job("full", settings)
+    learn = trainer._add_loss_gradient
     words = {"loss": "the loss is nan", "gradient": "the gradient contains NaN", "f": "f contains NaN"}
 
     def fail(chosen, batch, state):
@@ -216,9 +216,11 @@ def test_nan_or_inf_stops_training_and_keeps_the_last_stored_state(tmp_path, poi
             learn(chosen, batch, state)
         return (float("nan") if poison == "loss" else lost), right
 
-    wild._add_loss_gradient = fail
+    trainer._add_loss_gradient = fail
     with refused(kp.KfacpackError, "step 6: ", words[poison], "smaller --lr"):
-        wild.run(tmp_path / "t.safetensors", every=0.0, on_progress=lambda metrics, total: steps.append(metrics.step))
+        trainer.run(
+            tmp_path / "t.safetensors", every=0.0, on_progress=lambda metrics, total: steps.append(metrics.step)
+        )
     assert not (tmp_path / "t.safetensors").exists()
     again = job("full", settings).run(tmp_path / "t.safetensors", resume=True)
     assert again.digest == job("full", settings).run(tmp_path / "whole.safetensors").digest
@@ -226,15 +228,15 @@ def test_nan_or_inf_stops_training_and_keeps_the_last_stored_state(tmp_path, poi
 
 def test_a_vector_that_overflows_at_its_last_step_is_not_written(tmp_path):
     settings, steps = replace(SETTINGS, steps=5), []
-    wild = job("full", settings)
+    trainer = job("full", settings)
 
     def note(metrics, total):
         steps.append(metrics.step)
         if metrics.step == 4:
-            wild.lr = 1e300  # still too large after the cosine decay, at the last step
+            trainer.lr = 1e300  # still too large after the cosine decay, at the last step
 
     with refused(kp.KfacpackError, "step 5: τ contains NaN", "kept", "smaller --lr"):
-        wild.run(tmp_path / "t.safetensors", every=0.0, on_progress=note)
+        trainer.run(tmp_path / "t.safetensors", every=0.0, on_progress=note)
     assert steps == [1, 2, 3, 4]
     assert not (tmp_path / "t.safetensors").exists()
     again = job("full", settings).run(tmp_path / "t.safetensors", resume=True)
@@ -361,8 +363,8 @@ def test_in_bfloat16_a_small_step_is_not_lost(regime, tmp_path):
     model = toy_model(dtype=torch.float32)
     cast = job(regime, model=model, autocast=torch.bfloat16).run(tmp_path / "cast.safetensors")
     plain = job(regime, model=model).run(tmp_path / "plain.safetensors")
-    apart = sum(float((cast[name] - plain[name]).square().sum()) for name in plain)
-    assert 0 < apart < 0.1 * sum(float(plain[name].square().sum()) for name in plain)
+    difference = sum(float((cast[name] - plain[name]).square().sum()) for name in plain)
+    assert 0 < difference < 0.1 * sum(float(plain[name].square().sum()) for name in plain)
     assert cast.about.tasks[0].training.settings["autocast"] == "bfloat16"
 
 

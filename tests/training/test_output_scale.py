@@ -121,13 +121,13 @@ def test_shards_have_the_scale_of_the_whole():
 def test_several_bundles_have_the_scale_of_their_merge():
     one, two = task_with("one", 1, 600.0, 20.0), task_with("two", 2, 300.0, 5.0)
     tau = random_tau(one, dtype=torch.float64)
-    apart = kp.Regularizer([one, two], 2.0)
+    separate = kp.Regularizer([one, two], 2.0)
     together = kp.Regularizer(kp.merge([one, two], "stack", weights=[1, 1]), 2.0)
-    assert apart.output_scale == together.output_scale == 12.5
-    torch.testing.assert_close(apart.value(tau), together.value(tau))
+    assert separate.output_scale == together.output_scale == 12.5
+    torch.testing.assert_close(separate.value(tau), together.value(tau))
     expected = 2.0 / 12.5 * (one.quadratic(tau) + two.quadratic(tau))
-    torch.testing.assert_close(apart.value(tau), expected)
-    assert apart.settings["output_scale"] == 12.5
+    torch.testing.assert_close(separate.value(tau), expected)
+    assert separate.settings["output_scale"] == 12.5
 
 
 def test_an_almost_constant_f_has_a_reference():

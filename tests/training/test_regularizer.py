@@ -349,8 +349,8 @@ def test_the_trained_task_is_subtracted_if_possible():
     torch.testing.assert_close(exact.value(tau), kp.Regularizer(others, 1.0).value(tau), rtol=1e-5, atol=0)
     untouched = kp.Regularizer(merged, 1.0, exclude_task="four")
     assert torch.equal(untouched.value(tau), kp.Regularizer(merged, 1.0).value(tau))
-    apart = kp.Regularizer(parts, 1.0, exclude_task="two")
-    assert apart.tasks == ("one", "three")
+    separate = kp.Regularizer(parts, 1.0, exclude_task="two")
+    assert separate.tasks == ("one", "three")
 
 
 def test_a_trained_task_that_cannot_be_subtracted_causes_a_warning():
@@ -358,8 +358,8 @@ def test_a_trained_task_that_cannot_be_subtracted_causes_a_warning():
     merged = kp.merge(parts)
     tau = random_tau(merged)
     with warned(OwnTaskWarning, "'one' itself", "contains 'one'"):
-        kept = kp.Regularizer(merged, 1.0, exclude_task="one")
-    assert torch.equal(kept.value(tau), kp.Regularizer(merged, 1.0).value(tau))
+        regularizer = kp.Regularizer(merged, 1.0, exclude_task="one")
+    assert torch.equal(regularizer.value(tau), kp.Regularizer(merged, 1.0).value(tau))
     with refused(kp.KfacpackError, "contain only 'one'", "no tasks to protect"):
         kp.Regularizer(parts[0], exclude_task="one")
     with warnings.catch_warnings():
