@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.units import human_bytes, human_seconds
+from kfacpack.format.vector_manifest import RegimeName
 
 from .console import loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
@@ -80,7 +82,65 @@ class ModelOutput:
             raise KfacpackError(f"{output}: the vector and the model must be different files")
 
 
-def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, quiet: bool) -> dict[str, Any]:
+class AddendOutput(TypedDict):
+    """A vector that is part of the result. Addends of addends are listed directly, not nested."""
+
+    sha256: str
+    """Digest of its file."""
+    coefficient: float
+    """Its factor in the result."""
+    tasks: list[str]
+
+
+class SavedModelOutput(TypedDict):
+    """The model that was saved with the vector added."""
+
+    path: str
+    load: str
+    """Command or call that loads the model."""
+    note: str | None
+    """Why its outputs differ from those of the vector as it was trained, if they do."""
+
+
+class VectorOutput(TypedDict):
+    """The file of a task vector."""
+
+    path: str
+    sha256: str
+    """Digest of the file."""
+    bytes: int
+    seconds: float
+    base: str
+    """Name of the base model."""
+    regime: RegimeName
+    tasks: list[str]
+    parameters: int
+    """Number of parameters that the vector changes."""
+    addends: list[AddendOutput]
+    model: SavedModelOutput | None
+    """The saved model; null without `--save-model`."""
+
+
+class AddOutput(VectorOutput):
+    """Output of `kfacpack add --json`."""
+
+    method: str
+    settings: dict[str, bool | int | float | str]
+    """Settings of the method, including defaults."""
+    scale: str
+    """What α means for this method."""
+    alphas: list[float]
+    """Factor of each vector."""
+
+
+class NegateOutput(VectorOutput):
+    """Output of `kfacpack negate --json`."""
+
+    alpha: float
+    """The result is -α τ."""
+
+
+def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, quiet: bool) -> VectorOutput:
     """Writes a vector and, if requested, the model with the vector added.
 
     Args:
@@ -117,7 +177,10 @@ def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, qui
         "regime": vector.regime,
         "tasks": list(vector.tasks),
         "parameters": len(vector),
-        "addends": [addend.model_dump(mode="json") for addend in vector.about.addends],
+        "addends": [
+            {"sha256": addend.sha256, "coefficient": addend.coefficient, "tasks": list(addend.tasks)}
+            for addend in vector.about.addends
+        ],
         "model": saved,
     }
 
@@ -137,7 +200,7 @@ def _load_base_model(tau: TaskVector, target: ModelOutput, *, show: bool) -> Mod
     return model
 
 
-def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet: bool) -> dict[str, Any]:
+def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet: bool) -> SavedModelOutput:
     tau.apply(model.module, in_place=True)
     model.checkpoint.save(path)
     note = LINEARISED_NOTE if tau.is_linear else None
@@ -227,8 +290,14 @@ def add(
     result = write(tau, output, target, show=not (quiet or as_json), quiet=quiet)
     if as_json:
         merge_method = METHODS[method].of(settings)
-        details: dict[str, Any] = {"method": method, "settings": merge_method.settings, "scale": merge_method.scale}
-        print_json({**details, "alphas": alphas * len(vectors) if len(alphas) == 1 else alphas, **result})
+        added: AddOutput = {
+            "method": method,
+            "settings": merge_method.settings,
+            "scale": merge_method.scale,
+            "alphas": alphas * len(vectors) if len(alphas) == 1 else alphas,
+            **result,
+        }
+        print_json(added)
 
 
 def negate(
@@ -253,4 +322,5 @@ def negate(
     target.check(output, [vector])
     result = write(-alpha * TaskVector.load(vector), output, target, show=not (quiet or as_json), quiet=quiet)
     if as_json:
-        print_json({"alpha": alpha, **result})
+        negated: NegateOutput = {"alpha": alpha, **result}
+        print_json(negated)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.format.reader import Bundle
@@ -20,6 +21,61 @@ if TYPE_CHECKING:
 
 
 COMPRESSION_PANEL = "Compression"
+
+
+class QuadraticErrorOutput(TypedDict):
+    """Relative errors of τᵀGτ."""
+
+    random: float
+    """On random task vectors."""
+    along: float
+    """On vectors along the curvature, τ ~ N(0, G)."""
+    vector: float | None
+    """On the vector of `--vector`; null without it."""
+
+
+class BlockCompressionOutput(TypedDict):
+    """Compression of one block."""
+
+    name: str
+    step: str | None
+    """The codecs that were applied; null if the block is unchanged."""
+    kept: list[str]
+    """Roles of the matrices that are unchanged, because the codec would not make them smaller."""
+    bytes: int
+    dense_bytes: int
+    """Bytes of the dense matrices in float32."""
+    ratio: float | None
+    """`bytes` divided by `dense_bytes`."""
+    frobenius: float
+    """Relative error of the block in the Frobenius norm."""
+    quadratic: QuadraticErrorOutput
+
+
+class CompressionOutput(TypedDict):
+    """Size and errors of a compression."""
+
+    dense_bytes: int
+    """Bytes of all dense matrices in float32."""
+    ratio: float
+    """Bytes of the file divided by `dense_bytes`."""
+    frobenius: float
+    """Relative error of G in the Frobenius norm."""
+    quadratic: QuadraticErrorOutput
+    blocks: list[BlockCompressionOutput]
+
+
+class CompressOutput(CompressionOutput):
+    """Output of `kfacpack compress --json`."""
+
+    path: str | None
+    """The file; null with `--dry-run`."""
+    sha256: str | None
+    """Digest of the file; null with `--dry-run`."""
+    bytes: int
+    """Size of the file."""
+    input_bytes: int
+    """Size of the file that was compressed."""
 
 
 def compress(
@@ -72,23 +128,29 @@ def compress(
         choice = choose_codecs(curvature, spec, budget, advance, with_vector=tau is not None)
     with steps_bar("compressing", show=show) as advance:
         compressed, report = compress_with(curvature, choice, vector=tau, on_progress=advance)
-    file: dict[str, Any] = {"path": None, "sha256": None, "bytes": file_size(compressed)}
+    path, digest, size = None, None, file_size(compressed)
     if output is not None and not dry_run:
         compressed.save(output)
-        file = {"path": str(output), "sha256": Bundle(output).digest, "bytes": output.stat().st_size}
+        path, digest, size = str(output), Bundle(output).digest, output.stat().st_size
     if as_json:
-        print_json({**file, "input_bytes": source.nbytes, **report_json(report, file["bytes"])})
+        result: CompressOutput = {
+            "path": path,
+            "sha256": digest,
+            "bytes": size,
+            "input_bytes": source.nbytes,
+            **report_json(report, size),
+        }
+        print_json(result)
     elif show:
         if blocks:
             _print_blocks(report)
-        action = "would be" if file["path"] is None else f"wrote {output}:"
-        sizes = f"{human_bytes(file['bytes'])}, from {human_bytes(source.nbytes)}"
-        print_report(report, f"{action} {sizes}", file["bytes"])
-        if file["path"] is not None:
+        action = "would be" if path is None else f"wrote {output}:"
+        print_report(report, f"{action} {human_bytes(size)}, from {human_bytes(source.nbytes)}", size)
+        if path is not None:
             print_next("train", *model_arguments(curvature.about.base), "--task", "TASK", "--reg", output)
 
 
-def report_json(report: CompressionReport, size: int) -> dict[str, Any]:
+def report_json(report: CompressionReport, size: int) -> CompressionOutput:
     """Returns a compression report as JSON.
 
     Args:
@@ -104,7 +166,7 @@ def report_json(report: CompressionReport, size: int) -> dict[str, Any]:
     }
 
 
-def _block_json(block: BlockCompressionReport) -> dict[str, Any]:
+def _block_json(block: BlockCompressionReport) -> BlockCompressionOutput:
     return {
         "name": block.name,
         "step": block.step,
@@ -117,7 +179,7 @@ def _block_json(block: BlockCompressionReport) -> dict[str, Any]:
     }
 
 
-def _quadratic_json(report: CompressionReport | BlockCompressionReport) -> dict[str, float | None]:
+def _quadratic_json(report: CompressionReport | BlockCompressionReport) -> QuadraticErrorOutput:
     from kfacpack.compression.compression_report import relative_error
 
     moments = report.moments

@@ -8,13 +8,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from typing_extensions import NotRequired, TypedDict
+
 from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import EstimateStructure, Fisher, FloatType, Probe, Sharing
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.models.prompts import PromptStyle
 
-from .compress import print_report, report_json
+from .compress import CompressionOutput, print_report, report_json
 from .console import (
     examples_bar,
     loading,
@@ -146,6 +148,26 @@ def estimate(
         _run(run, output or default_output(task, ".kfac"), resume, show=show, as_json=as_json)
 
 
+class EstimateOutput(TypedDict):
+    """Output of `kfacpack estimate --json`. With `--dry-run`, it is a forecast instead."""
+
+    path: str
+    sha256: str
+    """Digest of the bundle."""
+    bytes: int
+    blocks: int
+    """Number of blocks."""
+    parameters: int
+    """Number of parameters that the bundle covers."""
+    examples: int
+    """Number of examples that were used."""
+    dataset_size: int
+    """Number of examples in the split, which `kfacpack merge` uses as the weight."""
+    seconds: float
+    compression: NotRequired[CompressionOutput]
+    """Errors of the compression; only with `--compress`."""
+
+
 def _parse_shard(shard: str | None) -> tuple[int, int]:
     if shard is None:
         return 1, 1
@@ -171,19 +193,19 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
         return
     seconds, bundle = time.perf_counter() - start, Bundle(output)
     if as_json:
-        print_json(
-            {
-                "path": str(output),
-                "sha256": bundle.digest,
-                "bytes": bundle.nbytes,
-                "blocks": len(curvature.blocks),
-                "parameters": len(curvature.parameters),
-                "examples": len(run.indices),
-                "dataset_size": len(run.split),
-                "seconds": seconds,
-                **({"compression": report_json(run.report, bundle.nbytes)} if run.report else {}),
-            }
-        )
+        result: EstimateOutput = {
+            "path": str(output),
+            "sha256": bundle.digest,
+            "bytes": bundle.nbytes,
+            "blocks": len(curvature.blocks),
+            "parameters": len(curvature.parameters),
+            "examples": len(run.indices),
+            "dataset_size": len(run.split),
+            "seconds": seconds,
+        }
+        if run.report:
+            result["compression"] = report_json(run.report, bundle.nbytes)
+        print_json(result)
     elif show:
         size = f"{len(curvature.blocks)} blocks, {human_bytes(bundle.nbytes)}"
         print_line(f"wrote {output}: {size}, from {len(run.indices)} examples in {human_seconds(seconds)}")

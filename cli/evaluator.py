@@ -20,7 +20,16 @@ from .console import examples_bar, name_cell, out, percent, plain_table, print_l
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet, Score
-    from kfacpack.evaluation.sweep import SelectionTask
+    from kfacpack.evaluation.negation import NegationOutput
+    from kfacpack.evaluation.sweep import (
+        AlphaEvaluation,
+        ChoiceOutput,
+        ChosenAlpha,
+        Evaluation,
+        SelectionTask,
+        SweepBest,
+        SweepOutput,
+    )
     from kfacpack.models.heads import Head
     from kfacpack.models.model import Model
     from kfacpack.tasks.task import Task
@@ -137,7 +146,7 @@ def _split_columns(names: Sequence[str]) -> list[list[str]]:
 class EvaluationOutput:
     """The result of an evaluation: as JSON, as rows of a CSV file, and as a function that prints tables."""
 
-    as_json: dict[str, Any]
+    as_json: Evaluation | SweepOutput | ChoiceOutput | NegationOutput
     rows: list[list[Any]]
     print: Callable[[], None]
 
@@ -208,12 +217,9 @@ class Evaluator:
         if len(alphas) == 1:
             return EvaluationOutput(results[0], rows, lambda: print_result(results[0]))
         index = best(alphas, list(scores.values()))
-        best_result = {"alpha": alphas[index], "split": split, "mean": results[index]["mean"]}
-        return EvaluationOutput(
-            {"sweep": _by_alpha(results, alphas), "best": best_result},
-            rows,
-            lambda: print_sweep(alphas, results, index, split),
-        )
+        best_result: SweepBest = {"alpha": alphas[index], "split": split, "mean": results[index]["mean"]}
+        output: SweepOutput = {"sweep": _by_alpha(results, alphas), "best": best_result}
+        return EvaluationOutput(output, rows, lambda: print_sweep(alphas, results, index, split))
 
     def choice(
         self,
@@ -237,7 +243,7 @@ class Evaluator:
         heads = {task.name: task.head for task in tasks}
         on_validation = _as_results(choice.validation, {}, heads)
         on_test = evaluation_result(choice.test, individual, _origins(heads))
-        best = {
+        best: ChosenAlpha = {
             "alpha": choice.alpha,
             "validation": on_validation[alphas.index(choice.alpha)]["mean"]["accuracy"],
             "test": mean(list(choice.test.values())),
@@ -252,7 +258,7 @@ class Evaluator:
             print_result(on_test)
 
         rows = [*_all_rows(on_validation, "validation", alphas), *csv_rows(on_test, "test", choice.alpha)]
-        result = {**on_test, "best": best, "validation": {"sweep": _by_alpha(on_validation, alphas)}}
+        result: ChoiceOutput = {**on_test, "best": best, "validation": {"sweep": _by_alpha(on_validation, alphas)}}
         return EvaluationOutput(result, rows, show)
 
     def negation(
@@ -275,10 +281,13 @@ class Evaluator:
         rows: list[list[Any]] = []
         for task in tasks:
             entry = negation["tasks"].get(task.name) or next(iter(negation["tasks"].values()))
-            keys = ("before", "accuracy") if task is not control else ("control_before", "control")
-            for key, alpha in zip(keys, (0.0, 0.0 - entry["alpha"]), strict=True):
-                rows.append([task.name, "test", alpha, entry[key], None, len(task.test.numbers), task.head.origin])
-        return EvaluationOutput({"negation": negation}, rows, lambda: print_negation(negation))
+            accuracies = entry["before"], entry["accuracy"]
+            if task is control:
+                accuracies = entry["control_before"], entry["control"]
+            for accuracy, alpha in zip(accuracies, (0.0, 0.0 - entry["alpha"]), strict=True):
+                rows.append([task.name, "test", alpha, accuracy, None, len(task.test.numbers), task.head.origin])
+        output: NegationOutput = {"negation": negation}
+        return EvaluationOutput(output, rows, lambda: print_negation(negation))
 
     def _scores(
         self, name: str, head: Head, examples: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float]
@@ -295,7 +304,7 @@ def _origins(heads: Mapping[str, Head]) -> dict[str, str]:
 
 def _as_results(
     scores: Mapping[str, Sequence[Score]], individual: Mapping[str, float], heads: Mapping[str, Head]
-) -> list[dict[str, Any]]:
+) -> list[Evaluation]:
     """Converts the scores of each task at every α to one result per α."""
     from kfacpack.evaluation.sweep import evaluation_result
 
@@ -306,9 +315,9 @@ def _as_results(
     ]
 
 
-def _by_alpha(results: Sequence[dict[str, Any]], alphas: Sequence[float]) -> list[dict[str, Any]]:
+def _by_alpha(results: Sequence[Evaluation], alphas: Sequence[float]) -> list[AlphaEvaluation]:
     return [{"alpha": alpha, **result} for alpha, result in zip(alphas, results, strict=True)]
 
 
-def _all_rows(results: Sequence[dict[str, Any]], split: str, alphas: Sequence[float | None]) -> list[list[Any]]:
+def _all_rows(results: Sequence[Evaluation], split: str, alphas: Sequence[float | None]) -> list[list[Any]]:
     return [row for alpha, result in zip(alphas, results, strict=True) for row in csv_rows(result, split, alpha)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from typing_extensions import TypedDict
 
 from kfacpack._compat import require
 from kfacpack.errors import KfacpackError
@@ -38,6 +39,39 @@ if TYPE_CHECKING:
 
 SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_kept")
 """Keys of the summary whose values are fractions."""
+
+
+class PlannedStageOutput(TypedDict):
+    """A stage of a plan."""
+
+    stage: str
+    """Kind and name, such as estimate/digits."""
+    done: bool
+    """Whether its output exists already."""
+    seconds: float | None
+    """Estimated time; null if it is done."""
+    command: str | None
+    """The command that writes the same file; null if there is none."""
+
+
+class RunForecastOutput(TypedDict):
+    """Output of `kfacpack run --dry-run --json`."""
+
+    stages: list[PlannedStageOutput]
+    seconds: float
+    """Estimated time of all stages that are not done."""
+
+
+class ReportOutput(TypedDict):
+    """Output of `kfacpack report --json`."""
+
+    page: str
+    bytes: int
+    """Size of the page."""
+    numbers: str
+    """JSON file with the numbers of the page."""
+    figures: list[str]
+    """SVG files of the figures; each exists as PNG as well."""
 
 
 def run(
@@ -145,7 +179,7 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
     pending = planned.pending()
     seconds = planned.forecast()
     if as_json:
-        stages = [
+        stages: list[PlannedStageOutput] = [
             {
                 "stage": f"{stage.kind}/{stage.name}",
                 "done": stage.done,
@@ -154,7 +188,8 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
             }
             for stage in planned.stages
         ]
-        print_json({"stages": stages, "seconds": sum(seconds.values())})
+        output: RunForecastOutput = {"stages": stages, "seconds": sum(seconds.values())}
+        print_json(output)
         return
     for stage in pending:
         print_line(f"{stage.kind}/{stage.name}  about {human_seconds(seconds[stage.key])}")
@@ -201,7 +236,13 @@ def report(
     files = [picture["file"] for section in content["sections"] for picture in section["pictures"]]
     if as_json:
         figures = [str(page.parent / "figures" / f"{file}.svg") for file in files]
-        print_json({"page": str(page), "bytes": page.stat().st_size, "numbers": str(numbers), "figures": figures})
+        result: ReportOutput = {
+            "page": str(page),
+            "bytes": page.stat().st_size,
+            "numbers": str(numbers),
+            "figures": figures,
+        }
+        print_json(result)
     elif show:
         size = human_bytes(page.stat().st_size)
         print_line(f"wrote {page}: {size}, with {len(files)} figures; its numbers are in {numbers}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import typer
+from typing_extensions import TypedDict
 
 from kfacpack.format.manifest import Fisher, FloatType
 from kfacpack.format.reader import Bundle
@@ -29,6 +30,17 @@ from .options import (
     option,
     output_option,
 )
+
+
+class ExportOutput(TypedDict):
+    """Output of `kfacpack export --json`."""
+
+    path: str
+    bytes: int
+    dtype: FloatType
+    """Dtype of the matrices."""
+    blocks: int
+    """Number of blocks."""
 
 
 def export(
@@ -56,7 +68,13 @@ def export(
         write(curvature, output, dtype=dtype, on_progress=advance)
     size = output.stat().st_size
     if as_json:
-        print_json({"path": str(output), "bytes": size, "dtype": dtype, "blocks": len(curvature.blocks)})
+        result: ExportOutput = {
+            "path": str(output),
+            "bytes": size,
+            "dtype": dtype,
+            "blocks": len(curvature.blocks),
+        }
+        print_json(result)
     elif show:
         blocks = f"{len(curvature.blocks)} blocks, dense, {dtype}"
         print_line(f"wrote {output}: {blocks}, {human_bytes(size)}, from {human_bytes(source.nbytes)}")
@@ -65,6 +83,35 @@ def export(
 
 FACTORS_PANEL = "Factors"
 ImportLayout = Literal["mammoth"]
+
+
+class LeftOutOutput(TypedDict):
+    """A part of the published files that was not imported."""
+
+    what: str
+    why: str
+
+
+class ImportOutput(TypedDict):
+    """Output of `kfacpack import --json`."""
+
+    path: str
+    sha256: str
+    """Digest of the bundle."""
+    bytes: int
+    task: str
+    files: list[str]
+    """The files that were read."""
+    blocks: int
+    """Number of blocks."""
+    parameters: int
+    """Number of parameters that the bundle covers."""
+    examples: int
+    positions: int
+    """Number of positions of the layers that process every token."""
+    weights_compared: bool
+    """Whether the factors show that they were computed at the model's weights."""
+    left_out: list[LeftOutOutput]
 
 
 def import_(
@@ -147,21 +194,20 @@ def import_(
         )
     bundle = Bundle(output)
     if as_json:
-        print_json(
-            {
-                "path": str(output),
-                "sha256": bundle.digest,
-                "bytes": bundle.nbytes,
-                "task": imported.task,
-                "files": list(imported.files),
-                "blocks": imported.blocks,
-                "parameters": imported.parameters,
-                "examples": imported.examples,
-                "positions": imported.positions,
-                "weights_compared": imported.weights_compared,
-                "left_out": [{"what": what, "why": why} for what, why in imported.left_out],
-            }
-        )
+        result: ImportOutput = {
+            "path": str(output),
+            "sha256": bundle.digest,
+            "bytes": bundle.nbytes,
+            "task": imported.task,
+            "files": list(imported.files),
+            "blocks": imported.blocks,
+            "parameters": imported.parameters,
+            "examples": imported.examples,
+            "positions": imported.positions,
+            "weights_compared": imported.weights_compared,
+            "left_out": [{"what": what, "why": why} for what, why in imported.left_out],
+        }
+        print_json(result)
     elif show:
         size = f"{imported.blocks} blocks, {human_bytes(bundle.nbytes)}, from {imported.examples} examples"
         print_line(f"wrote {output}: {imported.task} of {loaded_model.name}: {size}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from rich.panel import Panel
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError, VerificationError, printable
 from kfacpack.format.reference import Reference
@@ -29,6 +30,7 @@ from .options import AS_JSON, QUIET, RUN_PANEL, option, output_option
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kfacpack.hub.artifacts import Artifact
     from kfacpack.hub.push import PushResult
     from kfacpack.hub.repository import RepositoryFile
 
@@ -36,6 +38,88 @@ if TYPE_CHECKING:
 REPOSITORY_PANEL, CARD_PANEL, FILTER_PANEL = "Repository", "Card", "Filters"
 MAX_TASKS = 8
 """Number of tasks per file that are printed."""
+
+
+class ArtifactOutput(TypedDict):
+    """A bundle or task vector."""
+
+    name: str
+    """File name in the repository."""
+    kind: Literal["bundle", "vector"]
+    bytes: int
+    sha256: str
+    """Digest of the file."""
+    base: str
+    """Name of the base model."""
+    tasks: list[str]
+
+
+class PushedFileOutput(ArtifactOutput):
+    """A file of a push."""
+
+    sent: bool
+    """Whether it was uploaded, or would be; false if the repository has the same file already."""
+
+
+class PulledFileOutput(ArtifactOutput):
+    """A file that was downloaded."""
+
+    reference: str
+    """Where it was downloaded from, hf://OWNER/REPO@REVISION/FILE."""
+    path: str
+
+
+class PushOutput(TypedDict):
+    """Output of `kfacpack push --json`."""
+
+    repository: str
+    revision: str | None
+    """The branch; null for main."""
+    created: bool
+    """Whether the repository is new."""
+    commit: str | None
+    """The commit; null if nothing was uploaded."""
+    files: list[PushedFileOutput]
+    card_changed: bool
+    """Whether the card differs from the one on the Hub."""
+    card: str
+    """Text of the card, README.md."""
+
+
+class PullOutput(TypedDict):
+    """Output of `kfacpack pull --json`."""
+
+    files: list[PulledFileOutput]
+
+
+class HubFileOutput(TypedDict):
+    """A file in a repository."""
+
+    name: str
+    bytes: int
+
+
+class ListingOutput(TypedDict):
+    """Output of `kfacpack pull --list --json`."""
+
+    repository: str
+    files: list[HubFileOutput]
+
+
+class RepositoryOutput(TypedDict):
+    """A repository that was found."""
+
+    repository: str
+    base_models: list[str]
+    tasks: list[str]
+    downloads: int
+    files: list[HubFileOutput]
+
+
+class SearchOutput(TypedDict):
+    """Output of `kfacpack search --json`."""
+
+    repositories: list[RepositoryOutput]
 
 
 def push(
@@ -111,13 +195,24 @@ def push(
         _print_push(result, dry_run)
 
 
-def _push_json(result: PushResult) -> dict[str, Any]:
+def _artifact_json(item: Artifact) -> ArtifactOutput:
+    return {
+        "name": item.name,
+        "kind": item.kind,
+        "bytes": item.file.nbytes,
+        "sha256": item.file.digest,
+        "base": item.base.name,
+        "tasks": list(item.tasks),
+    }
+
+
+def _push_json(result: PushResult) -> PushOutput:
     return {
         "repository": result.repository,
         "revision": result.revision,
         "created": result.creates,
         "commit": result.commit,
-        "files": [{**file.item.as_json(), "sent": not file.unchanged} for file in result.files],
+        "files": [{**_artifact_json(file.item), "sent": not file.unchanged} for file in result.files],
         "card_changed": result.card_changed,
         "card": result.card,
     }
@@ -176,8 +271,11 @@ def pull(
         show_error(f"{error}. The file was not saved")
         raise typer.Exit(1) from error
     if as_json:
-        listed = [{"reference": str(file.reference), "path": str(file.path), **file.item.as_json()} for file in pulled]
-        print_json({"files": listed})
+        listed: list[PulledFileOutput] = [
+            {"reference": str(file.reference), "path": str(file.path), **_artifact_json(file.item)} for file in pulled
+        ]
+        result: PullOutput = {"files": listed}
+        print_json(result)
     elif show:
         for file in pulled:
             title = Text(printable(f"{file.path}: {file.item.kind}"))
@@ -192,7 +290,8 @@ def _list_files(repository: str, *, as_json: bool) -> None:
     name, revision = parse_repository(repository)
     files = inspect_repository(name, revision).candidates
     if as_json:
-        print_json({"repository": name, "files": _files_json(files)})
+        listing: ListingOutput = {"repository": name, "files": _files_json(files)}
+        print_json(listing)
         return
     if not files:
         raise KfacpackError(f"{printable(repository)}: contains no .kfac or .safetensors files")
@@ -202,7 +301,7 @@ def _list_files(repository: str, *, as_json: bool) -> None:
     out.print(table)
 
 
-def _files_json(files: Iterable[RepositoryFile]) -> list[dict[str, Any]]:
+def _files_json(files: Iterable[RepositoryFile]) -> list[HubFileOutput]:
     return [{"name": file.name, "bytes": file.nbytes} for file in files]
 
 
@@ -224,7 +323,7 @@ def search(
 
     repositories = search_hub(base_model=base_model, task=task, author=author, limit=limit)
     if as_json:
-        listed = [
+        listed: list[RepositoryOutput] = [
             {
                 "repository": repository.repository,
                 "base_models": list(repository.bases),
@@ -234,7 +333,8 @@ def search(
             }
             for repository in repositories
         ]
-        print_json({"repositories": listed})
+        result: SearchOutput = {"repositories": listed}
+        print_json(result)
         return
     if not repositories:
         print_line("no repositories found; try fewer filters")

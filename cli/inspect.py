@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.panel import Panel
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from kfacpack.curvature.verification import verify as verify_bundle
 from kfacpack.errors import KfacpackError, abbreviate, printable
 from kfacpack.format.identity import weights_of_file
-from kfacpack.format.reader import Bundle
+from kfacpack.format.reader import Bundle, CheckResult
 from kfacpack.format.reference import header_of, locate
 from kfacpack.format.schema import LAYOUTS
 from kfacpack.format.units import human_bytes
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from kfacpack.curvature.verification import Verification
     from kfacpack.format.manifest import DenseEntry, FloatType, KroneckerEntry, Manifest
-    from kfacpack.format.reader import CheckResult
 
     AnyBlockEntry = KroneckerEntry | DenseEntry
 
@@ -59,7 +58,22 @@ def inspect(
         _print_kinds(opened)
 
 
-def _as_json(bundle: Bundle) -> dict[str, Any]:
+class InspectOutput(TypedDict):
+    """Output of `kfacpack inspect --json`."""
+
+    path: str
+    sha256: str
+    """Digest of the bundle."""
+    bytes: int
+    dense_bytes: int
+    """Bytes of the dense matrices in float32."""
+    weights: int
+    """Number of weights that the bundle covers."""
+    manifest: dict[str, Any]
+    """The manifest as it is stored in the file. The file format has a JSON Schema for it."""
+
+
+def _as_json(bundle: Bundle) -> InspectOutput:
     return {
         "path": str(bundle.path),
         "sha256": bundle.digest,
@@ -139,6 +153,64 @@ MAX_FAILURES = 5
 """Number of failures per check that are printed."""
 
 
+class FailureOutput(TypedDict):
+    """One item that failed a check."""
+
+    subject: str
+    """The item, such as a tensor or a parameter."""
+    problem: str
+
+
+class CheckOutput(TypedDict):
+    """One check over all items of a file."""
+
+    name: str
+    checked: int
+    """Number of items that were checked."""
+    failures: list[FailureOutput]
+    exempt: int
+    """Number of items that the check does not apply to."""
+
+
+class VerifiedBundleOutput(TypedDict):
+    """The checks of one bundle."""
+
+    holds: bool
+    """Whether no check failed."""
+    path: str
+    sha256: str
+    """Digest of the bundle."""
+    checks: list[CheckOutput]
+
+
+class UnreadableOutput(TypedDict):
+    """A file that is not a bundle."""
+
+    path: str
+    error: str
+
+
+class VerifyOutput(TypedDict):
+    """Output of `kfacpack verify --json`."""
+
+    bundles: list[VerifiedBundleOutput]
+    unreadable: list[UnreadableOutput]
+
+
+def _check_json(check: CheckResult) -> CheckOutput:
+    return {
+        "name": check.name,
+        "checked": check.checked,
+        "failures": [{"subject": failure.subject, "problem": failure.problem} for failure in check.failures],
+        "exempt": check.exempt,
+    }
+
+
+def _verified_json(result: Verification) -> VerifiedBundleOutput:
+    checks = list(map(_check_json, result.checks))
+    return {"holds": result.holds, "path": result.path, "sha256": result.sha256, "checks": checks}
+
+
 def verify(
     bundles: list[File] = typer.Argument(..., metavar="FILE.kfac...", help="Bundles to check."),
     model: str | None = option(
@@ -161,7 +233,7 @@ def verify(
         raise KfacpackError("--weights and --image-size need a model; give it with --model")
     bases = BaseModels(model, weights, image_size)
     verified: list[Verification] = []
-    unreadable: list[dict[str, str]] = []
+    unreadable: list[UnreadableOutput] = []
     for path in bundles:
         try:
             manifest = Bundle(path).manifest
@@ -175,8 +247,8 @@ def verify(
         if not as_json:
             _print_result(result, model, quiet)
     if as_json:
-        results = [{"holds": result.holds, **asdict(result)} for result in verified]
-        print_json({"bundles": results, "unreadable": unreadable})
+        output: VerifyOutput = {"bundles": list(map(_verified_json, verified)), "unreadable": unreadable}
+        print_json(output)
     if unreadable:
         raise typer.Exit(2)
     if not all(result.holds for result in verified):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.format.reader import Bundle
@@ -88,8 +89,25 @@ def merge(
     seconds, bundle, about = time.perf_counter() - start, Bundle(output), merged.curvature.about
     assert about.merge is not None
     if as_json:
-        file = {"path": str(output), "sha256": bundle.digest, "bytes": bundle.nbytes, "seconds": seconds}
-        print_json({**file, **about.merge.model_dump(mode="json"), **_report_json(merged.report)})
+        result: MergeOutput = {
+            "path": str(output),
+            "sha256": bundle.digest,
+            "bytes": bundle.nbytes,
+            "seconds": seconds,
+            "rule": about.merge.rule,
+            "rank": about.merge.rank,
+            "parents": [
+                {
+                    "sha256": parent.sha256,
+                    "weight": parent.weight,
+                    "task": parent.task,
+                    "dataset_size": parent.dataset_size,
+                }
+                for parent in about.merge.parents
+            ],
+            **_report_json(merged.report),
+        }
+        print_json(result)
     elif show:
         if blocks:
             _print_blocks(merged.report)
@@ -115,12 +133,63 @@ def _describe(merge: Merge) -> str:
     return f"{merge.rule}{rank} of {parents}"
 
 
-def _report_json(report: MergeReport) -> dict[str, Any]:
-    def errors(block: BlockMergeReport) -> dict[str, Any]:
+class MergeErrorsOutput(TypedDict):
+    """Relative errors in the Frobenius norm."""
+
+    frobenius: float | None
+    """The approximation error; null if it is unknown, because a task was subtracted."""
+    bound: float | None
+    """The paper's bound on the error; null if the merge is exact or the error is unknown."""
+
+
+class BlockMergeOutput(MergeErrorsOutput):
+    """Errors of one block."""
+
+    name: str
+    terms: int
+    """Number of terms of all inputs together."""
+    missing: list[str]
+    """Inputs that do not have the block."""
+
+
+class MergeReportOutput(MergeErrorsOutput):
+    """Errors of a merge."""
+
+    subtracted: list[str]
+    """Tasks that were subtracted."""
+    blocks: list[BlockMergeOutput]
+
+
+class ParentOutput(TypedDict):
+    """A bundle that was merged. Parents of parents are listed directly, not nested."""
+
+    sha256: str
+    """Digest of its file."""
+    weight: float
+    task: str | None
+    dataset_size: int | None
+
+
+class MergeOutput(MergeReportOutput):
+    """Output of `kfacpack merge --json`."""
+
+    path: str
+    sha256: str
+    """Digest of the merged bundle."""
+    bytes: int
+    seconds: float
+    rule: str
+    rank: int | None
+    """Number of Kronecker terms per block; null for rules without a rank."""
+    parents: list[ParentOutput]
+
+
+def _report_json(report: MergeReport) -> MergeReportOutput:
+    def errors(block: BlockMergeReport) -> MergeErrorsOutput:
         frobenius = None if report.subtracted else block.frobenius
         return {"frobenius": frobenius, "bound": block.relative_bound if _has_bound(report) else None}
 
-    blocks = [
+    blocks: list[BlockMergeOutput] = [
         {"name": block.name, "terms": block.terms, "missing": list(block.missing), **errors(block)}
         for block in report.blocks
     ]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from rich.text import Text
+from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.units import human_bytes
@@ -16,6 +17,74 @@ from .options import AS_JSON, IMAGE_SIZE, WEIGHTS, load_model_option
 
 if TYPE_CHECKING:
     from kfacpack.models.model import Model
+
+
+class EmbeddedModelOutput(TypedDict):
+    """A model that comes with the package."""
+
+    name: str
+    family: str
+    revision: str
+    parameters: int
+    """Number of weights."""
+    width: int
+    """Width of f."""
+    image_size: int
+    """Image side in pixels."""
+    bytes: int
+    """Size of the file of weights."""
+
+
+class FamilyOutput(TypedDict):
+    """A model family."""
+
+    family: str
+    named: str
+    """Form of the names for `--model`."""
+    f: str
+    """The output whose curvature is estimated."""
+    head: str
+    """How classes become logits."""
+
+
+class DownloadedModelOutput(TypedDict):
+    """A model in the local cache of the Hub."""
+
+    model: str
+    """Name for `--model`."""
+    family: str
+    repository: str
+    revision: str
+    bytes: int
+    """Size on disk."""
+
+
+class ModelListOutput(TypedDict):
+    """Output of `kfacpack models --json`."""
+
+    embedded: list[EmbeddedModelOutput]
+    families: list[FamilyOutput]
+    downloaded: list[DownloadedModelOutput]
+
+
+class ModelPropertiesOutput(TypedDict):
+    """Output of `kfacpack models MODEL --json`."""
+
+    name: str
+    family: str
+    revision: str | None
+    """Null for weights from a file."""
+    parameters: int
+    """Number of weights."""
+    width: int
+    """Width of f."""
+    f: str | None
+    """The output whose curvature is estimated."""
+    preprocessing: str
+    head: Literal["text", "words", "prototypes"]
+    """Kind of classifier that `--head auto` selects."""
+    frozen: list[str]
+    """Patterns of the parameters that are frozen."""
 
 
 def models(
@@ -32,7 +101,11 @@ def models(
         return
     if weights or image_size:
         raise KfacpackError("--weights and --image-size need a model; give its name as the argument")
-    lists = {"embedded": list(_embedded()), "families": list(_families()), "downloaded": list(_downloaded())}
+    lists: ModelListOutput = {
+        "embedded": list(_embedded()),
+        "families": list(_families()),
+        "downloaded": list(_downloaded()),
+    }
     if as_json:
         print_json(lists)
         return
@@ -44,7 +117,7 @@ def models(
     print_line("`kfacpack models MODEL` shows one of them", style="dim")
 
 
-def _embedded() -> Iterator[dict[str, Any]]:
+def _embedded() -> Iterator[EmbeddedModelOutput]:
     from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 
     for name, model in EMBEDDED_MODELS.items():
@@ -60,22 +133,21 @@ def _embedded() -> Iterator[dict[str, Any]]:
         }
 
 
-def _families() -> Iterator[dict[str, str]]:
+def _families() -> Iterator[FamilyOutput]:
     from kfacpack.models.families import FAMILIES
 
     for family in FAMILIES.values():
         yield {"family": family.name, "named": family.form, "f": family.f, "head": family.head}
 
 
-def _downloaded() -> Iterator[dict[str, Any]]:
+def _downloaded() -> Iterator[DownloadedModelOutput]:
     from kfacpack.models.families import downloaded_models
 
-    keys = ("model", "family", "repository", "revision", "bytes")
-    for model in downloaded_models():
-        yield dict(zip(keys, model, strict=True))
+    for name, family, repository, revision, size in downloaded_models():
+        yield {"model": name, "family": family, "repository": repository, "revision": revision, "bytes": size}
 
 
-def _properties(model: Model) -> dict[str, Any]:
+def _properties(model: Model) -> ModelPropertiesOutput:
     return {
         "name": model.name,
         "family": model.family,
@@ -85,11 +157,11 @@ def _properties(model: Model) -> dict[str, Any]:
         "f": model.function.detail,
         "preprocessing": model.preprocessing,
         "head": "text" if model.encode_text else "words" if model.word_weights else "prototypes",
-        "frozen": model.frozen,
+        "frozen": list(model.frozen),
     }
 
 
-def _print_embedded(models: list[dict[str, Any]]) -> None:
+def _print_embedded(models: list[EmbeddedModelOutput]) -> None:
     table = plain_table("embedded", "family", numbers=("parameters", "width of f", "pixels", "weights"))
     for model in models:
         size = f"{model['image_size']}×{model['image_size']}"
@@ -98,16 +170,16 @@ def _print_embedded(models: list[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def _print_families(families: list[dict[str, str]]) -> None:
+def _print_families(families: list[FamilyOutput]) -> None:
     table = plain_table("family")
     for heading in ("--model", "f", "head"):
         table.add_column(heading, overflow="fold")
     for family in families:
-        table.add_row(*map(Text, family.values()))
+        table.add_row(*map(Text, (family["family"], family["named"], family["f"], family["head"])))
     out.print(table)
 
 
-def _print_downloaded(models: list[dict[str, Any]]) -> None:
+def _print_downloaded(models: list[DownloadedModelOutput]) -> None:
     if not models:
         print_line("downloaded: none; models from the Hub are downloaded when they are first used", style="dim")
         return
@@ -121,7 +193,7 @@ def _print_downloaded(models: list[dict[str, Any]]) -> None:
     out.print(table)
 
 
-def _print_properties(properties: dict[str, Any]) -> None:
+def _print_properties(properties: ModelPropertiesOutput) -> None:
     rows = {
         "model": f"{properties['name']} ({properties['family']})",
         "revision": properties["revision"] or "weights from a file",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
+from typing_extensions import NotRequired, TypedDict
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.writer import write_atomically
@@ -23,6 +24,64 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation", "test")
 """Splits whose sizes are listed."""
+
+
+class SheetOutput(TypedDict):
+    """The picture that `--sheet` draws."""
+
+    path: str
+    split: str
+    classes: int
+    """Number of classes that are drawn."""
+    left_out: int
+    """Number of classes that do not fit."""
+
+
+class TaskOutput(TypedDict):
+    """Output of `kfacpack tasks TASK --json` for an embedded task or for `--data`."""
+
+    name: str
+    classes: list[str] | None
+    """Names of the classes; null if they are not known before the data is read."""
+    templates: list[str]
+    """Prompts, with {} in place of the class name."""
+    splits: dict[str, int]
+    """Number of examples by split."""
+    source: str
+    license: str | None
+    sheet: NotRequired[SheetOutput]
+    """Only with `--sheet`."""
+
+
+class PublishedTaskOutput(TypedDict):
+    """Output of `kfacpack tasks TASK --json` for a task on the Hub, which is not downloaded."""
+
+    name: str
+    repository: str
+    config: str | None
+    revision: str | None
+    url: str
+    class_count: int
+    splits: dict[str, int]
+    """Number of examples by split."""
+    serving: dict[str, list[str]]
+    """Possible names of the stored split, by split."""
+    columns: dict[str, list[str]]
+    """Possible names of the columns, by key."""
+    templates: list[str]
+    """Prompts, with {} in place of the class name."""
+    license: str | None
+    gated: bool
+    """Whether its terms have to be accepted on the Hub."""
+
+
+class TaskListOutput(TypedDict):
+    """Output of `kfacpack tasks --json`."""
+
+    tasks: list[TaskOutput]
+    """The embedded tasks."""
+    published: list[PublishedTaskOutput]
+    """The tasks on the Hub."""
 
 
 def tasks(
@@ -55,7 +114,10 @@ def tasks(
         embedded = [load() for load in TASKS.values()]
         published = list(PUBLISHED.values())
         if as_json:
-            lists = {"tasks": list(map(_as_json, embedded)), "published": list(map(_published_as_json, published))}
+            lists: TaskListOutput = {
+                "tasks": list(map(_as_json, embedded)),
+                "published": list(map(_published_as_json, published)),
+            }
             print_json(lists)
         else:
             _print_embedded(embedded)
@@ -67,18 +129,20 @@ def tasks(
         print_json(_published_as_json(definition)) if as_json else out.print(key_value_table(rows))
         return
     task = load_task(name, data, columns=columns)
-    drawn = _draw(task, split or "train", sheet) if sheet else {}
+    counts = _draw(task, split or "train", sheet) if sheet else None
     if as_json:
-        print_json(_as_json(task) | drawn)
-    elif sheet:
-        counts = drawn["sheet"]
+        result = _as_json(task)
+        if counts:
+            result["sheet"] = counts
+        print_json(result)
+    elif counts:
         left_out = f"; {counts['left_out']} more are left out" if counts["left_out"] else ""
         print_line(f"wrote {sheet}: {counts['classes']} classes{left_out}")
     else:
         out.print(key_value_table(_rows(task)))
 
 
-def _draw(task: Task, split: str, file: Path) -> dict[str, Any]:
+def _draw(task: Task, split: str, file: Path) -> SheetOutput:
     """Draws a contact sheet and returns its entry for `--json`."""
     from kfacpack.tasks.contact_sheet import draw_contact_sheet
 
@@ -88,21 +152,21 @@ def _draw(task: Task, split: str, file: Path) -> dict[str, Any]:
     buffer = io.BytesIO()
     sheet.image.save(buffer, format="PNG")
     write_atomically(file, buffer.getvalue())
-    return {"sheet": {"path": str(file), "split": split, "classes": sheet.classes, "left_out": sheet.left_out}}
+    return {"path": str(file), "split": split, "classes": sheet.classes, "left_out": sheet.left_out}
 
 
-def _as_json(task: Task) -> dict[str, Any]:
+def _as_json(task: Task) -> TaskOutput:
     return {
         "name": task.name,
-        "classes": task.classes,
-        "templates": task.templates,
+        "classes": None if task.classes is None else list(task.classes),
+        "templates": list(task.templates),
         "splits": dict(task.sizes),
         "source": task.source,
         "license": task.license,
     }
 
 
-def _published_as_json(task: PublishedTask) -> dict[str, Any]:
+def _published_as_json(task: PublishedTask) -> PublishedTaskOutput:
     return {
         "name": task.name,
         "repository": task.repository,
@@ -113,7 +177,7 @@ def _published_as_json(task: PublishedTask) -> dict[str, Any]:
         "splits": task.sizes,
         "serving": {split: list(names) for split, names in task.split_names.items()},
         "columns": {key: list(names) for key, names in (*task.inputs.items(), ("label", task.label))},
-        "templates": task.templates,
+        "templates": list(task.templates),
         "license": task.license,
         "gated": task.gated,
     }

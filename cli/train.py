@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import TypedDict
+
 from kfacpack.errors import KfacpackError, abbreviate, printable
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
@@ -57,6 +59,32 @@ if TYPE_CHECKING:
 
 
 TRAINING_PANEL, PENALTY_PANEL = "Training", "Penalty"
+
+
+class TrainOutput(TypedDict):
+    """Output of `kfacpack train --json`."""
+
+    path: str
+    sha256: str
+    """Digest of the task vector."""
+    bytes: int
+    metrics: str
+    """File with the loss, penalty and accuracy of each step, as JSON lines."""
+    regime: RegimeName
+    parameters: int
+    """Number of parameters that were trained."""
+    steps: int
+    held: list[str]
+    """Tasks that the penalty protects."""
+    unpenalised: list[str]
+    """Trained parameters that are not covered by any bundle."""
+    loss: float | None
+    """Loss of the last batch; null if no step was run."""
+    penalty: float | None
+    """Penalty at the last step; null without a penalty."""
+    accuracy: float | None
+    """Accuracy on the last batch."""
+    seconds: float
 
 
 def train(
@@ -255,7 +283,7 @@ def _run(trainer: Trainer, output: Path, resume: bool, *, show: bool, quiet: boo
         return
     seconds, last = time.perf_counter() - start, advance.last
     if as_json:
-        result: dict[str, Any] = {
+        result: TrainOutput = {
             "path": str(output),
             "sha256": vector.digest,
             "bytes": output.stat().st_size,

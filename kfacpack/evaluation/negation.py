@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import Score, check_alphas
@@ -20,6 +22,42 @@ CONTROL_KEEP = 0.95
 """Fraction of its accuracy that the control task must keep, as is usual in the literature."""
 
 
+class TaskNegation(TypedDict):
+    """Accuracies on test before and after subtracting the vector."""
+
+    alpha: float
+    """The vector is subtracted α times."""
+    accuracy: float
+    """Accuracy after."""
+    before: float
+    """Accuracy before."""
+    chance: float
+    """1 / the number of classes."""
+    removed: float | None
+    """Removed fraction of the margin over chance; null if there was no margin."""
+    control: float
+    """Accuracy of the control after."""
+    control_before: float
+    """Accuracy of the control before."""
+
+
+class Negation(TypedDict):
+    """The negation of a vector."""
+
+    control: str
+    """Name of the control task."""
+    keep: float
+    """Fraction of its accuracy that the control must keep on validation."""
+    tasks: dict[str, TaskNegation]
+    """By name of the task to forget."""
+
+
+class NegationOutput(TypedDict):
+    """Output of `kfacpack eval --control --json`."""
+
+    negation: Negation
+
+
 def negate(
     model: Model,
     targets: Sequence[SelectionTask],
@@ -30,7 +68,7 @@ def negate(
     keep: float = CONTROL_KEEP,
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
-) -> dict[str, Any]:
+) -> Negation:
     """Selects α for −α τ on validation data and reports what it removes from the targets on test data.
 
     Candidates are the values of α at which the control keeps the fraction `keep` of its accuracy without the vector.
@@ -70,10 +108,13 @@ def negate(
     classes = [len(target.head.classes) for target in targets]
     alpha = candidates[choose_negation_alpha(target_scores, control_scores, keep, classes)]
     before, after = zip(*task_scores.test([0.0, alpha]), strict=True)
-    results = {
+    results: dict[str, TaskNegation] = {
         target.name: {
             "alpha": alpha,
-            **_target_result(after[k], before[k], classes[k]),
+            "accuracy": after[k].accuracy,
+            "before": before[k].accuracy,
+            "chance": 1 / classes[k],
+            "removed": _removed(after[k].accuracy, before[k].accuracy, 1 / classes[k]),
             "control": after[-1].accuracy,
             "control_before": before[-1].accuracy,
         }
@@ -106,8 +147,6 @@ def choose_negation_alpha(
     return min(allowed, key=remaining)
 
 
-def _target_result(after: Score, before: Score, classes: int) -> dict[str, float | None]:
-    chance = 1 / classes
-    margin = before.accuracy - chance
-    removed = (before.accuracy - after.accuracy) / margin if margin > 0 else None
-    return {"accuracy": after.accuracy, "before": before.accuracy, "chance": chance, "removed": removed}
+def _removed(after: float, before: float, chance: float) -> float | None:
+    margin = before - chance
+    return (before - after) / margin if margin > 0 else None

@@ -8,6 +8,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
+from typing_extensions import NotRequired, TypedDict
+
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.evaluation.accuracy import (
     EvaluationSet,
@@ -27,9 +29,83 @@ if TYPE_CHECKING:
     from kfacpack.vectors.task_vector import TaskVector
 
 
+class TaskEvaluation(TypedDict):
+    """Accuracy on one task."""
+
+    accuracy: float
+    """Share of correct predictions."""
+    normalized: float | None
+    """Accuracy relative to that of the task's own vector; null if that is unknown or zero."""
+    examples: int
+    """Number of examples."""
+    head: NotRequired[str]
+    """Origin of the classifier: text, words or prototypes."""
+
+
+class MeanEvaluation(TypedDict):
+    """Means over the tasks."""
+
+    accuracy: float
+    normalized: float | None
+    """Null if it is unknown for a task."""
+
+
+class Evaluation(TypedDict):
+    """Accuracies of all tasks."""
+
+    tasks: dict[str, TaskEvaluation]
+    """By task name."""
+    mean: MeanEvaluation
+
+
+class AlphaEvaluation(Evaluation):
+    """Accuracies of all tasks at one α."""
+
+    alpha: float
+
+
+class SweepBest(TypedDict):
+    """The best α."""
+
+    alpha: float
+    split: str
+    """The split that was evaluated."""
+    mean: MeanEvaluation
+
+
+class SweepOutput(TypedDict):
+    """Output of `kfacpack eval --json` for several α."""
+
+    sweep: list[AlphaEvaluation]
+    best: SweepBest
+
+
+class ValidationSweep(TypedDict):
+    """Accuracies on validation."""
+
+    sweep: list[AlphaEvaluation]
+
+
+class ChosenAlpha(TypedDict):
+    """The α that was chosen on validation."""
+
+    alpha: float
+    validation: float
+    """Mean accuracy on validation at this α."""
+    test: float
+    """Mean accuracy on test at this α."""
+
+
+class ChoiceOutput(Evaluation):
+    """Output of `kfacpack eval --choose --json`: the accuracies on test at the chosen α."""
+
+    best: ChosenAlpha
+    validation: ValidationSweep
+
+
 def evaluation_result(
     task_scores: Mapping[str, Score], individual: Mapping[str, float], heads: Mapping[str, str] | None = None
-) -> dict[str, Any]:
+) -> Evaluation:
     """Returns the result of an evaluation in the form of `kfacpack eval --json`.
 
     Args:
@@ -41,26 +117,30 @@ def evaluation_result(
     Returns:
         `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`.
     """
-    tasks = {
-        name: {
+    tasks: dict[str, TaskEvaluation] = {}
+    for name, score in task_scores.items():
+        tasks[name] = {
             "accuracy": score.accuracy,
             "normalized": normalized(score.accuracy, individual.get(name)),
             "examples": score.examples,
-            **({"head": heads[name]} if heads else {}),
         }
-        for name, score in task_scores.items()
+        if heads:
+            tasks[name]["head"] = heads[name]
+    accuracies = [task["accuracy"] for task in tasks.values()]
+    shares = [task["normalized"] for task in tasks.values()]
+    known = [share for share in shares if share is not None]
+    return {
+        "tasks": tasks,
+        "mean": {
+            "accuracy": sum(accuracies) / len(accuracies),
+            "normalized": sum(known) / len(known) if len(known) == len(shares) else None,
+        },
     }
-    means = {key: _mean([task[key] for task in tasks.values()]) for key in ("accuracy", "normalized")}
-    return {"tasks": tasks, "mean": means}
 
 
 def normalized(accuracy: float, individual: float | None) -> float | None:
     """Returns an accuracy relative to that of the individual vector; None if that is unknown or zero."""
     return accuracy / individual if individual else None
-
-
-def _mean(values: list[Any]) -> float | None:
-    return None if None in values else sum(values) / len(values)
 
 
 def sweep(

@@ -153,7 +153,7 @@ class NegationStage(MeasurementStage):
             SelectionTask(head, context.evaluation_set(name, "validation"), context.evaluation_set(name))
             for name, head in ((task, tau.heads[task]), (self.control, context.head(self.control)))
         )
-        return negate(
+        negation = negate(
             context.model,
             [target],
             control,
@@ -163,6 +163,7 @@ class NegationStage(MeasurementStage):
             batch_size=context.plan.evaluation.batch_size,
             on_progress=monitor.report,
         )
+        return dict(negation)
 
     def cost(self) -> float:
         """Returns the cost of both tasks on both splits."""

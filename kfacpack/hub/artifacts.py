@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from kfacpack.curvature.verification import Verification, verify
 from kfacpack.errors import BundleError, VerificationError
@@ -117,17 +117,6 @@ class Artifact(ABC):
             for failure in check.failures[:1]:
                 more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
                 raise VerificationError(f"{verification.path}: {failure.subject}: {failure.problem}{more}")
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns name, kind, size, digest, base model and tasks as a JSON object."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "bytes": self.file.nbytes,
-            "sha256": self.file.digest,
-            "base": self.base.name,
-            "tasks": list(self.tasks),
-        }
 
     @property
     def _model(self) -> str:

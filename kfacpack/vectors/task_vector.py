@@ -18,7 +18,7 @@ from kfacpack.curvature.curvature import weights_of_model
 from kfacpack.curvature.pretrained_mixin import PretrainedMixin
 from kfacpack.errors import TaskVectorError
 from kfacpack.format.identity import difference, function_difference
-from kfacpack.format.vector_manifest import AboutVector, HeadEntry
+from kfacpack.format.vector_manifest import AboutVector, HeadEntry, RegimeName
 from kfacpack.vectors.storage import (
     FileVector,
     InMemoryVector,
@@ -145,7 +145,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return tuple(parameter.name for parameter in self._terms[0][1].about.base.parameters)
 
     @property
-    def regime(self) -> str:
+    def regime(self) -> RegimeName:
         """The training regime."""
         return self._terms[0][1].about.regime
 

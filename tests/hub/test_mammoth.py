@@ -222,8 +222,8 @@ def test_one_of_several_tasks_is_chosen(folder, model, tmp_path):
     imported_bundle = kp.import_mammoth(folder, model, tmp_path / "imported.kfac", task="svhn", fisher="exact")
     assert imported_bundle.files[0] == "seq-8vision_task_7_aaT.pt"
     left = dict(imported_bundle.left_out)
-    assert left["notes.txt"] == "another file"
-    assert left["seq-8vision_task_1_ggT.pt"] == "of dtd"
+    assert left["notes.txt"] == "not a file of factors"
+    assert left["seq-8vision_task_1_ggT.pt"] == "belongs to dtd"
     import_fails(tmp_path, model, tmp_path, tmp_path, "seq-8vision_task_0_aaT.pt")
     import_fails(tmp_path / "nowhere", model, tmp_path, tmp_path / "nowhere", "folder")
     import_fails("~nosuch/x", model, tmp_path, "~nosuch/x: ", "home directory")
@@ -266,7 +266,7 @@ def test_from_the_hub_as_from_the_folder(folder, model, tmp_path, hub, disconnec
     commit = put(hub, folder)
     place = "hf://owner/TAK/vitb16/kfac"
     stdout = imported(place, model, tmp_path / "hub.kfac", "--task", "dtd", "--json").stdout
-    assert {"what": "seq-8vision_task_7_ffT.pt", "why": "of svhn"} in json.loads(stdout)["left_out"]
+    assert {"what": "seq-8vision_task_7_ffT.pt", "why": "belongs to svhn"} in json.loads(stdout)["left_out"]
     assert sorted(hub.fetched()) == sorted(f"vitb16/kfac/{PREFIX}_{part}.pt" for part in PARTS), "and no others"
 
     imported(folder, model, tmp_path / "folder.kfac", "--task", "dtd")
@@ -345,7 +345,7 @@ def test_the_command(folder, model, tmp_path):
     result = run("--fisher", "exact")
     assert result.exit_code == 0
     assert "wrote" in result.stdout
-    assert "not imported: notes.txt (another file)" in result.stdout
+    assert "not imported: notes.txt (not a file of factors)" in result.stdout
     assert "not imported: visual.conv1.weight" in result.stdout
     output = json.loads(run("--fisher", "exact", "--task", "mine", "--json").stdout)
     assert (output["task"], output["examples"], output["positions"], output["weights_compared"]) == (
@@ -355,4 +355,4 @@ def test_the_command(folder, model, tmp_path):
         True,
     )
     assert output["sha256"] == kp.Bundle(tmp_path / "imported.kfac").digest
-    assert {"what": "notes.txt", "why": "another file"} in output["left_out"]
+    assert {"what": "notes.txt", "why": "not a file of factors"} in output["left_out"]

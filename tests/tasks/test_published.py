@@ -156,7 +156,7 @@ def test_without_network_the_error_names_the_repository_and_the_remedy(name):
     with refused(KfacpackError, f"datasets/{repository}", "not in the cache", "HF_HUB_OFFLINE") as raised:
         load_task(name)
     assert f"hf download {repository} --repo-type dataset" in str(raised.value)
-    assert str(raised.value).endswith("--local-dir DIR. Then give that folder: --data DIR")
+    assert str(raised.value).endswith("--local-dir DIR. Then pass that folder: --data DIR (data=DIR)")
 
 
 def test_a_split_missing_from_the_cache_is_refused(tmp_path, offline):
@@ -388,7 +388,7 @@ def test_layouts():
     # A config named by the user is never replaced by files without a config.
     assert parquet_files([train, *two], "rte", "here", exact=True) == {"train": [f"rte/{train}"]}
     assert parquet_files([train], "default", "here", exact=True) == {"train": [train]}
-    with refused(KfacpackError, "no config 'qnli'", "there are "):
+    with refused(KfacpackError, "no config 'qnli'", "its configs are "):
         parquet_files([train, *two], "qnli", "here", exact=True)
     with refused(KfacpackError, "no config 'qnli'", "no configs", "--data here"):
         parquet_files([train], "qnli", "here", exact=True)

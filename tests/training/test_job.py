@@ -118,7 +118,9 @@ def test_an_interrupted_and_resumed_run_gives_the_same_bytes(other, seed, regime
         steps = []
         kinds = {
             "bundles": lambda: {"regularizer": kp.Regularizer(other, 3.0)},
-            "data": lambda: {"drift": DataPenalty([ToyTask("other", seed=5), ToyTask("third", seed=6)], 3.0, 10, 0)},
+            "data": lambda: {
+                "data_penalty": DataPenalty([ToyTask("other", seed=5), ToyTask("third", seed=6)], 3.0, 10, 0)
+            },
             None: dict,
         }
         trainer = job(regime, **kinds[penalty]())
