@@ -113,10 +113,10 @@ def execute_run(
         text: Its YAML source.
         root: Output folder.
         device: The option --device.
-        dry_run: Print the stages and their estimated time instead.
-        as_json: Print JSON.
-        quiet: Print only errors.
-        explain: Print a line about each kind of stage.
+        dry_run: Whether to print the stages and their estimated time instead.
+        as_json: Whether to print JSON.
+        quiet: Whether to print only errors.
+        explain: Whether to print a line about each kind of stage.
     """
     start = time.perf_counter()
     if not dry_run:

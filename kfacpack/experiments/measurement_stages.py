@@ -208,7 +208,7 @@ class AnalysisStage(MeasurementStage):
 
     @property
     def tasks(self) -> list[str]:
-        """Tasks of the vectors."""
+        """Names of the vectors' tasks."""
         return [vector.task for vector in self.vectors]
 
     def settings(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class AnalysisStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class DisentanglementStage(AnalysisStage):
-    """ξ(α₁, α₂) of two vectors."""
+    """Measures ξ(α₁, α₂) of two vectors."""
 
     measurement: ClassVar[str] = "disentanglement"
 
@@ -264,7 +264,7 @@ class DisentanglementStage(AnalysisStage):
 
 @dataclass(frozen=True, eq=False)
 class LocalisationStage(AnalysisStage):
-    """‖Δf‖² of each vector on its own task and on the others."""
+    """Measures ‖Δf‖² of each vector on its own task and on the others."""
 
     measurement: ClassVar[str] = "localisation"
 

@@ -15,7 +15,7 @@ from kfacpack.tasks.published_tasks import PUBLISHED_TASKS
 from kfacpack.tasks.task import ClassSplitTask, Task, parse_class_split
 
 PUBLISHED: dict[str, PublishedTask] = {task.name: task for task in PUBLISHED_TASKS}
-"""Name to definition of the tasks on the Hub."""
+"""Definitions of the tasks on the Hub, by name."""
 
 TASKS: dict[str, Callable[[], Task]] = {
     "digits": photo_tasks.load_digits,
@@ -27,7 +27,7 @@ TASKS: dict[str, Callable[[], Task]] = {
     "emblems": drawn_tasks.load_emblems,
     "weaves": drawn_tasks.load_weaves,
 }
-"""Name to loader of the tasks in the package. Their data is created or read when a split is used."""
+"""Loaders of the tasks in the package, by name. Their data is created or read when a split is used."""
 
 
 def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns: str | None = None) -> Task:
@@ -43,7 +43,7 @@ def load_task(name: str, data: str | os.PathLike[str] | None = None, *, columns:
         The task.
 
     Raises:
-        KfacpackError: The task is unknown, or the data or the columns are invalid.
+        KfacpackError: If the task is unknown, or the data or the columns are invalid.
 
     Example:
         >>> task = kp.load_task("digits")

@@ -151,7 +151,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
     @property
     def is_linear(self) -> bool:
-        """Whether the vector was trained in the linearised model and is used there instead of added to the weights."""
+        """Whether the vector was trained in the linearised model and is used there instead of being added."""
         return self.regime == "linear"
 
     @cached_property
