@@ -55,7 +55,8 @@ def use(environment: Environment, folder: Path) -> None:
     def kfacpack(*arguments: str, code: int = 0) -> str:
         done = environment.run("kfacpack", *arguments, capture=True, cwd=folder, **variables)
         check(done.returncode == code, f"kfacpack {' '.join(arguments)}: exit {done.returncode}\n{done.stderr}")
-        print(f"$ kfacpack {' '.join(arguments)}\n{(done.stdout or done.stderr).strip()}")
+        output = (done.stdout or done.stderr).strip().splitlines()
+        print("\n".join([f"$ kfacpack {' '.join(arguments)}", *(output if len(output) < 12 else [*output[:3], "…"])]))
         return done.stdout if code == 0 else done.stderr
 
     environment.run("python", "-c", IMAGES, cwd=folder).check_returncode()
