@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import kfacpack as kp
 
 FEW = ["--examples", 8, "--batch-size", 8]
+# Further measurements are covered by `kfacpack measure`, which prints them in the same form.
 PLAN = """\
 name: two tasks
 model: {name: tiny, head: prototypes}
@@ -30,11 +31,6 @@ arms:
 evaluation:
   examples: 8
   alphas: "0,1"
-  negation: {control: digits, alphas: "0,1"}
-  disentanglement: {pairs: [[digits, weaves]], alphas: "0,1"}
-  localisation: {examples: 8}
-  drift: {examples: 4, layer_examples: 1}
-  spectra: true
 """
 
 
