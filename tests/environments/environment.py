@@ -20,7 +20,7 @@ class Environment:
     """
 
     def __init__(self, folder: Path, *, clear: bool):
-        self.folder = folder
+        self.folder = folder.absolute()
         subprocess.run([sys.executable, "-m", "venv", *(["--clear"] if clear else []), str(folder)], check=True)
 
     def install(self, *arguments: str) -> None:
