@@ -177,7 +177,7 @@ def test_writing_to_a_link_replaces_its_target(tmp_path):
 def test_special_files_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for name, problem in (("pipe", "special file"), ("loop", "Symlink loop"), ("nul\0", "null byte")):
+    for name, problem in (("pipe", "special file"), ("loop", "Symlink loop"), ("nul\0", "embedded null")):
         with refused(kp.BundleError, "could not be written", problem, path=tmp_path / name):
             small_curvature().save(tmp_path / name)
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
