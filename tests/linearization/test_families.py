@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from linearization.jvp_reference import assert_exact
@@ -25,6 +27,13 @@ def test_vision_models(spec, dtype, tolerance, tiny_clip, pictures):
         assert {"visual.proj", "visual.class_embedding"} <= set(lin.parameters)
 
 
+def t5_tolerance(tolerance: float) -> float:
+    """Earlier versions of transformers compute the softmax of T5's attention in float32, whatever the model's dtype."""
+    from transformers.models.t5 import modeling_t5
+
+    return max(tolerance, 1e-5) if "softmax(scores.float()" in inspect.getsource(modeling_t5) else tolerance
+
+
 @PRECISIONS
 @pytest.mark.parametrize("family", ["t5", "hf"])
 def test_text_models_on_padded_batches(family, dtype, tolerance, request, pairs):
@@ -32,10 +41,11 @@ def test_text_models_on_padded_batches(family, dtype, tolerance, request, pairs)
     model = load_model(f"{family}:{folder}", dtype=dtype)
     batch = model.prepare(pairs, "mnli")
     assert not batch["attention_mask"].all()
-    assert_exact(model, batch, tolerance)
+    assert_exact(model, batch, t5_tolerance(tolerance) if family == "t5" else tolerance)
 
 
 def test_parameters_that_a_family_freezes_can_be_selected(t5_folder, pairs):
     """T5 learns the bias of its attention, so the attention mask has a tangent."""
     model = load_model(f"t5:{t5_folder}", dtype=torch.float64)
-    assert_exact(model, model.prepare(pairs, "mnli"), params=["*relative_attention_bias*", "shared.weight"])
+    tolerance = t5_tolerance(1e-9)
+    assert_exact(model, model.prepare(pairs, "mnli"), tolerance, params=["*relative_attention_bias*", "shared.weight"])
