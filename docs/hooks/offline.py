@@ -10,7 +10,7 @@ from mkdocs.exceptions import PluginError
 
 REMOTE = re.compile(
     r"""<(?:script|img|iframe|source|video|audio)\b[^>]*\bsrc=["']?(?:https?:)?//[^"' >]*"""
-    r"""|<link\b[^>]*rel=["']?(?:stylesheet|icon|preconnect|preload)[^>]*\bhref=["']?(?:https?:)?//[^"' >]*"""
+    r"""|<link\b(?=[^>]*\brel=["']?(?:stylesheet|icon|preconnect|preload))[^>]*\bhref=["']?(?:https?:)?//[^"' >]*"""
     r"""|<pre class="mermaid">"""
 )
 """Elements that load a file from another server. Material loads mermaid from a CDN, so diagrams are SVG files."""
