@@ -41,7 +41,7 @@ def trained(model, path, penalty, regime="linear"):
     if penalty == "bundles":
         more["regularizer"] = kp.Regularizer([bundle_of(model, other) for other in others])
     elif penalty == "data":
-        more["drift"] = DataPenalty(others, None, SETTINGS.batch_size, 0)
+        more["data_penalty"] = DataPenalty(others, None, SETTINGS.batch_size, 0)
     job = Trainer(REGIMES[regime](model), task, kp.head_for(model, task), SETTINGS, **more)
     return job.run(path), job
 
