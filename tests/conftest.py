@@ -11,18 +11,16 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import settings
 
-from kfacpack.models.data_loading import use_workers
-
 settings.register_profile("here", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("here")
 
 
 def pytest_configure(config):
+    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     # pytest-xdist sets COLUMNS in its workers, from which the console of the commands would take its width.
     os.environ.pop("COLUMNS", None)
     import kfacpack_cli.console  # noqa: F401
 
-    os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     if not hasattr(config, "workerinput"):  # which pytest-xdist sets in workers; they inherit the environment
         folder = TemporaryDirectory(prefix="kfacpack-cache-")
         config.add_cleanup(folder.cleanup)
@@ -33,4 +31,6 @@ def pytest_configure(config):
 def no_workers():
     """Commands that run in the test process choose the number of worker processes, which would affect later tests."""
     yield
+    from kfacpack.models.data_loading import use_workers
+
     use_workers(0)
