@@ -41,7 +41,7 @@ def test_bounds_are_those_of_the_project():
 
 
 def test_the_oldest_versions_are_the_bounds():
-    text = (ROOT / "constraints-oldest.txt").read_text(encoding="utf-8")
+    text = (ROOT / "tests/environments/oldest.txt").read_text(encoding="utf-8")
     pins = dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
     pins = {name.lower().replace("_", "-"): version for name, version in pins.items()}
     assert {name: pins[name.lower().replace("_", "-")] for name in MINIMUM} == MINIMUM

@@ -3,7 +3,7 @@
     python tests/environments/compat.py oldest FOLDER
     python tests/environments/compat.py newest FOLDER
 
-The oldest versions are in constraints-oldest.txt; a test compares it with the bounds in pyproject.toml. The newest are
+The oldest versions are in oldest.txt; a test compares it with the bounds in pyproject.toml. The newest are
 those that pip finds. FOLDER becomes the environment, of several GB: on Linux, PyPI's torch is a CUDA build. The tests
 run on the CPU. An existing environment is brought up to date.
 """
@@ -41,7 +41,7 @@ PYTEST = ("-m", "pytest", "-q", "-W", "default", "--numprocesses=2", "--dist=loa
 def main(versions: str, folder: str) -> int:
     environment = Environment(Path(folder), clear=False)
     newest = ("--upgrade", "--upgrade-strategy", "eager")
-    options = {"oldest": ("--constraint", str(ROOT / "constraints-oldest.txt")), "newest": newest}
+    options = {"oldest": ("--constraint", str(ROOT / "tests/environments/oldest.txt")), "newest": newest}
     environment.install("--upgrade", "pip")
     environment.install(*options[versions], "--editable", f"{ROOT}[test]")
     done = environment.run("python", *PYTEST, *CORE, cwd=ROOT)
