@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from .options import AS_JSON, DEVICE, QUIET, RUN_PANEL, WORKERS, option, output_
 
 if TYPE_CHECKING:
     from kfacpack.experiments.plan import Plan
-    from kfacpack.experiments.run import Run
+    from kfacpack.experiments.run import Run, StageCallback, StageDisplay
     from kfacpack.experiments.stage import Stage
 
 
@@ -157,15 +157,12 @@ def _print_open(page: Path) -> None:
     print_line(f"next: open {page} in a browser", style="dim")
 
 
-Advance = Callable[[int, int, str], None]
-
-
-def _stage_reporter(show: bool, explain: bool) -> Callable[[Stage, int, int], AbstractContextManager[Advance]]:
+def _stage_reporter(show: bool, explain: bool) -> StageDisplay:
     """Returns a context manager per stage that draws its progress bar."""
     explained: set[str] = set()
 
     @contextmanager
-    def watch(stage: Stage, number: int, total: int) -> Iterator[Advance]:
+    def watch(stage: Stage, number: int, total: int) -> Iterator[StageCallback]:
         if explain and show and stage.kind not in explained:
             explained.add(stage.kind)
             print_line(f"{stage.kind}: {stage.purpose}")

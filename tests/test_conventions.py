@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -161,13 +162,26 @@ def test_docstrings_describe_results_and_errors(function, docs):
     assert "Raises:" in docstring or not any(issubclass(getattr(kp, name, object), kp.KfacpackError) for name in raised)
 
 
-def test_no_class_name_is_defined_twice():
+def defined_types(body: list[ast.stmt]) -> Iterator[str]:
+    """Names of the classes and type aliases of a module, including those for type checkers alone."""
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.If():
+                yield from defined_types([*node.body, *node.orelse])
+            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+                # Constants are written in capitals, type variables may be called T everywhere.
+                if re.fullmatch(r"_?[A-Z]\w*[a-z]\w*", name):
+                    yield name
+
+
+def test_no_class_or_type_alias_is_defined_twice():
     seen: dict[str, Path] = {}
     for path in [*(ROOT / "kfacpack").rglob("*.py"), *(ROOT / "cli").rglob("*.py")]:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                assert node.name not in seen, f"{node.name}: {seen[node.name]} and {path}"
-                seen[node.name] = path
+        for name in defined_types(ast.parse(path.read_text(encoding="utf-8")).body):
+            assert name not in seen, f"{name}: {seen[name]} and {path}"
+            seen[name] = path
 
 
 def test_modules_are_few_and_short():

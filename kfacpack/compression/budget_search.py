@@ -7,14 +7,14 @@ The objective is the error of `quadratic`, which depends on the distribution of 
 - Task vectors along the curvature, as training produces them, τ ~ N(0, G): E[τᵀ (G − G') τ] = <G − G', G>. Block
   codecs have large errors here, because most of this curvature is outside the diagonal blocks.
 
-If possible, the result is better on random τ than any single codec for all matrices, by a margin, and at least as good
-as any of them along the curvature. Among the remaining candidates, the product of both errors is minimised.
-The candidates minimise, for an exchange rate κ,
+If possible, the error on random τ is smaller, by a margin, than that of any single codec for all matrices, and the
+error along the curvature is not larger. Among the choices that satisfy this, the product of both errors is minimised.
+The choices minimise, for a relative weight κ,
 
     2 ‖G − G'‖²  +  (tr(G − G'))²  +  κ |<G − G', G>|,
 
-where each term is relative to that of G. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. Near a lost trace
-μ, its square grows by 2μ per unit, so that for a price λ per byte the contribution of a block is
+where each term is relative to that of G. ‖G − G'‖², the trace and |<G − G', G>| are sums over blocks. The square of
+the trace is linearised at its current value μ. With a price λ per byte, the contribution of a block is
 
     2 ‖G − G'‖²  +  2 μ tr(G − G')  +  κ |<G − G', G>|  +  λ · bytes.
 
@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from kfacpack.compression.candidates import Candidates
     from kfacpack.compression.chain import CodecChain
-
-    FloatArray = NDArray[np.float64]
 
 
 OptionIndices = tuple[int, ...]
@@ -90,7 +88,7 @@ class BudgetSearch:
         size, trace = (sum(float(table.moments[k].flatten()[0]) for table in candidates.tables) for k in (0, 1))
         squared = 2 * size + trace**2
         units = [squared or 1.0, squared**0.5 or 1.0, size or 1.0]
-        self._tables: list[tuple[tuple[int, ...], FloatArray]] = [
+        self._tables: list[tuple[tuple[int, ...], NDArray[np.float64]]] = [
             (table.groups, np.stack([m.numpy() / unit for m, unit in zip(table.moments[2:], units, strict=True)]))
             for table in candidates.tables
         ]
@@ -213,7 +211,7 @@ class BudgetSearch:
             return OptionChange(first, None, self._bytes[first][:, None], tables)
         return OptionChange(first, second, self._bytes[first][:, None] + self._bytes[second], tables)
 
-    def _losses(self, change: OptionChange, picks: list[int]) -> FloatArray:
+    def _losses(self, change: OptionChange, picks: list[int]) -> NDArray[np.float64]:
         """Returns the losses of the blocks that a change affects, (3, first, second), with the other groups fixed."""
         rows, columns = change.nbytes.shape
         free = {change.first: np.arange(rows)[:, None], change.second: np.arange(columns)}
@@ -232,9 +230,9 @@ class OptionChange:
     """Group on the first side."""
     second: int | None
     """Group on the second side; None if there is no other group."""
-    nbytes: FloatArray
+    nbytes: NDArray[np.float64]
     """Sizes, (options of the first, options of the second or 1)."""
-    tables: Sequence[tuple[tuple[int, ...], FloatArray]]
+    tables: Sequence[tuple[tuple[int, ...], NDArray[np.float64]]]
     """Groups and losses of all affected blocks."""
 
     def index(self, picks: Sequence[int]) -> tuple[int, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kfacpack.curvature.verification import Verification, verify
 from kfacpack.errors import BundleError, VerificationError
@@ -18,11 +17,12 @@ from kfacpack.hub.card import bundle_summary, vector_summary
 from kfacpack.hub.model_ids import data_option, model_option
 from kfacpack.vectors.storage import VectorFile
 
+if TYPE_CHECKING:
+    from kfacpack.format.reader import CheckProgress
+
+
 SUFFIXES = (".kfac", ".safetensors")
 """File name suffixes of bundles and task vectors."""
-
-FileProgress = Callable[[str, int, int], None]
-"""Called with the name of a check, the number of checked items and the number of all items."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Artifact(ABC):
         """
 
     @abstractmethod
-    def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> Verification:
         """Runs all checks on the file.
 
         Args:
@@ -102,7 +102,7 @@ class Artifact(ABC):
             on_progress: Called as checks advance.
         """
 
-    def require_valid(self, path: str | os.PathLike[str], on_progress: FileProgress) -> None:
+    def require_valid(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> None:
         """Runs all checks on the file.
 
         Args:
@@ -115,7 +115,7 @@ class Artifact(ABC):
         verification = self.verify(path, on_progress)
         for check in verification.checks:
             for failure in check.failures[:1]:
-                more = f" ({len(check.failures)} of {check.checked} fail)" if len(check.failures) > 1 else ""
+                more = f" ({len(check.failures)} of {check.checked} failed)" if len(check.failures) > 1 else ""
                 raise VerificationError(f"{verification.path}: {failure.subject}: {failure.problem}{more}")
 
     @property
@@ -162,7 +162,7 @@ class BundleArtifact(Artifact):
         use = "drift = curvature.quadratic(tau)  # predicted drift of f on this task for a task vector tau"
         return ["import kfacpack as kp", f'curvature = kp.load("{location}")', use]
 
-    def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> Verification:
         """Runs all checks on the bundle."""
         return verify(path, on_progress=on_progress)
 
@@ -197,7 +197,7 @@ class VectorArtifact(Artifact):
         use = "edited = vector.apply(model)  # the base model with the vector added"
         return ["import kfacpack as kp", f'vector = kp.TaskVector.load("{location}")', use]
 
-    def verify(self, path: str | os.PathLike[str], on_progress: FileProgress) -> Verification:
+    def verify(self, path: str | os.PathLike[str], on_progress: CheckProgress) -> Verification:
         """Checks the bytes and values of all tensors."""
         file = VectorFile(path)
         checks = (

@@ -26,9 +26,6 @@ from kfacpack.format.container import DOWNLOAD_AGAIN, MAGIC_BYTES, Container, Te
 from kfacpack.format.hub_client import hub_api, hub_errors, snapshot
 from kfacpack.format.reference import SCHEME, expand_user, is_reference, parse_address
 
-ImportProgress = Callable[[int, int], None]
-"""Called with the number of written tensors and the number of all tensors."""
-
 
 @dataclass(frozen=True)
 class ImportResult:

@@ -40,7 +40,7 @@ from kfacpack.hub.mammoth_factors import TOWER, MammothLayer, block_of, check, e
 from kfacpack.models.functional import select_parameters
 
 if TYPE_CHECKING:
-    from kfacpack.hub.importer import ImportProgress
+    from kfacpack.format.units import OnProgress
     from kfacpack.models.model import Model
 
 
@@ -63,7 +63,7 @@ def import_mammoth(
     samples: int | None = None,
     params: Sequence[str] | None = None,
     dataset_size: int | None = None,
-    on_progress: ImportProgress = lambda done, total: None,
+    on_progress: OnProgress = lambda done, total: None,
 ) -> ImportResult:
     """Converts the published factors of one task into a bundle, which is written atomically.
 

@@ -9,14 +9,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha1
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kfacpack.errors import HubError, KfacpackError, printable
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, local_copy
 from kfacpack.format.reference import is_reference
-from kfacpack.hub.artifacts import SUFFIXES, Artifact, FileProgress
+from kfacpack.hub.artifacts import SUFFIXES, Artifact
 from kfacpack.hub.card import card_for
 from kfacpack.hub.repository import HubRepository, RepositoryFile, inspect_repository, parse_repository
+
+if TYPE_CHECKING:
+    from kfacpack.format.reader import CheckProgress
+
 
 CARD = "README.md"
 _SAFE_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")
@@ -57,7 +62,7 @@ def push(
     license: str | None = None,
     base_model: str | None = None,
     dry_run: bool = False,
-    on_progress: FileProgress = lambda check, done, total: None,
+    on_progress: CheckProgress = lambda check, done, total: None,
 ) -> PushResult:
     """Verifies files and uploads them with a model card in one commit.
 

@@ -14,12 +14,14 @@ from kfacpack.errors import BundleError, HubError, KfacpackError
 from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, local_copy
 from kfacpack.format.reference import REPOSITORY, SCHEME, Reference
 from kfacpack.format.writer import replace_atomically
-from kfacpack.hub.artifacts import SUFFIXES, Artifact, FileProgress
+from kfacpack.hub.artifacts import SUFFIXES, Artifact
 from kfacpack.hub.card import BASE_TAG, TAGS, TASK_TAG
 from kfacpack.hub.model_ids import model_from_option
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
+
+    from kfacpack.format.reader import CheckProgress
 
 
 _PLAIN_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)*")
@@ -129,7 +131,7 @@ def pull(
     *,
     output: str | os.PathLike[str] | None = None,
     force: bool = False,
-    on_progress: FileProgress = lambda check, done, total: None,
+    on_progress: CheckProgress = lambda check, done, total: None,
 ) -> list[PullResult]:
     """Downloads bundles and task vectors from the Hub and verifies them.
 
