@@ -293,13 +293,13 @@ def _print_result(result: Verification, model: str | None, quiet: bool) -> None:
         for failure in check.failures[:MAX_FAILURES]:
             show_error(f"{result.path}: {failure.subject}: {failure.problem}{against}")
         if (more := len(check.failures) - MAX_FAILURES) > 0:
-            show_error(f"{result.path}: {check.name}: {more} more of {check.checked} fail; --json lists all of them")
+            show_error(f"{result.path}: {check.name}: {more} more of {check.checked} failed; --json lists all of them")
     if quiet:
         return
     if result.holds:
-        verdict, names = ("holds ", "bold green"), [_count(check) for check in result.checks]
+        verdict, names = ("passed ", "bold green"), [_count(check) for check in result.checks]
     else:
-        verdict, names = ("fails ", "bold red"), [check.name for check in result.checks if check.failures]
+        verdict, names = ("failed ", "bold red"), [check.name for check in result.checks if check.failures]
     out.print(Text.assemble(verdict, printable(f"{result.path}: {', '.join(names)}")), soft_wrap=True)
 
 
