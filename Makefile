@@ -1,4 +1,4 @@
-# Everything lives inside the clone: the environment and its temporary files under .venv, the tools' caches beside it.
+# Everything is written inside the clone: the environment and its temporary files in .venv, the tools' caches beside it.
 PYTHON ?= python3
 # The interpreters of `make compat`.
 OLDEST_PYTHON ?= $(PYTHON)
@@ -21,10 +21,10 @@ PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
 .PHONY: help demo test check docs bench golden wheel installcheck compat oldest newest clean
 
-help: ## what there is
+help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
 
-demo: $(READY) ## the whole story on a small CLIP, and bundles of small networks; ends in demo/report.html
+demo: $(READY) ## run `kfacpack demo`, and write bundles of small networks; the report is demo/report.html
 	$(BIN)/kfacpack demo -o demo
 	$(BIN)/python examples/small_network.py demo/small.kfac
 	$(BIN)/kfacpack inspect demo/small.kfac --blocks
@@ -32,18 +32,18 @@ demo: $(READY) ## the whole story on a small CLIP, and bundles of small networks
 	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack verify demo/own.kfac
 
-test: $(READY) ## every test that needs nothing but this clone, in two processes
+test: $(READY) ## run every test that needs only this clone, in two processes
 	$(BIN)/python -m pytest $(PARALLEL)
 
-check: $(READY) ## style and types
+check: $(READY) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY_DOCS) ## the documentation site, in site/; fails on a broken link
+docs: $(READY_DOCS) ## build the documentation site in site/; fails on a broken link
 	$(BIN)/mkdocs build --strict --quiet
 
-bench: $(READY) ## the measured promises, as ratios; fails when one does not hold
+bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/bundle.py
 	$(BIN)/python tests/bench/tiny.py
 	$(BIN)/python tests/bench/compress.py
@@ -65,7 +65,7 @@ wheel: $(READY) ## build the wheel and the sdist into dist/
 installcheck: wheel ## install the wheel without extras in a new environment and use it there
 	$(BIN)/python tests/environments/installed.py dist $(VENV)/installed
 
-compat: oldest newest ## the core of the tests with the oldest and with the newest versions of all dependencies; several GB
+compat: oldest newest ## run the core of the tests with the oldest and with the newest versions of all dependencies; several GB
 
 oldest:
 	mkdir -p $(TMPDIR)
@@ -75,7 +75,7 @@ newest:
 	mkdir -p $(TMPDIR)
 	$(NEWEST_PYTHON) tests/environments/compat.py newest $(VENV)/newest
 
-clean: ## remove everything that make made
+clean: ## remove everything that make has created
 	rm -rf $(VENV) build dist demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt

@@ -1,4 +1,4 @@
-"""Trains a LoRA of PEFT with a bundle as a penalty.
+"""Trains a LoRA adapter of PEFT with a bundle as a penalty.
 
     python examples/loop_peft.py [STEPS]
 

@@ -3,7 +3,7 @@
     python examples/loop_pytorch.py [STEPS]
 
 A network trained on the digits 0 to 4 learns 5 to 9, while a bundle keeps its outputs on 0 to 4 from changing. The
-bundle contains no data, so it may come from somebody else.
+bundle contains no data, so it may come from another person.
 """
 
 import copy

@@ -1,5 +1,5 @@
 #!/bin/sh
-# What merging the curvature of tiny's eight tasks loses, by rule. Takes a minute; needs kfacpack installed.
+# Approximation error of each merge rule on the eight tasks of tiny. Takes a minute; needs kfacpack installed.
 set -e
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT

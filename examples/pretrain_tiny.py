@@ -1,4 +1,4 @@
-"""Pre-trains `tiny`, the CLIP model included in kfacpack, from a seed.
+"""Pretrains `tiny`, the CLIP model included in kfacpack, from a seed.
 
     python examples/pretrain_tiny.py OUTPUT_FOLDER
 
@@ -75,7 +75,7 @@ def main(
     seed: int = typer.Option(SEED, help="Seed of the pictures, the captions and the initial weights."),
     steps: int = typer.Option(STEPS, help="Number of training steps."),
 ) -> None:
-    """Pre-trains the model."""
+    """Pretrains the model."""
     output.mkdir(parents=True, exist_ok=True)
     merges = output / "merges.txt.gz"
     write_merges((text for number in range(CAPTION_BATCHES) for text in batch(seed, number, BATCH).captions), merges)
@@ -93,7 +93,7 @@ def main(
     done = _restore(checkpoint, model, optimizer, {"seed": seed, "steps": steps})
     loader = DataLoader(Batches(seed, range(done, steps), tokenizer), batch_size=None, num_workers=1, prefetch_factor=4)
     with Progress(transient=True) as bar, (output / "log.jsonl").open("a") as log:
-        progress = bar.add_task("pre-training", total=steps, completed=done)
+        progress = bar.add_task("pretraining", total=steps, completed=done)
         start = time.perf_counter()
         recent: list[tuple[float, float]] = []
         for step, examples in enumerate(loader, start=done):

@@ -54,7 +54,7 @@ def t5_folder(folder: Path, shape: dict[str, int]) -> str:
 
 
 def sentence_pairs(folder: Path) -> Path:
-    """Writes a data set of sentence pairs; returns its folder."""
+    """Writes a dataset of sentence pairs; returns its folder."""
     import datasets
 
     sentence = " ".join(f"w{number}" for number in range(WORDS // 2))

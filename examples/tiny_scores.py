@@ -1,9 +1,9 @@
-"""Measures the accuracy of `tiny` on the eight tasks before any fine-tuning: the table of the README.
+"""Measures the accuracy of `tiny` on the eight tasks before any fine-tuning, as in docs/results.md.
 
     python examples/tiny_scores.py [FOLDER]
 
 FOLDER is the output folder of pretrain_tiny.py; the default is the weights in the package. The columns are test
-accuracies: zero-shot with the class names, zero-shot with a sentence that was not used in pre-training, nearest class
+accuracies: zero-shot with the class names, zero-shot with a sentence that was not used in pretraining, nearest class
 mean of f, and nearest class mean of raw pixels.
 """
 

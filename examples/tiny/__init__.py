@@ -1,1 +1,1 @@
-"""The pre-training data of `tiny`: pictures drawn by code, and captions that describe them."""
+"""The pretraining data of `tiny`: pictures drawn by code, and captions that describe them."""

@@ -1,4 +1,4 @@
-"""The subjects of pre-training: characters, symbols and patterns, and their names. They occur in no drawn task."""
+"""The subjects of pretraining: characters, symbols and patterns, and their names. They occur in no drawn task."""
 
 from __future__ import annotations
 
