@@ -54,7 +54,7 @@ LINEARISED_NOTE = (
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Where the model with the vector added is saved, and the options that select the model."""
+    """Path of the model with the vector added, and the options that select the model."""
 
     path: Path | None
     """The option --save-model; None if no model is saved."""
@@ -99,7 +99,7 @@ class SavedModelOutput(TypedDict):
     load: str
     """Command or call that loads the model."""
     note: str | None
-    """Why its outputs differ from those of the vector as it was trained, if they do."""
+    """Explanation if its outputs differ from those of the vector as it was trained; null if they do not."""
 
 
 class VectorOutput(TypedDict):
@@ -128,7 +128,7 @@ class AddOutput(VectorOutput):
     settings: dict[str, bool | int | float | str]
     """Settings of the method, including defaults."""
     scale: str
-    """What α means for this method."""
+    """Meaning of α for this method."""
     alphas: list[float]
     """Factor of each vector."""
 
@@ -272,7 +272,7 @@ def add(
 ) -> None:
     """Add task vectors, or merge them by another method. The result has the heads of all tasks.
 
-    The vectors must have the same base model, regime and f, and must not have different heads for one task.
+    The vectors must have the same base model, regime and f, and the same head for a task that they share.
 
     Memory use does not grow with the number of vectors, except that tsv and iso load one layer of all vectors at a
     time.

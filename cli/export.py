@@ -116,7 +116,7 @@ class ImportOutput(TypedDict):
 
 def import_(
     layout: ImportLayout = typer.Argument(
-        ..., metavar="mammoth", help="Layout of the files: that of mammoth, the framework of the method's authors."
+        ..., metavar="mammoth", help="Layout of the files: mammoth, the framework of the method's authors."
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="Folder with the files."),
     output: Path = output_option("FILE.kfac"),

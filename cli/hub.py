@@ -65,7 +65,7 @@ class PulledFileOutput(ArtifactOutput):
     """A file that was downloaded."""
 
     reference: str
-    """Where it was downloaded from, hf://OWNER/REPO@REVISION/FILE."""
+    """Its location on the Hub, hf://OWNER/REPO@REVISION/FILE."""
     path: str
 
 

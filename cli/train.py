@@ -138,7 +138,7 @@ def train(
         TRAINING_PANEL,
         "linear",
         "--regime",
-        help="What is trained. linear: the linearised model. full: the model itself. attention: the attention layers "
+        help="Training regime. linear: the linearised model. full: the model itself. attention: the attention layers "
         "of the model itself.",
     ),
     steps: int | None = option(

@@ -73,7 +73,7 @@ def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack
     Args:
         *packages: Names of the packages for pip; by default all packages of the extra.
         extra: Extra of kfacpack that contains the packages; None for packages that kfacpack always needs.
-        feature: What needs the packages, for the message.
+        feature: The feature that needs the packages, for the message.
 
     Raises:
         KfacpackError: If a package is missing or older than `MINIMUM`; the message has the command that installs it.

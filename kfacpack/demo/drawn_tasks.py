@@ -1,4 +1,4 @@
-"""Tasks drawn by code, with classes that were not part of the pre-training of `tiny`.
+"""Tasks drawn by code, with classes that were not part of the pretraining of `tiny`.
 
 `hebrew`: letters as ink on lined paper. `syllabics`: Canadian syllables, which differ by the rotation of a shape,
 between fragments of other syllables. `emblems`: symbols in colour on an uneven background, partly hidden. `weaves`:

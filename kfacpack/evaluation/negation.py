@@ -26,19 +26,19 @@ class TaskNegation(TypedDict):
     """Accuracies on test before and after subtracting the vector."""
 
     alpha: float
-    """The vector is subtracted α times."""
+    """Factor α of the subtracted vector."""
     accuracy: float
-    """Accuracy after."""
+    """Accuracy after the subtraction."""
     before: float
-    """Accuracy before."""
+    """Accuracy before the subtraction."""
     chance: float
-    """1 / the number of classes."""
+    """Chance level: 1 divided by the number of classes."""
     removed: float | None
     """Removed fraction of the margin over chance; null if there was no margin."""
     control: float
-    """Accuracy of the control after."""
+    """Accuracy of the control task after the subtraction."""
     control_before: float
-    """Accuracy of the control before."""
+    """Accuracy of the control task before the subtraction."""
 
 
 class Negation(TypedDict):
@@ -69,7 +69,7 @@ def negate(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Negation:
-    """Selects α for −α τ on validation data and reports what it removes from the targets on test data.
+    """Selects α for −α τ on validation data, and reports the accuracies of the targets on test data.
 
     Candidates are the values of α at which the control keeps the fraction `keep` of its accuracy without the vector.
     Among them, the α with the smallest mean accuracy of the targets is selected, where accuracies below chance count

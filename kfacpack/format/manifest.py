@@ -129,7 +129,7 @@ class Base(Entry):
     name: Name
     """Name of the model within its family."""
     revision: Name | None = None
-    """Pre-training tag or commit."""
+    """Pretrained tag or commit."""
     sha256: Digest
     """Digest of the covered parameters, see `base_digest`."""
     parameters: Annotated[tuple[Parameter, ...], FailFast(), Field(min_length=1)]

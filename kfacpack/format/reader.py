@@ -285,7 +285,7 @@ class CheckFailure:
     subject: str
     """The item, such as "tensor 'fc/B'" or "parameter 'fc.weight'"."""
     problem: str
-    """What is wrong with it."""
+    """Description of the problem."""
 
 
 @dataclass(frozen=True)

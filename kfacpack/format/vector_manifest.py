@@ -39,7 +39,7 @@ class HeadEntry(Entry):
     """The classes of a head and its origin. Its weights are tensors of the file."""
 
     origin: HeadOrigin
-    """What the head was computed from."""
+    """Source of its weights: texts, words or prototypes."""
     classes: Annotated[tuple[Text, ...], FailFast(), Field(min_length=1)]
     """Class names in the order of the logits."""
 
@@ -80,9 +80,9 @@ class AboutVector(Entry):
     regime: RegimeName
     tasks: Annotated[tuple[TaskEntry, ...], FailFast()]
     addends: Annotated[tuple[Addend, ...], FailFast()] = ()
-    """Empty for a trained or extracted vector."""
+    """The vectors that were added or merged; empty for a vector that was trained in one run."""
     method: MethodEntry | None = None
-    """None for a sum."""
+    """The method that merged the addends; None if they were added, or if there are none."""
 
     @model_validator(mode="after")
     def _check_names(self) -> AboutVector:

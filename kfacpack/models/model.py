@@ -163,7 +163,7 @@ class ModelRequest(NamedTuple):
     name: str
     """Model name without the family's prefix."""
     weights: WeightsSource
-    """Where the weights come from."""
+    """Source of the weights."""
     image_size: int | None
     """Side of the input images in pixels; None for the model's own."""
     dtype: torch.dtype

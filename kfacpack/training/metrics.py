@@ -16,7 +16,7 @@ from kfacpack.errors import KfacpackError
 _MIN_STEPS = 10
 """Shorter runs are not checked, because their losses are too noisy."""
 _LEARNED = 0.3
-"""A loss below this is that of a task that is solved already, by the base model or by the vector."""
+"""Below this loss, the task counts as solved, whether by the base model or by the vector."""
 _NOT_LEARNED = 0.95
 """A final loss above this fraction of the first loss counts as not decreased."""
 

@@ -207,8 +207,8 @@ class Regularizer:
     def loss(self, tau: Mapping[str, Tensor]) -> Tensor:
         """Returns the penalty as a term of a loss, differentiable once in τ.
 
-        τ may be computed from other tensors: for τ = s B A, `backward` gives B the gradient s (2 λ G τ) Aᵀ, and A
-        s Bᵀ (2 λ G τ). If τ are leaf tensors, `add_grad` does the same without a graph.
+        τ may be computed from other tensors: for τ = c B A and H = 2 λ/s G τ, the gradient of B is c H Aᵀ, and that of
+        A is c Bᵀ H. If τ are leaf tensors, `add_grad` does the same without a graph.
 
         Args:
             tau: See `value`.

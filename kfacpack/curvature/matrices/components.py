@@ -183,7 +183,7 @@ class MatrixTensors(ABC):
 
         Args:
             name: Name of the component.
-            problem: What is wrong with it.
+            problem: Description of the problem.
 
         Raises:
             MatrixError: Always; for components in a bundle, a `CorruptTensor` that names the file and the tensor.
