@@ -1,5 +1,5 @@
 from .compression.compress import compress
-from .curvature.blocks import BlockForm, CurvatureBlock, Kronecker, Whole
+from .curvature.blocks import BlockStructure, CurvatureBlock, Kronecker, Whole
 from .curvature.curvature import Curvature, identify, load
 from .curvature.export import export
 from .curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
@@ -74,7 +74,7 @@ __all__ = [
     "AboutVector",
     "Base",
     "BlockDiagonal",
-    "BlockForm",
+    "BlockStructure",
     "Bundle",
     "BundleError",
     "Container",

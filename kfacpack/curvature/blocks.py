@@ -118,8 +118,8 @@ def _as_matrix(tensor: Tensor, piece: Piece) -> Tensor:
     return matrix.T if piece.view == "transposed" else matrix
 
 
-class BlockForm(ABC):
-    """How the matrices of a block make up its G."""
+class BlockStructure(ABC):
+    """The structure of a block: how its matrices make up G."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
@@ -149,20 +149,20 @@ class BlockForm(ABC):
 
     @classmethod
     @abstractmethod
-    def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> BlockForm:
-        """Builds the form from its `weights` and `sides`.
+    def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> BlockStructure:
+        """Builds the structure from its `weights` and `sides`.
 
         Args:
             weights: Weight of each term.
             sides: For each side of the Kronecker product, the matrix of every term.
 
         Returns:
-            The form.
+            The structure.
         """
 
     @abstractmethod
-    def map_matrices(self, function: Callable[[Matrix], Matrix]) -> BlockForm:
-        """Returns the same form with every matrix mapped by `function`.
+    def map_matrices(self, function: Callable[[Matrix], Matrix]) -> BlockStructure:
+        """Returns the same structure with every matrix mapped by `function`.
 
         Args:
             function: Called with each matrix; returns the matrix that replaces it.
@@ -179,15 +179,15 @@ class BlockForm(ABC):
 
     @classmethod
     @abstractmethod
-    def from_entry(cls, entry: Any, matrices: Mapping[str, Matrix]) -> BlockForm:
-        """Builds the form from a manifest entry.
+    def from_entry(cls, entry: Any, matrices: Mapping[str, Matrix]) -> BlockStructure:
+        """Builds the structure from a manifest entry.
 
         Args:
             entry: The entry of the block.
             matrices: Matrices by name.
 
         Returns:
-            The form.
+            The structure.
         """
 
     @abstractmethod
@@ -196,7 +196,7 @@ class BlockForm(ABC):
 
         Args:
             identifiers: Names of the matrices, by role.
-            **common: Fields of the entry that all forms have.
+            **common: Fields of the entry that all structures have.
         """
 
     @abstractmethod
@@ -209,14 +209,14 @@ class BlockForm(ABC):
 
 
 @dataclass(frozen=True)
-class Kronecker(BlockForm):
+class Kronecker(BlockStructure):
     """G = Σ weight · B ⊗ A: one term for one task, possibly several for a merged curvature.
 
     Example:
         >>> import torch
         >>> import kfacpack as kp
-        >>> form = kp.Kronecker.of(kp.Dense.of(torch.eye(2)), kp.Dense.of(torch.eye(3)))
-        >>> form.apply(torch.ones(2, 3)).shape
+        >>> structure = kp.Kronecker.of(kp.Dense.of(torch.eye(2)), kp.Dense.of(torch.eye(3)))
+        >>> structure.apply(torch.ones(2, 3)).shape
         torch.Size([2, 3])
     """
 
@@ -225,7 +225,7 @@ class Kronecker(BlockForm):
 
     @classmethod
     def of(cls, B: Matrix, A: Matrix, weight: float = 1.0) -> Kronecker:
-        """Builds a form with one term.
+        """Builds a structure with one term.
 
         Args:
             B: Matrix of side `rows`.
@@ -233,7 +233,7 @@ class Kronecker(BlockForm):
             weight: Weight of the term.
 
         Returns:
-            The form weight · B ⊗ A.
+            The structure weight · B ⊗ A.
         """
         return cls(((B, A, weight),))
 
@@ -261,12 +261,12 @@ class Kronecker(BlockForm):
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
-        """Builds the form from its weights and (all B, all A)."""
+        """Builds the structure from its weights and (all B, all A)."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Kronecker:
-        """Returns the same form with every matrix mapped by `function`."""
+        """Returns the same structure with every matrix mapped by `function`."""
         return Kronecker(tuple((function(B), function(A), weight) for B, A, weight in self.terms))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
@@ -280,7 +280,7 @@ class Kronecker(BlockForm):
 
     @classmethod
     def from_entry(cls, entry: KroneckerEntry, matrices: Mapping[str, Matrix]) -> Kronecker:
-        """Builds the form from a manifest entry and the matrices by name."""
+        """Builds the structure from a manifest entry and the matrices by name."""
         return cls(tuple((matrices[term.B], matrices[term.A], term.weight) for term in entry.terms))
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> KroneckerEntry:
@@ -301,7 +301,7 @@ class Kronecker(BlockForm):
 
 
 @dataclass(frozen=True)
-class Whole(BlockForm):
+class Whole(BlockStructure):
     """G as one matrix over the flattened parameters: dense, for example for norms and class tokens, or diagonal.
 
     Example:
@@ -334,7 +334,7 @@ class Whole(BlockForm):
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Whole:
-        """Builds the form from one matrix.
+        """Builds the structure from one matrix.
 
         Raises:
             ValueError: If the weights are not (1,).
@@ -345,7 +345,7 @@ class Whole(BlockForm):
         return cls(matrix)
 
     def map_matrices(self, function: Callable[[Matrix], Matrix]) -> Whole:
-        """Returns the same form with the matrix mapped by `function`."""
+        """Returns the same structure with the matrix mapped by `function`."""
         return Whole(function(self.matrix))
 
     def shape_problem(self, rows: int, columns: int) -> str | None:
@@ -356,7 +356,7 @@ class Whole(BlockForm):
 
     @classmethod
     def from_entry(cls, entry: DenseEntry, matrices: Mapping[str, Matrix]) -> Whole:
-        """Builds the form from a manifest entry and the matrices by name."""
+        """Builds the structure from a manifest entry and the matrices by name."""
         return cls(matrices[entry.matrix])
 
     def entry(self, identifiers: Mapping[str, str], **common: Any) -> DenseEntry:
@@ -368,8 +368,8 @@ class Whole(BlockForm):
         return {"G": names["G"]}
 
 
-STRUCTURES: dict[str, type[BlockForm]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}
-"""Block forms by the `structure` of their manifest entry."""
+STRUCTURES: dict[str, type[BlockStructure]] = {"kronecker": Kronecker, "dense": Whole, "diagonal": Whole}
+"""Classes by the `structure` of a manifest entry."""
 
 
 @dataclass(frozen=True)
@@ -392,7 +392,7 @@ class CurvatureBlock:
     """The operation that uses the parameters, such as "linear"."""
     join: Join
     """How the parameters make up ΔW."""
-    structure: BlockForm
+    structure: BlockStructure
     """G of the block."""
     losses: tuple[Loss, ...] = ()
     """Errors of the lossy steps (codecs and merge rules) so far."""

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 DENSE_LIMIT = 4096
 """Largest number of elements of a parameter with a dense G, if it is not the matrix of a product."""
 
-BlockStructure = Literal["kronecker", "dense", "diagonal"]
+StructureName = Literal["kronecker", "dense", "diagonal"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PlannedBlock:
     operation: MatrixOperation | VectorOperation
     kind: str
     """Name of the operation in the bundle."""
-    structure: BlockStructure
+    structure: StructureName
     join: Join
     parameter: str
     """The parameter whose path leads to the operation; a bias is located relative to it."""

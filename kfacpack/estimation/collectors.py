@@ -22,7 +22,7 @@ from kfacpack.estimation.operations import matrix_operation_of
 from kfacpack.estimation.tracing import by_example, drops_rows, kept_rows, means, sums
 
 if TYPE_CHECKING:
-    from kfacpack.curvature.blocks import BlockForm
+    from kfacpack.curvature.blocks import BlockStructure
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.estimation.block_plan import PlannedBlock
 
@@ -109,8 +109,8 @@ class Collector(ABC):
         """Returns the sums by role (`A`, `B` or `G`); other blocks may share them."""
 
     @abstractmethod
-    def structure(self, matrices: Mapping[str, Matrix]) -> BlockForm:
-        """Returns the form of the block, from the finished matrix of every role."""
+    def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
+        """Returns the structure of the block, from the finished matrix of every role."""
 
     def block(self, matrices: Mapping[str, Matrix]) -> CurvatureBlock:
         """Returns the finished block, from the finished matrix of every role."""
@@ -181,7 +181,7 @@ class KroneckerCollector(Collector):
         """Returns the sums of B and A."""
         return {"B": self._B, "A": self._A}
 
-    def structure(self, matrices: Mapping[str, Matrix]) -> BlockForm:
+    def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
         """Returns B ⊗ A."""
         return Kronecker.of(matrices["B"], matrices["A"])
 
@@ -205,7 +205,7 @@ class WholeCollector(Collector):
         """Returns the sum of G."""
         return {"G": self._G}
 
-    def structure(self, matrices: Mapping[str, Matrix]) -> BlockForm:
+    def structure(self, matrices: Mapping[str, Matrix]) -> BlockStructure:
         """Returns G."""
         return Whole(matrices["G"])
 
