@@ -9,7 +9,7 @@ Data = tuple[Tensor, Tensor]
 
 
 def digits() -> tuple[Data, Data]:
-    """Returns the digits 0 to 4 and 5 to 9: each x (N, 64) and labels (N,)."""
+    """Returns the digits 0 to 4 and the digits 5 to 9, each as x, (N, 64), and labels, (N,)."""
     bunch = load_digits()
     x, labels = torch.tensor(bunch.data, dtype=torch.float32) / 16, torch.tensor(bunch.target)
     known = labels < 5

@@ -211,7 +211,7 @@ class EmbeddingOperation(MatrixOperation):
     one_hot = True
 
     def supports(self, node: Node) -> bool:
-        """Returns whether gradients are not scaled by frequency."""
+        """Returns False if the lookup scales gradients by frequency."""
         return not embedding_arguments(node).scale_grad_by_freq
 
     def inputs(self, node: Node) -> Tensor:

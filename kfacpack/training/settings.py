@@ -43,7 +43,7 @@ class TrainingSettings:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs is not None:
-            raise KfacpackError("the length of training is given by steps or by epochs, got both")
+            raise KfacpackError("expected either steps or epochs, got both")
         for name, value, minimum in (
             ("steps", self.steps, 1),
             ("epochs", self.epochs, 1e-6),

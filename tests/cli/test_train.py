@@ -183,7 +183,7 @@ def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
         (["--reg-data", "nothing"], "unknown task 'nothing'"),
         (["--reg-data", "faces="], "--reg-data 'faces=': expected TASK=DIR, such as cars=data/cars"),
         (["--preset", "tak", "--reg", "BUNDLE"], "no published strength for tiny"),
-        (["--steps", "2", "--epochs", "1"], "by steps or by epochs, got both"),
+        (["--steps", "2", "--epochs", "1"], "steps or epochs, got both"),
         (["--lr", "nan"], "learning rate nan"),
         (["--lr", "1e39"], "learning rate 1e+39"),
         (["--strength", "1e300", "--reg", "BUNDLE"], "strength 1e+300: expected"),

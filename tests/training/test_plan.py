@@ -52,7 +52,7 @@ def test_the_learning_rate_rises_and_falls():
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"steps": 3, "epochs": 1}, "by steps or by epochs, got both"),
+        ({"steps": 3, "epochs": 1}, "steps or epochs, got both"),
         ({"steps": 0}, "steps 0: expected a number of at least 1"),
         ({"lr": float("nan")}, "learning rate nan"),
         ({"lr": -1.0}, "learning rate -1"),
