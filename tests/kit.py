@@ -73,7 +73,7 @@ def _packed_as(dtype: torch.dtype) -> Callable[[Tensor], Matrix]:
     return lambda m: Packed.from_dense(m.to(dtype))
 
 
-HOLDS: dict[str, Callable[[Tensor], Matrix]] = {
+MATRIX_FORMS: dict[str, Callable[[Tensor], Matrix]] = {
     "dense": Dense.of,
     "packed": Packed.from_dense,
     "block": _block,
@@ -115,9 +115,9 @@ def linear_join(name: str, out: int, inputs: int, bias: bool = True) -> kp.Join:
     return kp.Join(rows=out, columns=inputs + bias, pieces=tuple(pieces))
 
 
-def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: int = 6) -> kp.Curvature:
+def small_curvature(stored_as: str = "dense", seed: int = 0, out: int = 5, inputs: int = 6) -> kp.Curvature:
     """Two layers that share A, a fused projection in two blocks, a norm, a bare `x @ W`, a scale and a token."""
-    make = HOLDS[hold]
+    make = MATRIX_FORMS[stored_as]
     generator = torch.Generator().manual_seed(seed)
     state = {
         "one.weight": torch.randn(out, inputs, generator=generator),
@@ -187,9 +187,9 @@ def small_curvature(hold: str = "dense", seed: int = 0, out: int = 5, inputs: in
     return kp.Curvature(blocks, about(state))
 
 
-def of_task(task: str, size: int | None = 100, seed: int = 0, hold: str = "packed") -> kp.Curvature:
+def of_task(task: str, size: int | None = 100, seed: int = 0, stored_as: str = "packed") -> kp.Curvature:
     """Returns the curvature of the same model on a task; the factors depend on the seed."""
-    model, factors = small_curvature(hold), small_curvature(hold, seed)
+    model, factors = small_curvature(stored_as), small_curvature(stored_as, seed)
     source = kp.Source(task=task, examples=12, dataset_size=size)
     return kp.Curvature(factors.blocks, model.about.model_copy(update={"source": source}))
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from kfacpack_cli.main import app
-from kit import HOLDS, of_task, random_tau, refused, small_curvature
+from kit import MATRIX_FORMS, of_task, random_tau, refused, small_curvature
 from safetensors import safe_open
 from typer.testing import CliRunner
 
@@ -40,9 +40,9 @@ def quadratic(path, tau):
     return total
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_every_form_is_exported_dense(hold, tmp_path):
-    curvature = small_curvature(hold)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_every_form_is_exported_dense(stored_as, tmp_path):
+    curvature = small_curvature(stored_as)
     tau = random_tau(curvature)
     kp.export(curvature, tmp_path / "factors.safetensors")
     exported = quadratic(tmp_path / "factors.safetensors", tau)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, random_psd, random_tau, refused, small_curvature
+from kit import MATRIX_FORMS, random_psd, random_tau, refused, small_curvature
 
 import kfacpack as kp
 from kfacpack.compression.chain import CodecChain
@@ -68,9 +68,9 @@ def test_codecs_do_not_declare_other_matrices_psd():
 
 
 @pytest.mark.parametrize("spec", CHAINS)
-@pytest.mark.parametrize("hold", HOLDS)
-def test_every_form_can_be_compressed_again(hold, spec):
-    source = HOLDS[hold](random_psd(24, 1))
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_every_form_can_be_compressed_again(stored_as, spec):
+    source = MATRIX_FORMS[stored_as](random_psd(24, 1))
     source.examples, source.positions = 7, 21
     _, encoded = CodecChain.parse(spec).encode(source)
     assert encoded.nbytes <= source.nbytes
@@ -78,10 +78,10 @@ def test_every_form_can_be_compressed_again(hold, spec):
     assert encoded.dense().isfinite().all()
 
 
-@pytest.mark.parametrize("hold", ["dense", "packed", "block", "packed-f64"])
+@pytest.mark.parametrize("stored_as", ["dense", "packed", "block", "packed-f64"])
 @pytest.mark.parametrize("spec", CHAINS)
-def test_save_and_load_of_a_compressed_curvature(tmp_path, hold, spec):
-    small = kp.compress(small_curvature(hold, out=20, inputs=24), spec)
+def test_save_and_load_of_a_compressed_curvature(tmp_path, stored_as, spec):
+    small = kp.compress(small_curvature(stored_as, out=20, inputs=24), spec)
     small.save(tmp_path / "small.kfac")
     loaded = kp.load(tmp_path / "small.kfac")
     assert [block.losses for block in loaded.blocks] == [block.losses for block in small.blocks]

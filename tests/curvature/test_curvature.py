@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, dense_block, forge, linear_join, random_psd, random_tau, refused, small_curvature
+from kit import MATRIX_FORMS, dense_block, forge, linear_join, random_psd, random_tau, refused, small_curvature
 
 import kfacpack as kp
 from kfacpack.curvature.matrices.components import BundleTensors
@@ -38,10 +38,10 @@ def joined(block: kp.CurvatureBlock, tau: dict[str, torch.Tensor]) -> torch.Tens
     return delta
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @given(seed=seeds)
-def test_quadratic_and_apply_agree_with_the_dense_kronecker_product(hold, seed):
-    curvature = small_curvature(hold, seed)
+def test_quadratic_and_apply_agree_with_the_dense_kronecker_product(stored_as, seed):
+    curvature = small_curvature(stored_as, seed)
     tau = random_tau(curvature, seed)
     blocks = [(dense_block(block), joined(block, tau).flatten()) for block in curvature.blocks]
     expected = sum(float(v @ G @ v) for G, v in blocks)
@@ -56,11 +56,11 @@ def test_quadratic_and_apply_agree_with_the_dense_kronecker_product(hold, seed):
 
 
 @pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @given(seed=seeds)
-def test_save_and_load(tmp_path_factory, hold, pack, seed):
+def test_save_and_load(tmp_path_factory, stored_as, pack, seed):
     path = tmp_path_factory.mktemp("bundle") / "t.kfac"
-    curvature = small_curvature(hold, seed)
+    curvature = small_curvature(stored_as, seed)
     curvature.save(path, pack=pack)
     loaded = kp.load(path)
     tau = random_tau(curvature, seed)
@@ -122,9 +122,9 @@ def test_the_gradient_of_quadratic_is_twice_apply():
         torch.testing.assert_close(grad, 2 * curvature.apply(tau)[name].detach())
 
 
-@pytest.mark.parametrize("hold", ["dense", "packed", "block", "lowrank", "diagonal", "packed-int8"])
-def test_functional_gradients(hold):
-    curvature = small_curvature(hold)
+@pytest.mark.parametrize("stored_as", ["dense", "packed", "block", "lowrank", "diagonal", "packed-int8"])
+def test_functional_gradients(stored_as):
+    curvature = small_curvature(stored_as)
     tau = random_tau(curvature, dtype=torch.float64)
     grads = torch.func.grad(curvature.quadratic)(tau)
     for name, value in curvature.apply(tau).items():
@@ -305,22 +305,22 @@ def test_negative_int8_factors_are_refused(tmp_path):
         forged.quadratic(random_tau(forged))
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_a_curvature_on_a_device_computes_the_same(hold, dtype):
-    packed = small_curvature(hold)
+def test_a_curvature_on_a_device_computes_the_same(stored_as, dtype):
+    packed = small_curvature(stored_as)
     resident = packed.to("cpu", torch.promote_types(dtype, torch.float32))
     tau = random_tau(packed, dtype=dtype)
     for name, value in packed.apply(tau).items():
         torch.testing.assert_close(resident.apply(tau)[name], value)
     torch.testing.assert_close(resident.quadratic(tau), packed.quadratic(tau))
-    if hold not in ("sparse", "sparse-int8"):  # which choose the faster kernel for each product
+    if stored_as not in ("sparse", "sparse-int8"):  # which choose the faster kernel for each product
         assert torch.equal(resident.quadratic(tau), packed.quadratic(tau))
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_a_curvature_on_a_device_reads_nothing_again(tmp_path, monkeypatch, hold):
-    small_curvature(hold).save(tmp_path / "t.kfac")
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_a_curvature_on_a_device_reads_nothing_again(tmp_path, monkeypatch, stored_as):
+    small_curvature(stored_as).save(tmp_path / "t.kfac")
     packed = kp.load(tmp_path / "t.kfac")
     tau = random_tau(packed)
     expected = packed.quadratic(tau)

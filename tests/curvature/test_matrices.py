@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, random_psd, refused
+from kit import MATRIX_FORMS, random_psd, refused
 
 import kfacpack as kp
 from kfacpack.curvature.matrices import FORMS
@@ -21,19 +21,19 @@ sides = st.integers(1, 40)
 seeds = st.integers(0, 2**16)
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @given(side=sides, columns=st.integers(1, 5), seed=seeds)
-def test_matmul_is_the_product_with_the_dense_matrix(hold, side, columns, seed):
-    matrix = HOLDS[hold](random_psd(side, seed))
+def test_matmul_is_the_product_with_the_dense_matrix(stored_as, side, columns, seed):
+    matrix = MATRIX_FORMS[stored_as](random_psd(side, seed))
     x = torch.randn(side, columns, generator=torch.Generator().manual_seed(seed))
     expected = matrix.dense(torch.float64) @ x.double()
     torch.testing.assert_close(matrix.matmul(x).double(), expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @given(side=sides, seed=seeds)
-def test_dense_is_symmetric(hold, side, seed):
-    full = HOLDS[hold](random_psd(side, seed)).dense(torch.float64)
+def test_dense_is_symmetric(stored_as, side, seed):
+    full = MATRIX_FORMS[stored_as](random_psd(side, seed)).dense(torch.float64)
     assert torch.allclose(full, full.T, rtol=0, atol=1e-12)
 
 
@@ -88,10 +88,10 @@ def test_sparse_keeps_the_largest_entries(side, seed):
         assert float(sparse.components["data"].abs().min()) >= float(entries[count - 1])
 
 
-@pytest.mark.parametrize("hold", ["packed", "block", "lowrank", "sparse"])
+@pytest.mark.parametrize("stored_as", ["packed", "block", "lowrank", "sparse"])
 @given(side=sides, seed=seeds)
-def test_int8_is_off_by_at_most_half_a_step_of_its_row(hold, side, seed):
-    matrix = HOLDS[hold](random_psd(side, seed))
+def test_int8_is_off_by_at_most_half_a_step_of_its_row(stored_as, side, seed):
+    matrix = MATRIX_FORMS[stored_as](random_psd(side, seed))
     exact, rounded = matrix.float_values(torch.float64), matrix.quantized()
     scale = rounded.components["scale"].double().reshape(-1)[rounded.row_index()]
     assert bool(((rounded.float_values(torch.float64) - exact).abs() <= scale * 0.5001).all())
@@ -101,9 +101,9 @@ def test_int8_of_zeros_is_zero():
     assert torch.equal(Packed.from_dense(torch.zeros(4, 4)).quantized().dense(), torch.zeros(4, 4))
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_shapes_are_those_of_the_format(hold):
-    matrix = HOLDS[hold](random_psd(10, 0))
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_shapes_are_those_of_the_format(stored_as):
+    matrix = MATRIX_FORMS[stored_as](random_psd(10, 0))
     _, shape = matrix.components.specs["data"]
     stated = LAYOUTS[matrix.form].shapes(matrix.side, shape)
     shapes = {name: shape for name, (_, shape) in matrix.components.specs.items()}
@@ -114,10 +114,10 @@ def test_every_form_of_the_format_has_a_class():
     assert FORMS.keys() == LAYOUTS.keys()
 
 
-@pytest.mark.parametrize(("hold", "share"), [("packed", 0.55), ("block", 0.20), ("packed-int8", 0.16)])
-def test_nbytes_of_a_form(hold, share):
+@pytest.mark.parametrize(("stored_as", "share"), [("packed", 0.55), ("block", 0.20), ("packed-int8", 0.16)])
+def test_nbytes_of_a_form(stored_as, share):
     full = random_psd(48, 0)
-    assert HOLDS[hold](full).nbytes <= share * full.nbytes
+    assert MATRIX_FORMS[stored_as](full).nbytes <= share * full.nbytes
 
 
 def test_an_asymmetric_matrix_is_refused():
@@ -183,9 +183,9 @@ def test_a_long_float32_sum_is_positive_semi_definite():
     assert negative_eigenvalue_bound(A) is None
 
 
-@pytest.mark.parametrize("hold", ["dense", "packed", "block", "diagonal", "lowrank-signed"])
-def test_a_negative_eigenvalue_is_detected(hold):
-    matrix = HOLDS[hold](random_psd(9, 0) - 0.8 * torch.eye(9))
+@pytest.mark.parametrize("stored_as", ["dense", "packed", "block", "diagonal", "lowrank-signed"])
+def test_a_negative_eigenvalue_is_detected(stored_as):
+    matrix = MATRIX_FORMS[stored_as](random_psd(9, 0) - 0.8 * torch.eye(9))
     expected = float(torch.linalg.eigvalsh(matrix.dense(torch.float64))[0])
     assert expected < -0.01
     assert expected < negative_eigenvalue_bound(matrix) < 0

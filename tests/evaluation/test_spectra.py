@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import HOLDS, random_psd, small_curvature
+from kit import MATRIX_FORMS, random_psd, small_curvature
 from toys import on_device
 
 import kfacpack as kp
 from kfacpack.evaluation.bundle_quality import MAX_EIGENVALUES, effective_rank, spectra
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @pytest.mark.parametrize("side", [1, 7, 12])
-def test_every_form_has_the_eigenvalues_of_its_dense_matrix(hold, side):
-    matrix = HOLDS[hold](random_psd(side, 3))
+def test_every_form_has_the_eigenvalues_of_its_dense_matrix(stored_as, side):
+    matrix = MATRIX_FORMS[stored_as](random_psd(side, 3))
     expected = torch.linalg.eigvalsh(matrix.dense(torch.float64)).flip(0)
     eigenvalues = matrix.eigenvalues()
     assert eigenvalues.dtype == torch.float64
@@ -25,7 +25,7 @@ def test_structured_matrices_are_not_converted_to_dense(monkeypatch):
     for form in (kp.Diagonal, kp.BlockDiagonal, kp.LowRank):
         monkeypatch.setattr(form, "dense", lambda *_: pytest.fail("was made dense"))
     assert kp.Diagonal.of(torch.arange(100_000.0)).eigenvalues()[0] == 99_999
-    assert len(HOLDS["block"](random_psd(10, 0)).eigenvalues()) == 10
+    assert len(MATRIX_FORMS["block"](random_psd(10, 0)).eigenvalues()) == 10
     assert len(kp.LowRank.from_dense(random_psd(10, 0), 0).eigenvalues()) == 10
 
 

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from kit import HOLDS, refused, small_curvature
+from kit import MATRIX_FORMS, refused, small_curvature
 from safetensors import safe_open
 
 import kfacpack as kp
@@ -204,9 +204,9 @@ def test_permissions_follow_the_umask(tmp_path):
     assert stat.S_IMODE((tmp_path / "t.kfac").stat().st_mode) == 0o640
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_safetensors_itself_opens_every_bundle(tmp_path, hold):
-    small_curvature(hold).save(tmp_path / "t.kfac")
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_safetensors_itself_opens_every_bundle(tmp_path, stored_as):
+    small_curvature(stored_as).save(tmp_path / "t.kfac")
     bundle = kp.Bundle(tmp_path / "t.kfac")
     with safe_open(tmp_path / "t.kfac", framework="pt") as file:
         assert set(file.keys()) == set(bundle.tensors)

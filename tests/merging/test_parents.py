@@ -74,7 +74,7 @@ def test_weights_replace_data_set_sizes_and_only_their_ratios_matter(paths):
 
 
 def test_a_curvature_in_memory_has_the_digest_of_its_file(tmp_path):
-    curvature = of_task("a", hold="block-int8")
+    curvature = of_task("a", stored_as="block-int8")
     digest = curvature.digest
     curvature.save(tmp_path / "a.kfac")
     assert kp.Bundle(tmp_path / "a.kfac").digest == digest == kp.load(tmp_path / "a.kfac").digest

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kit import HOLDS, dense_block, of_task, random_psd, random_tau
+from kit import MATRIX_FORMS, dense_block, of_task, random_psd, random_tau
 
 import kfacpack as kp
 from kfacpack.merging.merge import merge_and_report
@@ -19,8 +19,8 @@ seeds = st.integers(0, 2**16)
 counts = st.integers(1, 5)
 
 
-def some_tasks(count, seed, hold="packed"):
-    return [of_task(f"task{t}", 100 + 70 * t, seed + 31 * t, hold) for t in range(count)]
+def some_tasks(count, seed, stored_as="packed"):
+    return [of_task(f"task{t}", 100 + 70 * t, seed + 31 * t, stored_as) for t in range(count)]
 
 
 def targets(curvatures, weights):
@@ -40,10 +40,10 @@ def errors(merged):
     return [float(block.losses[-1].frobenius) if block.losses else 0.0 for block in merged.blocks]
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @given(seed=seeds, by=st.sampled_from([("tak", 1), ("stack", 1), ("optimal", 1), ("optimal", 2)]))
-def test_the_reported_errors_are_those_of_brute_force(hold, seed, by):
-    curvatures = some_tasks(3, seed, hold)
+def test_the_reported_errors_are_those_of_brute_force(stored_as, seed, by):
+    curvatures = some_tasks(3, seed, stored_as)
     merged = merge_and_report(curvatures, by[0], rank=by[1])
     expected = targets(curvatures, data_set_weights(curvatures))
     lost = [dense_block(block) - target for block, target in zip(merged.curvature.blocks, expected, strict=True)]
@@ -117,10 +117,10 @@ def test_among_equally_close_products_a_positive_one_is_chosen():
     assert block.losses[0].frobenius == pytest.approx(2**-0.5)
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @given(seed=seeds)
-def test_a_stack_is_the_sum_of_its_inputs_and_shares_their_matrices(hold, seed):
-    curvatures = some_tasks(3, seed, hold)
+def test_a_stack_is_the_sum_of_its_inputs_and_shares_their_matrices(stored_as, seed):
+    curvatures = some_tasks(3, seed, stored_as)
     stacked = kp.merge(curvatures, "stack")
     tau = random_tau(stacked, seed, torch.float64)
     parts = [float(curvature.quadratic(tau)) for curvature in curvatures]
@@ -167,7 +167,7 @@ def test_dense_blocks_and_diagonals_add_up_exactly(rule):
 
 
 @pytest.mark.parametrize(
-    ("holds", "form"),
+    ("stored_forms", "form"),
     [
         (["packed", "packed-f16"], "packed"),
         (["block", "block-int8"], "block"),
@@ -177,8 +177,8 @@ def test_dense_blocks_and_diagonals_add_up_exactly(rule):
         (["sparse-int8", "dense"], "packed"),
     ],
 )
-def test_sums_use_the_smallest_form_that_represents_all_inputs(holds, form):
-    curvatures = [of_task(f"task{t}", 100, 31 * t, hold) for t, hold in enumerate(holds)]
+def test_sums_use_the_smallest_form_that_represents_all_inputs(stored_forms, form):
+    curvatures = [of_task(f"task{t}", 100, 31 * t, stored_as) for t, stored_as in enumerate(stored_forms)]
     merged = kp.merge(curvatures, "tak")
     B, A, _ = merged.blocks[0].structure.terms[0]
     assert (B.form, A.form) == (form, form)
@@ -208,7 +208,7 @@ def test_long_matrices_are_read_in_strips(monkeypatch):
                     "w",
                     "linear",
                     kp.Join(rows=40, columns=30, pieces=(kp.Piece(parameter="w"),)),
-                    kp.Kronecker.of(*(hold(random_psd(side, 7 * t + side)) for hold, side in ((b, 40), (a, 30)))),
+                    kp.Kronecker.of(*(make(random_psd(side, 7 * t + side)) for make, side in ((b, 40), (a, 30)))),
                 )
             ],
             of_task("t").about.model_copy(
@@ -218,7 +218,12 @@ def test_long_matrices_are_read_in_strips(monkeypatch):
                 }
             ),
         )
-        for t, (b, a) in enumerate([(HOLDS["packed"], HOLDS["lowrank-int8"]), (HOLDS["block-int8"], HOLDS["sparse"])])
+        for t, (b, a) in enumerate(
+            [
+                (MATRIX_FORMS["packed"], MATRIX_FORMS["lowrank-int8"]),
+                (MATRIX_FORMS["block-int8"], MATRIX_FORMS["sparse"]),
+            ]
+        )
     ]
     whole = merge_and_report(curvatures, "optimal")
     monkeypatch.setattr("kfacpack.merging.strips.STRIP_ENTRIES", 100)

@@ -77,14 +77,14 @@ def expected_numbers(path: Path) -> dict[str, object]:
 def write_good() -> None:
     """Writes the missing golden files that readers must accept."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from kit import HOLDS, small_curvature
+    from kit import MATRIX_FORMS, small_curvature
 
     from kfacpack import Curvature
     from kfacpack.format.manifest import REDUCE, Loss, Merge, OutputScale, Parent
 
-    for hold in HOLDS:
-        if not (target := GOLDEN / f"{hold}.kfac").exists():
-            small_curvature(hold, seed=len(hold)).save(target, pack=hold != "dense")
+    for stored_as in MATRIX_FORMS:
+        if not (target := GOLDEN / f"{stored_as}.kfac").exists():
+            small_curvature(stored_as, seed=len(stored_as)).save(target, pack=stored_as != "dense")
     if not (target := GOLDEN / "output-scale.kfac").exists():
         plain = small_curvature("packed", seed=9)
         function = plain.about.function.model_copy(update={"output": "hidden-state", "normalized": False})

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kit import HOLDS, dense_block, of_task, random_psd, random_tau, refused, small_curvature, warned
+from kit import MATRIX_FORMS, dense_block, of_task, random_psd, random_tau, refused, small_curvature, warned
 
 import kfacpack as kp
 from kfacpack.curvature.blocks import gather
@@ -41,18 +41,18 @@ def agree(regularizer, tau, expected, rtol=1e-9):
     assert all(not gradient[name].any() for name in gradient.keys() - grads.keys())
 
 
-@pytest.mark.parametrize("hold", HOLDS)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
 @pytest.mark.parametrize("offload", [False, True])
-def test_every_form_equals_autograd_of_the_dense_form(hold, offload):
-    curvature = small_curvature(hold)
+def test_every_form_equals_autograd_of_the_dense_form(stored_as, offload):
+    curvature = small_curvature(stored_as)
     tau = random_tau(curvature, dtype=torch.float64)
     agree(kp.Regularizer(curvature, 3.0, offload=offload), tau, brute([curvature], tau, 3.0))
 
 
-@pytest.mark.parametrize("hold", HOLDS)
-def test_as_a_term_of_a_loss_it_has_the_same_gradient(hold):
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_as_a_term_of_a_loss_it_has_the_same_gradient(stored_as):
     """Gradients flow through what τ is computed from, and only to tensors that require them."""
-    curvature = small_curvature(hold)
+    curvature = small_curvature(stored_as)
     tau = random_tau(curvature, dtype=torch.float64)
     value, expected = brute([curvature], tau, 3.0)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in tau.items()}
@@ -70,9 +70,9 @@ def test_as_a_term_of_a_loss_it_has_the_same_gradient(hold):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("hold", HOLDS)
-def test_offloaded_factors_give_the_same_result_on_a_gpu(hold):
-    curvature = small_curvature(hold)
+@pytest.mark.parametrize("stored_as", MATRIX_FORMS)
+def test_offloaded_factors_give_the_same_result_on_a_gpu(stored_as):
+    curvature = small_curvature(stored_as)
     tau = random_tau(curvature, dtype=torch.float64)
     expected = brute([curvature], tau, 3.0)
     for tensors, options in (({n: t.cuda() for n, t in tau.items()}, {}), (tau, {"device": "cuda"})):
@@ -84,9 +84,9 @@ def test_offloaded_factors_give_the_same_result_on_a_gpu(hold):
                 torch.testing.assert_close(actual.cpu(), expected[1][name])
 
 
-@pytest.mark.parametrize("hold", ["packed", "block", "block-int8", "sparse"])
-def test_float32_is_accurate(hold):
-    curvature = small_curvature(hold)
+@pytest.mark.parametrize("stored_as", ["packed", "block", "block-int8", "sparse"])
+def test_float32_is_accurate(stored_as):
+    curvature = small_curvature(stored_as)
     tau = random_tau(curvature)
     agree(kp.Regularizer(curvature, 3.0), tau, brute([curvature], tau, 3.0), rtol=1e-5)
 
@@ -108,7 +108,7 @@ def test_blocks_of_uneven_length_and_few_entries():
 
 
 def test_bundles_from_files_add_up(tmp_path):
-    curvatures = [of_task("one", seed=1), of_task("two", seed=2, hold="block"), of_task("three", seed=3)]
+    curvatures = [of_task("one", seed=1), of_task("two", seed=2, stored_as="block"), of_task("three", seed=3)]
     paths = [tmp_path / f"{number}.kfac" for number in range(3)]
     for curvature, path in zip(curvatures, paths, strict=True):
         curvature.save(path)
