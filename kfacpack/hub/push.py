@@ -209,14 +209,19 @@ def _upload(
 
 
 def _validate(name: str, card: str) -> None:
-    """Validates the card with the Hub's own rules."""
-    from huggingface_hub import ModelCard
+    """Validates the card with the Hub's own rules.
 
-    try:
-        ModelCard(card).validate()
-    except ValueError as error:
-        problem = f"the Hub rejects the card: {_rejection(str(error))}"
-        raise HubError(name, problem, "Nothing was uploaded. Check the license and the base model") from error
+    Before huggingface_hub 2.2, `ModelCard.validate` sends this request to huggingface.co even if HF_ENDPOINT is set.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session, hf_raise_for_status
+
+    url, body = f"{constants.ENDPOINT}/api/validate-yaml", {"repoType": "model", "content": card}
+    response = get_session().post(url, json=body, headers={"Accept": "text/plain"})
+    if response.status_code == 400:
+        problem = f"the Hub rejects the card: {_rejection(response.text)}"
+        raise HubError(name, problem, "Nothing was uploaded. Check the license and the base model")
+    hf_raise_for_status(response)
 
 
 def _rejection(answer: str) -> str:

@@ -35,7 +35,7 @@ CORE = (
 )
 """Tests of the parts that use other packages."""
 # Other versions issue other deprecation warnings, which are not errors here.
-PYTEST = ("-m", "pytest", "-q", "-W", "default", "--numprocesses=2", "--dist=loadfile", "-p", "no:cacheprovider")
+PYTEST = ("-m", "pytest", "-W", "default", "--numprocesses=2", "--dist=loadfile", "-p", "no:cacheprovider")
 
 
 def main(versions: str, folder: str) -> int:

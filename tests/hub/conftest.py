@@ -6,7 +6,7 @@ import socket
 
 import pytest
 from hub.fake_hub import FakeHub
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 from kit import of_task, small_curvature
 from vectors.small_vectors import vector
 
@@ -18,6 +18,8 @@ def set_endpoint(monkeypatch, endpoint):
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    # huggingface_hub before 1.0 has a copy there.
+    monkeypatch.setattr(file_download, "HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
 
 
 @pytest.fixture
