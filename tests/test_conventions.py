@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import python
 
 import kfacpack as kp
 
@@ -248,8 +249,8 @@ def test_the_bundle_package_needs_no_torch():
 
 
 def test_the_example_predicts_the_drift_it_measures(tmp_path):
-    command = [sys.executable, str(ROOT / "examples" / "small_network.py"), str(tmp_path / "small.kfac")]
-    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = python(ROOT / "examples" / "small_network.py", tmp_path / "small.kfac")
+    assert result.returncode == 0, result.stderr
     predicted, measured = (float(line.split()[-1]) for line in result.stdout.splitlines())
     assert predicted == pytest.approx(measured, rel=0.05)
     assert kp.verify(tmp_path / "small.kfac", tmp_path / "small.safetensors").holds

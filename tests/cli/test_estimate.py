@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,27 +14,27 @@ import torch
 from kfacpack_cli.main import app
 from kit import refused
 from PIL import Image
+from processes import Python, python
 from typer.testing import CliRunner
 
 import kfacpack as kp
 from kfacpack.estimation.resume import PartialFile
 
-COMMAND = [sys.executable, "-m", "kfacpack_cli"]
 TIMM = ["--model", "timm:test_vit", "--weights", "random", "--image-size", "32"]
 SMALL = [*TIMM, "--params", "blocks.5.*", "--params", "cls_token"]
 
 
 def run(*arguments, code=0):
-    """Runs the command in this process, because starting another takes seconds."""
+    """Runs the command in this process."""
     result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result
 
 
-def kfacpack(*arguments, code=0, launcher=COMMAND):
-    """Runs the command in a new process."""
-    result = subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True)
-    assert result.returncode == code, result.stderr
+def kfacpack(*arguments, launcher=()):
+    """Runs the command in a new process, or in several that a launcher starts."""
+    result = python(*launcher, "-m", "kfacpack_cli", *arguments)
+    assert result.returncode == 0, result.stderr
     return result
 
 
@@ -126,23 +124,21 @@ def test_an_interrupted_and_resumed_run_gives_the_same_bytes(pictures, tmp_path,
         "TaskEstimate.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", slow, *map(str, [*common, resumed])], stderr=subprocess.PIPE, text=True
-    )
     partial = tmp_path / "resumed.kfac.partial"
     until = time.monotonic() + 300
-    while not partial.exists():
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    time.sleep(0.5)
-    process.send_signal(number)
-    _, errors = process.communicate()
+    with Python("-c", slow, *common, resumed) as process:
+        while not partial.exists():
+            assert process.returncode is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(number)
+        result = process.wait()
     if number == signal.SIGKILL:
-        assert process.returncode == -signal.SIGKILL
+        assert result.returncode == -signal.SIGKILL
     else:
-        assert process.returncode == 130
-        assert "--resume" in errors
+        assert result.returncode == 130
+        assert "--resume" in result.stderr
     assert not resumed.exists()
     assert partial.exists()
     if number == signal.SIGKILL:
@@ -178,11 +174,11 @@ def test_launched_processes_give_the_same_curvature_as_one(pictures, tmp_path, l
     common = ["estimate", *SMALL, "--task", "light", "--data", pictures, "--batch-size", "5", "--samples", "2", "-o"]
     run(*common, tmp_path / "one.kfac")
     if launcher == "torchrun":
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     else:
         pytest.importorskip("accelerate")
-        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "-m", "kfacpack_cli"]
-    result = kfacpack(*common, tmp_path / "two.kfac", "--json", launcher=[sys.executable, *launch])
+        launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    result = kfacpack(*common, tmp_path / "two.kfac", "--json", launcher=launch)
     assert json.loads(result.stdout)["examples"] == 22
     one, two = kp.load(tmp_path / "one.kfac"), kp.load(tmp_path / "two.kfac")
     assert one.about == two.about
@@ -225,7 +221,8 @@ def test_the_error_for_an_unknown_task_names_the_option_data():
 
 def test_the_script_of_the_readme_predicts_the_drift_it_measures(tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples" / "own_module.py"
-    result = kfacpack(example, tmp_path / "own.kfac", launcher=[sys.executable])
+    result = python(example, tmp_path / "own.kfac")
+    assert result.returncode == 0, result.stderr
     predicted, measured = (float(line.split()[-1]) for line in result.stdout.splitlines())
     assert predicted == pytest.approx(measured, rel=0.25)
     assert kp.verify(tmp_path / "own.kfac").holds

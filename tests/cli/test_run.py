@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
 
 import pytest
+import yaml
 from experiments.small_plan import TEXT
 from image_folders import write_images
 from kfacpack_cli.main import app
+from processes import Python
 from typer.testing import CliRunner
 
 from kfacpack.experiments.results_schema import UnknownKeyWarning, read_results, read_times
+
+PLAN = TEXT.replace("layer_examples: 0", "layer_examples: 1") + "  in_depth: [kfac]\n"
+"""Has every measurement for one arm; that of single layers takes longest."""
 
 
 def run(*arguments):
@@ -26,7 +30,7 @@ def run(*arguments):
 def finished(tmp_path_factory):
     """A folder with a plan and its finished run, and what the run printed."""
     folder = tmp_path_factory.mktemp("plan")
-    (folder / "small.yaml").write_text(TEXT)
+    (folder / "small.yaml").write_text(PLAN)
     result = run("run", folder / "small.yaml", "-o", folder / "out")
     assert result.exit_code == 0, result.output
     return folder, result.stdout
@@ -59,7 +63,7 @@ def test_a_dry_run_writes_nothing(finished, tmp_path):
     completed = run("run", folder / "small.yaml", "-o", tmp_path / "new", "--dry-run")
     assert completed.exit_code == 0
     assert "vectors/faces.kfac.seed-0" in completed.stdout
-    assert "35 stages to run, 0 finished" in completed.stdout
+    assert "30 stages to run, 0 finished" in completed.stdout
     assert not (tmp_path / "new").exists()
     result = json.loads(run("run", folder / "small.yaml", "-o", folder / "out", "--dry-run", "--json").stdout)
     assert all(stage["done"] for stage in result["stages"])
@@ -135,23 +139,24 @@ def test_the_demo_does_not_overwrite_a_plan(tmp_path):
 
 @pytest.mark.usefixtures("without_report")
 def test_an_interrupted_run_resumes_to_the_same_results(finished, tmp_path):
+    """The plan has no analyses, which are interrupted in tests/experiments/test_run.py."""
     folder, _ = finished
-    command = [
-        sys.executable,
-        "-m",
-        "kfacpack_cli",
-        "run",
-        str(folder / "small.yaml"),
-        "-o",
-        str(tmp_path / "out"),
-        "-q",
-    ]
+    plan = yaml.safe_load(TEXT)
+    for analysis in ("negation", "disentanglement", "localisation", "drift", "spectra"):
+        del plan["evaluation"][analysis]
+    (tmp_path / "short.yaml").write_text(yaml.safe_dump(plan))
+    shutil.copytree(folder / "out", tmp_path / "whole")
+    whole = run("run", tmp_path / "short.yaml", "-o", tmp_path / "whole", "--json")
+    times = json.loads((tmp_path / "whole" / "times.json").read_text())
+    assert all(stage["reused"] for stage in times["stages"]), "the files of the finished run are those of this plan"
+    arguments = ["run", tmp_path / "short.yaml", "-o", tmp_path / "out", "-q"]
     for signal_number, after in ((signal.SIGINT, "bundles/*.kfac"), (signal.SIGKILL, "vectors/*.safetensors")):
-        process = subprocess.Popen(command, stderr=subprocess.PIPE)
-        while not list((tmp_path / "out").glob(after)) and process.poll() is None:
-            time.sleep(0.05)
-        process.send_signal(signal_number)
-        process.communicate()
-        assert process.returncode == (130 if signal_number == signal.SIGINT else -signal_number)
-    assert run("run", folder / "small.yaml", "-o", tmp_path / "out", "-q").exit_code == 0
-    assert (tmp_path / "out" / "results.json").read_bytes() == (folder / "out" / "results.json").read_bytes()
+        with Python("-m", "kfacpack_cli", *arguments) as process:
+            while not list((tmp_path / "out").glob(after)) and process.returncode is None:
+                time.sleep(0.05)
+            process.send_signal(signal_number)
+            result = process.wait()
+        assert result.returncode == (130 if signal_number == signal.SIGINT else -signal_number)
+    assert run(*arguments).exit_code == 0
+    assert json.loads(whole.stdout)["arms"]
+    assert (tmp_path / "out" / "results.json").read_bytes() == (tmp_path / "whole" / "results.json").read_bytes()

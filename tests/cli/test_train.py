@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from kfacpack_cli.main import app
+from processes import Python, python_twice
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -20,11 +19,6 @@ FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", "6"]
 
 def run(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
-
-
-def kfacpack(*arguments, launcher):
-    """Runs the command in new processes, which take seconds to start."""
-    return subprocess.run([*launcher, *map(str, arguments)], capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -126,15 +120,13 @@ def test_a_killed_and_resumed_run_gives_the_same_bytes(uninterrupted, tmp_path, 
         "Trainer.run.__kwdefaults__['every'] = 0.0\n"
         "import kfacpack_cli; kfacpack_cli.run()"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *common, "-o", str(parts)], stderr=subprocess.PIPE, text=True
-    )
     metrics = parts.with_suffix(".metrics.jsonl")
-    while process.poll() is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
-        time.sleep(0.01)
-    process.send_signal(number)
-    process.communicate(timeout=120)
-    assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
+    with Python("-c", program, *common, "-o", parts) as process:
+        while process.returncode is None and not (metrics.exists() and len(metrics.read_text().splitlines()) >= 4):
+            time.sleep(0.01)
+        process.send_signal(number)
+        result = process.wait(120)
+    assert result.returncode == (130 if number == signal.SIGINT else -signal.SIGKILL)
     assert not parts.exists()
     assert run(*common, "-o", parts).exit_code == 2  # an unfinished run exists
     assert run(*common, "-o", parts, "--resume").exit_code == 0
@@ -154,10 +146,10 @@ def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
     options = ["--reg-data", "faces", "--dtype", "float64"] if exact else ["--reg", bundles / "mnist.kfac"]
     common = ["train", "--task", "digits", *FEW, "--steps", "5", "--micro-batch-size", "2", *options, "-o"]
     assert run(*common, tmp_path / "one.safetensors").exit_code == 0
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kfacpack_cli"]
-    result = kfacpack(*common, tmp_path / "two.safetensors", "--json", launcher=[sys.executable, *launch])
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["steps"] == 5
+    results = python_twice("-m", "kfacpack_cli", *common, tmp_path / "two.safetensors", "--json")
+    assert [result.returncode for result in results] == [0, 0], results
+    # Only one of the processes prints and writes.
+    assert json.loads("".join(result.stdout for result in results))["steps"] == 5
     one, two = (kp.TaskVector.load(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
     assert one.about == two.about
     difference = sum(float((two[name] - one[name]).square().sum()) for name in one)

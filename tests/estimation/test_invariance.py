@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from estimation.nets import TextEncoder, Transformer, images, mlp, seeded, sentences, vectors
 from kit import refused
+from processes import python_twice
 from torch import nn
 
 import kfacpack as kp
@@ -179,8 +178,8 @@ def test_several_processes_give_the_same_as_one(tmp_path):
         "curvature.save(f'{sys.argv[1]}/{dist.get_rank()}.kfac')\n"
         "dist.destroy_process_group()\n"
     )
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
-    subprocess.run([sys.executable, *command, str(script), str(tmp_path)], check=True, capture_output=True)
+    results = python_twice(script, tmp_path)
+    assert [result.returncode for result in results] == [0, 0], results
     assert (tmp_path / "0.kfac").read_bytes() == (tmp_path / "1.kfac").read_bytes()
     alone = kp.estimate(seeded(Transformer), images(17).split(4), samples=2)
     assert_same(kp.load(tmp_path / "0.kfac"), alone)

@@ -17,6 +17,6 @@ evaluation:
   negation: {control: faces, alphas: "0,1"}
   disentanglement: {alphas: "0,1", examples: 5}
   localisation: {examples: 5}
-  drift: {examples: 4}
+  drift: {examples: 4, layer_examples: 0}
   spectra: true
 """

@@ -16,6 +16,7 @@ def changed(old: str, new: str) -> str:
     return TEXT.replace(old, new)
 
 
+DRIFT = "  drift: {examples: 4, layer_examples: 0}\n"
 BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]\n" for k in range(1, 12))
 """Twelve lines that expand to 9¹¹ numbers."""
 
@@ -70,7 +71,9 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
         ("[" * 100_000, ["plan.yaml: ", "nested too deeply"]),
         (TEXT + "name: \x00\n", ["plan.yaml: not a valid plan: "]),
         (
-            changed("kronecker, strength", "diagonal, strength").replace("  drift: {examples: 4}\n", ""),
+            changed("kronecker, strength", "diagonal, strength").replace(
+                "  drift: {examples: 4, layer_examples: 0}\n", ""
+            ),
             ["plan.yaml, line 15: evaluation.spectra: ", "Kronecker factors", "penalty: kronecker"],
         ),
         (

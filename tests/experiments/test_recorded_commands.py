@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 
 import pytest
 import yaml
 from experiments.small_plan import TEXT
+from processes import python
 
 import kfacpack as kp
 from kfacpack.experiments.plan_file import parse
@@ -38,16 +38,25 @@ def finished(request, tmp_path_factory):
     return root, [stage for stage in run.stages if stage.path.suffix in (".kfac", ".safetensors")]
 
 
-def test_recorded_commands_give_the_recorded_files(finished, tmp_path):
+def words_of(command, folder):
+    """Returns the words of a command as a shell expands them."""
+    program = ["sh", "-c", f"printf '%s\\0' {command}"]
+    output = subprocess.run(program, cwd=folder, capture_output=True, text=True, check=True).stdout
+    return output.split("\0")[:-1]
+
+
+def test_recorded_commands_give_the_recorded_files(finished, tmp_path, monkeypatch):
     root, stages = finished
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
+    monkeypatch.chdir(copy)
     assert {stage.kind for stage in stages} >= {"vectors", "sums"}
     for stage in stages:
         path = copy / stage.path.relative_to(root)
         expected = digest(path)
         path.unlink()
-        command = stage.command().replace("kfacpack ", f"{sys.executable} -m kfacpack_cli ", 1)
-        result = subprocess.run(command, shell=True, cwd=copy, capture_output=True, text=True, timeout=300)
+        name, *words = words_of(stage.command(), copy)
+        assert name == "kfacpack"
+        result = python("-m", "kfacpack_cli", *words)
         assert result.returncode == 0, result.stderr
         assert digest(path) == expected, stage.command()

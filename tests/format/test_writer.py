@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -13,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from kit import MATRIX_FORMS, refused, small_curvature
+from processes import SERVER, start_server
 from safetensors import safe_open
 
 import kfacpack as kp
@@ -41,13 +41,11 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_pa
     small_curvature("packed", 1, out=400, inputs=500).save(path)
     one_write = time.perf_counter() - start
 
-    # The fork server imports torch once; every writer is a new fork of it.
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["torch", "kit"])
+    start_server()
     chosen, seen = random.Random(0), set()
     for _ in range(KILLS):
-        ready = processes.Event()
-        process = processes.Process(target=_write_forever, args=(path, ready), daemon=True)
+        ready = SERVER.Event()
+        process = SERVER.Process(target=_write_forever, args=(path, ready), daemon=True)
         process.start()
         assert ready.wait(60)
         time.sleep(chosen.uniform(0, 4 * one_write))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -15,6 +13,7 @@ import torch
 from kfacpack_cli.main import app
 from kit import refused
 from PIL import Image
+from processes import Python
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -156,16 +155,16 @@ def test_ctrl_c_stops_after_the_step_and_leaves_no_process(folder, tmp_path):
     """Signals the whole process group, as a terminal does."""
     line = ["train", "--task", "mine", "--data", folder, *FEW, "--steps", 100000, "--lr", "1e-6", "--workers", 2]
     line += ["-o", tmp_path / "t.safetensors", "-q"]
-    command = [sys.executable, "-m", "kfacpack_cli", *map(str, line)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     metrics = tmp_path / "t.metrics.jsonl"
     deadline = time.monotonic() + 300
-    while not (metrics.exists() and metrics.stat().st_size) and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=300)
-    assert process.returncode == 130, stderr
-    assert stderr.count("stopping after this batch") == 1
+    with Python("-m", "kfacpack_cli", *line, new_session=True) as process:
+        while not (metrics.exists() and metrics.stat().st_size) and process.returncode is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        result = process.wait()
+    assert result.returncode == 130, result.stderr
+    assert result.stderr.count("stopping after this batch") == 1
     assert (tmp_path / "t.safetensors.partial").exists()
     with pytest.raises(ProcessLookupError):  # no process of the group is left
         os.killpg(process.pid, 0)

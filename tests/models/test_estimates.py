@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from estimation.nets import ggn
 from kit import refused
 from models.conftest import SENTENCES
+from processes import python
 
 import kfacpack as kp
 from kfacpack.estimation.options import EstimateOptions
@@ -142,8 +141,8 @@ def test_text_families_through_the_command(family, request, text_data, tmp_path)
         output,
         "--json",
     ]
-    command = [sys.executable, "-m", "kfacpack_cli", *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, env=OFFLINE, check=True)
+    result = python("-m", "kfacpack_cli", *arguments, env=OFFLINE)
+    assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["examples"] == 15  # of 16; one is held out for validation
     assert not result.stderr
     assert kp.verify(output).holds
@@ -160,8 +159,8 @@ def test_a_full_vit_b_32_through_the_command(tmp_path):
         Image.fromarray(pixels).save(tmp_path / "pictures" / "train" / "noise" / f"{number}.png")
     output = tmp_path / "noise.kfac"
     arguments = ["--model", "ViT-B-32", "--weights", "random", "--task", "noise", "--data", tmp_path / "pictures"]
-    command = [sys.executable, "-m", "kfacpack_cli", "estimate", *map(str, arguments), "-o", str(output), "--json"]
-    result = subprocess.run([*command, "--compress", "block:8"], capture_output=True, text=True, env=OFFLINE)
+    arguments += ["-o", output, "--json", "--compress", "block:8"]
+    result = python("-m", "kfacpack_cli", "estimate", *arguments, env=OFFLINE)
     assert result.returncode == 0, result.stderr
     manifest = kp.Bundle(output).manifest
     assert len(manifest.base.parameters) == 150
