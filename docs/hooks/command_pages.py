@@ -12,6 +12,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
+from generated_pages import add_pages
 from kfacpack_cli.main import app
 from typer.models import ArgumentInfo, OptionInfo
 
@@ -192,31 +193,15 @@ def command_table() -> str:
     return "\n".join(lines)
 
 
-def on_config(config: Any) -> Any:
-    """Adds the pages to the navigation."""
-
-    def extend(entries: list[Any]) -> None:
-        for entry in entries:
-            for children in entry.values() if isinstance(entry, dict) else ():
-                if isinstance(children, list):
-                    if INDEX in children:
-                        children += [{page.name: f"{FOLDER}/{page.name}.md"} for page in command_pages()]
-                    extend(children)
-
-    extend(config.nav)
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages."""
-    from mkdocs.structure.files import File  # here, so that tests need no mkdocs
-
     with_json = Path(config.docs_dir, "reference", "json", "index.md").exists()
+    pages = {}
     for page in command_pages():
         has_json = with_json and any("--json" in parameter.names for parameter in page.parameters)
         links = f"The output of `--json` is described in [JSON output](../json/{page.name}.md)." if has_json else ""
-        files.append(File.generated(config, f"{FOLDER}/{page.name}.md", content=page.markdown(links)))
-    return files
+        pages[page.name] = page.markdown(links)
+    return add_pages(files, config, FOLDER, pages)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from command_pages import command_pages, literal
+from generated_pages import add_pages
 from kfacpack_cli import add, compress, estimate, experiments, export, hub, inspect, merge, models, tasks, train
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
@@ -196,30 +197,9 @@ def index_table() -> str:
     return "\n".join(["| command | JSON Schema |", "|---|---|", *lines])
 
 
-def on_config(config: Any) -> Any:
-    """Adds the pages to the navigation."""
-
-    def extend(entries: list[Any]) -> None:
-        for entry in entries:
-            for children in entry.values() if isinstance(entry, dict) else ():
-                if isinstance(children, list):
-                    if INDEX in children:
-                        children += [{command: f"{FOLDER}/{command}.md"} for command in OUTPUTS]
-                    extend(children)
-
-    extend(config.nav)
-    return config
-
-
 def on_files(files: Files, config: Any) -> Files:
     """Adds the pages and the schemas."""
-    from mkdocs.structure.files import File  # here, so that tests need no mkdocs
-
-    for command in OUTPUTS:
-        files.append(File.generated(config, f"{FOLDER}/{command}.md", content=page_text(command)))
-    for name, text in schema_files():
-        files.append(File.generated(config, f"{FOLDER}/{name}", content=text))
-    return files
+    return add_pages(files, config, FOLDER, {command: page_text(command) for command in OUTPUTS}, dict(schema_files()))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

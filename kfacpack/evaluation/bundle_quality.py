@@ -22,12 +22,13 @@ from kfacpack.format.identity import function_difference
 from kfacpack.format.units import OnProgress
 from kfacpack.linearization.linearize import Linearized
 from kfacpack.models.data_loading import prepared_batches
-from kfacpack.models.functional import select_parameters
+from kfacpack.models.functional import select_parameters, tensors_of
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.evaluation.accuracy import EvaluationSet
+    from kfacpack.format.manifest import Join
     from kfacpack.models.model import Batch, Model
     from kfacpack.vectors.task_vector import TaskVector
 
@@ -82,55 +83,124 @@ def drift(
     passes = passes_needed(model, taus)
     total = sum(passes * examples[task] + len(taus) * len(blocks[task]) * layer_counts[task] for task in bundles)
     counter = ProgressCounter(total, on_progress)
+    measured_layers = _measure_layers(model, tasks, layer_counts, bundles, blocks, vectors, batch_size, counter)
     pairs: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
     for task, bundle in bundles.items():
         squared = torch.zeros(len(taus), dtype=torch.float64)
         for _, changes in output_changes(model, tasks[task], taus, batch_size, counter):
             squared += changes.cpu().double().square().sum((-2, -1))
-        layer_drift = None
-        if layer_counts[task]:
-            layer_drift = _LayerDrift(model, tasks[task], layer_counts[task], batch_size, taus[0])
-        shapes = {parameter.name: parameter.shape for parameter in bundle.about.base.parameters}
+        shapes = _shapes(bundle)
         for (vector_name, vector), total_change in zip(vectors.items(), squared, strict=True):
             tau = dict(vector)
             predicted = 0.0
             for block in blocks[task]:
                 block_predicted = float(block.quadratic(tau, shapes))
                 predicted += block_predicted
-                if layer_drift:
+                if layer_counts[task]:
                     row = {"vector": vector_name, "task": task, "block": block.name, "predicted": block_predicted}
-                    measured = layer_drift.measure(_restricted(tau, block, shapes), counter)
-                    layers.append({**row, "measured": measured})
+                    layers.append({**row, "measured": measured_layers[vector_name, task, block.join]})
             measured = float(total_change) / examples[task]
             pairs.append({"vector": vector_name, "task": task, "predicted": predicted, "measured": measured})
     return {"pairs": pairs, "layers": layers}
 
 
-class _LayerDrift:
-    """Measures E ‖J τ‖² for many τ on the first examples of an evaluation set, which are prepared once."""
+def _measure_layers(
+    model: Model,
+    evaluation_sets: Mapping[str, EvaluationSet],
+    examples: Mapping[str, int],
+    bundles: Mapping[str, Curvature],
+    blocks: Mapping[str, Sequence[CurvatureBlock]],
+    vectors: Mapping[str, TaskVector],
+    batch_size: int,
+    counter: ProgressCounter,
+) -> dict[tuple[str, str, Join], float]:
+    """Measures E ‖J τ‖², where τ is the part of a vector that one block covers.
 
-    def __init__(self, model: Model, evaluation_set: EvaluationSet, examples: int, batch_size: int, vector: TaskVector):
-        self._examples = examples
-        self._linearized = Linearized(model.module, model.forward, select_parameters(model.module, list(vector)))
-        numbers, task = evaluation_set.numbers[:examples], evaluation_set.task.name
-        prepared = prepared_batches(model, evaluation_set.split, task, numbers, batch_size)
-        self._batches: list[Batch] = [batch for _, batch in prepared]
+    A block that several bundles have is measured on the examples of all their tasks at once: a forward pass of a few
+    examples takes nearly as long.
 
-    def measure(self, tau: Mapping[str, Tensor], counter: ProgressCounter) -> float:
-        total = 0.0
-        for batch in self._batches:
-            _, change = self._linearized.outputs(batch, tau)
-            total += float(change.cpu().double().square().sum())
-        counter.add(self._examples)
-        return total / self._examples
+    Args:
+        model: The base model.
+        evaluation_sets: Evaluation sets by task.
+        examples: Number of examples by task; 0 for tasks that are not measured.
+        bundles: Curvatures by task.
+        blocks: The blocks to measure, by task.
+        vectors: Task vectors by name.
+        batch_size: Examples per forward pass.
+        counter: Counts each example once per vector and block.
+
+    Returns:
+        The means by vector, task and parameters of the block.
+    """
+    prepared: dict[str, list[Batch]] = {}
+    tasks_of: dict[Join, tuple[str, ...]] = {}
+    for task, count in examples.items():
+        if count:
+            evaluation_set = evaluation_sets[task]
+            numbers = evaluation_set.numbers[:count]
+            prepared[task] = [
+                batch for _, batch in prepared_batches(model, evaluation_set.split, task, numbers, batch_size)
+            ]
+            for block in blocks[task]:
+                tasks_of[block.join] = (*tasks_of.get(block.join, ()), task)
+    groups = {tasks: _joined({task: prepared[task] for task in tasks}, batch_size) for tasks in tasks_of.values()}
+    parameters = select_parameters(model.module, list(next(iter(vectors.values()))))
+    linearized = Linearized(model.module, model.forward, parameters)
+    shapes = {task: _shapes(bundle) for task, bundle in bundles.items()}
+    measured: dict[tuple[str, str, Join], float] = {}
+    for vector_name, vector in vectors.items():
+        tau = dict(vector)
+        for join, tasks in tasks_of.items():
+            restricted = _restricted(tau, join, shapes[tasks[0]])
+            totals = dict.fromkeys(tasks, 0.0)
+            for batch, sizes in groups[tasks]:
+                _, change = linearized.outputs(batch, restricted)
+                squared = change.cpu().double().square().sum(1)
+                for (task, _), part in zip(sizes, squared.split([size for _, size in sizes]), strict=True):
+                    totals[task] += float(part.sum())
+            for task, total in totals.items():
+                measured[vector_name, task, join] = total / examples[task]
+                counter.add(examples[task])
+    return measured
 
 
-def _restricted(
-    tau: Mapping[str, Tensor], block: CurvatureBlock, shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, Tensor]:
+def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tuple[Batch, list[tuple[str, int]]]]:
+    """Joins the batches of several tasks, as far as they are tensors of one shape and fit into one batch.
+
+    Args:
+        prepared: Batches by task.
+        batch_size: Maximum number of examples of a joined batch.
+
+    Returns:
+        Batches, each with the task and the number of examples of its parts.
+    """
+    joined: list[tuple[Batch, list[tuple[str, int]]]] = []
+    for task, batches in prepared.items():
+        for batch in batches:
+            part = (task, len(tensors_of(batch)[0]))
+            if joined:
+                last, parts = joined[-1]
+                fits = sum(size for _, size in parts) + part[1] <= batch_size
+                if (
+                    fits
+                    and isinstance(last, Tensor)
+                    and isinstance(batch, Tensor)
+                    and last.shape[1:] == batch.shape[1:]
+                ):
+                    joined[-1] = (torch.cat([last, batch]), [*parts, part])
+                    continue
+            joined.append((batch, [part]))
+    return joined
+
+
+def _shapes(bundle: Curvature) -> dict[str, tuple[int, ...]]:
+    return {parameter.name: parameter.shape for parameter in bundle.about.base.parameters}
+
+
+def _restricted(tau: Mapping[str, Tensor], join: Join, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
     """Returns the part of τ that a block covers; rows of its parameters that are in other blocks are zero."""
-    restricted = scatter(gather(tau, block.join, shapes), block.join, shapes)
+    restricted = scatter(gather(tau, join, shapes), join, shapes)
     return {name: value for name, value in restricted.items() if name in tau}
 
 

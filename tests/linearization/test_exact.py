@@ -150,6 +150,19 @@ def strided(w, x):
     return x @ torch.as_strided(w, (5, 2), (4, 2), 1) @ w[::2].T[:2] + w.new_zeros(3)
 
 
+def normalised(w, x):
+    h = (x @ w)[:, None, :] + w[:3] * x[:, :1, None]
+    both, weight_only = F.layer_norm(h, (3, 4), w[:3], w[1:4]), F.layer_norm(x[:, :4], (4,), w[0])
+    neither = F.layer_norm(x @ w, (4,)) + F.layer_norm(x[:, :4], (4,), bias=w[0])
+    return both.flatten(1)[:, :4] + F.gelu(weight_only) + F.gelu(neither, approximate="tanh")
+
+
+def sums(w, x):
+    h = torch.add(x @ w, w[0], alpha=0.3) + torch.add(x[:, :4], w[1], alpha=-2) + torch.add(w[2], 1.5)
+    h = (w[3] + x[:, :1]).clone(memory_format=torch.contiguous_format) * h
+    return (h.T + w[:4, :1]).T.reshape(-1, 2).contiguous().view(len(x), 4) + (w[:1].float() + 1)
+
+
 class Written(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -171,6 +184,8 @@ class Written(nn.Module):
         (other_types, 1e-6),
         (expanded, 1e-9),
         (strided, 1e-9),
+        (normalised, 1e-9),
+        (sums, 1e-6),
     ],
 )
 def test_every_coding_style(function, tolerance):
