@@ -10,6 +10,7 @@ mean of f, and nearest class mean of raw pixels.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -41,20 +42,25 @@ class Scores(NamedTuple):
     means_of_pixels: float
 
 
-def labels(split: Split) -> Tensor:
-    """Returns the labels, (N,)."""
-    return torch.tensor([split.label(number) for number in range(len(split))])
+def labels(split: Split, numbers: Sequence[int]) -> Tensor:
+    """Returns the labels of some examples, (N,)."""
+    return torch.tensor([split.label(number) for number in numbers])
 
 
-def pixels(split: Split) -> Tensor:
+def pixels(split: Split, numbers: Sequence[int]) -> Tensor:
     """Returns the pixels of every image as a vector, (N, D)."""
-    pictures = [np.asarray(split[number]["image"], dtype=np.float32).ravel() for number in range(len(split))]
+    pictures = [np.asarray(split[number]["image"], dtype=np.float32).ravel() for number in numbers]
     return torch.from_numpy(np.stack(pictures))
 
 
-def features(model: Model, split: Split, task: Task) -> Tensor:
+def features(model: Model, split: Split, numbers: Sequence[int], task: Task) -> Tensor:
     """Returns f of every image, (N, D)."""
-    return torch.cat([f for _, f in outputs(model, split, task.name, range(len(split)), 256)])
+    return torch.cat([f for _, f in outputs(model, split, task.name, numbers, 64)])
+
+
+def zero_shot(model: Model, task: Task, f: Tensor, true: Tensor) -> float:
+    """Returns the accuracy of the head of the task's templates."""
+    return (kp.head_for(model, task).logits(f).argmax(1) == true).float().mean().item()
 
 
 def nearest_mean(train: Tensor, train_labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
@@ -63,15 +69,17 @@ def nearest_mean(train: Tensor, train_labels: Tensor, test: Tensor, test_labels:
     return (torch.cdist(test, means).argmin(1) == test_labels).float().mean().item()
 
 
-def scores(model: Model, task: Task) -> Scores:
-    """Measures all accuracies on one task."""
+def scores(model: Model, task: Task, every: int = 1) -> Scores:
+    """Measures all accuracies on one task; the class means are those of each `every`-th training example."""
     train, test = task.split("train"), task.split("test")
-    train_labels, test_labels = labels(train), labels(test)
+    some, all_test = range(0, len(train), every), range(len(test))
+    train_labels, test_labels = labels(train, some), labels(test, all_test)
+    f = features(model, test, all_test, task)
     return Scores(
-        kp.evaluate(model, task, head=kp.head_for(model, task), batch_size=256).accuracy,
-        kp.evaluate(model, task, head=kp.head_for(model, replace(task, templates=UNSEEN)), batch_size=256).accuracy,
-        nearest_mean(features(model, train, task), train_labels, features(model, test, task), test_labels),
-        nearest_mean(pixels(train), train_labels, pixels(test), test_labels),
+        zero_shot(model, task, f, test_labels),
+        zero_shot(model, replace(task, templates=UNSEEN), f, test_labels),
+        nearest_mean(features(model, train, some, task), train_labels, f, test_labels),
+        nearest_mean(pixels(train, some), train_labels, pixels(test, all_test), test_labels),
     )
 
 
