@@ -119,7 +119,7 @@ def estimate(
     """Estimate the curvature of a model on a task and write it to a bundle.
 
     Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Processes
-    started by torchrun or accelerate share the work: torchrun --nproc-per-node 2 -m kfacpack_cli estimate …
+    started by torchrun or accelerate share the work: `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed

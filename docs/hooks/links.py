@@ -1,4 +1,7 @@
-"""Links code in the text to the reference: public names, such as `kp.train`, and commands, such as `kfacpack train`."""
+"""Links code in the text to the reference: public names, such as `kp.train`, and commands, such as `kfacpack train`.
+
+Options, such as `--task`, get a class of their own, so that they are not broken into two lines.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,12 @@ import kfacpack
 
 CODE = re.compile(r"<(a|pre|h[1-6])\b.*?</\1>|<code>(?:(?:kp|kfacpack)\.(\w+)[^<]*|kfacpack (\w+))</code>", re.DOTALL)
 """Code in text. Links, code blocks and headings are matched too, so that they can be left unchanged."""
+OPTION = re.compile(r"<code>(--?[a-z][a-z-]*)</code>")
 COMMANDS = {page.name for page in command_pages()}
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Adds the links to a page."""
+    """Adds the links and classes to a page."""
 
     def link(match: re.Match[str]) -> str:
         _, name, command = match.groups()
@@ -26,4 +30,4 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
             return f'<a href="{get_relative_url(f"{FOLDER}/{command}.html", page.url)}">{match[0]}</a>'
         return match[0]
 
-    return CODE.sub(link, content)
+    return OPTION.sub(r'<code class="option">\1</code>', CODE.sub(link, content))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from math import isfinite
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
-from kfacpack.evaluation.edited_model import device_of, forward_passes
+from kfacpack.evaluation.edited_model import OutputCache, device_of, forward_passes, linear_outputs, multiples
 from kfacpack.format.identity import base_task_name
 from kfacpack.format.units import OnProgress
 from kfacpack.models.data_loading import name_task_in_errors, prepared_batches
@@ -21,6 +23,9 @@ from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.registry import load_task
 from kfacpack.tasks.task import Split, Task, parse_count, sample_indices
 from kfacpack.vectors.task_vector import TaskVector
+
+if TYPE_CHECKING:
+    from kfacpack.evaluation.edited_model import BatchForwards
 
 
 class ProgressCounter:
@@ -58,6 +63,8 @@ class EvaluationSet:
     """Indices of the examples in the split."""
     labels: Sequence[int]
     """Labels of these examples, as indices into the task's classes."""
+    outputs: OutputCache | None = field(default=None, compare=False, repr=False)
+    """Where measurements keep the outputs of linear vectors on these examples for each other, if anywhere."""
 
     @classmethod
     def of(cls, task: Task, split: str = "test", examples: int | str = "all", seed: int = 0) -> EvaluationSet:
@@ -227,24 +234,48 @@ def scores(
     require_matching_classes(head, task)
     check_alphas(vector, alphas)
     head = head.to(device_of(model))
-    passes = forward_passes(model, vector, alphas)
-    batches = _PreparedBatches(model, evaluation_set, batch_size, keep=len(passes) > 1)
+    label_of = dict(zip(evaluation_set.numbers, evaluation_set.labels, strict=True))
+    passes = _output_passes(model, evaluation_set, vector, alphas, batch_size)
     total = len(passes) * len(evaluation_set.numbers)
     correct: list[int] = []
     done = 0
     on_progress(done, total)
-    for forward_pass in passes:
+    for output_pass in passes:
         pass_correct: Sequence[int] = ()
-        with forward_pass as forwards:
-            for numbers, batch, labels in batches:
-                with torch.no_grad(), name_task_in_errors(evaluation_set.split, task.name, numbers):
-                    counts = [int((_predictions(head, f) == labels).sum()) for f in forwards(batch)]
-                previous = pass_correct or [0] * len(counts)
-                pass_correct = [before + more for before, more in zip(previous, counts, strict=True)]
-                done += len(numbers)
-                on_progress(done, total)
+        for numbers, edited in output_pass:
+            labels = torch.tensor([label_of[number] for number in numbers])
+            with torch.no_grad(), name_task_in_errors(evaluation_set.split, task.name, numbers):
+                counts = [int((_predictions(head, f) == labels).sum()) for f in edited]
+            previous = pass_correct or [0] * len(counts)
+            pass_correct = [before + more for before, more in zip(previous, counts, strict=True)]
+            done += len(numbers)
+            on_progress(done, total)
         correct += pass_correct
     return [Score(count, len(evaluation_set.numbers)) for count in correct]
+
+
+def _output_passes(
+    model: Model, evaluation_set: EvaluationSet, vector: TaskVector | None, alphas: Sequence[float], batch_size: int
+) -> list[Iterator[tuple[Sequence[int], list[Tensor]]]]:
+    """Returns the passes over the examples: iterators over the indices of a batch and its outputs, each (N, C).
+
+    Concatenated over the passes, the outputs are in the order of `alphas`.
+    """
+    if vector is not None and vector.is_linear:
+        factor, direction = vector.as_multiple()
+        outputs = linear_outputs(model, evaluation_set, [direction], batch_size)
+        return [((numbers, multiples(f, change, factor, alphas)) for numbers, f, (change,) in outputs)]
+    passes = forward_passes(model, vector, alphas)
+    batches = _PreparedBatches(model, evaluation_set, batch_size, keep=len(passes) > 1)
+
+    def outputs_of(forward_pass: AbstractContextManager[BatchForwards]) -> Iterator[tuple[Sequence[int], list[Tensor]]]:
+        with forward_pass as forwards:
+            for numbers, batch in batches:
+                with torch.no_grad(), name_task_in_errors(evaluation_set.split, evaluation_set.task.name, numbers):
+                    edited = forwards(batch)
+                yield numbers, edited
+
+    return [outputs_of(forward_pass) for forward_pass in passes]
 
 
 def _predictions(head: Head, f: Tensor) -> Tensor:
@@ -285,23 +316,21 @@ class _PreparedBatches:
     def __init__(self, model: Model, evaluation_set: EvaluationSet, batch_size: int, *, keep: bool) -> None:
         self._model, self._set, self._batch_size = model, evaluation_set, batch_size
         self._bytes_left = self.MAX_BYTES if keep else 0
-        self._kept: list[tuple[Sequence[int], Batch, Tensor]] | None = None
+        self._kept: list[tuple[Sequence[int], Batch]] | None = None
 
-    def __iter__(self) -> Iterator[tuple[Sequence[int], Batch, Tensor]]:
-        """Yields the indices of N examples, their batch, and their labels, (N,)."""
+    def __iter__(self) -> Iterator[tuple[Sequence[int], Batch]]:
+        """Yields the indices of N examples and their batch."""
         if self._kept is not None:
             yield from self._kept
             return
         kept = []
-        label_of = dict(zip(self._set.numbers, self._set.labels, strict=True))
         source = self._set.split, self._set.task.name, self._set.numbers
         for numbers, batch in prepared_batches(self._model, *source, self._batch_size):
-            item = numbers, batch, torch.tensor([label_of[number] for number in numbers])
             self._bytes_left -= sum(tensor.nbytes for tensor in tensors_of(batch))
             if self._bytes_left >= 0:
-                kept.append(item)
+                kept.append((numbers, batch))
             else:
                 kept.clear()
-            yield item
+            yield numbers, batch
         if self._bytes_left >= 0:
             self._kept = kept

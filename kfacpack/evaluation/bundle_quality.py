@@ -80,7 +80,7 @@ def drift(
         task: [block for block in bundle.blocks if any(name in taus[0] for name in block.parameters)]
         for task, bundle in bundles.items()
     }
-    passes = passes_needed(model, taus)
+    passes = passes_needed(taus)
     total = sum(passes * examples[task] + len(taus) * len(blocks[task]) * layer_counts[task] for task in bundles)
     counter = ProgressCounter(total, on_progress)
     measured_layers = _measure_layers(model, tasks, layer_counts, bundles, blocks, vectors, batch_size, counter)

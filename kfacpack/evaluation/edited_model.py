@@ -8,8 +8,9 @@ Notation: N is the number of examples, V the number of vectors, C the width of f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from kfacpack.errors import KfacpackError, NotFiniteError, printable
 from kfacpack.linearization.linearize import Linearized
-from kfacpack.models.data_loading import outputs
+from kfacpack.models.data_loading import name_task_in_errors, outputs, prepared_batches
 from kfacpack.models.functional import at_least_float32, call_model, select_parameters
+from kfacpack.tasks.task import batched
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
     BatchForward = Callable[[Batch], Tensor]
     """Maps a batch to f, (N, C), without gradient."""
+
+    FAndChange = tuple[Tensor, Tensor]
+    """f and J τ of a batch, each (N, C)."""
 
     BatchForwards = Callable[[Batch], list[Tensor]]
     """Maps a batch to f with each of several multiples of a vector, each (N, C), without gradient."""
@@ -77,13 +82,102 @@ def _linearized(model: Model, vector: TaskVector, alphas: Sequence[float]) -> It
     # J is applied to the unscaled vector, so that 0.3 τ at α = 1 is bitwise equal to τ at α = 0.3.
     factor, direction = vector.as_multiple()
     linearized, (tau,) = _linearized_along(model, [direction])
+    yield lambda batch: multiples(*_f_and_change(linearized, batch, tau), factor, alphas)
 
-    def forwards(batch: Batch) -> list[Tensor]:
-        f, change = map(at_least_float32, linearized.outputs(batch, tau))
-        _require_finite(change)
-        return [f + (alpha * factor) * change for alpha in alphas]
 
-    yield forwards
+def multiples(f: Tensor, change: Tensor, factor: float, alphas: Sequence[float]) -> list[Tensor]:
+    """Returns f + α J τ for each α, each (N, C).
+
+    Args:
+        f: Output of the unedited model, (N, C).
+        change: J τ, (N, C).
+        factor: Number by which the vector multiplies τ.
+        alphas: Coefficients of the vector.
+    """
+    return [f + (alpha * factor) * change for alpha in alphas]
+
+
+def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Returns f and J τ, (N, C), in at least float32."""
+    f, change = map(at_least_float32, linearized.outputs(batch, tau))
+    if not bool(change.isfinite().all()):
+        raise NotFiniteError("J τ contains NaN or Inf")
+    return f, change
+
+
+class OutputCache:
+    """f and J τ of linear vectors on one evaluation set, so that several measurements compute them once.
+
+    The results that were not used for longest are discarded.
+
+    Args:
+        max_bytes: Maximum size of the results.
+    """
+
+    def __init__(self, max_bytes: int = 64_000_000):
+        self.max_bytes = max_bytes
+        """Maximum size of the results."""
+        self._results: OrderedDict[Hashable, Sequence[FAndChange]] = OrderedDict()
+
+    def get(self, key: Hashable) -> Sequence[FAndChange] | None:
+        """Returns f and J τ of each batch; None if they are not stored."""
+        if key in self._results:
+            self._results.move_to_end(key)
+        return self._results.get(key)
+
+    def put(self, key: Hashable, batches: Sequence[FAndChange]) -> None:
+        """Stores f and J τ of each batch."""
+        self._results[key] = batches
+        self._results.move_to_end(key)
+        while (
+            sum(f.nbytes + change.nbytes for stored in self._results.values() for f, change in stored) > self.max_bytes
+        ):
+            self._results.popitem(last=False)
+
+
+def linear_outputs(
+    model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
+) -> Iterator[tuple[Sequence[int], Tensor, list[Tensor]]]:
+    """Yields the indices of the examples of each batch, f, (N, C), and J τ of each vector, (N, C).
+
+    Results are read from the cache of the evaluation set and stored in it, if it has one.
+
+    Args:
+        model: The model.
+        evaluation_set: The examples.
+        directions: Vectors of the linear regime with the same base model.
+        batch_size: Examples per forward pass.
+    """
+    directions[0].check(model.module, model.function)  # the others have the same base model
+    cache = evaluation_set.outputs
+    if cache and 8 * len(evaluation_set.numbers) * model.function.width > cache.max_bytes:  # f and J τ in float32
+        cache = None
+    keys = [(id(model.module), direction.digest, batch_size) for direction in directions] if cache else []
+    stored = [cache.get(key) for key in keys] if cache else [None] * len(directions)
+    missing = [direction for direction, batches in zip(directions, stored, strict=True) if batches is None]
+    results: list[list[FAndChange]] = []
+    with closing(_computed_outputs(model, evaluation_set, missing, batch_size)) as computed:
+        for number, numbers in enumerate(batched(evaluation_set.numbers, batch_size)):
+            new = iter(next(computed) if missing else ())
+            pairs = [next(new) if batches is None else batches[number] for batches in stored]
+            if cache:
+                results.append(pairs)
+            yield numbers, pairs[0][0], [change for _, change in pairs]
+    if cache:
+        for key, batches in zip(keys, zip(*results, strict=True), strict=True):
+            cache.put(key, batches)
+
+
+def _computed_outputs(
+    model: Model, evaluation_set: EvaluationSet, directions: Sequence[TaskVector], batch_size: int
+) -> Generator[list[FAndChange], None, None]:
+    """Yields f and J τ of each vector, batch by batch."""
+    linearized, taus = _linearized_along(model, directions)
+    split, task = evaluation_set.split, evaluation_set.task.name
+    for numbers, batch in prepared_batches(model, split, task, evaluation_set.numbers, batch_size):
+        with torch.no_grad(), name_task_in_errors(split, task, numbers):
+            results = [_f_and_change(linearized, batch, tau) for tau in taus]
+        yield results
 
 
 @contextmanager
@@ -117,34 +211,27 @@ def output_changes(
         batch_size: Examples per forward pass.
         counter: Counts each example `passes_needed` times.
     """
-    first, *others = _passes(model, vectors)
-    if not others:
-        with first as forward:
-            for side_by_side in outputs_of(model, evaluation_set, forward, batch_size, counter):
-                f, *changes = side_by_side.chunk(1 + len(vectors), dim=1)
-                yield f, torch.stack(changes)
+    if vectors[0].is_linear:
+        factors, directions = zip(*(vector.as_multiple() for vector in vectors), strict=True)
+        for numbers, f, changes in linear_outputs(model, evaluation_set, directions, batch_size):
+            yield f, torch.stack([factor * change for factor, change in zip(factors, changes, strict=True)])
+            counter.add(len(numbers))
         return
     results = []
-    for forward_pass in (first, *others):
-        with forward_pass as forward:
+    for vector in (None, *vectors):
+        with edited_model(model, vector) as forward:
             results.append(torch.cat(list(outputs_of(model, evaluation_set, forward, batch_size, counter))))
     f, *edited = results
     yield f, torch.stack(edited) - f
 
 
-def passes_needed(model: Model, vectors: Sequence[TaskVector]) -> int:
-    """Returns how many times `output_changes` processes, and counts, each example."""
-    return len(_passes(model, vectors))
+def passes_needed(vectors: Sequence[TaskVector]) -> int:
+    """Returns how many times `output_changes` counts each example.
 
-
-def _passes(model: Model, vectors: Sequence[TaskVector]) -> list[AbstractContextManager[BatchForward]]:
-    """Returns the passes over the examples: in the linear regime one pass for f and every J τ.
-
-    In other regimes there is one pass for f and one per vector, because applying a vector takes longer than a batch.
+    In the linear regime, one pass computes f and every J τ. In other regimes there is one pass for f and one for each
+    vector, because applying a vector takes longer than a batch.
     """
-    if vectors[0].is_linear:
-        return [_tangents(model, vectors)]
-    return [edited_model(model, vector) for vector in (None, *vectors)]
+    return 1 if vectors[0].is_linear else 1 + len(vectors)
 
 
 def outputs_of(
@@ -181,21 +268,6 @@ def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, Evaluati
     return by_name
 
 
-@contextmanager
-def _tangents(model: Model, vectors: Sequence[TaskVector]) -> Iterator[BatchForward]:
-    """Yields a function from a batch to f and J τ of each vector side by side, (N, (1 + V) C)."""
-    vectors[0].check(model.module, model.function)  # the others have the same base model
-    linearized, taus = _linearized_along(model, vectors)
-
-    def forward(batch: Batch) -> Tensor:
-        pairs = [linearized.outputs(batch, tau) for tau in taus]
-        for _, change in pairs:
-            _require_finite(change)
-        return torch.cat([pairs[0][0], *(change for _, change in pairs)], dim=1)
-
-    yield forward
-
-
 def _linearized_along(
     model: Model, vectors: Sequence[Mapping[str, Tensor]]
 ) -> tuple[Linearized, list[dict[str, Tensor]]]:
@@ -203,8 +275,3 @@ def _linearized_along(
     parameters = select_parameters(model.module, list(vectors[0]))
     taus = [{name: vector[name].to(parameter.device) for name, parameter in parameters.items()} for vector in vectors]
     return Linearized(model.module, model.forward, parameters), taus
-
-
-def _require_finite(change: Tensor) -> None:
-    if not bool(change.isfinite().all()):
-        raise NotFiniteError("J τ contains NaN or Inf")

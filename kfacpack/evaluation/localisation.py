@@ -63,7 +63,7 @@ def localisation(
     if len(tasks) < 2:
         raise KfacpackError(f"only examples of {printable(next(iter(tasks)))}; examples of another task are needed")
     examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
-    counter = ProgressCounter(passes_needed(model, taus) * examples, on_progress)
+    counter = ProgressCounter(passes_needed(taus) * examples, on_progress)
     sizes_by_task = {
         name: _squared_changes(model, evaluation_set, taus, batch_size, counter)
         for name, evaluation_set in tasks.items()

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +25,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.estimation.distributed import local_device
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.evaluation.accuracy import EvaluationSet
+from kfacpack.evaluation.edited_model import OutputCache
 from kfacpack.experiments.plan_file import read_plan
 from kfacpack.experiments.results import results
 from kfacpack.experiments.stage import StageProgress
@@ -171,7 +173,8 @@ class RunContext:
         examples = examples or self.plan.evaluation.examples
         key = task, split, examples
         if key not in self._evaluation_sets:
-            self._evaluation_sets[key] = EvaluationSet.of(self.task(task), split, examples)
+            selected = EvaluationSet.of(self.task(task), split, examples)
+            self._evaluation_sets[key] = replace(selected, outputs=OutputCache())
         return self._evaluation_sets[key]
 
 

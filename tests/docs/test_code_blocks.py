@@ -1,6 +1,7 @@
 """The code blocks of the README and of the documentation run, page by page, in an empty folder.
 
-A block that needs the Hub, a GPU or much time follows a comment `<!-- not run: reason -->`.
+A block that needs a download, a GPU or much time follows a comment `<!-- not run: reason -->`. A block that needs the
+Hub follows a comment `<!-- run with a local Hub -->` and is run with the Hub of the tests.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub.conftest import hub, log_in  # noqa: F401 - fixtures
 from kfacpack_cli.main import app
 from typer.testing import CliRunner
 
 FENCE = re.compile(
-    r"(?:^[ ]*<!-- not run: (?P<reason>[^\n]+?) -->\n\s*?)?"
+    r"(?:^[ ]*<!-- (?:not run: (?P<reason>[^\n]+?)|(?P<hub>run with a local Hub)) -->\n\s*?)?"
     r"^(?P<indent>[ ]*)```(?P<language>python|console|bash)\b[^\n]*\n(?P<text>.*?)^(?P=indent)```[ ]*$",
     re.DOTALL | re.MULTILINE,
 )
@@ -36,6 +38,8 @@ class Block:
     """Line of the page at which the block starts."""
     reason: str | None
     """Why the block is not run; None if it is."""
+    needs_hub: bool = False
+    """Whether the block is run with a local Hub."""
 
 
 def blocks_of(page: str) -> list[Block]:
@@ -46,6 +50,7 @@ def blocks_of(page: str) -> list[Block]:
             "".join(line.removeprefix(match["indent"]) for line in match["text"].splitlines(keepends=True)),
             page.count("\n", 0, match.start("text")),
             match["reason"],
+            match["hub"] is not None,
         )
         for match in FENCE.finditer(page)
     ]
@@ -121,8 +126,13 @@ BLOCKS = {str(path.relative_to(ROOT)): blocks_of(path.read_text(encoding="utf-8"
 
 
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if any(not b.reason for b in blocks)])
-def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_the_blocks_of_a_page_run(page, tmp_path, monkeypatch, request):
+    folder = tmp_path / "page"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    if any(block.needs_hub for block in BLOCKS[page]):
+        request.getfixturevalue("hub")
+        request.getfixturevalue("log_in")("owner")
     running = Page(page)
     for block in BLOCKS[page]:
         if block.reason is None:
@@ -137,13 +147,15 @@ def test_most_blocks_are_run():
 
 def test_blocks_are_found_with_the_reason_for_not_running_them():
     page = "text\n\n```python\na = 1\n```\n"
-    page += "<!-- not run: needs the Hub -->\n```bash\nkfacpack push a b/c\n```\n```text\nx\n```\n"
+    page += "<!-- not run: needs a GPU -->\n```bash\nkfacpack train\n```\n```text\nx\n```\n"
+    page += "<!-- run with a local Hub -->\n```bash\nkfacpack push a b/c\n```\n"
     page += "1. item\n\n    ```console\n    $ kfacpack tasks\n    digits\n    ```\n"
-    found = [(block.language, block.text, block.line, block.reason) for block in blocks_of(page)]
+    found = [(block.language, block.text, block.line, block.reason, block.needs_hub) for block in blocks_of(page)]
     assert found == [
-        ("python", "a = 1\n", 3, None),
-        ("bash", "kfacpack push a b/c\n", 7, "needs the Hub"),
-        ("console", "$ kfacpack tasks\ndigits\n", 15, None),
+        ("python", "a = 1\n", 3, None, False),
+        ("bash", "kfacpack train\n", 7, "needs a GPU", False),
+        ("bash", "kfacpack push a b/c\n", 14, None, True),
+        ("console", "$ kfacpack tasks\ndigits\n", 19, None, False),
     ]
 
 
