@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kfacpack._torch import attention_operators, bound_arguments
+from kfacpack._torch import attention_operators, bound_arguments, unsafe_view_operator
 from kfacpack.errors import KfacpackError
 
 TangentOf = Callable[[Tensor], Tensor | None]
@@ -191,7 +191,7 @@ RULES: dict[Any, JvpRule] = {
     aten.gelu.default: gelu,
     aten.add.Tensor: addition,
     aten.clone.default: copy,
-    aten._unsafe_view.default: reshape,
+    unsafe_view_operator(): reshape,
     **dict.fromkeys(attention_operators(), attention),
 }
 """Rules by operator."""
