@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +38,17 @@ if TYPE_CHECKING:
     from kfacpack.experiments.stage import Stage
 
 
-SHARES = ("individual", "added", "normalized", "recovered", "removed", "control_kept")
-"""Keys of the summary whose values are fractions."""
+SHARES = {
+    "individual": "individual",
+    "added": "sum",
+    "normalized": "normalised",
+    "recovered": "recovered",
+    "removed": "negated",
+    "control_kept": "control kept",
+}
+"""Keys of the summary whose values are fractions, with their headings."""
+DEMO_SHARES = {"individual": "own vector", "added": "all added, α = 1"}
+"""The same for the demo."""
 
 
 class PlannedStageOutput(TypedDict):
@@ -104,7 +114,7 @@ def run(
 
 
 def execute_run(
-    plan: Plan, text: str, root: Path, device: str, *, dry_run: bool, as_json: bool, quiet: bool, explain: bool = False
+    plan: Plan, text: str, root: Path, device: str, *, dry_run: bool, as_json: bool, quiet: bool, is_demo: bool = False
 ) -> None:
     """Runs a plan and prints its results.
 
@@ -116,7 +126,7 @@ def execute_run(
         dry_run: Whether to print the stages and their estimated time instead.
         as_json: Whether to print JSON.
         quiet: Whether to print only errors.
-        explain: Whether to print a line about each kind of stage.
+        is_demo: Whether to explain what is computed and what to conclude.
     """
     start = time.perf_counter()
     if not dry_run:
@@ -142,15 +152,28 @@ def execute_run(
         show_warnings(PenaltyWarning, show=not quiet),
         stop_on_interrupt(f"finished stages are kept in {root}; repeat the command to continue") as stopped,
     ):
-        results = planned.execute(_stage_reporter(show, explain), stopped)
+        results = planned.execute(_stage_reporter(show, is_demo), stopped)
     page = report(root, root / "report.html")
     if as_json:
         print_json(results)
     elif show:
-        print_summary(results)
+        if is_demo:
+            print_line("")
+        print_summary(results, DEMO_SHARES if is_demo else SHARES)
+        if is_demo:
+            _print_conclusion(root)
         usage = f"{human_seconds(time.perf_counter() - start)}, at most {human_bytes(peak_bytes())} of memory"
         print_line(f"wrote {page} and {root / 'results.json'}: {usage}")
         _print_open(page)
+
+
+def _print_conclusion(root: Path) -> None:
+    """Prints the headline of the report."""
+    from kfacpack.experiments.report_accuracy import headline
+    from kfacpack.experiments.report_content import joined_text
+    from kfacpack.experiments.results_schema import read_results
+
+    out.print("", joined_text(headline(read_results(root))), "", sep="\n", markup=False)
 
 
 def _print_open(page: Path) -> None:
@@ -165,7 +188,7 @@ def _stage_reporter(show: bool, explain: bool) -> StageDisplay:
     def watch(stage: Stage, number: int, total: int) -> Iterator[StageCallback]:
         if explain and show and stage.kind not in explained:
             explained.add(stage.kind)
-            print_line(f"{stage.kind}: {stage.purpose}")
+            print_line(f"  {stage.kind:<15}{stage.purpose}")
         with work_bar(f"{number}/{total} {stage.kind}/{stage.name}", show=show) as advance:
             yield advance
 
@@ -195,16 +218,20 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
     print_line(f"{len(pending)} stages to run, {finished} finished; about {total}, extrapolated from one batch")
 
 
-def print_summary(results: dict[str, Any]) -> None:
-    """Prints the summary of a run, one row per arm and method."""
-    headings = ("individual", "sum", "normalised", "recovered", "negated", "control kept", "AUROC")
-    table = plain_table("arm", "added by", numbers=headings)
+def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:
+    """Prints the summary of a run, one row per arm and method.
+
+    Args:
+        results: The content of `results.json`.
+        shares: Keys of the summary to print, with their headings; AUROC is added.
+    """
+    table = plain_table("arm", "added by", numbers=[*shares.values(), "AUROC"])
     table.add_row("base model", "", "", percent(results["base"]["mean"]))
     for line in results["summary"]:
         table.add_row(
             name_cell(line["arm"]),
             line["method"],
-            *(percent(line[key]) for key in SHARES),
+            *(percent(line[key]) for key in shares),
             "" if line["auroc"] is None else f"{line['auroc']:.3f}",
         )
     out.print(table)
@@ -255,9 +282,11 @@ def demo(
 ) -> None:
     """Run an example: vectors of three tasks on a small CLIP model, trained with and without the penalty.
 
-    The vectors are added, negated and measured.
+    The vectors are added, negated and measured. The report is DIR/report.html.
 
     The plan is written to DIR/plan.yaml. Edit it and run it again with `kfacpack run`.
+
+    The demo uses the cores that other programs leave idle.
     """
     require(extra="demo", feature="the demo")
     from kfacpack.experiments.plan_file import parse, plan_text
@@ -274,9 +303,63 @@ def demo(
         raise KfacpackError(f"{path}: exists and is not the plan of the demo. {remedy}")
     write_atomically(path, text.encode())
     show = not (quiet or as_json)
+    plan = parse(text, str(path))
     if show:
-        print_line(f"wrote {path}: the plan")
-    execute_run(parse(text, str(path)), text, output, device, dry_run=False, as_json=as_json, quiet=quiet, explain=True)
+        tasks = ", ".join(task.name for task in plan.tasks)
+        _print_lines(INTRODUCTION.format(count=len(plan.tasks), tasks=tasks, plan=path))
+    use_idle_cores()
+    execute_run(plan, text, output, device, dry_run=False, as_json=as_json, quiet=quiet, is_demo=True)
     if show:
-        command = f"kfacpack run {path} -o {output}"
-        print_line(f"or edit {path} and run `{command}`; only what has changed is computed", style="dim")
+        _print_lines(CLOSING.format(output=output, plan=path))
+
+
+INTRODUCTION = """\
+Can one model have the skills of {count} fine-tuned ones?
+
+Each task ({tasks}) fine-tunes the same small CLIP model by
+itself. The change of its weights is a task vector, and the vectors of all tasks
+are added to the model. This is done twice:
+  without        ordinary fine-tuning: the vectors disturb each other
+  kfac           with a penalty made from the curvature of the other tasks, which
+                 is a few matrices per layer and is shared instead of data
+
+The plan is {plan}. Its stages:"""
+CLOSING = """\
+What to look at in the report:
+  Accuracy over α  with the penalty, α = 1 is near the maximum: nothing to tune
+  Disentanglement  dark areas, where a vector leaves the other task alone
+  Localisation     each vector changes the examples of its own task only
+{output}/bundles has what the owner of each task publishes.
+To try something else, edit {plan} and run
+  kfacpack run {plan} -o {output}"""
+
+
+def _print_lines(text: str) -> None:
+    for line in text.splitlines():
+        print_line(line)
+
+
+def use_idle_cores() -> None:
+    """Limits torch to the cores that other programs leave idle.
+
+    A parallel operation waits for its slowest thread: on busy cores, two threads take longer than one.
+    """
+    import torch
+
+    if (idle := _idle_cores()) is not None:
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), round(idle))))
+
+
+def _idle_cores(seconds: float = 0.5) -> float | None:
+    """Returns the mean number of idle cores over a short time; None if the system does not provide it."""
+
+    def idle_seconds() -> float:
+        _, _, _, _, idle, waiting, *_ = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=7)
+        return (int(idle) + int(waiting)) / os.sysconf("SC_CLK_TCK")
+
+    try:
+        start, before = time.perf_counter(), idle_seconds()
+        time.sleep(seconds)
+        return (idle_seconds() - before) / (time.perf_counter() - start)
+    except (OSError, ValueError):
+        return None

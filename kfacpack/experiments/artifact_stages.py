@@ -101,7 +101,7 @@ class MergeStage(BundleStage):
     """Merges the bundles of all tasks but one."""
 
     kind: ClassVar[str] = "merged"
-    purpose: ClassVar[str] = "for each task, the curvature of the other tasks, merged into one bundle"
+    purpose: ClassVar[str] = "for each task, the curvature of the others in one bundle"
 
     without: str
     bundles: tuple[EstimateStage, ...]
@@ -150,7 +150,7 @@ class TrainStage(VectorStage):
     """Trains the vector of one task in one arm."""
 
     kind: ClassVar[str] = "vectors"
-    purpose: ClassVar[str] = "the vector of each task, trained separately, with or without a penalty"
+    purpose: ClassVar[str] = "the vector of each task, with and without the penalty"
 
     task: str
     arm: str

@@ -117,7 +117,7 @@ class NegationStage(MeasurementStage):
     """A vector subtracted from the model, and the accuracy on its task and on a control task."""
 
     kind: ClassVar[str] = "negated"
-    purpose: ClassVar[str] = "the removal of each task from the model, and its effect on a control task"
+    purpose: ClassVar[str] = "the removal of each task, and its effect on a control task"
 
     vector: TrainStage
     control: str
@@ -188,7 +188,7 @@ class AnalysisStage(MeasurementStage):
     """Base class of measurements on several vectors of one arm."""
 
     kind: ClassVar[str] = "understanding"
-    purpose: ClassVar[str] = "where the vectors change the model, and whether the bundles predict the change"
+    purpose: ClassVar[str] = "where the vectors act, and whether the bundles predict it"
 
     vectors: tuple[TrainStage, ...]
     examples: str

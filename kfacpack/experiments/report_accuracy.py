@@ -7,9 +7,12 @@ from statistics import fmean
 from kfacpack.experiments.report_content import Cell, ReportFigure, ReportTable, Section, mean_sweep, over_seeds, text
 from kfacpack.experiments.results_schema import ArmResult, PenaltyResult, Results, Summary
 
+_MOSTLY_RECOVERED = 0.75
+"""Share of the accuracy lost by adding above which vectors are said to be addable as they are."""
+
 
 def headline(results: Results) -> list[Cell]:
-    """Returns the headline: the best penalty that needs no data of other tasks, compared with no penalty.
+    """Returns the conclusion: what the best penalty that needs no data of other tasks achieves, compared with none.
 
     Without such a pair of arms, the best arm is compared with the single vectors.
     """
@@ -19,23 +22,32 @@ def headline(results: Results) -> list[Cell]:
     without_data = [row for row in rows if (penalty := penalties.get(row.arm)) and not penalty.data]
     best = max(without_data or rows, key=lambda row: row.added)
     plain = next((row for row in rows if row.arm in penalties and penalties[row.arm] is None), None)
-    sentence = [
-        text("Adding the task vectors of"),
-        Cell(kind="count", value=len(results.tasks)),
-        text(f"tasks to {results.model.name} gives a mean test accuracy of"),
-    ]
-    if plain is None or plain == best:
-        return [*sentence, _share(best.added), text("; each task's own vector alone reaches"),
-                _share(best.individual), text("on average.")]  # fmt: skip
-    sentence += [
-        _share(plain.added), text("without a penalty and"), _share(best.added),
-        text(f"with “{best.arm}”; each task's own vector alone reaches"), _share(best.individual),
-        text("on average."),
+    conclusion = _conclusion(best, plain) if plain and plain != best else ""
+    sentences = [
+        text(f"{conclusion}With the vectors of all"), Cell(kind="count", value=len(results.tasks)),
+        text(f"tasks added to {results.model.name}, the mean test accuracy is"), _share(best.added),
+        text("; with each task's own vector alone, it is"), _share(best.individual), text("."),
     ]  # fmt: skip
+    if plain is None or plain == best:
+        return sentences
+    sentences += [text("Without a penalty, it is"), _share(plain.added), text("and"), _share(plain.individual)]
     if best.recovered is None:
-        return sentence
-    recovery = f"Of the accuracy that is lost by adding the vectors, “{best.arm}” recovers"
-    return [*sentence, text(recovery), _share(best.recovered), text(".")]
+        return [*sentences, text(".")]
+    recovery = f": “{best.arm}”, which needs no data of other tasks, recovers"
+    return [*sentences, text(recovery), _share(best.recovered), text("of that loss.")]
+
+
+def _conclusion(best: Summary, plain: Summary) -> str:
+    """Returns the sentence to conclude with when an arm is compared with one that has no penalty."""
+    if plain.added >= plain.individual:
+        return "These vectors do not disturb each other, with or without a penalty. "
+    if best.recovered is None:
+        return ""
+    if best.recovered >= _MOSTLY_RECOVERED:
+        return f"Vectors trained with “{best.arm}” can be added as they are. "
+    if best.recovered > 0:
+        return f"Vectors trained with “{best.arm}” disturb each other less. "
+    return f"Training with “{best.arm}” does not keep the vectors from disturbing each other. "
 
 
 def summary(results: Results) -> Section:

@@ -137,6 +137,12 @@ def text(value: str | None) -> Cell:
     return Cell(kind="text", value=value)
 
 
+def joined_text(cells: Sequence[Cell]) -> str:
+    """Joins words and numbers into sentences, without a space before punctuation."""
+    spaces = ("" if cell.shown[0] in ".,;:" else " " for cell in cells)
+    return "".join(space + cell.shown for space, cell in zip(spaces, cells, strict=True)).strip()
+
+
 def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
     """Returns a cell with the mean of the values and, for several, their standard deviation; None is ignored."""
     present = [value for value in values if value is not None]

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from experiments.small_plan import TEXT
 from image_folders import write_images
+from kfacpack_cli import experiments
 from kfacpack_cli.main import app
 from processes import Python
 from typer.testing import CliRunner
@@ -135,6 +136,29 @@ def test_the_demo_does_not_overwrite_a_plan(tmp_path):
     assert result.exit_code == 2
     assert "is not the plan of the demo" in result.stderr
     assert (tmp_path / "plan.yaml").read_text() == TEXT
+
+
+@pytest.mark.usefixtures("without_report")
+def test_the_demo_explains_itself_on_one_screen(finished, monkeypatch):
+    folder, _ = finished
+    monkeypatch.setattr("kfacpack.experiments.plan_file.plan_text", lambda all_tasks: TEXT)
+    printed = run("demo", "-o", folder / "out").stdout
+    results = read_results(folder / "out")
+    assert len(printed.splitlines()) < 40
+    for fact in (*results.names, "base model", *(row.arm for row in results.summary), "plan.yaml", "report.html"):
+        assert fact in printed
+    for row in results.summary:
+        assert f"{row.added:.1%}" in printed
+
+
+@pytest.mark.parametrize(("idle", "threads"), [(1.9, 2), (0.8, 1), (0.0, 1), (8.0, 2), (None, 2)])
+def test_the_demo_uses_idle_cores(idle, threads, monkeypatch):
+    used = []
+    monkeypatch.setattr(experiments, "_idle_cores", lambda: idle)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr("torch.set_num_threads", used.append)
+    experiments.use_idle_cores()
+    assert used == ([] if idle is None else [threads])
 
 
 @pytest.mark.usefixtures("without_report")
