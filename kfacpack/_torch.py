@@ -345,14 +345,6 @@ def attention_operators() -> list[Any]:
     return [packet.default for packet in packets if packet is not None]
 
 
-def unsafe_view_operator() -> Any:
-    """Returns the operator with which matrix products restore the shape of a batch.
-
-    Looks up `torch.ops.aten._unsafe_view`. Known to work with torch 2.13.
-    """
-    return torch.ops.aten._unsafe_view.default
-
-
 # Tensors and the state of autograd
 
 

@@ -1,8 +1,7 @@
 """Tangent rules for single operations.
 
 Matrix products and convolutions have a rule because torch's forward-mode derivative does redundant work; fused
-attention kernels have one because torch has no forward-mode derivative for them. The other operations of a transformer
-have one because setting up torch's forward mode takes longer than they do on a small batch.
+attention kernels have one because torch has no forward-mode derivative for them.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
 of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of that
@@ -11,13 +10,13 @@ result or of its first part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfacpack._torch import attention_operators, bound_arguments, unsafe_view_operator
+from kfacpack._torch import attention_operators, bound_arguments
 from kfacpack.errors import KfacpackError
 
 TangentOf = Callable[[Tensor], Tensor | None]
@@ -123,75 +122,12 @@ def _repeat_heads(tensor: Any, q: Tensor) -> Any:
     return tensor.repeat_interleave(q.shape[-3] // tensor.shape[-3], dim=-3)
 
 
-def layer_norm(
-    operation: Any,
-    tangent_of: TangentOf,
-    x: Tensor,
-    shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> tuple[Any, Tensor]:
-    """Computes y = w x̂ + b with x̂ = (x - mean) / std over the last dimensions, and its tangent.
-
-    dx̂ = (dx - mean(dx) - x̂ mean(x̂ dx)) / std. Autograd treats the mean and 1 / std, which the operation also returns,
-    as constants.
-    """
-    out, mean, inverse_std = operation(x, shape, weight, bias, eps)
-    dx, d_weight, d_bias = (None if tensor is None else tangent_of(tensor) for tensor in (x, weight, bias))
-    dims = tuple(range(-len(shape), 0))
-    normalized = (x - mean) * inverse_std
-    terms = []
-    if dx is not None:
-        projection = normalized * (normalized * dx).mean(dims, keepdim=True)
-        change = (dx - dx.mean(dims, keepdim=True) - projection) * inverse_std
-        terms.append(change if weight is None else change.mul_(weight))
-    if d_weight is not None:
-        terms.append(normalized.mul_(d_weight))
-    if d_bias is not None:
-        terms.append(d_bias.expand(x.shape))
-    return (out, mean, inverse_std), sum(terms[1:], start=terms[0]).to(out.dtype)
-
-
-def gelu(operation: Any, tangent_of: TangentOf, x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
-    """Computes the GELU of x, and its derivative times dx."""
-    return operation(x, approximate=approximate), aten.gelu_backward(tangent_of(x), x, approximate=approximate)
-
-
-def addition(operation: Any, tangent_of: TangentOf, a: Any, b: Any, *, alpha: float = 1) -> tuple[Tensor, Tensor]:
-    """Computes a + α b, with broadcasting, and da + α db."""
-    out: Tensor = operation(a, b, alpha=alpha)
-    da, db = (tangent_of(value) if isinstance(value, Tensor) else None for value in (a, b))
-    if db is not None:
-        db = db if alpha == 1 else alpha * db
-    tangent = da + db if da is not None and db is not None else db if da is None else da
-    assert tangent is not None
-    return out, tangent.to(out.dtype).expand(out.shape)
-
-
-def copy(operation: Any, tangent_of: TangentOf, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Copies x and its tangent."""
-    return operation(x, **kwargs), operation(tangent_of(x), **kwargs)
-
-
-def reshape(operation: Any, tangent_of: TangentOf, x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Reshapes x and its tangent, which may have other strides."""
-    tangent = tangent_of(x)
-    assert tangent is not None
-    return operation(x, shape), tangent.reshape(shape)
-
-
 RULES: dict[Any, JvpRule] = {
     aten.mm.default: product,
     aten.bmm.default: product,
     aten.addmm.default: added_product,
     aten.baddbmm.default: added_product,
     aten.convolution.default: convolution,
-    aten.native_layer_norm.default: layer_norm,
-    aten.gelu.default: gelu,
-    aten.add.Tensor: addition,
-    aten.clone.default: copy,
-    unsafe_view_operator(): reshape,
     **dict.fromkeys(attention_operators(), attention),
 }
 """Rules by operator."""
