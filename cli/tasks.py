@@ -18,7 +18,7 @@ from .console import key_value_table, out, plain_table, print_json, print_line
 from .options import AS_JSON, COLUMNS, DATA_FOLDER, DATA_PANEL, RUN_PANEL, option
 
 if TYPE_CHECKING:
-    from kfacpack.tasks.published import PublishedTask
+    from kfacpack.tasks.published_tasks import PublishedTask
     from kfacpack.tasks.task import Task
 
 

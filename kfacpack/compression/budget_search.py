@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kfacpack.compression.candidates import Candidates
-    from kfacpack.compression.chain import CodecChain
+    from kfacpack.compression.codecs import CodecChain
 
 
 OptionIndices = tuple[int, ...]

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from kfacpack.compression.chain import CodecChain
-from kfacpack.compression.codecs import float_type
+from kfacpack.compression.codecs import CodecChain, float_type
 from kfacpack.compression.compression_report import FactorPair, compare, moment_table
 from kfacpack.curvature.matrices.components import InMemoryTensors, MatrixTensors
 from kfacpack.curvature.matrices.dense import Dense

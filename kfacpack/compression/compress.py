@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kfacpack.compression.budget_search import BudgetSearch
 from kfacpack.compression.candidates import Candidates
-from kfacpack.compression.chain import CodecChain
+from kfacpack.compression.codecs import CodecChain
 from kfacpack.compression.compression_report import assemble_report, compare, dense_bytes, finish_report
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.curvature.saving import file_size

@@ -29,7 +29,7 @@ from kfacpack.format.schema import LAYOUTS
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from kfacpack.compression.chain import CodecChain
+    from kfacpack.compression.codecs import CodecChain
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.matrices.matrix import Matrix
 

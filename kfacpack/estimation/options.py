@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kfacpack.compression.chain import CodecChain
-from kfacpack.compression.codecs import BlockCodec
+from kfacpack.compression.codecs import BlockCodec, CodecChain
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.collectors import CollectorSettings
 from kfacpack.format.manifest import (

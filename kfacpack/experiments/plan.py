@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from kfacpack.compression.chain import CodecChain
+from kfacpack.compression.codecs import CodecChain
 from kfacpack.errors import KfacpackError
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.identity import share_classes

@@ -21,15 +21,14 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import About, Base, Loss, Merge, base_digest
 from kfacpack.merging.combination import MatrixCombiner, coordinates, gram
 from kfacpack.merging.inputs import MergeInput, check_compatible, mean_output_scale, merge_ordered
-from kfacpack.merging.rule import PARTIAL, MergeRule, Terms
-from kfacpack.merging.rules import RULES
+from kfacpack.merging.rules import PARTIAL, RULES, MergeRule, Terms
 from kfacpack.merging.subtract import merge_without
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.merging.inputs import Mergeable
-    from kfacpack.merging.rule import Combination
+    from kfacpack.merging.rules import Combination
 
 
 _NOISE = 1e-12

@@ -21,8 +21,7 @@ from kfacpack.errors import KfacpackError, SubtractionError
 from kfacpack.format.manifest import Loss, Merge
 from kfacpack.merging.combination import MatrixCombiner, gram
 from kfacpack.merging.inputs import MergeInput, weighted_scale
-from kfacpack.merging.rule import PARTIAL
-from kfacpack.merging.rules import RULES, OptimalRule, TakRule
+from kfacpack.merging.rules import PARTIAL, RULES, OptimalRule, TakRule
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock

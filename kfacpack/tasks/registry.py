@@ -10,8 +10,7 @@ from kfacpack.errors import KfacpackError, did_you_mean, printable
 from kfacpack.tasks.columns import parse_columns
 from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
 from kfacpack.tasks.local_task import LocalTask
-from kfacpack.tasks.published import PublishedTask
-from kfacpack.tasks.published_tasks import PUBLISHED_TASKS
+from kfacpack.tasks.published_tasks import PUBLISHED_TASKS, PublishedTask
 from kfacpack.tasks.task import ClassSplitTask, Task, parse_class_split
 
 PUBLISHED: dict[str, PublishedTask] = {task.name: task for task in PUBLISHED_TASKS}

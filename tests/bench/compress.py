@@ -19,7 +19,7 @@ import torch
 from promises import all_hold
 
 import kfacpack as kp
-from kfacpack.compression.chain import CodecChain
+from kfacpack.compression.codecs import CodecChain
 from kfacpack.compression.compress import choose_codecs, compress_with
 from kfacpack.curvature.saving import file_size
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kit import MATRIX_FORMS, random_psd, random_tau, refused, small_curvature
 
 import kfacpack as kp
-from kfacpack.compression.chain import CodecChain
+from kfacpack.compression.codecs import CodecChain
 from kfacpack.curvature.matrices.dense import Packed
 from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
 from kfacpack.curvature.matrices.sparse import Sparse
