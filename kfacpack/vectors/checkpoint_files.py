@@ -205,7 +205,7 @@ class WeightsFolder(ABC):
         return tensors
 
 
-class LocalFolder(WeightsFolder):
+class LocalWeightsFolder(WeightsFolder):
     """A folder of the local file system.
 
     Args:
@@ -224,7 +224,7 @@ class LocalFolder(WeightsFolder):
         return sorted(file.name for file in self._path.iterdir() if file.suffix in (".safetensors", *PICKLES))
 
 
-class HubFolder(WeightsFolder):
+class HubWeightsFolder(WeightsFolder):
     """A Hub repository or a folder in it.
 
     Args:
@@ -273,15 +273,15 @@ def open_folder(source: str | os.PathLike[str]) -> WeightsFolder | None:
             return None
         folder, _, file = (address.path or "").rpartition("/")
         if file == ADAPTER_WEIGHTS:
-            return HubFolder(text, address.repository, address.revision, folder)
+            return HubWeightsFolder(text, address.repository, address.revision, folder)
         if file.endswith((".safetensors", *PICKLES)):
             return None
-        return HubFolder(text, address.repository, address.revision, address.path or "")
+        return HubWeightsFolder(text, address.repository, address.revision, address.path or "")
     path = expand_user(source)
     if path.is_dir():
-        return LocalFolder(path)
+        return LocalWeightsFolder(path)
     is_adapter = path.name == ADAPTER_WEIGHTS and (path.parent / ADAPTER_CONFIG).exists()
-    return LocalFolder(path.parent) if is_adapter else None
+    return LocalWeightsFolder(path.parent) if is_adapter else None
 
 
 def open_file(source: str | os.PathLike[str]) -> FileTensors:
