@@ -80,6 +80,7 @@ def _damped_root(matrix: Tensor) -> Tensor:
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     mean = float(matrix.diagonal().mean())
     for damping in _DAMPINGS if mean > 0 else ():
+        L: Tensor
         L, failed = torch.linalg.cholesky_ex(matrix + damping * mean * identity)
         if not failed:
             return L
@@ -87,7 +88,8 @@ def _damped_root(matrix: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix)
     values = values.clamp(min=0)
     values = values + (_DAMPINGS[-1] * float(values.mean()) or 1.0)
-    return torch.linalg.cholesky((vectors * values) @ vectors.T)
+    root: Tensor = torch.linalg.cholesky((vectors * values) @ vectors.T)
+    return root
 
 
 def balanced(U: Tensor, V: Tensor) -> LowRankPair:
@@ -155,8 +157,8 @@ class BlockMetric:
                 yield self._oriented(row.diag(), column.diag(), 1.0, piece)
             else:
                 G = plain[index][:, index].reshape(height, width, height, width)
-                B, A = _leading_pair(G.permute(0, 2, 1, 3).reshape(height * height, width * width))
-                yield self._oriented(B.reshape(height, height), A.reshape(width, width), 1.0, piece)
+                R, C = _leading_pair(G.permute(0, 2, 1, 3).reshape(height * height, width * width))
+                yield self._oriented(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
 
     def _oriented(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
         """Returns a term in the orientation of the parameter, for all of its rows."""
@@ -174,15 +176,15 @@ def _nearest_term(terms: list[KroneckerTerm]) -> tuple[Tensor, Tensor]:
         R, C, weight = terms[0]
         return weight * R, C
     weights = torch.tensor([weight for _, _, weight in terms], dtype=torch.float64)
-    rows, columns = (_gram([term[side] for term in terms]) for side in (0, 1))
-    C = weights.clone()
+    rows, columns = _gram([R for R, _, _ in terms]), _gram([C for _, C, _ in terms])
+    column = weights.clone()
     for _ in range(_POWER_STEPS):
-        R = weights * (columns @ C)
-        C = weights * (rows @ R)
-        C = C / (C.norm() or 1.0)
+        row = weights * (columns @ column)
+        column = weights * (rows @ row)
+        column = column / (column.norm() or 1.0)
     return (
-        sum((float(c) * term[0] for c, term in zip(R, terms, strict=True)), torch.zeros_like(terms[0][0])),
-        sum((float(c) * term[1] for c, term in zip(C, terms, strict=True)), torch.zeros_like(terms[0][1])),
+        sum((float(c) * term[0] for c, term in zip(row, terms, strict=True)), torch.zeros_like(terms[0][0])),
+        sum((float(c) * term[1] for c, term in zip(column, terms, strict=True)), torch.zeros_like(terms[0][1])),
     )
 
 

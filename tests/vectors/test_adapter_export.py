@@ -93,8 +93,7 @@ def of_curvature(curvature, seed=3):
 
 def with_peft(module, folder):
     make_torchvision_importable()
-    import peft
-
+    peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
         # A module with both Linear and Conv1D: PEFT corrects the setting of each layer and says so.
         warnings.filterwarnings("ignore", "fan_in_fan_out")

@@ -99,7 +99,7 @@ class ClipFamily:
             preprocessing=f"transformers: RGB, {setting}",
             checkpoint=_checkpoint(module, missing, setting, tokenizer),
             encode_text=None if vision_only else _text_encoder(module, tokenizer, device),
-            **({} if vision_only else {"logit_scale": float(module.logit_scale.detach().exp())}),
+            logit_scale=Model.logit_scale if vision_only else float(module.logit_scale.detach().exp()),
         )
 
     def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
@@ -214,7 +214,7 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     if unsupported or not integers or sides[0] != sides[1]:
         found = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size {crop}"
         raise KfacpackError(f"{where}: {found}; expected images that are resized, and cropped to a square")
-    side = sides[0]
+    side = int(sides[0])
     if image_size is None and side != own_size:
         problem = f"makes images of {side} pixels, but the model expects {own_size}"
         raise KfacpackError(f"{where} {problem}. Correct crop_size, or choose a size with --image-size (image_size)")
