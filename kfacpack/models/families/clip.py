@@ -208,7 +208,7 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     resize = shorter if shorter is not None else (size.get("height"), size.get("width"))
     if not config.get("do_center_crop", True):
         crop = size  # only possible if the image is resized to a square
-    sides = (crop.get("height"), crop.get("width")) if isinstance(crop, dict) else (crop, crop)
+    sides: tuple[Any, Any] = (crop.get("height"), crop.get("width")) if isinstance(crop, dict) else (crop, crop)
     unsupported = [key for key in ("do_resize", "do_rescale") if not config.get(key, True)]
     integers = all(isinstance(side, int) for side in (*sides, *(resize if isinstance(resize, tuple) else (resize,))))
     if unsupported or not integers or sides[0] != sides[1]:
