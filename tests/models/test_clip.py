@@ -363,3 +363,49 @@ def test_random_weights_depend_on_the_seed(clip_folder, pictures):
     assert one.revision == "random-1"
     half = load_model(f"clip:{clip_folder}", dtype=torch.bfloat16, image_size=48)
     assert half.forward(half.prepare(pictures, "any")).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_fine_tuned_vision_tower_is_a_vector_of_the_whole_model(clip_folder, prefixed, pictures, tmp_path):
+    """As the fine-tuned checkpoints of CLIPVisionModel are published, with either form of their names."""
+    from transformers import CLIPVisionModel
+
+    stock = CLIPVisionModel.from_pretrained(clip_folder)
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    stock.save_pretrained(tmp_path / "tuned")
+    file = tmp_path / "tuned" / "model.safetensors"
+    plain = {name.removeprefix("vision_model."): value for name, value in load_file(file).items()}
+    save_file({f"vision_model.{n}" if prefixed else n: value for n, value in plain.items()}, file, {"format": "pt"})
+    base = load_model(f"clip:{clip_folder}")
+    vector = kp.TaskVector.from_checkpoint(base, tmp_path / "tuned", task="dtd")
+    edited = vector.apply(base.module)
+    assert all(torch.equal(edited.state_dict()[f"vision_model.{name}"], value) for name, value in plain.items())
+
+
+def test_an_exported_adapter_has_the_outputs_of_the_vector_and_extracts_to_it(clip_folder, pictures, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = load_model(f"clip:{clip_folder}")
+    layers = [name for name, value in model.module.named_parameters() if value.dim() == 2 and "encoder" in name]
+    changes = {
+        name: 0.1 * torch.randn(model.module.state_dict()[name].shape, generator=torch.Generator().manual_seed(k))
+        for k, name in enumerate(layers)
+        if name.startswith("vision_model.")
+    }
+    about = kp.AboutVector(base=model.base(changes), function=model.function, regime="full", tasks=())
+    vector, x = kp.TaskVector(changes, about), model.prepare(pictures, "any")
+    bundle = kp.estimate(model, [x], params=list(changes))
+    result = kp.export_lora(vector, tmp_path / "lora", rank=4, bundle=bundle, model=model)
+    assert len(result.matrices) == len(changes) == 12
+    assert all(matrix.metric_error <= matrix.svd_metric_error for matrix in result.matrices)
+    extracted = kp.TaskVector.from_checkpoint(model, tmp_path / "lora", task="dtd")
+    expected = extracted.apply(model.module)
+    whole = load_model(f"clip:{clip_folder}").module
+    adapted = peft.PeftModel.from_pretrained(whole, tmp_path / "lora").eval()
+    with torch.no_grad():
+        outputs = [net.vision_model(pixel_values=x).pooler_output for net in (adapted.base_model.model, expected)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-5)
+    again = kp.export_lora(extracted, tmp_path / "again", rank=4, model=model)
+    assert again.error < 1e-6
+    assert {matrix.method for matrix in again.matrices} == {"factors"}
