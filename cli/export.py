@@ -240,10 +240,13 @@ def _print_adapter(result: LoraExport) -> None:
     size = f"{len(result.matrices)} matrices of rank up to {result.rank}, {human_bytes(result.nbytes)}"
     print_line(f"wrote {result.path}: {size}; error {percent(result.error)}{drift}")
     if result.lost:
-        share = percent(sum(parameter.share for parameter in result.lost))
+        share = f"{percent(sum(parameter.share for parameter in result.lost))} of the vector's squared norm"
+        if measured:
+            # Measured one parameter at a time, so the shares may add up to more than 100%.
+            share += f" and {percent(sum(parameter.metric_share or 0.0 for parameter in result.lost))} of its drift"
         names = ", ".join(f"{parameter.parameter} ({parameter.reason})" for parameter in result.lost[:LOST_SHOWN])
         more = f" and {len(result.lost) - LOST_SHOWN} more" if len(result.lost) > LOST_SHOWN else ""
-        print_line(f"lost: {len(result.lost)} parameters with {share} of the vector's squared norm: {names}{more}")
+        print_line(f"lost: {len(result.lost)} parameters with {share}: {names}{more}")
     print_line(f"next: peft.PeftModel.from_pretrained(model.module, {str(result.path)!r})", style="dim")
 
 
