@@ -1,4 +1,4 @@
-"""`kfacpack export`: writes the factors of a bundle as plain safetensors.
+"""`kfacpack export`: writes the factors of a bundle as plain safetensors, or a task vector as a LoRA adapter.
 
 `kfacpack import`: converts published factors to a bundle.
 """
@@ -6,16 +6,29 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
 from typing_extensions import TypedDict
 
+from kfacpack.errors import KfacpackError
+from kfacpack.format.container import VECTOR, Container
 from kfacpack.format.manifest import Fisher, FloatType
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
 
-from .console import loading, print_json, print_line, print_next, steps_bar
+from .console import (
+    loading,
+    name_cell,
+    out,
+    percent,
+    plain_table,
+    print_json,
+    print_line,
+    print_next,
+    show_warnings,
+    steps_bar,
+)
 from .options import (
     AS_JSON,
     IMAGE_SIZE,
@@ -31,6 +44,9 @@ from .options import (
     output_option,
 )
 
+if TYPE_CHECKING:
+    from kfacpack.vectors.adapter_export import LoraExport
+
 
 class ExportOutput(TypedDict):
     """Output of `kfacpack export --json`."""
@@ -43,25 +59,106 @@ class ExportOutput(TypedDict):
     """Number of blocks."""
 
 
+class AdapterMatrixOutput(TypedDict):
+    """A weight matrix of an adapter."""
+
+    parameter: str
+    rank: int
+    method: Literal["factors", "svd", "metric"]
+    """factors: as stored in the vector. svd: truncated singular value decomposition. metric: best in the bundle."""
+    error: float
+    """Relative error in the Frobenius norm."""
+    metric_error: float | None
+    """Relative error in the norm of the bundle; null without one."""
+    svd_metric_error: float | None
+    """The error in the norm of the bundle that the plain decomposition would have."""
+
+
+class LostParameterOutput(TypedDict):
+    """A parameter of the vector that the adapter does not contain."""
+
+    parameter: str
+    reason: str
+    share: float
+    """Share of the squared norm of the vector."""
+    metric_share: float | None
+    """Quadratic form of the bundle for this parameter alone, relative to that of the vector."""
+
+
+class AdapterOutput(TypedDict):
+    """Output of `kfacpack export --lora RANK --json`."""
+
+    path: str
+    bytes: int
+    """Size of the file of weights."""
+    rank: int
+    """Largest rank of a matrix."""
+    error: float
+    """Relative error of the whole vector, including lost parameters."""
+    metric_error: float | None
+    """The same in the norm of the bundle; null without one."""
+    matrices: list[AdapterMatrixOutput]
+    lost: list[LostParameterOutput]
+    linearised: bool
+    """Whether the vector was trained in the linearised model, so that the model with the adapter has other outputs."""
+
+
+ADAPTER_PANEL = "LoRA adapter"
+
+
 def export(
-    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="Bundle to export."),
-    output: Path = output_option("FACTORS.safetensors"),
-    dtype: FloatType = option(RUN_PANEL, "float32", "--dtype", help="Dtype of the matrices."),
+    file: File = typer.Argument(..., metavar="FILE", help="Bundle or task vector to export."),
+    output: Path = output_option("PATH", help="Output: FACTORS.safetensors for a bundle, a folder for an adapter."),
+    dtype: FloatType = option(RUN_PANEL, "float32", "--dtype", help="Dtype of the matrices of a bundle."),
+    lora: int | None = option(
+        ADAPTER_PANEL, None, "--lora", min=1, metavar="RANK", help="Write a task vector as a LoRA adapter of this rank."
+    ),
+    bundle: File | None = option(
+        ADAPTER_PANEL,
+        None,
+        "--bundle",
+        metavar="FILE.kfac",
+        help="Approximate each matrix in the metric of this bundle. [default: truncated SVD]",
+    ),
+    model: str | None = option(
+        ADAPTER_PANEL,
+        None,
+        "--model",
+        metavar="MODEL",
+        help="Base model, whose layers decide what an adapter can contain. [default: the one that the vector names]",
+    ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Write the factors of a bundle as plain safetensors, for use without kfacpack.
+    """Write the factors of a bundle as plain safetensors, or a task vector as a LoRA adapter for PEFT.
 
-    The matrices are called PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, however the bundle stores them,
-    except that diagonal ones are vectors. The file's metadata describes how parameters form the matrix that the
-    factors act on, how the factors are scaled, and how to apply them.
+    A bundle: the matrices are called PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, however the bundle
+    stores them, except that diagonal ones are vectors. The file's metadata describes how parameters form the matrix
+    that the factors act on, how the factors are scaled, and how to apply them.
+
+    A task vector: with --lora RANK, a folder that peft.PeftModel.from_pretrained loads onto the base model. Biases,
+    norms, tokens and embeddings cannot be part of it; they are listed with their share of the vector.
     """
+    is_vector = VECTOR.manifest in Container(file).metadata
+    check_output(output, [file, *([bundle] if bundle else [])])
+    if is_vector:
+        if lora is None:
+            raise KfacpackError(f"{file}: is a task vector; use --lora RANK to export it as a LoRA adapter")
+        if dtype != "float32":
+            raise KfacpackError("--dtype is for bundles; a LoRA adapter is written in float32")
+        _export_adapter(file, output, lora, bundle, model, as_json=as_json, quiet=quiet)
+        return
+    if options := [name for name, value in (("--lora", lora), ("--bundle", bundle), ("--model", model)) if value]:
+        raise KfacpackError(f"{file}: {options[0]} is for task vectors, but this file is not one")
+    _export_factors(file, output, dtype, as_json=as_json, quiet=quiet)
+
+
+def _export_factors(file: File, output: Path, dtype: FloatType, *, as_json: bool, quiet: bool) -> None:
     # Imported here so that --help does not wait for torch.
     from kfacpack.curvature.curvature import from_bundle
     from kfacpack.curvature.export import export as write
 
-    source = Bundle(bundle)
-    check_output(output, [bundle])
+    source = Bundle(file)
     curvature = from_bundle(source)
     show = not (quiet or as_json)
     with steps_bar("writing", show=show) as advance:
@@ -81,6 +178,80 @@ def export(
         print_line("next: read it with safetensors.safe_open; its metadata() describes the layout", style="dim")
 
 
+def _export_adapter(
+    file: File, output: Path, rank: int, bundle: File | None, model: str | None, *, as_json: bool, quiet: bool
+) -> None:
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.vectors.adapter_export import LinearVectorWarning, export_lora
+    from kfacpack.vectors.task_vector import TaskVector
+
+    vector = TaskVector.load(file)
+    show = not (quiet or as_json)
+    loaded_model = None
+    if model is not None:
+        with loading(model, show=show):
+            # Only the classes of the modules matter, so no weights are downloaded.
+            loaded_model = load_model_option(model, "random", None)
+    with show_warnings(LinearVectorWarning, show=not quiet), steps_bar("approximating", show=show) as advance:
+        result = export_lora(vector, output, rank=rank, bundle=bundle, model=loaded_model, on_progress=advance)
+    if as_json:
+        adapter: AdapterOutput = {
+            "path": str(output),
+            "bytes": result.nbytes,
+            "rank": result.rank,
+            "error": result.error,
+            "metric_error": result.metric_error,
+            "matrices": [
+                {
+                    "parameter": matrix.parameter,
+                    "rank": matrix.rank,
+                    "method": matrix.method,
+                    "error": matrix.error,
+                    "metric_error": matrix.metric_error,
+                    "svd_metric_error": matrix.svd_metric_error,
+                }
+                for matrix in result.matrices
+            ],
+            "lost": [
+                {
+                    "parameter": parameter.parameter,
+                    "reason": parameter.reason,
+                    "share": parameter.share,
+                    "metric_share": parameter.metric_share,
+                }
+                for parameter in result.lost
+            ],
+            "linearised": vector.is_linear,
+        }
+        print_json(adapter)
+    elif show:
+        _print_adapter(result)
+
+
+def _print_adapter(result: LoraExport) -> None:
+    measured = result.metric_error is not None
+    table = plain_table("weight", "method", numbers=("rank", "error", *(("in bundle", "SVD") if measured else ())))
+    for matrix in result.matrices:
+        errors = (matrix.metric_error, matrix.svd_metric_error) if measured else ()
+        cells = [percent(matrix.error), *map(percent, errors)]
+        table.add_row(name_cell(matrix.parameter), matrix.method, str(matrix.rank), *cells)
+    out.print(table)
+    drift = f", {percent(result.metric_error)} in the metric of the bundle" if measured else ""
+    size = f"{len(result.matrices)} matrices of rank up to {result.rank}, {human_bytes(result.nbytes)}"
+    print_line(f"wrote {result.path}: {size}; error {percent(result.error)}{drift}")
+    if result.lost:
+        share = f"{percent(sum(parameter.share for parameter in result.lost))} of the vector's squared norm"
+        if measured:
+            # Measured one parameter at a time, so the shares may add up to more than 100%.
+            share += f" and {percent(sum(parameter.metric_share or 0.0 for parameter in result.lost))} of its drift"
+        names = ", ".join(f"{parameter.parameter} ({parameter.reason})" for parameter in result.lost[:LOST_SHOWN])
+        more = f" and {len(result.lost) - LOST_SHOWN} more" if len(result.lost) > LOST_SHOWN else ""
+        print_line(f"lost: {len(result.lost)} parameters with {share}: {names}{more}")
+    print_line(f"next: peft.PeftModel.from_pretrained(model.module, {str(result.path)!r})", style="dim")
+
+
+LOST_SHOWN = 4
+"""Number of lost parameters that are named; --json has all."""
 FACTORS_PANEL = "Factors"
 ImportLayout = Literal["mammoth"]
 

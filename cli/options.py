@@ -71,7 +71,8 @@ MODEL_NAME = option(
     "tiny",
     "--model",
     metavar="MODEL",
-    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, t5:NAME_OR_DIR or hf:NAME_OR_DIR.",
+    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR or "
+    "hf:NAME_OR_DIR.",
 )
 WEIGHTS = option(
     MODEL_PANEL,

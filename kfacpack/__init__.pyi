@@ -62,6 +62,7 @@ from .tasks.task import Split, Task
 from .training.metrics import Metrics, MetricsWarning, PenaltyWarning
 from .training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularizer
 from .training.train import train
+from .vectors.adapter_export import ExportedMatrix, LinearVectorWarning, LoraExport, LostParameter, export_lora
 from .vectors.add import add
 from .vectors.storage import VectorStorage
 from .vectors.task_vector import TaskVector
@@ -86,6 +87,7 @@ __all__ = [
     "Diagonal",
     "Estimate",
     "EvaluationSet",
+    "ExportedMatrix",
     "Function",
     "Head",
     "HubError",
@@ -95,8 +97,11 @@ __all__ = [
     "KfacpackError",
     "Kronecker",
     "KroneckerEntry",
+    "LinearVectorWarning",
     "Linearized",
+    "LoraExport",
     "Loss",
+    "LostParameter",
     "LowRank",
     "Matrix",
     "MatrixError",
@@ -139,6 +144,7 @@ __all__ = [
     "estimate_task",
     "evaluate",
     "export",
+    "export_lora",
     "head_for",
     "identify",
     "import_mammoth",

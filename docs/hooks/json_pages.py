@@ -54,7 +54,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "compress": {"": compress.CompressOutput},
     "merge": {"": merge.MergeOutput},
     "import": {"": export.ImportOutput},
-    "export": {"": export.ExportOutput},
+    "export": {"": export.ExportOutput, "--lora RANK": export.AdapterOutput},
     "train": {"": train.TrainOutput},
     "extract": {"": extract.ExtractOutput},
     "add": {"": add.AddOutput},

@@ -66,6 +66,7 @@ def _transformers_id(name: str, revision: str) -> str | None:
 _HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
     "open_clip": _open_clip_id,
     "timm": _timm_id,
+    "clip": _transformers_id,
     "t5": _transformers_id,
     "hf": _transformers_id,
 }

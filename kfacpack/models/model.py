@@ -68,10 +68,14 @@ class CachedRepository:
         return config if isinstance(config, dict) else {}
 
     @property
+    def has_safetensors(self) -> bool:
+        """Whether the repository has safetensors weights in transformers' layout."""
+        return any(name.startswith("model") and name.endswith(".safetensors") for name in self.files)
+
+    @property
     def is_for_transformers(self) -> bool:
         """Whether the repository has safetensors weights and a tokenizer, which `t5:` and `hf:` need."""
-        weights = any(name.startswith("model") and name.endswith(".safetensors") for name in self.files)
-        return weights and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
+        return self.has_safetensors and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
 def cached_repositories() -> Iterator[CachedRepository]:

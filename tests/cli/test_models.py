@@ -51,6 +51,9 @@ def test_downloaded_models_are_listed_by_their_option(tmp_path, monkeypatch):
     add_to_cache(tmp_path, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", {"model.safetensors": "1"})
     add_to_cache(tmp_path, "google-t5/t5-small", {"config.json": '{"model_type": "t5"}', **whole})
     add_to_cache(tmp_path, "somebody/bert", {"config.json": '{"model_type": "bert"}', **whole})
+    add_to_cache(tmp_path, "openai/clip-vit-base-patch32", {"config.json": '{"model_type": "clip"}', **whole})
+    vision = {"config.json": '{"model_type": "clip_vision_model"}', "model.safetensors": "1"}
+    add_to_cache(tmp_path, "somebody/clip_dtd", vision)
     add_to_cache(tmp_path, "somebody/without-weights", {"config.json": '{"model_type": "bert"}'})
     add_to_cache(tmp_path, "somebody/damaged", {"config.json": "{", **whole})
     output = {entry["model"]: entry for entry in json.loads(run("--json").stdout)["downloaded"]}
@@ -59,6 +62,8 @@ def test_downloaded_models_are_listed_by_their_option(tmp_path, monkeypatch):
         "timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k",
         "t5:google-t5/t5-small",
         "hf:somebody/bert",
+        "clip:openai/clip-vit-base-patch32",
+        "clip:somebody/clip_dtd",
     }
     assert output["ViT-B-32/laion2b_s34b_b79k"]["bytes"] == 3
     assert "timm:vit_tiny_patch16_224" in run().stdout

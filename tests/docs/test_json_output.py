@@ -91,6 +91,9 @@ def test_bundles(folder, tmp_path):
     check("merge", one, two, "-o", tmp_path / "d.kfac")
     check("merge", tmp_path / "d.kfac", two, "--without", "weaves", "-o", tmp_path / "e.kfac")
     check("export", one, "-o", tmp_path / "f.safetensors")
+    adapter = ["export", folder / "digits.safetensors", "--lora", 4, "-o"]
+    check(*adapter, tmp_path / "lora", form="--lora RANK")
+    check(*adapter, tmp_path / "metric", "--bundle", one, form="--lora RANK")
 
 
 def test_verification(folder, tmp_path):

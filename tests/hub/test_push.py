@@ -316,6 +316,8 @@ def test_search_finds_by_model_task_and_author(owner, artifacts):
         ("timm", "vit_tiny_patch16_224", "augreg_in21k_ft_in1k", "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k",
          "timm:vit_tiny_patch16_224"),
         ("t5", "google-t5/t5-base", "a" * 40, "google-t5/t5-base", "t5:google-t5/t5-base"),
+        ("clip", "openai/clip-vit-base-patch32", "b" * 40, "openai/clip-vit-base-patch32",
+         "clip:openai/clip-vit-base-patch32"),
         ("hf", "folder", None, None, "hf:folder"),
         ("test", "small", "main", None, None),
     ],

@@ -33,8 +33,9 @@ from kfacpack.models.families import FAMILIES, load_model
         ("", "'' has no model name"),
         ("t5:./no/such/folder", "no such directory"),
         ("hf:~nobody-of-that-name/folder", "~nobody-of-that-name/folder: the home directory of this user"),
+        ("clip:nobody/nothing", "the config cannot be loaded"),
         ("hf:nobody/nothing", "config and tokenizer cannot be loaded"),
-        ("nonsense", "timm:NAME, t5:NAME_OR_DIR, hf:NAME_OR_DIR"),
+        ("nonsense", "timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR, hf:NAME_OR_DIR"),
     ],
 )
 def test_an_unknown_name_suggests_the_closest_ones(spec, answer):
@@ -89,6 +90,7 @@ def test_every_family_is_registered_by_its_prefix():
     assert {prefix: type(family).__name__ for prefix, family in FAMILIES.items()} == {
         "": "OpenClipFamily",
         "timm": "TimmFamily",
+        "clip": "ClipFamily",
         "t5": "T5Family",
         "hf": "EncoderFamily",
     }

@@ -11,6 +11,7 @@ import torch
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError, did_you_mean, first_line, printable
 from kfacpack.format.reference import expand_user
+from kfacpack.models.families.clip import ClipFamily
 from kfacpack.models.families.encoder import EncoderFamily
 from kfacpack.models.families.open_clip import OpenClipFamily
 from kfacpack.models.families.t5 import T5Family
@@ -19,7 +20,7 @@ from kfacpack.models.model import Model, ModelFamily, ModelRequest, UnknownModel
 from kfacpack.models.prompts import PromptStyle
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.prefix: family for family in (OpenClipFamily(), TimmFamily(), T5Family(), EncoderFamily())
+    family.prefix: family for family in (OpenClipFamily(), TimmFamily(), ClipFamily(), T5Family(), EncoderFamily())
 }
 """Families by the prefix before the colon; names without a prefix belong to open_clip."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
@@ -89,7 +90,7 @@ def load_model(
 
     Args:
         spec: `"tiny"`, an open_clip name (`"ViT-B-32"`, `"ViT-B-16/laion2b_s34b_b88k"`), `"timm:NAME"`,
-            `"t5:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
+            `"clip:NAME_OR_DIR"`, `"t5:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
         weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
             Use `"./random"` for a file named random.
         image_size: Side of the input images in pixels; the model's library resamples position embeddings.

@@ -39,7 +39,7 @@ class EncoderFamily:
         """Loads an encoder. Its pooler, which f does not use, may be missing from the weights."""
         name, device = request.name, request.device
         config, tokenizer = config_and_tokenizer(request, self.prefix)
-        module, missing = load_pretrained(_encoder_class(config, name), config, request, unused="pooler.")
+        module, missing = load_pretrained(_encoder_class(config, name), config, request, unused=("pooler.",))
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads configs, tokenizers and weights with transformers; shared by the `t5:` and `hf:` families."""
+"""Loads configs, tokenizers and weights with transformers; shared by the `t5:`, `hf:` and `clip:` families."""
 
 from __future__ import annotations
 
@@ -54,27 +54,46 @@ def config_and_tokenizer(request: ModelRequest, prefix: str) -> tuple[Any, Any]:
         KfacpackError: If they cannot be loaded, or an image size is requested.
     """
     name = request.name
-    require("transformers", feature=f"{prefix}:{name}")
     if request.image_size is not None:
         raise KfacpackError(f"{prefix}:{name} is a text model and takes no image size")
-    looks_local = name.startswith((".", "/", "~"))
-    if looks_local and not Path(name).is_dir():
-        raise KfacpackError(f"{prefix}:{name}: no such directory; expected one with config.json and a tokenizer")
-    with quiet_transformers():
-        from transformers import AutoConfig, AutoTokenizer
-
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        except Exception as error:  # a damaged folder can raise any error of transformers, tokenizers or the Hub
-            expected = "Expected a directory with config.json, a tokenizer and model.safetensors, or a Hub repository"
-            problem = f"{prefix}:{name}: the config and tokenizer cannot be loaded: {first_line(error)}"
-            raise KfacpackError(f"{problem}. {expected}") from error
+    parts = "config.json, a tokenizer and model.safetensors"
+    config, tokenizer = load_components(name, prefix, ("AutoConfig", "AutoTokenizer"), parts)
     return config, tokenizer
 
 
+def load_components(name: str, prefix: str, classes: tuple[str, ...], parts: str) -> list[Any]:
+    """Loads components of a model other than its weights with transformers.
+
+    Args:
+        name: A folder, or a Hub repository if there is no such folder.
+        prefix: The family's prefix, for errors.
+        classes: Names of the classes of transformers that load them.
+        parts: What the folder should contain, for errors.
+
+    Returns:
+        The components in the order of `classes`.
+
+    Raises:
+        KfacpackError: If they cannot be loaded.
+    """
+    require("transformers", feature=f"{prefix}:{name}")
+    looks_local = name.startswith((".", "/", "~"))
+    if looks_local and not Path(name).is_dir():
+        raise KfacpackError(f"{prefix}:{name}: no such directory; expected one with {parts}")
+    with quiet_transformers():
+        import transformers
+
+        try:
+            return [getattr(transformers, loader).from_pretrained(name, trust_remote_code=False) for loader in classes]
+        except Exception as error:  # a damaged folder can raise any error of transformers, tokenizers or the Hub
+            expected = f"Expected a directory with {parts}, or a Hub repository"
+            what = " and ".join(loader.removeprefix("Auto").lower() for loader in classes)
+            problem = f"{prefix}:{name}: the {what} cannot be loaded: {first_line(error)}"
+            raise KfacpackError(f"{problem}. {expected}") from error
+
+
 def load_pretrained(
-    model_class: Any, config: Any, request: ModelRequest, unused: str = ""
+    model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str]]:
     """Loads a model and checks that no weights are missing; transformers would initialise them randomly.
 
@@ -82,7 +101,7 @@ def load_pretrained(
         model_class: Class of transformers.
         config: The model's config.
         request: Name, weights, dtype, device and seed of the model.
-        unused: Prefix of parameters that f does not use and that may be missing.
+        unused: Prefixes of parameters that f does not use and that may be missing.
 
     Returns:
         The module in eval mode on its device, and the names of the missing parameters.
@@ -115,7 +134,7 @@ def load_pretrained(
                 raise weights_error(weights, name, error, lambda: expected) from error
             problem = f"{name}: the weights cannot be loaded as safetensors: {first_line(error)}"
             raise KfacpackError(f"{problem}. {LOCAL_WEIGHTS}") from error
-    if missing := sorted(key for key in info["missing_keys"] if not (unused and key.startswith(unused))):
+    if missing := sorted(key for key in info["missing_keys"] if not key.startswith(unused)):
         raise KfacpackError(f"{weights or name}: does not contain the weights of this model: {missing[0]!r} is missing")
     return model.to(request.device).eval(), frozenset(info["missing_keys"])
 

@@ -1,0 +1,201 @@
+"""Low-rank approximations of matrices, in the Frobenius norm and in the metric of a curvature.
+
+Shapes: W is (m, n), in the orientation of a parameter. Its approximation is U V with U (m, r) and V (r, n). In the norm
+<X, R X C>, with R = L Lᵀ (m, m) and C = M Mᵀ (n, n), the best approximation of rank r is
+
+    U V = L⁻ᵀ [Lᵀ W M]_r M⁻¹
+
+where [·]_r is the truncated singular value decomposition. Any square roots give the same matrix; Cholesky factors are
+the cheapest. R and C are damped, because directions without curvature would otherwise be lost even at full rank. For
+blocks that are not one Kronecker product, R ⊗ C is the nearest one in the Frobenius norm, and the result need not be
+the best: compare its error with that of the plain decomposition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kfacpack.curvature.blocks import CurvatureBlock, ParameterShapes
+    from kfacpack.curvature.curvature import Curvature
+    from kfacpack.format.manifest import Piece
+
+LowRankPair: TypeAlias = tuple[Tensor, Tensor]
+"""U (m, r) and V (r, n)."""
+KroneckerTerm: TypeAlias = tuple[Tensor, Tensor, float]
+"""R (m, m), C (n, n) and the weight of R ⊗ C."""
+
+_DAMPINGS = (1e-8, 1e-6)
+"""Multiples of the mean eigenvalue that are added to a factor, tried in this order."""
+_NEGLIGIBLE = 1e-7
+"""Relative singular value below which a direction is rounding error of float32."""
+_MAX_DENSE = 4096
+"""Largest side of a dense block whose nearest Kronecker product is computed."""
+_POWER_STEPS = 50
+
+
+def truncate(W: Tensor, rank: int) -> LowRankPair:
+    """Returns the best approximation of rank `rank` in the Frobenius norm, as a product.
+
+    Args:
+        W: Float64 matrix, (m, n).
+        rank: Maximum rank.
+
+    Returns:
+        U (m, r) and V (r, n) with r = min(rank, m, n).
+    """
+    if W.shape[0] < W.shape[1]:
+        U, V = truncate(W.T, rank)
+        return V.T, U.T
+    # The eigenvectors of the smaller Gram matrix take a fraction of the time of a singular value decomposition.
+    V = torch.linalg.eigh(W.T @ W).eigenvectors[:, -rank:]
+    return W @ V, V.T
+
+
+def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPair:
+    """Returns the best approximation of rank `rank` in the norm <X, R X C>, as a product.
+
+    Args:
+        W: Float64 matrix, (m, n).
+        R: Symmetric float64 matrix, (m, m). Negative eigenvalues are treated as zero, and all are damped.
+        C: Symmetric float64 matrix, (n, n), treated in the same way.
+        rank: Maximum rank.
+
+    Returns:
+        U (m, r) and V (r, n) with r = min(rank, m, n).
+    """
+    L, M = _damped_root(R), _damped_root(C)
+    U, V = truncate(L.T @ W @ M, rank)
+    solve = torch.linalg.solve_triangular
+    return solve(L.T, U, upper=True), solve(M, V, upper=False, left=False)
+
+
+def _damped_root(matrix: Tensor) -> Tensor:
+    """Returns the Cholesky factor L of a damped matrix, L Lᵀ."""
+    identity = torch.eye(len(matrix), dtype=matrix.dtype)
+    mean = float(matrix.diagonal().mean())
+    for damping in _DAMPINGS if mean > 0 else ():
+        L: Tensor
+        L, failed = torch.linalg.cholesky_ex(matrix + damping * mean * identity)
+        if not failed:
+            return L
+    # Pruned and quantised matrices may have negative eigenvalues.
+    values, vectors = torch.linalg.eigh(matrix)
+    values = values.clamp(min=0)
+    values = values + (_DAMPINGS[-1] * float(values.mean()) or 1.0)
+    root: Tensor = torch.linalg.cholesky((vectors * values) @ vectors.T)
+    return root
+
+
+def balanced(U: Tensor, V: Tensor) -> LowRankPair:
+    """Returns factors of the same product in float32 with equal singular values and without negligible directions.
+
+    Args:
+        U: (m, r)
+        V: (r, n)
+    """
+    (left, P), (right, Q) = torch.linalg.qr(U), torch.linalg.qr(V.T)
+    u, s, v = torch.linalg.svd(P @ Q.T)
+    kept = s > _NEGLIGIBLE * s[0] if len(s) else s > 0
+    root = s[kept].sqrt()
+    return (left @ u[:, kept] * root).float().contiguous(), (root[:, None] * (v[kept] @ right.T)).float().contiguous()
+
+
+class BlockMetric:
+    """The curvature of one weight matrix: its quadratic form, and the nearest Kronecker product.
+
+    Other parameters of the same blocks, such as the bias, count as unchanged.
+
+    Args:
+        curvature: The curvature.
+        name: Name of the weight.
+        shapes: Shapes of the parameters, by name.
+    """
+
+    def __init__(self, curvature: Curvature, name: str, shapes: ParameterShapes):
+        self._name, self._shapes = name, shapes
+        self._blocks = [block for block in curvature.blocks if name in block.parameters]
+        self._shape = shapes[name][0], prod(shapes[name][1:])
+
+    def quadratic(self, delta: Tensor) -> float:
+        """Returns <Δ, G Δ> of a change of the weight, (m, n)."""
+        tau = {self._name: delta.reshape(self._shapes[self._name])}
+        return sum(float(block.quadratic(tau, {**self._shapes})) for block in self._blocks)
+
+    def kronecker(self) -> tuple[Tensor, Tensor] | None:
+        """Returns R (m, m) and C (n, n) of the nearest Kronecker product; None if G is zero or too large for it."""
+        terms = [term for block in self._blocks for term in self._terms(block)]
+        combined = _nearest_term(terms) if terms else None
+        return combined if combined and float(combined[0].trace()) > 0 < float(combined[1].trace()) else None
+
+    def _terms(self, block: CurvatureBlock) -> Iterator[KroneckerTerm]:
+        for piece in block.join.pieces:
+            if piece.parameter != self._name or piece.view == "column":
+                continue
+            height, width = piece.matrix_shape(self._shapes[self._name])
+            top, left = piece.at
+            if len(block.structure.sides) == 2:
+                for weight, B, A in zip(block.structure.weights, *block.structure.sides, strict=True):
+                    # The bias is a column of A, which is left out.
+                    B_part = B.dense(torch.float64)[top : top + height, top : top + height]
+                    A_part = A.dense(torch.float64)[left : left + width, left : left + width]
+                    yield self._oriented(B_part, A_part, weight, piece)
+                continue
+            (matrix,) = block.structure.sides[0]
+            rows, columns = torch.arange(top, top + height), torch.arange(left, left + width)
+            index = (rows[:, None] * block.join.columns + columns).flatten()
+            plain = matrix.plain(torch.float64) if matrix.structure == "diagonal" or len(index) <= _MAX_DENSE else None
+            if plain is None:
+                continue
+            if plain.dim() == 1:
+                row, column = _leading_pair(plain[index].reshape(height, width))
+                yield self._oriented(row.diag(), column.diag(), 1.0, piece)
+            else:
+                G = plain[index][:, index].reshape(height, width, height, width)
+                R, C = _leading_pair(G.permute(0, 2, 1, 3).reshape(height * height, width * width))
+                yield self._oriented(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
+
+    def _oriented(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
+        """Returns a term in the orientation of the parameter, for all of its rows."""
+        R, C = (A, B) if piece.view == "transposed" else (B, A)
+        if piece.rows is not None:
+            whole = R.new_zeros(self._shape[0], self._shape[0])
+            whole[slice(*piece.rows), slice(*piece.rows)] = R
+            R = whole
+        return R, C, weight
+
+
+def _nearest_term(terms: list[KroneckerTerm]) -> tuple[Tensor, Tensor]:
+    """Returns the Kronecker product that is nearest to a sum of several, by power iteration on their coefficients."""
+    if len(terms) == 1:
+        R, C, weight = terms[0]
+        return weight * R, C
+    weights = torch.tensor([weight for _, _, weight in terms], dtype=torch.float64)
+    rows, columns = _gram([R for R, _, _ in terms]), _gram([C for _, C, _ in terms])
+    column = weights.clone()
+    for _ in range(_POWER_STEPS):
+        row = weights * (columns @ column)
+        column = weights * (rows @ row)
+        column = column / (column.norm() or 1.0)
+    return (
+        sum((float(c) * term[0] for c, term in zip(row, terms, strict=True)), torch.zeros_like(terms[0][0])),
+        sum((float(c) * term[1] for c, term in zip(column, terms, strict=True)), torch.zeros_like(terms[0][1])),
+    )
+
+
+def _gram(matrices: list[Tensor]) -> Tensor:
+    return torch.tensor([[float((one * other).sum()) for other in matrices] for one in matrices], dtype=torch.float64)
+
+
+def _leading_pair(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns u and v whose product u vᵀ approximates a matrix best; of a non-negative matrix, they are so too."""
+    v = matrix.sum(0) if matrix.shape[0] else matrix.new_zeros(matrix.shape[1])
+    for _ in range(_POWER_STEPS):
+        u = matrix @ v
+        v = matrix.T @ (u / (u.norm() or 1.0))
+    return u / (u.norm() or 1.0), v
