@@ -329,7 +329,7 @@ def _with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
             **arguments, **{name: value for name, value in settings.items() if value is not None and value is not False}
         )
 
-    # The options of the method follow --bundle, where the help lists its panel.
+    # The options of a method follow --bundle, where the help lists its panel.
     place = [parameter.name for parameter in fixed].index("bundle") + 1
     parameters = [*fixed[:place], *generated, *fixed[place:]]
     with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     """Maps the structure of a block to the one that a method uses, or to None if it does not use the block."""
 
 
-PriorName = Literal["sum", "mean", "zero"]
-
-
 @dataclass(frozen=True)
 class BlockTask:
     """A block to be solved: its place in the parameters, and the curvature of each vector."""
@@ -47,7 +44,7 @@ class BlockTask:
 
 def block_tasks(
     bundles: Sequence[MatchedBundle], parameters: ParameterShapes, structure_of: StructureMap
-) -> tuple[int, Iterator[BlockTask]]:
+) -> tuple[Iterator[BlockTask], int]:
     """Lists the blocks of all bundles that cover a parameter of the vectors.
 
     Args:
@@ -56,7 +53,7 @@ def block_tasks(
         structure_of: Maps each structure to the one that the method uses. Called one block at a time.
 
     Returns:
-        The number of blocks and an iterator over them.
+        An iterator over the blocks, and their number.
     """
     names = merge_ordered([list(bundle.input.blocks) for bundle in bundles])
     first = {name: block for bundle in reversed(bundles) for name, block in bundle.input.blocks.items()}
@@ -72,7 +69,7 @@ def block_tasks(
                         curvatures += [(bundle.weight, structure, index) for index in bundle.vectors]
             yield BlockTask(name, first[name].join, curvatures)
 
-    return len(used), tasks()
+    return tasks(), len(used)
 
 
 class BlockMerger:
@@ -81,22 +78,22 @@ class BlockMerger:
     Args:
         inputs: The vectors.
         shapes: Shapes of their parameters, by name.
-        other_shapes: Shapes of further parameters that a block may cover, but that the vectors do not change.
         prior: Value in directions without curvature: the sum of the vectors, their mean, or zero.
         settings: Settings of the solver.
+        bundles: The bundles, whose blocks may cover further parameters that the vectors do not change.
     """
 
     def __init__(
         self,
         inputs: Sequence[MethodInput],
         shapes: ParameterShapes,
-        prior: PriorName,
+        prior: str,
         settings: SolveSettings,
-        *,
-        other_shapes: ParameterShapes | None = None,
+        bundles: Sequence[MatchedBundle] = (),
     ):
         self._inputs, self._shapes, self._prior, self._settings = inputs, shapes, prior, settings
-        self._all_shapes = {**(other_shapes or {}), **shapes}
+        covered = (bundle.input.curvature.about.base.parameters for bundle in bundles)
+        self._all_shapes = {parameter.name: parameter.shape for base in covered for parameter in base} | dict(shapes)
         self._tensors: dict[str, Tensor] = {}
         self._factors: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._reports: list[SolvedBlock] = []

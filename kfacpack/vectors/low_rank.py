@@ -1,9 +1,10 @@
 """Merging of low-rank task vectors in the span of their factors, without forming a dense matrix.
 
 The matrix of a block is W_t = U_t V_t, with U_t (rows, r_t) and V_t (r_t, columns). With orthonormal bases
-Q_U (rows, k) of all U_t and Q_V (k, columns) of all V_t, every W_t is Q_U S_t Q_V with a core S_t. The objective of `solve.py` over
-matrices of this form, W = Q_U S Q_V, is that of a block of size (k, k) with B' = Q_Uᵀ B Q_U and A' = Q_V A Q_Vᵀ. Its
-minimum is the best merge within that span; the best of all matrices would in general have full rank.
+Q_U (rows, k) of all U_t and Q_V (k, columns) of all V_t, every W_t is Q_U S_t Q_V with a core S_t. The objective of
+`solve.py` over matrices of this form, W = Q_U S Q_V, is that of a block of size (k, k) with B' = Q_Uᵀ B Q_U and
+A' = Q_V A Q_Vᵀ. Its minimum is the best merge within that span; the best of all matrices would in general have full
+rank.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kfacpack.errors import KfacpackError
 from kfacpack.vectors.methods.method import MergeMethod, MethodInput, SolvedParameters, setting
@@ -29,7 +29,8 @@ from kfacpack.vectors.methods.method import MergeMethod, MethodInput, SolvedPara
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kfacpack.curvature.blocks import BlockStructure
+    from kfacpack.curvature.blocks import BlockStructure, ParameterShapes
+    from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.format.units import OnProgress
     from kfacpack.vectors.block_merge import BlockTask
     from kfacpack.vectors.bundle_matching import MatchedBundle
@@ -41,6 +42,8 @@ PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 WEIGHTS = ("size", "equal")
 WEIGHTS_HELP = "Weights of the tasks: by the sizes of their datasets, averaging one, or equal."
+TOLERANCE, TOLERANCE_HELP = 1e-4, "Relative residual at which the iteration stops."
+ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
 
 @dataclass(frozen=True)
@@ -63,23 +66,14 @@ class BlockMethod(MergeMethod):
         from kfacpack.merging.solve import SolveSettings
         from kfacpack.vectors.block_merge import BlockMerger
 
-        shapes = {name: tuple(inputs[0].tensors[name].shape) for name in inputs[0].tensors}
-        other_shapes = {
-            parameter.name: parameter.shape
-            for bundle in bundles
-            for parameter in bundle.input.curvature.about.base.parameters
-        }
-        numeric: dict[str, Any] = {
-            name: getattr(self, name) for name in ("tolerance", "iterations") if hasattr(self, name)
-        }
-        settings = SolveSettings(self.damping, **numeric)
-        count, tasks = self._tasks(inputs, bundles, shapes)
-        merger = BlockMerger(inputs, shapes, self.prior, settings, other_shapes=other_shapes)
-        return merger.run(tasks, count, on_progress)
+        shapes = parameter_shapes(inputs[0])
+        numeric = {name: getattr(self, name) for name in ("tolerance", "iterations") if hasattr(self, name)}
+        merger = BlockMerger(inputs, shapes, self.prior, SolveSettings(self.damping, **numeric), bundles)
+        return merger.run(*self._tasks(inputs, bundles, shapes), on_progress)
 
     def _tasks(
-        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: dict[str, tuple[int, ...]]
-    ) -> tuple[int, Iterator[BlockTask]]:
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
+    ) -> tuple[Iterator[BlockTask], int]:
         from kfacpack.vectors.block_merge import block_tasks
 
         return block_tasks(bundles, shapes, self.structure_of)
@@ -98,8 +92,8 @@ class CurvatureMethod(BlockMethod):
     needs_bundles = True
 
     task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
-    tolerance: float = setting(1e-4, "Relative residual at which the iteration stops.", interval="(0, 1)")
-    iterations: int = setting(200, "Maximum number of iterations per block.", interval="[1, ∞)")
+    tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
+    iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
 
 @dataclass(frozen=True)
@@ -164,8 +158,8 @@ class ActMatMethod(BlockMethod):
     help = "Like regmean, with WᵀW of each vector's matrices W in place of A; needs no bundles (ACTMat)."
 
     def _tasks(
-        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: dict[str, tuple[int, ...]]
-    ) -> tuple[int, Iterator[BlockTask]]:
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
+    ) -> tuple[Iterator[BlockTask], int]:
         from kfacpack.format.manifest import Join, Piece
         from kfacpack.vectors.block_merge import BlockTask
 
@@ -178,10 +172,60 @@ class ActMatMethod(BlockMethod):
                 curvatures = [(1.0, _own_curvature(vector, name), index) for index, vector in enumerate(inputs)]
                 yield BlockTask(name, join, curvatures)
 
-        return len(names), tasks()
+        return tasks(), len(names)
 
 
-def _shrunk(matrix: Any, share: float) -> Any:
+@dataclass(frozen=True)
+class RefineMethod(MergeMethod):
+    """The settings of `kp.refine`, which takes the curvature of other tasks out of one vector.
+
+    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ: the prior is τ, the own curvature keeps τ, and
+    that of the others pulls to zero.
+    """
+
+    name = "refine"
+    help = "Takes the curvature of other tasks out of a vector."
+    scale = "1 is the minimum of the objective; α multiplies the result"
+    needs_bundles = True
+
+    strength: float = setting(1.0, "Factor λ of the other tasks' curvature.", interval="[0, ∞)")
+    damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
+    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
+    iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
+
+    def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Not used: parameters are refined in blocks, by `solve`."""
+        raise KfacpackError(f"{self.name}: refines blocks of parameters, not the single parameter {name!r}")
+
+    def solve(
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
+    ) -> SolvedParameters:
+        """Refines all parameters, one block at a time.
+
+        Args:
+            inputs: The vector, and the vector with α = 0, which the other tasks' curvature pulls to.
+            bundles: The bundles of the vector, for index 0, and those of the other tasks, for index 1.
+            on_progress: Called with the number of blocks done and their total.
+        """
+        from kfacpack.merging.solve import SolveSettings
+        from kfacpack.vectors.block_merge import BlockMerger, block_tasks
+
+        shapes = parameter_shapes(inputs[0])
+        settings = SolveSettings(self.damping, self.tolerance, self.iterations)
+        merger = BlockMerger(inputs, shapes, "sum", settings, bundles)
+        return merger.run(*block_tasks(bundles, shapes, lambda structure: structure), on_progress)
+
+
+def parameter_shapes(vector: MethodInput) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a vector's parameters by name."""
+    about = getattr(vector.tensors, "about", None)
+    if about is not None:
+        return {parameter.name: parameter.shape for parameter in about.base.parameters}
+    return {name: tuple(tensor.shape) for name, tensor in vector.tensors.items()}
+
+
+def _shrunk(matrix: Matrix, share: float) -> Matrix:
     """Returns a matrix whose off-diagonal entries are multiplied by 1 − share."""
     import torch
 

@@ -48,7 +48,10 @@ class MethodInput(NamedTuple):
         """Returns U (m, r) and V (r, n) with α τ = U V, reshaped to (shape[0], -1), or None if τ is not factored."""
         read = getattr(self.tensors, "factors", None)
         pair = read(name) if read else None
-        return pair and (self.alpha * pair[0].double(), pair[1].double())
+        if pair is None:
+            return None
+        U, V = pair
+        return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
 
 
 class SolvedParameters(NamedTuple):
