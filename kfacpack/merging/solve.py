@@ -458,7 +458,8 @@ def _multiply_blocks(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
     """Returns M x for a block-diagonal matrix M."""
     heights = [part.shape[0] * part.shape[1] for part in blocks]
     products = [
-        (part @ rows.reshape(*part.shape[:2], -1)).reshape(rows.shape)
+        # A batch of one matrix is slower than the matrix itself.
+        part[0] @ rows if len(part) == 1 else (part @ rows.reshape(*part.shape[:2], -1)).reshape(rows.shape)
         for part, rows in zip(blocks, x.split(heights), strict=True)
     ]
     return products[0] if len(products) == 1 else torch.cat(products)
