@@ -32,6 +32,7 @@ from . import (
     measure,
     merge,
     models,
+    refine,
     tasks,
     train,
 )
@@ -123,6 +124,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "extract": extract.extract,
         "add": add.add,
         "negate": add.negate,
+        "refine": refine.refine,
         "eval": eval.evaluate,
         "measure": measure.measure,
     },

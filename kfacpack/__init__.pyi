@@ -47,7 +47,7 @@ from .format.manifest import (
 )
 from .format.reader import Bundle
 from .format.reference import Reference
-from .format.vector_manifest import AboutVector
+from .format.vector_manifest import AboutVector, MethodEntry, SolvedBlock
 from .hub.importer import ImportResult
 from .hub.mammoth import import_mammoth
 from .hub.push import PushResult, push
@@ -64,6 +64,7 @@ from .training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularize
 from .training.train import train
 from .vectors.adapter_export import ExportedMatrix, LinearVectorWarning, LoraExport, LostParameter, export_lora
 from .vectors.add import add
+from .vectors.refine import refine
 from .vectors.storage import VectorStorage
 from .vectors.task_vector import TaskVector
 
@@ -106,6 +107,7 @@ __all__ = [
     "Matrix",
     "MatrixError",
     "Merge",
+    "MethodEntry",
     "Metrics",
     "MetricsWarning",
     "Model",
@@ -125,6 +127,7 @@ __all__ = [
     "Score",
     "SearchResult",
     "SlowLinearizationWarning",
+    "SolvedBlock",
     "Source",
     "Sparse",
     "Split",
@@ -156,6 +159,7 @@ __all__ = [
     "merge",
     "pull",
     "push",
+    "refine",
     "report",
     "run",
     "search",

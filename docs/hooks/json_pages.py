@@ -23,6 +23,7 @@ from kfacpack_cli import (
     inspect,
     merge,
     models,
+    refine,
     tasks,
     train,
 )
@@ -59,6 +60,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "extract": {"": extract.ExtractOutput},
     "add": {"": add.AddOutput},
     "negate": {"": add.NegateOutput},
+    "refine": {"": refine.RefineOutput},
     "eval": {
         "": Evaluation,
         "--alpha FROM:TO:STEP": SweepOutput,

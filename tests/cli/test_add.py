@@ -234,3 +234,81 @@ def test_a_damaged_vector_is_named(three, tmp_path):
     result = run("add", three[0], damaged, "-o", tmp_path / "sum.safetensors", code=2)
     assert f"{damaged}: tensor" in result.stderr
     assert [entry.name for entry in tmp_path.iterdir()] == ["damaged.safetensors"]
+
+
+@pytest.fixture(scope="module")
+def bundles(tiny, tmp_path_factory):
+    """Bundles of one layer for the tasks of `vectors`, and one of another task."""
+    folder = tmp_path_factory.mktemp("bundles")
+    names = [name for name in tiny.module.state_dict() if name.startswith(PREFIX)]
+    for number, task in enumerate(("one", "two", "three", "four")):
+        generator = torch.Generator().manual_seed(number)
+        images = torch.randn(4, 3, 28, 28, generator=generator)
+        source = kp.Source(task=task, dataset_size=100 * (number + 1))
+        kp.estimate(tiny, [images], params=names, source=source).save(folder / f"{task}.kfac")
+    return folder
+
+
+def bundle_options(bundles, *tasks, option="--bundle"):
+    return [word for task in tasks for word in (option, bundles / f"{task}.kfac")]
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "settings"),
+    [
+        ("curvature", ["--prior", "mean", "--damping", 0.5, "--iterations", 3], {"prior": "mean", "damping": 0.5}),
+        ("regmean", ["--shrink", 0.5, "--task-weights", "equal"], {"shrink": 0.5, "task_weights": "equal"}),
+        ("fisher", [], {}),
+    ],
+)
+def test_methods_with_bundles(method, options, settings, three, bundles, tmp_path):
+    outputs = [tmp_path / "once.safetensors", tmp_path / "twice.safetensors"]
+    given = bundle_options(bundles, "two", "three", "one")
+    for output in outputs:
+        result = json.loads(run("add", *three, "--method", method, *given, *options, "-o", output, "--json").stdout)
+    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+    assert settings.items() <= result["settings"].items()
+    assert result["bundles"] == [kp.load(bundles / f"{task}.kfac").digest for task in ("two", "three", "one")]
+    entry = kp.TaskVector.load(output).about.method
+    assert [block["name"] for block in result["blocks"]] == [block.name for block in entry.blocks]
+    for block, recorded in zip(result["blocks"], entry.blocks, strict=True):
+        assert block == recorded.model_dump()
+        assert block["after"] <= block["before"]
+    assert any(block["curvature"] for block in result["blocks"])
+
+
+def test_a_merge_with_bundles_is_summarised(three, bundles, tmp_path):
+    given = bundle_options(bundles, "one", "two", "three")
+    output = tmp_path / "merged.safetensors"
+    shown = run("add", *three, "--method", "regmean", *given, "-o", output).stdout
+    assert "blocks solved" in shown
+    assert "objective" in shown
+    assert f"{PREFIX}ln_1.weight" in shown, "blocks without curvature are listed"
+    assert not run("add", *three, "--method", "regmean", *given, "-o", output, "-q").output
+
+
+def test_wrong_bundles_are_refused(three, bundles, tmp_path):
+    output = tmp_path / "merged.safetensors"
+    command = ["add", *three, "-o", output, "--method", "curvature"]
+    assert "'three'" in run(*command, *bundle_options(bundles, "one", "two"), code=2).stderr
+    assert "four.kfac" in run(*command, *bundle_options(bundles, "one", "two", "three", "four"), code=2).stderr
+    assert "bundles" in run("add", *three, "-o", output, *bundle_options(bundles, "one"), code=2).stderr
+    assert "damping is 0" in run(*command, *bundle_options(bundles, "one"), "--damping", 0, code=2).stderr
+    assert not output.exists()
+
+
+def test_refine(three, bundles, tmp_path):
+    output = tmp_path / "refined.safetensors"
+    given = [*bundle_options(bundles, "one", option="--own"), *bundle_options(bundles, "two", "four", option="--reg")]
+    result = json.loads(run("refine", three[0], *given, "--iterations", 5, "-o", output, "--json").stdout)
+    refined, tau = kp.TaskVector.load(output), kp.TaskVector.load(three[0])
+    assert (result["method"], result["settings"]["iterations"]) == ("refine", 5)
+    assert [addend["sha256"] for addend in result["addends"]] == [tau.digest]
+    other = kp.load(bundles / "two.kfac")
+    assert float(other.quadratic(dict(refined))) < float(other.quadratic(dict(tau)))
+    first = output.read_bytes()
+    assert "blocks solved" in run("refine", three[0], *given, "--iterations", 5, "-o", output).stdout
+    assert output.read_bytes() == first
+    assert not run("refine", three[0], *given, "--iterations", 1, "-o", output, "-q").output
+    wrong = [*bundle_options(bundles, "one", option="--own"), *bundle_options(bundles, "one", option="--reg")]
+    assert "one.kfac" in run("refine", three[0], *wrong, "-o", output, code=2).stderr

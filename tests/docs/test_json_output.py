@@ -112,6 +112,10 @@ def test_vectors(folder, tmp_path):
     check("train", "--task", "digits", *few, "--reg", folder / "weaves.kfac", "-o", tmp_path / "a.safetensors")
     check("add", *vectors, "-o", tmp_path / "sum.safetensors", "--save-model", tmp_path / "model.safetensors")
     check("add", *vectors, "--method", "ties", "-o", tmp_path / "ties.safetensors")
+    bundles = [word for task in ("digits", "weaves") for word in ("--bundle", folder / f"{task}.kfac")]
+    check("add", *vectors, "--method", "fisher", *bundles, "-o", tmp_path / "fisher.safetensors")
+    reg = ["--own", folder / "digits.kfac", "--reg", folder / "weaves.kfac", "--iterations", 1]
+    check("refine", vectors[0], *reg, "-o", tmp_path / "refined.safetensors")
     check("negate", vectors[0], "-o", tmp_path / "negated.safetensors")
     check("extract", tmp_path / "model.safetensors", "-o", tmp_path / "extracted.safetensors", "--task", "both")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+from kfacpack.vectors.methods.curvature import ActMatMethod, CurvatureMethod, FisherMethod, RegMeanMethod
 from kfacpack.vectors.methods.dare import DareMethod
 from kfacpack.vectors.methods.iso import IsoCtsMethod, IsoMethod
 from kfacpack.vectors.methods.method import MergeMethod, SumMethod
@@ -9,8 +12,42 @@ from kfacpack.vectors.methods.ties import TiesMethod
 from kfacpack.vectors.methods.tsv import TsvMethod
 
 METHODS: dict[str, type[MergeMethod]] = {
-    method.name: method for method in (SumMethod, TiesMethod, DareMethod, TsvMethod, IsoMethod, IsoCtsMethod)
+    method.name: method
+    for method in (
+        SumMethod,
+        TiesMethod,
+        DareMethod,
+        TsvMethod,
+        IsoMethod,
+        IsoCtsMethod,
+        CurvatureMethod,
+        RegMeanMethod,
+        FisherMethod,
+        ActMatMethod,
+    )
 }
 """Merge methods by name."""
 
-__all__ = ["METHODS"]
+
+def with_method_list(docstring: str) -> str:
+    """Replaces the line `{methods}` of a docstring by a list of all methods and their settings.
+
+    Args:
+        docstring: The docstring.
+    """
+    lines = []
+    for name, method in METHODS.items():
+        lines.append(f'- "{name}": {method.help}')
+        lines += [
+            f"    - `{setting.name}` (default {setting.default!r}): {setting.help}"
+            for setting in method.declared_settings()
+        ]
+    return re.sub(
+        r"^( *)\{methods\}$",
+        lambda found: "\n".join(found[1] + line for line in lines),
+        docstring,
+        flags=re.MULTILINE,
+    )
+
+
+__all__ = ["METHODS", "with_method_list"]

@@ -1,0 +1,174 @@
+"""Cost of merging vectors with their bundles: time, memory, and that low-rank vectors stay factored.
+
+    python tests/bench/merge_vectors.py [FOLDER] [--layers 12] [--tasks 8]
+
+Vectors and bundles of a ViT-B/32's size, 12 layers of 4 linear blocks, are written to the folder (default: a temporary
+one; it needs 10 GB) and merged by `curvature` in a fresh process, whose peak memory is measured. The spectra of the
+factors decay and differ between the tasks. The bounds are for 12 layers and 2 cores; with fewer layers the time is
+scaled. The time is compared with one SHA-256 over all bytes of the inputs. Then adapters of rank 16 with the same
+bundles are merged; dense changes of the widest layer of all tasks would not fit into the promised memory.
+Exits with 1 if a promise does not hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from promises import all_hold
+from tower import tower
+
+import kfacpack as kp
+from kfacpack.curvature.matrices.components import InMemoryTensors, pack
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.vectors.methods.method import MethodInput
+
+LAYERS, TASKS, RANK = 12, 8, 16
+MINUTES, GIGABYTES = 10, 3
+MERGE = """
+import sys
+from pathlib import Path
+from kfacpack_cli.main import app
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    # The peak since this program began; ru_maxrss would include the memory of the parent process at the fork.
+    status = Path("/proc/self/status").read_text()
+    print(end.code, status.split("VmHWM:")[1].split("kB")[0])
+"""
+
+
+def decaying(side: int, task: int, seed: int) -> kp.Packed:
+    """A covariance with eigenvalues that fall from 1 to 1e-6, whose leading directions differ between the tasks."""
+    generator = torch.Generator().manual_seed(1000 * seed + task)
+    spectrum = torch.logspace(0, -3, side)  # of the square root
+    common = torch.randn(side, side, generator=torch.Generator().manual_seed(seed))
+    factor = (common + 0.7 * torch.randn(side, side, generator=generator)) * spectrum / side**0.5
+    return kp.Packed(side, InMemoryTensors(data=pack(factor @ factor.T)))
+
+
+def write_inputs(folder: Path, layers: int, tasks: int) -> tuple[list[Path], list[Path]]:
+    vectors, bundles = [], []
+    for task in range(tasks):
+        matrices: dict[int, kp.Packed] = {}
+
+        def matrix(side: int, task: int = task, matrices: dict[int, kp.Packed] = matrices) -> kp.Packed:
+            # The same numbers in every layer; neither time nor memory depends on that.
+            if side not in matrices:
+                matrices[side] = decaying(side, task, side)
+            found = matrices[side]
+            return kp.Packed(side, found.components)
+
+        curvature = tower("ViT-B-32", layers, matrix)
+        source = kp.Source(task=f"task{task}", dataset_size=1000 + task)
+        bundles.append(folder / f"task{task}.kfac")
+        kp.Curvature(curvature.blocks, curvature.about.model_copy(update={"source": source})).save(bundles[-1])
+        generator = torch.Generator().manual_seed(task)
+        base = curvature.about.base
+        tensors = {p.name: 1e-3 * torch.randn(p.shape, generator=generator) for p in base.parameters}
+        about = AboutVector(
+            base=base, function=curvature.about.function, regime="full", tasks=(TaskEntry(source=source),)
+        )
+        vectors.append(folder / f"task{task}.safetensors")
+        kp.TaskVector(tensors, about).save(vectors[-1])
+    return vectors, bundles
+
+
+def hashing(paths: list[Path]) -> float:
+    """One thread, one pass over the files, a megabyte at a time."""
+    start = time.perf_counter()
+    for path in paths:
+        content = sha256()
+        with path.open("rb") as file:
+            while chunk := file.read(2**20):
+                content.update(chunk)
+    return time.perf_counter() - start
+
+
+def merge(vectors: list[Path], bundles: list[Path], output: Path) -> tuple[float, int, dict]:
+    """Seconds, peak memory in bytes, and the result of the command."""
+    options = [word for bundle in bundles for word in ("--bundle", str(bundle))]
+    arguments = ["add", *map(str, vectors), "--method", "curvature", *options, "-o", str(output), "--json"]
+    start = time.perf_counter()
+    result = subprocess.run([sys.executable, "-c", MERGE, *arguments], capture_output=True, text=True, check=True)
+    seconds = time.perf_counter() - start
+    summary, _, last = result.stdout.rstrip().rpartition("\n")
+    code, peak = map(int, last.split())
+    assert code == 0, result.stderr
+    return seconds, peak * 1024, json.loads(summary)
+
+
+class Adapter(dict):
+    """A vector of low-rank changes; a dense change is an error."""
+
+    def __init__(self, base: kp.Base, task: int):
+        generator = torch.Generator().manual_seed(task)
+        self.pairs = {}
+        for parameter in base.parameters:
+            rows, columns = parameter.shape[0], (*parameter.shape, 1)[1]
+            rank = RANK if len(parameter.shape) > 1 else 0
+            self.pairs[parameter.name] = (
+                torch.randn(rows, rank, generator=generator),
+                torch.randn(rank, columns, generator=generator),
+            )
+            self[parameter.name] = None
+
+    def factors(self, name):
+        return self.pairs[name]
+
+
+def merge_adapters(bundles: list[Path]) -> tuple[int, float]:
+    """The largest tensor of a change (in entries, relative to the dense matrix), and the seconds."""
+    from kfacpack.merging.solve import SolveSettings
+    from kfacpack.vectors.block_merge import BlockMerger, block_tasks
+    from kfacpack.vectors.bundle_matching import MatchedBundle, load_bundles
+
+    inputs = load_bundles(bundles)
+    base = inputs[0].curvature.about.base
+    shapes = {parameter.name: parameter.shape for parameter in base.parameters}
+    adapters = [MethodInput(1.0, Adapter(base, task), "") for task in range(len(bundles))]
+    matched = [MatchedBundle(item, (k,), 1.0) for k, item in enumerate(inputs)]
+    start = time.perf_counter()
+    merger = BlockMerger(adapters, shapes, "sum", SolveSettings(0.01), matched)
+    solved = merger.run(*block_tasks(matched, shapes, lambda structure: structure), lambda done, total: None)
+    seconds = time.perf_counter() - start
+    dense = [name for name, shape in shapes.items() if len(shape) > 1 and name not in solved.factors]
+    return len(dense), seconds
+
+
+def main(folder: Path, layers: int, tasks: int) -> int:
+    vectors, bundles = write_inputs(folder, layers, tasks)
+    hashed = hashing([*vectors, *bundles])
+    seconds, peak, result = merge(vectors, bundles, folder / "merged.safetensors")
+    iterations = [block["iterations"] for block in result["blocks"]]
+    residual = max(block["residual"] for block in result["blocks"])
+    print(f"{tasks} vectors of {layers} layers: {seconds:.0f} s, peak {peak / 1e9:.2f} GB")
+    print(f"  iterations {min(iterations)} to {max(iterations)}, residual at most {residual:.2g}")
+    print(f"  hashing the inputs: {hashed:.1f} s; merging takes {seconds / hashed:.1f} times as long")
+    dense, adapter_seconds = merge_adapters(bundles)
+    print(f"  {tasks} adapters of rank {RANK}: {adapter_seconds:.0f} s")
+    promises = [
+        ("minutes to merge, for 12 layers", seconds / 60 * LAYERS / layers, "<=", MINUTES),
+        ("peak memory in GB", peak / 1e9, "<", GIGABYTES),
+        ("matrices of adapters that became dense", dense, "==", 0),
+    ]
+    return 0 if all_hold(promises) else 1
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path, nargs="?")
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    parser.add_argument("--tasks", type=int, default=TASKS)
+    options = parser.parse_args()
+    if options.folder:
+        sys.exit(main(options.folder, options.layers, options.tasks))
+    with tempfile.TemporaryDirectory() as temporary:
+        sys.exit(main(Path(temporary), options.layers, options.tasks))
