@@ -5,17 +5,21 @@ Both can also write the model with the resulting vector added.
 
 from __future__ import annotations
 
+import inspect
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import typer
 from typing_extensions import TypedDict
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, abbreviate
 from kfacpack.format.units import human_bytes, human_seconds
-from kfacpack.format.vector_manifest import RegimeName
+from kfacpack.format.vector_manifest import MethodEntry, RegimeName
+from kfacpack.vectors.methods import METHODS
 
 from .console import loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
@@ -35,9 +39,11 @@ from .options import (
 
 if TYPE_CHECKING:
     from kfacpack.models.model import Model
+    from kfacpack.vectors.methods.method import DeclaredSetting
     from kfacpack.vectors.task_vector import TaskVector
 
 
+METHOD_PANEL = "Method"
 SAVE_MODEL = option(
     MODEL_PANEL,
     None,
@@ -121,12 +127,39 @@ class VectorOutput(TypedDict):
     """The saved model; null without `--save-model`."""
 
 
-class AddOutput(VectorOutput):
-    """Output of `kfacpack add --json`."""
+class SolvedBlockOutput(TypedDict):
+    """How one block was merged by a method that uses curvature."""
+
+    name: str
+    curvature: bool
+    """Whether a bundle covers the block; if not, it has the value of the prior."""
+    iterations: int
+    """Number of iterations; 0 for a direct solution."""
+    residual: float
+    """Relative residual of the linear system."""
+    before: float
+    """Objective at the prior."""
+    after: float
+    """Objective of the result."""
+    repaired: bool
+    """Whether negative eigenvalues of the block's matrices were set to zero."""
+
+
+class MethodOutput(TypedDict):
+    """The method that produced a vector, and its report."""
 
     method: str
     settings: dict[str, bool | int | float | str]
     """Settings of the method, including defaults."""
+    bundles: list[str]
+    """Digests of the bundles that the method used."""
+    blocks: list[SolvedBlockOutput]
+    """Report of each block; empty for methods that do not use curvature."""
+
+
+class AddOutput(VectorOutput, MethodOutput):
+    """Output of `kfacpack add --json`."""
+
     scale: str
     """Meaning of α for this method."""
     alphas: list[float]
@@ -212,9 +245,99 @@ def _save_model(model: Model, tau: TaskVector, path: Path, *, show: bool, quiet:
     return {"path": str(path), "load": load, "note": note}
 
 
-METHOD_PANEL = "Method"
+def method_output(method: MethodEntry) -> MethodOutput:
+    """Returns the report of a merged vector for `--json`."""
+    return {
+        "method": method.name,
+        "settings": method.settings,
+        "bundles": list(method.bundles),
+        "blocks": [
+            {
+                "name": block.name,
+                "curvature": block.curvature,
+                "iterations": block.iterations,
+                "residual": block.residual,
+                "before": block.before,
+                "after": block.after,
+                "repaired": block.repaired,
+            }
+            for block in method.blocks
+        ],
+    }
 
 
+def print_solved(method: MethodEntry) -> None:
+    """Prints a summary of the blocks that were solved with curvature."""
+    if method.solved:
+        before, after = method.objective
+        print_line(
+            f"{method.name}: {len(method.solved)} blocks solved, at most {method.max_iterations} iterations, relative "
+            f"residual at most {method.worst_residual:.2g}; objective {before:.4g} → {after:.4g}"
+        )
+    if method.without_curvature:
+        names = abbreviate(method.without_curvature)
+        print_line(f"without curvature, taken from the prior: {len(method.without_curvature)}: {names}")
+    if method.repaired:
+        print_line(f"negative eigenvalues were set to zero in {len(method.repaired)}: {abbreviate(method.repaired)}")
+
+
+def _setting_options() -> list[inspect.Parameter]:
+    """Returns one option for each setting of a merge method, as arguments of a command.
+
+    Settings of the same name in several methods become one option.
+    """
+    declared: dict[str, dict[DeclaredSetting, list[str]]] = {}
+    for method in METHODS.values():
+        for setting in method.declared_settings():
+            declared.setdefault(setting.name, {}).setdefault(setting, []).append(method.name)
+    parameters = []
+    for name, variants in declared.items():
+        texts = []
+        for setting, methods in variants.items():
+            default = "" if isinstance(setting.default, bool) else f" [default: {setting.default}]"
+            texts.append(f"{', '.join(methods)}: {setting.help}{default}")
+        kind = type(setting.default)
+        metavar = "|".join(setting.choices) or {int: "N", float: "X"}.get(kind)
+        declaration = option(
+            METHOD_PANEL,
+            False if kind is bool else None,
+            f"--{name.replace('_', '-')}",
+            metavar=metavar,
+            help=" ".join(texts),
+        )
+        annotation = bool if kind is bool else kind | None
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=declaration, annotation=annotation)
+        )
+    return parameters
+
+
+def _with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of `_setting_options`; it receives those that were used as `**settings`."""
+    hints = get_type_hints(command)
+    fixed = [
+        parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(command).parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    generated = _setting_options()
+
+    @wraps(command)
+    def with_settings(**arguments: Any) -> None:
+        settings = {parameter.name: arguments.pop(parameter.name) for parameter in generated}
+        command(
+            **arguments, **{name: value for name, value in settings.items() if value is not None and value is not False}
+        )
+
+    # The options of a method follow --bundle, where the help lists its panel.
+    place = [parameter.name for parameter in fixed].index("bundle") + 1
+    parameters = [*fixed[:place], *generated, *fixed[place:]]
+    with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_settings.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_settings
+
+
+@_with_setting_options
 def add(
     vectors: list[File] = typer.Argument(..., metavar="FILE.safetensors...", help="Task vectors to add."),
     output: Path = output_option("SUM.safetensors"),
@@ -223,10 +346,7 @@ def add(
         "sum",
         "--method",
         metavar="METHOD",
-        help="sum: Σ α τ. ties: trim, elect signs, sum the values that agree (the paper takes their mean times λ). "
-        "dare: drop values at random, rescale, sum. tsv: the largest singular vectors of each task, orthogonalised (α "
-        "is 1 in the paper). iso: the sum with a flat spectrum (Iso-C). iso-cts: iso with task-specific directions (α "
-        "is tuned in the paper).",
+        help=" ".join(f"{name}: {method.help}" for name, method in METHODS.items()),
     ),
     alpha: list[float] | None = option(
         METHOD_PANEL,
@@ -236,32 +356,13 @@ def add(
         help="Factor of the result or, if repeated, of each vector in order. The results of all methods have the "
         "scale of the sum, not the mean. [default: 1]",
     ),
-    keep: float | None = option(
+    bundle: list[File] | None = option(
         METHOD_PANEL,
         None,
-        "--keep",
-        metavar="X",
-        help="ties: fraction of each vector's values to keep. [default: 0.2]",
-    ),
-    drop: float | None = option(
-        METHOD_PANEL, None, "--drop", metavar="X", help="dare: probability of dropping a value. [default: 0.9]"
-    ),
-    seed: int | None = option(
-        METHOD_PANEL, None, "--seed", metavar="N", help="dare: seed for the values to drop. [default: 0]"
-    ),
-    common: float | None = option(
-        METHOD_PANEL,
-        None,
-        "--common",
-        metavar="X",
-        help="iso-cts: fraction of directions taken from the sum. [default: 0.8]",
-    ),
-    mean: bool = option(
-        METHOD_PANEL,
-        False,
-        "--mean",
-        help="Take the mean instead of the sum where the paper does. ties: of the values that agree. tsv, iso, "
-        "iso-cts: of parameters that are not matrices.",
+        "--bundle",
+        metavar="FILE.kfac",
+        help=f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}: bundle of a vector's "
+        "task; repeatable, in any order.",
     ),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
@@ -269,31 +370,39 @@ def add(
     image_size: int | None = IMAGE_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
+    **settings: Any,
 ) -> None:
     """Add task vectors, or merge them by another method. The result has the heads of all tasks.
 
-    The vectors must have the same base model, regime and f, and the same head for a task that they share.
+    The vectors must have the same base model, regime and f, and the same head for a task that they share. Methods that
+    use bundles take one bundle per task, matched by base model, f and task.
 
-    Memory use does not grow with the number of vectors, except that tsv and iso load one layer of all vectors at a
-    time.
+    Memory use does not grow with the number of vectors, except that tsv, iso and the methods that use bundles load one
+    layer of all vectors and bundles at a time.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import add as add_vectors
-    from kfacpack.vectors.methods import METHODS
 
-    target = ModelOutput(save_model, model, weights, image_size)
-    target.check(output, vectors)
-    options = {"keep": keep, "drop": drop, "seed": seed, "common": common, "mean": mean or None}
-    settings = {name: value for name, value in options.items() if value is not None}
+    target, show = ModelOutput(save_model, model, weights, image_size), not (quiet or as_json)
+    target.check(output, [*vectors, *(bundle or [])])
     alphas = alpha or [1.0]
-    tau = add_vectors(vectors, method, alpha=alphas[0] if len(alphas) == 1 else alphas, **settings)
-    result = write(tau, output, target, show=not (quiet or as_json), quiet=quiet)
+    with steps_bar("merging", show=show) as advance:
+        tau = add_vectors(
+            vectors,
+            method,
+            alpha=alphas[0] if len(alphas) == 1 else alphas,
+            bundles=bundle,
+            on_progress=advance,
+            **settings,
+        )
+    result = write(tau, output, target, show=show, quiet=quiet)
+    entry = tau.about.method
+    if show and entry:
+        print_solved(entry)
     if as_json:
-        merge_method = METHODS[method].of(settings)
         added: AddOutput = {
-            "method": method,
-            "settings": merge_method.settings,
-            "scale": merge_method.scale,
+            **method_output(entry or MethodEntry(name=method)),
+            "scale": METHODS[method].scale,
             "alphas": alphas * len(vectors) if len(alphas) == 1 else alphas,
             **result,
         }

@@ -19,7 +19,22 @@ from typer.core import TyperCommand, TyperGroup
 import kfacpack
 from kfacpack.format.hub_client import progress_bars
 
-from . import add, compress, estimate, eval, experiments, export, hub, inspect, measure, merge, models, tasks, train
+from . import (
+    add,
+    compress,
+    estimate,
+    eval,
+    experiments,
+    export,
+    hub,
+    inspect,
+    measure,
+    merge,
+    models,
+    refine,
+    tasks,
+    train,
+)
 from .console import err, show_error
 
 
@@ -107,6 +122,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "train": train.train,
         "add": add.add,
         "negate": add.negate,
+        "refine": refine.refine,
         "eval": eval.evaluate,
         "measure": measure.measure,
     },

@@ -47,7 +47,7 @@ from .format.manifest import (
 )
 from .format.reader import Bundle
 from .format.reference import Reference
-from .format.vector_manifest import AboutVector
+from .format.vector_manifest import AboutVector, MethodEntry, SolvedBlock
 from .hub.importer import ImportResult
 from .hub.mammoth import import_mammoth
 from .hub.push import PushResult, push
@@ -63,6 +63,7 @@ from .training.metrics import Metrics, MetricsWarning, PenaltyWarning
 from .training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularizer
 from .training.train import train
 from .vectors.add import add
+from .vectors.refine import refine
 from .vectors.storage import VectorStorage
 from .vectors.task_vector import TaskVector
 
@@ -101,6 +102,7 @@ __all__ = [
     "Matrix",
     "MatrixError",
     "Merge",
+    "MethodEntry",
     "Metrics",
     "MetricsWarning",
     "Model",
@@ -120,6 +122,7 @@ __all__ = [
     "Score",
     "SearchResult",
     "SlowLinearizationWarning",
+    "SolvedBlock",
     "Source",
     "Sparse",
     "Split",
@@ -150,6 +153,7 @@ __all__ = [
     "merge",
     "pull",
     "push",
+    "refine",
     "report",
     "run",
     "search",

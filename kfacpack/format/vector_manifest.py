@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
 
 from kfacpack.format.container import Spec, first_duplicate
-from kfacpack.format.manifest import Base, Digest, Entry, Function, Name, Source, Text
+from kfacpack.format.manifest import Base, Count, Digest, Entry, Function, Name, NonNegative, Source, Text
 
 VERSION = "1.0"
 HEAD = "kfacpack.head"
@@ -65,11 +65,81 @@ class Addend(Entry):
     tasks: Annotated[tuple[Name, ...], FailFast()] = ()
 
 
+class SolvedBlock(Entry):
+    """How a merge method that uses curvature merged one block of parameters.
+
+    The objective is Σ w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖², where W_0 is the prior.
+    """
+
+    name: Name
+    """Name of the block in the bundles or, if no bundle covers it, of the parameter."""
+    curvature: StrictBool = True
+    """Whether a bundle covers the block; if not, it has the value of the prior."""
+    iterations: Count = 0
+    """Number of iterations; 0 for a direct solution."""
+    residual: NonNegative = 0.0
+    """Norm of the residual of the linear system, relative to its right-hand side."""
+    before: StrictFloat = 0.0
+    """Objective at the prior."""
+    after: StrictFloat = 0.0
+    """Objective of the result."""
+    repaired: StrictBool = False
+    """Whether negative eigenvalues of the block's matrices were set to zero."""
+
+
 class MethodEntry(Entry):
-    """The method that merged the addends, if it is not a plain sum. The addends' coefficients are their α."""
+    """The method that merged the addends, if it is not a plain sum. The addends' coefficients are their α.
+
+    Example:
+        >>> merged = kp.add(vectors, "curvature", bundles=bundles)
+        >>> merged.about.method.worst_residual, merged.about.method.without_curvature
+    """
 
     name: Name
     settings: dict[Name, Setting] = Field(default_factory=dict)
+    bundles: Annotated[tuple[Digest, ...], FailFast()] = ()
+    """Digests of the bundles that the method used."""
+    blocks: Annotated[tuple[SolvedBlock, ...], FailFast()] = ()
+    """Report of each block; empty for methods that do not solve for blocks."""
+
+    @property
+    def solved(self) -> tuple[SolvedBlock, ...]:
+        """The blocks that were solved with curvature."""
+        return tuple(block for block in self.blocks if block.curvature)
+
+    @property
+    def without_curvature(self) -> tuple[str, ...]:
+        """Names of the blocks and parameters that have the value of the prior."""
+        return tuple(block.name for block in self.blocks if not block.curvature)
+
+    @property
+    def repaired(self) -> tuple[str, ...]:
+        """Names of the blocks whose matrices had negative eigenvalues, which were set to zero."""
+        return tuple(block.name for block in self.blocks if block.repaired)
+
+    @property
+    def max_iterations(self) -> int:
+        """The largest number of iterations of a block."""
+        return max((block.iterations for block in self.blocks), default=0)
+
+    @property
+    def worst_residual(self) -> float:
+        """The largest relative residual of a block."""
+        return max((block.residual for block in self.blocks), default=0.0)
+
+    @property
+    def objective(self) -> tuple[float, float]:
+        """The objective of all blocks together, at the prior and for the result."""
+        return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
+
+    def multiplied(self, factor: float) -> MethodEntry:
+        """Returns the entry of the result times a factor, by the square of which the objective changes."""
+        square = factor**2
+        blocks = tuple(
+            block.model_copy(update={"before": square * block.before, "after": square * block.after})
+            for block in self.blocks
+        )
+        return self.model_copy(update={"blocks": blocks})
 
 
 class AboutVector(Entry):

@@ -1,4 +1,8 @@
-"""`kp.add`: merges task vectors into one, lazily, one parameter at a time."""
+"""`kp.add`: merges task vectors into one.
+
+Most methods are computed lazily, one parameter at a time. Methods that use curvature are computed at once, because the
+vector records how they converged.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kfacpack.errors import KfacpackError, TaskVectorError, printable
+from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate, printable
 from kfacpack.format.vector_manifest import Addend, MethodEntry
+from kfacpack.vectors.bundle_matching import load_bundles, match_bundles
 from kfacpack.vectors.methods import METHODS
 from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.storage import VectorStorage
@@ -20,9 +25,12 @@ from kfacpack.vectors.task_vector import TaskVector
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kfacpack.format.units import OnProgress
     from kfacpack.format.vector_manifest import AboutVector
+    from kfacpack.merging.inputs import Mergeable
     from kfacpack.models.heads import Head
-    from kfacpack.vectors.methods.method import MergedParameter, MergeMethod
+    from kfacpack.vectors.bundle_matching import MatchedBundle
+    from kfacpack.vectors.methods.method import MergedParameter, MergeMethod, SolvedParameters
 
 
 Addable = TaskVector | str | os.PathLike[str]
@@ -53,40 +61,73 @@ class MergedVector(VectorStorage):
         return self._heads
 
 
+class SolvedVector(VectorStorage):
+    """The result of a method that merges all parameters at once, in memory. Low-rank changes stay factored."""
+
+    def __init__(self, parameters: SolvedParameters, about: AboutVector, heads: Mapping[str, Head]):
+        self.about = about
+        self._parameters, self._heads = parameters, heads
+        self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
+
+    def read(self, name: str) -> Tensor:
+        """Returns a parameter's change in float32."""
+        if name in self._parameters.factors:
+            U, V = self._parameters.factors[name]
+            return (U @ V).reshape(self._shapes[name])
+        return self._parameters.tensors[name]
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns U and V of a parameter's change, reshaped to (shape[0], -1), or None if it is dense."""
+        return self._parameters.factors.get(name)
+
+    @property
+    def heads(self) -> Mapping[str, Head]:
+        """Heads by task name."""
+        return self._heads
+
+
 def add(
-    vectors: Iterable[Addable], method: str = "sum", *, alpha: float | Sequence[float] = 1.0, **settings: Any
+    vectors: Iterable[Addable],
+    method: str = "sum",
+    *,
+    alpha: float | Sequence[float] = 1.0,
+    bundles: Iterable[Mergeable] | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+    **settings: Any,
 ) -> TaskVector:
     """Merges task vectors into one on the scale of their sum.
 
-    The result is computed one parameter at a time when it is read or saved.
+    Methods without bundles compute the result one parameter at a time when it is read or saved. "curvature",
+    "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then has the iterations, the
+    residual and the objective of each block.
 
     Args:
         vectors: Task vectors or paths of their files, each at most once.
         method: One of
 
-            - "sum": Σ α τ, the same as `+` and `*`.
-            - "ties": keeps the fraction `keep` (0.2) of each vector's entries that are largest in magnitude, elects
-              signs and sums the entries that agree.
-            - "dare": drops each entry with probability `drop` (0.9) and rescales the others; random from `seed` (0).
-            - "tsv": keeps the largest singular vectors of each task's matrices and makes them orthogonal.
-            - "iso": the sum with all singular values replaced by their mean.
-            - "iso-cts": like "iso", with the fraction `common` (0.8) of the directions from the sum and the rest from
-              single tasks.
+            METHODS
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
             the same factor multiplies the result.
-        **settings: Settings of the method, as listed above. `mean=True` averages where the publication does: in
-            "ties" the entries that agree, in "tsv", "iso" and "iso-cts" the parameters that are not matrices.
+        bundles: Curvatures or paths of bundles, for the methods that need them: those of the vectors' tasks, in any
+            order. A vector of several tasks needs a merged bundle of these tasks, or several bundles.
+        on_progress: Called with the number of blocks done and their total, by methods that compute the result at once.
+        **settings: Settings of the method, as listed above.
 
     Returns:
         The merged vector, with the heads of all tasks.
 
     Raises:
-        KfacpackError: If the method, a setting or alpha is invalid.
-        TaskVectorError: If the vectors are incompatible, or if one would be counted twice.
+        KfacpackError: If the method, a setting or alpha is invalid, if bundles are missing or superfluous, or if the
+            curvature of a block is not positive definite and cannot be repaired.
+        TaskVectorError: If the vectors are incompatible, if one would be counted twice, or if a bundle has another base
+            model or f.
 
     Example:
         >>> merged = kp.add(["cars.safetensors", "dtd.safetensors"], method="ties", keep=0.3)
         >>> edited = merged.apply(model)
+        >>> paths = ["cars.safetensors", "dtd.safetensors"]
+        >>> merged = kp.add(paths, "curvature", bundles=["cars.kfac", "dtd.kfac"])
+        >>> merged.about.method.worst_residual
     """
     if method not in METHODS:
         raise KfacpackError(f"unknown method {printable(str(method))!r}, expected one of {', '.join(METHODS)}")
@@ -104,6 +145,7 @@ def add(
     _require_different(loaded, sources)
     first, *others = (vector * number for vector, number in zip(loaded, alphas, strict=True))
     total = sum(others, first)
+    matched = _matched_bundles(merge_method, loaded, bundles)
     if merge_method.is_sum:
         return total
     inputs = [MethodInput(number, vector, vector.digest) for vector, number in zip(loaded, alphas, strict=True)]
@@ -113,7 +155,35 @@ def add(
     )
     entry = MethodEntry(name=merge_method.name, settings=merge_method.settings)
     about = total.about.model_copy(update={"addends": addends, "method": entry})
-    return TaskVector.from_storage(MergedVector(merge_method, inputs, about, total.heads))
+    solved = merge_method.solve(inputs, matched, on_progress)
+    if solved is None:
+        return TaskVector.from_storage(MergedVector(merge_method, inputs, about, total.heads))
+    digests = tuple(bundle.input.curvature.digest for bundle in matched)
+    entry = entry.model_copy(update={"bundles": digests, "blocks": solved.blocks})
+    return TaskVector.from_storage(SolvedVector(solved, about.model_copy(update={"method": entry}), total.heads))
+
+
+def _matched_bundles(
+    method: MergeMethod, vectors: Sequence[TaskVector], bundles: Iterable[Mergeable] | None
+) -> list[MatchedBundle]:
+    """Assigns the bundles to the vectors, and checks that the method uses bundles if and only if there are some."""
+    inputs = load_bundles(() if bundles is None else bundles)
+    if not method.needs_bundles:
+        if inputs:
+            users = ", ".join(name for name, other in METHODS.items() if other.needs_bundles)
+            raise KfacpackError(
+                f"the method {method.name!r} does not use bundles, but got {len(inputs)}. Leave them out, or use one "
+                f"of {users}"
+            )
+        return []
+    if not inputs:
+        tasks = list(dict.fromkeys(task for vector in vectors for task in vector.tasks))
+        raise KfacpackError(
+            f"the method {method.name!r} needs the bundles of {abbreviate(map(repr, tasks))}, got none. Pass them: "
+            f"--bundle {tasks[0]}.kfac (bundles=[…]), or estimate them: kfacpack estimate --task {tasks[0]} -o "
+            f"{tasks[0]}.kfac"
+        )
+    return match_bundles(vectors, inputs, equal_weights=method.settings.get("task_weights") == "equal")
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:

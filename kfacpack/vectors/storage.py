@@ -205,7 +205,7 @@ def about_sum(terms: WeightedVectors) -> AboutVector:
     first = terms[0][1].about
     if len(terms) == 1 and terms[0][0] == 1:
         return first
-    method = first.method if len(terms) == 1 else None
+    method = first.method.multiplied(terms[0][0]) if first.method and len(terms) == 1 else None
     return first.model_copy(update={"tasks": _tasks(terms), "addends": _addends(terms), "method": method})
 
 

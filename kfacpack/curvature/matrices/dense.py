@@ -32,6 +32,11 @@ class DenseOperator(Operator):
         (full,) = self.tensors
         return full @ x
 
+    def blocks(self, side: int) -> tuple[Tensor, ...]:
+        """Returns the whole matrix as one block, (1, n, n), without a copy."""
+        (full,) = self.tensors
+        return (full[None],)
+
 
 class Packed(Matrix):
     """A symmetric matrix as its lower triangle, row by row: `data` (n(n+1)/2,).

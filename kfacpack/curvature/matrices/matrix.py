@@ -82,12 +82,34 @@ def _subspace_iteration(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
 class Operator(ABC):
     """The map x -> M x, (n, k) -> (n, k), with tensors that are already read, unpacked and converted."""
 
+    is_diagonal: ClassVar[bool] = False
+    """Whether M is a diagonal matrix."""
+
     def __init__(self, *tensors: Tensor):
         self.tensors = tensors
 
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
+
+    def blocks(self, side: int) -> tuple[Tensor, ...]:
+        """Returns the diagonal blocks of M in order, as tensors of shape (k, s, s); outside of them, M is zero.
+
+        M is linear in its blocks. By default, there is one block, the whole matrix.
+
+        Args:
+            side: n.
+        """
+        identity = torch.eye(side, dtype=self.tensors[-1].dtype, device=self.tensors[-1].device)
+        return (self(identity)[None],)
+
+    def diagonal(self, side: int) -> Tensor:
+        """Returns the diagonal of M, (n,).
+
+        Args:
+            side: n.
+        """
+        return torch.cat([part.diagonal(dim1=-2, dim2=-1).flatten() for part in self.blocks(side)])
 
     def to(self, device: torch.device) -> Self:
         """Returns the operator on another device. Copies from pinned memory are asynchronous."""

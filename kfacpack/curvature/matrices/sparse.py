@@ -33,6 +33,12 @@ class SparseOperator(Operator):
         product: Tensor = torch.sparse.mm(matrix, x.contiguous())
         return product
 
+    def diagonal(self, side: int) -> Tensor:
+        """Returns the diagonal of M without forming M."""
+        (rows, columns), values = self.tensors
+        on_diagonal = rows == columns
+        return values.new_zeros(side).index_put_((rows[on_diagonal],), values[on_diagonal])
+
 
 class Sparse(Matrix):
     """A symmetric matrix as entries of its lower triangle: `data`, `rows` and `columns`, each (entries,).

@@ -27,10 +27,17 @@ from kfacpack.format.schema import widest_block
 class DiagonalOperator(Operator):
     """Multiplies each row of x by its factor."""
 
+    is_diagonal = True
+
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
         (factors,) = self.tensors
         return factors[:, None] * x
+
+    def blocks(self, side: int) -> tuple[Tensor, ...]:
+        """Returns the values as n blocks, (n, 1, 1)."""
+        (factors,) = self.tensors
+        return (factors[:, None, None],)
 
 
 class Diagonal(Matrix):
@@ -105,6 +112,10 @@ class BlockDiagonalOperator(Operator):
             for blocks, rows in zip(self.tensors, x.split(heights), strict=True)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def blocks(self, side: int) -> tuple[Tensor, ...]:
+        """Returns the longer and the shorter blocks."""
+        return self.tensors
 
 
 class BlockDiagonal(Matrix):
@@ -208,6 +219,11 @@ class LowRankOperator(Operator):
         """Returns M x."""
         u, w = self.tensors
         return u @ (w[:, None] * (u.T @ x))
+
+    def diagonal(self, side: int) -> Tensor:
+        """Returns the diagonal of M without forming M."""
+        u, w = self.tensors
+        return u.square() @ w
 
 
 class LowRank(Matrix):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kfacpack.vectors.methods.curvature import ActMatMethod, CurvatureMethod, FisherMethod, RegMeanMethod
 from kfacpack.vectors.methods.dare import DareMethod
 from kfacpack.vectors.methods.iso import IsoCtsMethod, IsoMethod
 from kfacpack.vectors.methods.method import MergeMethod, SumMethod
@@ -9,7 +10,19 @@ from kfacpack.vectors.methods.ties import TiesMethod
 from kfacpack.vectors.methods.tsv import TsvMethod
 
 METHODS: dict[str, type[MergeMethod]] = {
-    method.name: method for method in (SumMethod, TiesMethod, DareMethod, TsvMethod, IsoMethod, IsoCtsMethod)
+    method.name: method
+    for method in (
+        SumMethod,
+        TiesMethod,
+        DareMethod,
+        TsvMethod,
+        IsoMethod,
+        IsoCtsMethod,
+        CurvatureMethod,
+        RegMeanMethod,
+        FisherMethod,
+        ActMatMethod,
+    )
 }
 """Merge methods by name."""
 

@@ -11,11 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from kfacpack._random import CounterRandom
-from kfacpack.errors import KfacpackError
-from kfacpack.vectors.methods.method import MergeMethod, MethodInput
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput, setting
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,22 +22,20 @@ class DareMethod(MergeMethod):
     """Sum of vectors with randomly dropped entries."""
 
     name = "dare"
+    help = "Drops entries at random, rescales the others and sums."
     scale = (
         "α is the scaling coefficient of task arithmetic, with which the paper merges the dropped and rescaled vectors"
     )
 
-    drop: float = 0.9
-    """Probability of dropping an entry; the paper's p."""
-    seed: int = 0
-    """Seed of the random choice."""
-
-    def __post_init__(self) -> None:
-        self.require_fraction("drop", zero=True, one=False)
-        if type(self.seed) is not int or not 0 <= self.seed < 2**64:
-            raise KfacpackError(f"dare: seed is {self.seed!r}, expected an integer from 0 to 2^64 - 1")
+    drop: float = setting(0.9, "Probability of dropping an entry; the paper's p.", interval="[0, 1)")
+    seed: int = setting(0, "Seed of the random choice of the dropped entries.", interval=f"[0, {2**64 - 1}]")
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""
+        import torch
+
+        from kfacpack._random import CounterRandom
+
         total = torch.zeros(())
         for vector in inputs:
             part = vector.read(name)

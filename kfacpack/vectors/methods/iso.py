@@ -17,10 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from kfacpack.vectors.methods.method import MergeMethod, MethodInput, weighted_sum
-from kfacpack.vectors.methods.tsv import SingularVectors, decompose, join_orthogonal
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput, setting, weighted_sum
+from kfacpack.vectors.methods.tsv import MEAN_HELP, SingularVectors, decompose, join_orthogonal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,13 +35,10 @@ class IsoMethod(MergeMethod):
     """Iso-C: the sum with a flat spectrum."""
 
     name = "iso"
+    help = "The sum with all singular values of each matrix replaced by their mean (Iso-C)."
     scale = SCALE
 
-    mean: bool = False
-    """Whether parameters that are not matrices are averaged."""
-
-    def __post_init__(self) -> None:
-        self.require_bool("mean")
+    mean: bool = setting(False, MEAN_HELP)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""
@@ -58,16 +53,13 @@ class IsoCtsMethod(MergeMethod):
     """Iso-CTS: a flat spectrum over common and task-specific directions."""
 
     name = "iso-cts"
+    help = "Like iso, with some of the directions from single tasks (Iso-CTS)."
     scale = SCALE
 
-    common: float = 0.8
-    """Share of the directions that come from the sum; the paper's k / r."""
-    mean: bool = False
-    """Whether parameters that are not matrices are averaged."""
-
-    def __post_init__(self) -> None:
-        self.require_fraction("common", zero=True, one=True)
-        self.require_bool("mean")
+    common: float = setting(
+        0.8, "Share of the directions that come from the sum; the paper's k / r.", interval="[0, 1]"
+    )
+    mean: bool = setting(False, MEAN_HELP)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""
@@ -105,5 +97,7 @@ def split_rank(r: int, tasks: int, common: float) -> tuple[int, int]:
 
 def _task_specific(matrix: Tensor, common: SingularVectors) -> SingularVectors:
     """Decomposes the part of a task's matrix outside of the common directions, ignoring rounding errors."""
+    import torch
+
     U = common.U.to(matrix.device)
     return decompose(matrix - U @ (U.T @ matrix), torch.linalg.matrix_norm(matrix, 2))

@@ -1,8 +1,12 @@
-"""The base class of merge methods for task vectors, and the sum.
+"""The base class of merge methods for task vectors, the declaration of their settings, and the sum.
 
 A method merges T vectors, each multiplied by its α, into a vector on the scale of their sum, to be used at α = 1. No
 method averages unless its setting `mean` is true. A method is odd and homogeneous: multiplying every α by c
 multiplies the result by c.
+
+A method is a dataclass; its fields are its settings, each declared by `setting`. The command line, plans and the
+documentation take names, defaults, ranges and help from there. The modules of methods import torch only when a
+method runs, because `kfacpack --help` imports them.
 
 Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.
 """
@@ -10,15 +14,20 @@ Task arithmetic (Ilharco et al., 2023) is the sum Σ α_t τ_t.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
+from math import inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kfacpack.errors import KfacpackError, printable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kfacpack.format.units import OnProgress
+    from kfacpack.format.vector_manifest import SolvedBlock
+    from kfacpack.vectors.bundle_matching import MatchedBundle
 
     MergedParameter = Callable[[str], Tensor]
     """Returns the merged change of the parameter of a given name."""
@@ -35,16 +44,94 @@ class MethodInput(NamedTuple):
         """Returns α τ of one parameter in float64."""
         return self.alpha * self.tensors[name].double()
 
+    def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns U (m, r) and V (r, n) with α τ = U V, reshaped to (shape[0], -1), or None if τ is not factored."""
+        read = getattr(self.tensors, "factors", None)
+        pair = read(name) if read else None
+        if pair is None:
+            return None
+        U, V = pair
+        return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
+
+
+class SolvedParameters(NamedTuple):
+    """The result of a method that merges all parameters at once."""
+
+    tensors: dict[str, Tensor]
+    """The merged change of each parameter in float32, except for those in `factors`."""
+    factors: dict[str, tuple[Tensor, Tensor]]
+    """U (m, r) and V (r, n) of the parameters whose change stays factored."""
+    blocks: tuple[SolvedBlock, ...]
+    """The report of each block."""
+
+
+class DeclaredSetting(NamedTuple):
+    """The declaration of a setting of a merge method."""
+
+    name: str
+    default: Any
+    help: str
+    """One sentence for the command line and the documentation."""
+    interval: str
+    """Valid numbers, such as "(0, 1]"; empty for other types."""
+    choices: tuple[str, ...]
+    """Valid strings; empty for other types."""
+
+    def problem(self, value: Any) -> str | None:
+        """Returns what was expected instead of an invalid value, or None for a valid one."""
+        if isinstance(self.default, bool):
+            return None if isinstance(value, bool) else "true or false"
+        if self.choices:
+            return None if value in self.choices else f"one of {', '.join(self.choices)}"
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        is_number = is_integer or (isinstance(value, float) and not isinstance(self.default, int))
+        if is_number and isfinite(value) and self._contains(value):
+            return None
+        return f"{'an integer' if isinstance(self.default, int) else 'a number'} in {self.interval}"
+
+    def _contains(self, value: float) -> bool:
+        low, high = (inf if end == "∞" else int(end) for end in self.interval[1:-1].split(", "))
+        above = value > low or (value == low and self.interval[0] == "[")
+        return above and (value < high or (value == high and self.interval[-1] == "]"))
+
+
+def setting(default: Any, help: str, *, interval: str = "", choices: Sequence[str] = ()) -> Any:
+    """Declares a setting of a merge method as a field of its dataclass.
+
+    Args:
+        default: Default value, which also defines the type: bool, int, float or str.
+        help: One sentence for the command line and the documentation.
+        interval: Valid numbers, such as "(0, 1]" or "[1, ∞)"; required for numbers.
+        choices: Valid strings; required for strings.
+    """
+    return field(default=default, metadata={"help": help, "interval": interval, "choices": tuple(choices)})
+
 
 @dataclass(frozen=True)
 class MergeMethod(ABC):
     """A merge method. Its dataclass fields are its settings."""
 
     name: ClassVar[str]
+    help: ClassVar[str]
+    """What the method does, in one line."""
     scale: ClassVar[str]
     """The meaning of α, and the constant that the publication uses for it."""
     is_sum: ClassVar[bool] = False
     """Whether the method is the plain sum."""
+    needs_bundles: ClassVar[bool] = False
+    """Whether the method needs the bundles of the vectors' tasks."""
+
+    def __post_init__(self) -> None:
+        for declared in self.declared_settings():
+            value = getattr(self, declared.name)
+            if expected := declared.problem(value):
+                raise KfacpackError(f"{self.name}: {declared.name} is {value!r}, expected {expected}")
+
+    @classmethod
+    def declared_settings(cls) -> Iterator[DeclaredSetting]:
+        """Yields the declaration of each setting."""
+        for entry in fields(cls):
+            yield DeclaredSetting(entry.name, entry.default, **entry.metadata)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> MergeMethod:
@@ -80,31 +167,20 @@ class MergeMethod(ABC):
             The merged change in float64.
         """
 
-    def require_fraction(self, setting: str, *, zero: bool, one: bool) -> None:
-        """Checks that a setting is a number between 0 and 1.
+    def solve(
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
+    ) -> SolvedParameters | None:
+        """Merges all parameters at once, for methods that work on blocks of parameters.
 
         Args:
-            setting: Name of the setting.
-            zero: Whether 0 is allowed.
-            one: Whether 1 is allowed.
+            inputs: The task vectors.
+            bundles: The bundles and the vectors they belong to; empty unless the method needs bundles.
+            on_progress: Called with the number of blocks done and their total.
 
-        Raises:
-            KfacpackError: If it is not.
+        Returns:
+            The merged parameters, or None if the method merges one parameter at a time.
         """
-        value = getattr(self, setting)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and ((0 < value < 1) or (zero and value == 0) or (one and value == 1))):
-            interval = f"{'[' if zero else '('}0, 1{']' if one else ')'}"
-            raise KfacpackError(f"{self.name}: {setting} is {value!r}, expected a number in {interval}")
-
-    def require_bool(self, setting: str) -> None:
-        """Checks that a setting is a boolean.
-
-        Raises:
-            KfacpackError: If it is not.
-        """
-        if not isinstance(value := getattr(self, setting), bool):
-            raise KfacpackError(f"{self.name}: {setting} is {value!r}, expected true or false")
+        return None
 
 
 def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False) -> Tensor:
@@ -129,6 +205,7 @@ class SumMethod(MergeMethod):
     """Task arithmetic: Σ α τ."""
 
     name = "sum"
+    help = "Σ α τ, the same as adding the vectors."
     scale = "α is the paper's scaling coefficient λ, which is chosen on validation data"
     is_sum = True
 

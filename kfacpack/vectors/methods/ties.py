@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from kfacpack.vectors.methods.method import MergeMethod, MethodInput
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput, setting
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kfacpack.vectors.methods.method import MergedParameter
 
 
@@ -35,19 +34,16 @@ class TiesMethod(MergeMethod):
     """Sum of the largest entries that agree in sign."""
 
     name = "ties"
+    help = "Keeps the largest entries, elects signs and sums the entries that agree."
     scale = (
         "α multiplies the sum of the entries that agree in sign; the paper multiplies their mean by λ, which is 1 "
         "without validation data: with 'mean', α is that λ"
     )
 
-    keep: float = 0.2
-    """Share of a vector's entries that is kept; the paper's k is 20 %."""
-    mean: bool = False
-    """Whether the entries that agree are averaged."""
-
-    def __post_init__(self) -> None:
-        self.require_fraction("keep", zero=False, one=True)
-        self.require_bool("mean")
+    keep: float = setting(
+        0.2, "Share of each vector's entries that is kept, the largest in magnitude; the paper's k.", interval="(0, 1]"
+    )
+    mean: bool = setting(False, "Average the entries that agree in sign instead of summing them, as in the paper.")
 
     def begin(self, inputs: Sequence[MethodInput]) -> MergedParameter:
         """Computes the thresholds and returns a function that merges one parameter."""
@@ -66,6 +62,8 @@ class TiesMethod(MergeMethod):
         self, inputs: Sequence[MethodInput], thresholds: Sequence[float], name: str, elected: Tensor | None = None
     ) -> Tensor:
         """Sums the kept entries of all vectors; with elected signs, only those that agree with them."""
+        import torch
+
         total, count = torch.zeros(()), torch.zeros(())
         for vector, smallest in zip(inputs, thresholds, strict=True):
             part = vector.read(name).where(vector.tensors[name].abs() >= smallest, 0.0)
@@ -90,6 +88,8 @@ def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
     Returns:
         The threshold.
     """
+    import torch
+
     size = sum(tensors[name].numel() for name in tensors)
     upper, rank = _nth_largest(_count_halves(tensors), max(1, round(keep * size)))
     lower, _ = _nth_largest(_count_halves(tensors, upper), rank)
@@ -102,6 +102,8 @@ def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Te
     Returns:
         Counts, of shape (2^16,).
     """
+    import torch
+
     counts = torch.zeros(1 << _HALF, dtype=torch.int64)
     for name in tensors:
         bits = tensors[name].float().abs().contiguous().view(-1).view(torch.int32)
@@ -114,6 +116,8 @@ def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Te
 
 def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
     """Returns the bin of the n-th largest value, from 1, and its rank among the values of that bin."""
+    import torch
+
     from_above = counts.flip(0).cumsum(0)
     index = int(torch.searchsorted(from_above, n))
     before = int(from_above[index - 1]) if index else 0

@@ -14,14 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput, setting, weighted_sum
 
-from kfacpack.vectors.methods.method import MergeMethod, MethodInput, weighted_sum
+if TYPE_CHECKING:
+    from torch import Tensor
 
-ROUNDING = torch.finfo(torch.float32).eps
+
+MEAN_HELP = "Average the parameters that are not matrices instead of summing them, as in the authors' code."
+ROUNDING = 2.0**-23
 """Singular values below this share of the largest are rounding errors of zero in float32.
 
 Their vectors are arbitrary; a method that gave them weight would add noise.
@@ -51,6 +53,8 @@ def decompose(matrix: Tensor, largest: Tensor | None = None) -> SingularVectors:
     Returns:
         The singular values and vectors.
     """
+    import torch
+
     U, s, Vh = torch.linalg.svd(matrix, full_matrices=False)
     rank = int((s > ROUNDING * (s[:1] if largest is None else largest)).sum())
     return SingularVectors(U, s, Vh).first(rank)
@@ -71,6 +75,8 @@ def orthogonalize(columns: Tensor) -> Tensor:
 
 def join_orthogonal(parts: list[SingularVectors]) -> SingularVectors:
     """Concatenates singular vectors and makes them orthogonal to each other."""
+    import torch
+
     U = orthogonalize(torch.cat([part.U for part in parts], 1))
     V = orthogonalize(torch.cat([part.Vh for part in parts]).T)
     return SingularVectors(U, torch.cat([part.s for part in parts]), V.T)
@@ -81,16 +87,13 @@ class TsvMethod(MergeMethod):
     """TSV-M: task singular vectors, made orthogonal to each other."""
 
     name = "tsv"
+    help = "Keeps the largest singular vectors of each task's matrices and makes them orthogonal (TSV-M)."
     scale = (
         "α is that of the paper, which recommends 1; parameters that are not matrices are summed or, with 'mean', "
         "averaged as in the authors' code"
     )
 
-    mean: bool = False
-    """Whether parameters that are not matrices are averaged."""
-
-    def __post_init__(self) -> None:
-        self.require_bool("mean")
+    mean: bool = setting(False, MEAN_HELP)
 
     def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
         """Merges one parameter."""

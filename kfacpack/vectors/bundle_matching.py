@@ -1,0 +1,150 @@
+"""Assigns bundles to task vectors by base model, f and task, for merge methods that use curvature.
+
+A bundle belongs to a vector if all of its tasks are tasks of the vector. A vector of several tasks needs bundles that
+together contain each of its tasks: a merged one, or several.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kfacpack.curvature.curvature import Curvature
+from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate
+from kfacpack.format.identity import function_difference
+from kfacpack.merging.inputs import MergeInput, check_compatible, relative_weights
+
+if TYPE_CHECKING:
+    from kfacpack.merging.inputs import Mergeable
+    from kfacpack.vectors.task_vector import TaskVector
+
+
+@dataclass(frozen=True)
+class MatchedBundle:
+    """A bundle and the vectors that it belongs to."""
+
+    input: MergeInput
+    """The bundle."""
+    vectors: tuple[int, ...]
+    """Indices of the vectors; several only if they contain the same tasks."""
+    weight: float
+    """Factor of its G in the objective."""
+
+
+def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
+    """Opens bundles and checks that they can be used together.
+
+    Args:
+        bundles: Curvatures, or paths of bundles.
+
+    Returns:
+        The bundles.
+
+    Raises:
+        KfacpackError: If they are not a list of curvatures or paths, or are incompatible.
+    """
+    if isinstance(bundles, str | os.PathLike | Curvature):
+        raise KfacpackError("expected a list of bundles, got a single one")
+    inputs = [MergeInput.of(source, position) for position, source in enumerate(bundles, start=1)]
+    if inputs:
+        check_compatible(inputs, allow_partial=True)
+    return inputs
+
+
+def match_bundles(
+    vectors: Sequence[TaskVector], inputs: Sequence[MergeInput], *, equal_weights: bool
+) -> list[MatchedBundle]:
+    """Assigns each bundle to its vector.
+
+    Args:
+        vectors: The vectors.
+        inputs: The bundles.
+        equal_weights: Whether all tasks have the weight one, instead of weights by the size of their datasets that
+            average one.
+
+    Returns:
+        One entry per bundle, in the order of the bundles.
+
+    Raises:
+        KfacpackError: If a vector lacks a bundle, a bundle belongs to no vector or to several, or a bundle does not
+            record its task or the size of its dataset.
+        TaskVectorError: If a bundle has another base model or f than the vectors.
+    """
+    for item in inputs:
+        check_same_model(vectors[0], item)
+    owners = [_owners(item, vectors) for item in inputs]
+    for index, vector in enumerate(vectors):
+        covered = {
+            parent.task
+            for item, indices in zip(inputs, owners, strict=True)
+            if index in indices
+            for parent in item.parents
+        }
+        if missing := [task for task in vector.tasks if task not in covered]:
+            names = abbreviate(map(repr, missing))
+            remedy = f"Pass it, or estimate it: kfacpack estimate --task {missing[0]} -o {missing[0]}.kfac"
+            raise KfacpackError(f"no bundle of {names}, which vector {index + 1} contains. {remedy}")
+    weights = task_weights(inputs, equal_weights=equal_weights)
+    return [MatchedBundle(item, indices, weight) for item, indices, weight in zip(inputs, owners, weights, strict=True)]
+
+
+def task_weights(inputs: Sequence[MergeInput], *, equal_weights: bool) -> list[float]:
+    """Returns the factor of each bundle's G: by the sizes of the datasets, averaging one over the tasks, or equal.
+
+    Raises:
+        KfacpackError: If the sizes are needed, but a bundle does not record that of its dataset.
+    """
+    if equal_weights:
+        return relative_weights(inputs, [item.tasks for item in inputs])
+    for item in inputs:
+        if len(inputs) > 1 and not item.dataset_size:
+            raise KfacpackError(
+                f"{item.name}: does not record the size of its dataset, by which tasks are weighted. To give all tasks "
+                "the same weight: --task-weights equal (task_weights='equal')"
+            )
+    return relative_weights(inputs, None)
+
+
+def check_same_model(vector: TaskVector, item: MergeInput) -> None:
+    """Checks that a bundle was estimated for the model and the f of a vector.
+
+    Raises:
+        TaskVectorError: If it was not.
+    """
+    about, other = vector.about, item.curvature.about
+    if difference := function_difference(about.function, other.function):
+        raise TaskVectorError(f"{item.name}: its f is not that of the vectors: {difference}")
+    parameters = {parameter.name: parameter for parameter in other.base.parameters}
+    common = [parameter for parameter in about.base.parameters if parameter.name in parameters]
+    models = f"the bundle belongs to {other.base.name}, the vectors to {about.base.name}"
+    if not common:
+        first = about.base.parameters[0].name
+        raise TaskVectorError(f"{item.name}: covers no parameter of the vectors, such as {first!r}; {models}")
+    for parameter in common:
+        if parameters[parameter.name] != parameter:
+            problem = f"has another base model than the vectors: the parameter {parameter.name!r} differs"
+            remedy = "Estimate the bundle with the weights that the vectors were trained from"
+            raise TaskVectorError(f"{item.name}: {problem} ({models}). {remedy}")
+
+
+def _owners(item: MergeInput, vectors: Sequence[TaskVector]) -> tuple[int, ...]:
+    """Returns the indices of the vectors that contain all tasks of a bundle."""
+    tasks = [parent.task for parent in item.parents]
+    if None in tasks:
+        remedy = "Estimate it with source=kp.Source(task=NAME)"
+        raise KfacpackError(f"{item.name}: does not record its task, so it cannot be assigned to a vector. {remedy}")
+    owners = tuple(index for index, vector in enumerate(vectors) if set(tasks) <= set(vector.tasks))
+    if owners:
+        return owners
+    known = {task for vector in vectors for task in vector.tasks}
+    names = abbreviate(repr(task) for task in tasks)
+    if superfluous := [task for task in tasks if task not in known]:
+        raise KfacpackError(
+            f"{item.name}: is the bundle of {names}, but no vector contains {superfluous[0]!r}; the vectors contain "
+            f"{abbreviate(sorted(known))}. Leave it out, or pass the vector as well"
+        )
+    raise KfacpackError(
+        f"{item.name}: contains {names}, which are tasks of different vectors. Pass one bundle for each vector"
+    )

@@ -1,0 +1,253 @@
+"""Methods that minimise the drift from each vector's own model: `curvature`, `regmean`, `fisher` and `actmat`.
+
+For each block, with G_t the curvature of task t and W_t the matrix of α_t τ_t, the merged matrix is
+
+    argmin over W of  Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖²,
+
+which `merging/solve.py` computes. The methods differ in G_t:
+
+- `curvature`: the G_t of the bundle, Σ B ⊗ A or a whole matrix.
+- `regmean` (Jin et al., 2023): I ⊗ A_t, from the inputs of the layer alone. As published, the off-diagonal entries of
+  A_t are reduced. Blocks without A have the value of the prior.
+- `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
+- `actmat`: I ⊗ W_tᵀ W_t, from the vectors alone, for parameters with two dimensions. All others have the value of the
+  prior.
+
+The prior W_0 decides in directions that no curvature sees: there, `sum` is task arithmetic. All methods are linear in
+α.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kfacpack.errors import KfacpackError
+from kfacpack.vectors.methods.method import MergeMethod, MethodInput, SolvedParameters, setting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kfacpack.curvature.blocks import BlockStructure, ParameterShapes
+    from kfacpack.curvature.matrices.matrix import Matrix
+    from kfacpack.format.units import OnProgress
+    from kfacpack.vectors.block_merge import BlockTask
+    from kfacpack.vectors.bundle_matching import MatchedBundle
+
+
+DAMPING = 0.01
+DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of the summed curvature."
+PRIORS = ("sum", "mean", "zero")
+PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
+WEIGHTS = ("size", "equal")
+WEIGHTS_HELP = "Weights of the tasks: by the sizes of their datasets, averaging one, or equal."
+TOLERANCE, TOLERANCE_HELP = 1e-4, "Relative residual at which the iteration stops."
+ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
+
+
+@dataclass(frozen=True)
+class BlockMethod(MergeMethod):
+    """Base class of the methods that solve for one block after the other."""
+
+    scale = "1 is the minimum of the objective; α multiplies the result"
+
+    damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
+    prior: str = setting("sum", PRIOR_HELP, choices=PRIORS)
+
+    def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Not used: parameters are merged in blocks, by `solve`."""
+        raise KfacpackError(f"{self.name}: merges blocks of parameters, not the single parameter {name!r}")
+
+    def solve(
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
+    ) -> SolvedParameters:
+        """Merges all parameters, one block at a time."""
+        from kfacpack.merging.solve import SolveSettings
+        from kfacpack.vectors.block_merge import BlockMerger
+
+        shapes = parameter_shapes(inputs[0])
+        numeric = {name: getattr(self, name) for name in ("tolerance", "iterations") if hasattr(self, name)}
+        merger = BlockMerger(inputs, shapes, self.prior, SolveSettings(self.damping, **numeric), bundles)
+        return merger.run(*self._tasks(inputs, bundles, shapes), on_progress)
+
+    def _tasks(
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
+    ) -> tuple[Iterator[BlockTask], int]:
+        from kfacpack.vectors.block_merge import block_tasks
+
+        return block_tasks(bundles, shapes, self.structure_of)
+
+    def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
+        """Returns the G that the method uses in place of that of a bundle, or None if it does not use the block."""
+        return structure
+
+
+@dataclass(frozen=True)
+class CurvatureMethod(BlockMethod):
+    """The minimum of the summed drift in the metric of the bundles."""
+
+    name = "curvature"
+    help = "The vector whose outputs drift least from those of each vector on its own task, by the bundles."
+    needs_bundles = True
+
+    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
+    iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
+
+
+@dataclass(frozen=True)
+class RegMeanMethod(BlockMethod):
+    """RegMean: the curvature of the inputs alone, I ⊗ A."""
+
+    name = "regmean"
+    help = "Like curvature, with the inputs' factors A alone (RegMean)."
+    needs_bundles = True
+
+    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    shrink: float = setting(
+        0.1, "Share by which the off-diagonal entries of A are reduced; the paper's 1 − α.", interval="[0, 1]"
+    )
+
+    def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
+        """Returns Σ weight · I ⊗ A', where A' has smaller off-diagonal entries; None for a whole matrix."""
+        import torch
+
+        from kfacpack.curvature.blocks import Kronecker
+        from kfacpack.curvature.matrices.structured import Diagonal
+
+        if len(structure.sides) != 2:
+            return None
+        terms = []
+        for weight, B, A in zip(structure.weights, *structure.sides, strict=True):
+            ones = Diagonal.of(torch.ones(B.side, dtype=torch.float64))
+            terms.append((ones, _shrunk(A, self.shrink) if self.shrink else A, weight))
+        return Kronecker(tuple(terms))
+
+
+@dataclass(frozen=True)
+class FisherMethod(BlockMethod):
+    """Fisher merging: the diagonal of the curvature."""
+
+    name = "fisher"
+    help = "Like curvature, with the diagonals of the curvatures alone (Fisher merging)."
+    needs_bundles = True
+
+    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+
+    def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
+        """Returns the diagonal of G as a whole matrix."""
+        import torch
+
+        from kfacpack.curvature.blocks import Whole
+        from kfacpack.curvature.matrices.structured import Diagonal
+
+        total = torch.zeros(1, dtype=torch.float64)
+        for weight, *matrices in zip(structure.weights, *structure.sides, strict=True):
+            vectors = [matrix.operator(torch.float64).diagonal(matrix.side) for matrix in matrices]
+            diagonal = vectors[0] if len(vectors) == 1 else torch.outer(*vectors).flatten()
+            total = total + weight * diagonal
+        return Whole(Diagonal.of(total, psd=all(matrix.psd for _, matrix in structure.matrices())))
+
+
+@dataclass(frozen=True)
+class ActMatMethod(BlockMethod):
+    """ACTMat: W_tᵀ W_t of the vectors in place of A, without bundles."""
+
+    name = "actmat"
+    help = "Like regmean, with WᵀW of each vector's matrices W in place of A; needs no bundles (ACTMat)."
+
+    def _tasks(
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], shapes: ParameterShapes
+    ) -> tuple[Iterator[BlockTask], int]:
+        from kfacpack.format.manifest import Join, Piece
+        from kfacpack.vectors.block_merge import BlockTask
+
+        names = [name for name, shape in shapes.items() if len(shape) == 2]
+
+        def tasks() -> Iterator[BlockTask]:
+            for name in names:
+                rows, columns = shapes[name]
+                join = Join(rows=rows, columns=columns, pieces=(Piece(parameter=name),))
+                curvatures = [(1.0, _own_curvature(vector, name), index) for index, vector in enumerate(inputs)]
+                yield BlockTask(name, join, curvatures)
+
+        return tasks(), len(names)
+
+
+@dataclass(frozen=True)
+class RefineMethod(MergeMethod):
+    """The settings of `kp.refine`, which takes the curvature of other tasks out of one vector.
+
+    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ: the prior is τ, the own curvature keeps τ, and
+    that of the others pulls to zero.
+    """
+
+    name = "refine"
+    help = "Takes the curvature of other tasks out of a vector."
+    scale = "1 is the minimum of the objective; α multiplies the result"
+    needs_bundles = True
+
+    strength: float = setting(1.0, "Factor λ of the other tasks' curvature.", interval="[0, ∞)")
+    damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
+    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
+    iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
+
+    def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Not used: parameters are refined in blocks, by `solve`."""
+        raise KfacpackError(f"{self.name}: refines blocks of parameters, not the single parameter {name!r}")
+
+    def solve(
+        self, inputs: Sequence[MethodInput], bundles: Sequence[MatchedBundle], on_progress: OnProgress
+    ) -> SolvedParameters:
+        """Refines all parameters, one block at a time.
+
+        Args:
+            inputs: The vector, and the vector with α = 0, which the other tasks' curvature pulls to.
+            bundles: The bundles of the vector, for index 0, and those of the other tasks, for index 1.
+            on_progress: Called with the number of blocks done and their total.
+        """
+        from kfacpack.merging.solve import SolveSettings
+        from kfacpack.vectors.block_merge import BlockMerger, block_tasks
+
+        shapes = parameter_shapes(inputs[0])
+        settings = SolveSettings(self.damping, self.tolerance, self.iterations)
+        merger = BlockMerger(inputs, shapes, "sum", settings, bundles)
+        return merger.run(*block_tasks(bundles, shapes, lambda structure: structure), on_progress)
+
+
+def parameter_shapes(vector: MethodInput) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a vector's parameters by name."""
+    about = getattr(vector.tensors, "about", None)
+    if about is not None:
+        return {parameter.name: parameter.shape for parameter in about.base.parameters}
+    return {name: tuple(tensor.shape) for name, tensor in vector.tensors.items()}
+
+
+def _shrunk(matrix: Matrix, share: float) -> Matrix:
+    """Returns a matrix whose off-diagonal entries are multiplied by 1 − share."""
+    import torch
+
+    from kfacpack.curvature.matrices.dense import Dense
+    from kfacpack.merging.solve import WIDE_SIDE
+
+    full = matrix.dense(torch.float32 if matrix.side > WIDE_SIDE else torch.float64)
+    shrunk = (1 - share) * full
+    shrunk.diagonal().copy_(full.diagonal())
+    return Dense.of(shrunk, psd=matrix.psd)
+
+
+def _own_curvature(vector: MethodInput, name: str) -> BlockStructure:
+    """Returns I ⊗ WᵀW of a vector's matrix W, which does not depend on α."""
+    import torch
+
+    from kfacpack.curvature.blocks import Kronecker
+    from kfacpack.curvature.matrices.components import InMemoryTensors
+    from kfacpack.curvature.matrices.structured import Diagonal, LowRank
+
+    W = vector.tensors[name].double()
+    gram = LowRank(
+        W.shape[1], InMemoryTensors(data=W.T.contiguous(), weights=torch.ones(len(W), dtype=torch.float64)), psd=True
+    )
+    return Kronecker.of(Diagonal.of(torch.ones(len(W), dtype=torch.float64)), gram)
