@@ -42,6 +42,8 @@ class SealKeys(NamedTuple):
     """Name of this kind of file."""
     usage: str
     """Commands that accept such files, for errors about a file of the wrong kind."""
+    features: frozenset[str] = frozenset()
+    """The required features of this kind of file that this version supports."""
 
 
 MANIFEST_KEY = "kfac"
@@ -57,6 +59,7 @@ VECTOR = SealKeys(
     "kfacpack.vector.sha256",
     "task vector",
     "Task vectors are added by `kfacpack add`, negated by `kfacpack negate` and used by `kfacpack eval --vector`",
+    frozenset({"factors", "remainders"}),
 )
 KINDS = (BUNDLE, VECTOR)
 UNSEALED = "0" * 64
