@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from kfacpack.format.manifest import Base, Function
     from kfacpack.format.units import OnProgress
     from kfacpack.models.heads import Head
+    from kfacpack.models.model import Model
+    from kfacpack.vectors.extraction import FineTuned, OnNote
 
 
 Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
@@ -97,6 +99,48 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             BundleError: If the file cannot be read or is not a task vector.
         """
         return cls.from_storage(FileVector(path))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        base: Model | str,
+        finetuned: FineTuned,
+        *,
+        task: str | None = None,
+        on_note: OnNote = lambda note: None,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> TaskVector:
+        """Returns the task vector of a model that was fine-tuned elsewhere.
+
+        The vector of a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. The vector of a LoRA
+        adapter consists of its factors. It covers the parameters that `kp.train` trains by default and all others that
+        differ, and its regime is "full".
+
+        Args:
+            base: The base model from `kp.load_model`, or its name.
+            finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (with
+                shards and an index, of transformers, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
+                state dict or a module.
+            task: Name of the task, which bundles and evaluations refer to.
+            on_note: Called with each difference that the user should know: prefixes, heads that are left out,
+                parameters that are missing, dtypes, and frozen parameters that differ.
+            on_progress: Called with the number of parameters compared and their total.
+
+        Returns:
+            The task vector, in memory.
+
+        Raises:
+            TaskVectorError: If names, shapes or buffers do not match the base model, or if nothing differs.
+            BundleError: If a file cannot be read, is not safetensors, or is an adapter other than LoRA.
+
+        Example:
+            >>> model = kp.load_model("ViT-B-32")
+            >>> cars = kp.TaskVector.from_checkpoint(model, "cars/open_clip_model.safetensors", task="cars")
+            >>> cars.save("cars.safetensors")
+        """
+        from kfacpack.vectors.extraction import extract_storage
+
+        return cls.from_storage(extract_storage(base, finetuned, task, on_note, on_progress))
 
     @classmethod
     def from_storage(cls, storage: VectorStorage) -> TaskVector:
