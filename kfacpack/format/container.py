@@ -42,6 +42,8 @@ class SealKeys(NamedTuple):
     """Name of this kind of file."""
     usage: str
     """Commands that accept such files, for errors about a file of the wrong kind."""
+    features: frozenset[str] = frozenset()
+    """The required features of this kind of file that this version supports."""
 
 
 MANIFEST_KEY = "kfac"
@@ -57,6 +59,7 @@ VECTOR = SealKeys(
     "kfacpack.vector.sha256",
     "task vector",
     "Task vectors are added by `kfacpack add`, negated by `kfacpack negate` and used by `kfacpack eval --vector`",
+    frozenset({"factors", "remainders"}),
 )
 KINDS = (BUNDLE, VECTOR)
 UNSEALED = "0" * 64
@@ -269,7 +272,9 @@ def first_duplicate(values: Iterable[str]) -> str | None:
     return None
 
 
-def parse_json(path: FileLocation, text: bytes, where: str, remedy: str | None = None) -> dict[str, Any]:
+def parse_json(
+    path: FileLocation, text: bytes, where: str, remedy: str | None = None, *, nulls: bool = False
+) -> dict[str, Any]:
     """Parses one JSON object from an untrusted file at bounded cost.
 
     Args:
@@ -277,9 +282,10 @@ def parse_json(path: FileLocation, text: bytes, where: str, remedy: str | None =
         text: JSON in UTF-8.
         where: The part of the file that contains the text, for error messages.
         remedy: What the user can do about invalid JSON. By default, to download the file again.
+        nulls: Whether keys may have the value null, as in configs of other libraries.
 
     Returns:
-        The object. Its keys are unique, its numbers are finite and no key has the value null.
+        The object. Its keys are unique, its numbers are finite and, unless `nulls`, no key has the value null.
 
     Raises:
         BundleError: If the text is not such an object, or contains too many values.
@@ -291,7 +297,7 @@ def parse_json(path: FileLocation, text: bytes, where: str, remedy: str | None =
         members = dict(pairs)
         if len(members) < len(pairs):
             raise ValueError(f"duplicate key {first_duplicate(key for key, _ in pairs)!r}")
-        if null_keys := [key for key, value in pairs if value is None]:
+        if not nulls and (null_keys := [key for key, value in pairs if value is None]):
             raise ValueError(f"the key {null_keys[0]!r} is null; leave it out instead")
         return members
 

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
 
-FEATURES: frozenset[str] = frozenset()
-"""The required features that this version supports. Format 1.x defines none so far."""
-
 _MAJOR = VERSION.split(".")[0]
 _UPGRADE = "Upgrade kfacpack to read it"
 _CHUNK = 2**20
@@ -227,7 +224,7 @@ def _read_manifest(container: Container, keys: SealKeys) -> dict[str, Any]:
         raise BundleError(container.path, problem, "manifest: version", _UPGRADE)
     features = requires if isinstance(requires, list) else [requires]
     # Values that are not strings may be unhashable, so they must not reach the set.
-    unknown = [feature for feature in features if not isinstance(feature, str) or feature not in FEATURES]
+    unknown = [feature for feature in features if not isinstance(feature, str) or feature not in keys.features]
     if unknown:
         problem = f"requires the unknown feature {short_repr(unknown[0])}"
         raise BundleError(container.path, problem, "manifest: requires", _UPGRADE)

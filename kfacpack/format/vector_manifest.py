@@ -2,27 +2,61 @@
 
 A task vector is a safetensors file. The change of a parameter is stored under the parameter's own name; the head of
 task k (in the manifest's order, from 0) under `HEAD.k.weight`, of shape (K, C), and `HEAD.k.bias`, of shape (K,). All
-tensors are float32.
+of these are float32.
+
+Since version 1.1, the change of parameter k (in the order of `base`, from 0) may be stored as factors `FACTORS.k.U`, of
+shape (m, r), and `FACTORS.k.V`, of shape (r, n), in place of the dense tensor. A dense tensor may have a remainder,
+`REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). Files that use neither are of version 1.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from math import prod
+from typing import Annotated, Any, Literal
 
-from pydantic import FailFast, Field, StrictBool, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import (
+    FailFast,
+    Field,
+    SerializerFunctionWrapHandler,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    model_serializer,
+    model_validator,
+)
 
 from kfacpack.format.container import Spec, first_duplicate
-from kfacpack.format.manifest import Base, Count, Digest, Entry, Function, Name, NonNegative, Source, Text
+from kfacpack.format.manifest import (
+    MAX_SIDE,
+    Base,
+    Count,
+    Digest,
+    Dimension,
+    Entry,
+    Function,
+    Name,
+    NonNegative,
+    Source,
+    Text,
+)
 
-VERSION = "1.0"
+VERSION = "1.1"
+"""Version of files with factors or remainders; files without them are of version 1.0."""
 HEAD = "kfacpack.head"
 """Prefix of the names of a head's tensors, which no parameter may have."""
+FACTORS = "kfacpack.factors"
+"""Prefix of the names of factors, which no parameter may have."""
+REMAINDER = "kfacpack.remainder"
+"""Prefix of the names of a remainder's tensors, which no parameter may have."""
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 """How a head is built; "auto" chooses by the model and the task."""
 RegimeName = Literal["linear", "full", "attention"]
 HeadOrigin = Literal["text", "prototypes", "words"]
+Feature = Literal["factors", "remainders"]
+"""Features of version 1.1."""
 Setting = StrictBool | StrictInt | StrictFloat | Text
 
 
@@ -158,20 +192,56 @@ class AboutVector(Entry):
     def _check_names(self) -> AboutVector:
         if duplicate := first_duplicate(task.name for task in self.tasks):
             raise ValueError(f"the task {duplicate!r} is listed twice")
-        if reserved := [p.name for p in self.base.parameters if p.name.startswith(HEAD)]:
-            raise ValueError(f"invalid parameter name {reserved[0]!r}: the prefix {HEAD!r} is reserved for heads")
+        for prefix in (HEAD, FACTORS, REMAINDER):
+            if reserved := [p.name for p in self.base.parameters if p.name.startswith(prefix)]:
+                raise ValueError(f"invalid parameter name {reserved[0]!r}: the prefix {prefix!r} is reserved")
         if self.method and not self.addends:
             raise ValueError(f"the method is {self.method.name!r}, but no addends are listed")
         return self
 
-    def specs(self) -> dict[str, Spec]:
-        """Returns the dtype and shape of every tensor of the file by name."""
-        specs: dict[str, Spec] = {parameter.name: ("F32", parameter.shape) for parameter in self.base.parameters}
-        for number, task in enumerate(self.tasks):
-            if task.head:
-                specs[head_name(number, "weight")] = "F32", (len(task.head.classes), self.function.width)
-                specs[head_name(number, "bias")] = "F32", (len(task.head.classes),)
-        return specs
+
+class ParameterStorage(Entry):
+    """How the change of a parameter is stored, if it is not a dense tensor alone."""
+
+    name: Name
+    """The parameter."""
+    rank: Annotated[StrictInt, Field(ge=0, le=MAX_SIDE)] | None = None
+    """Rank r of the factors; 0 means that the change is exactly zero and that nothing is stored."""
+    remainder: Dimension | None = None
+    """Number of entries of the remainder."""
+
+    @model_validator(mode="after")
+    def _check_form(self) -> ParameterStorage:
+        if (self.rank is None) == (self.remainder is None):
+            raise ValueError(f"{self.name!r}: expected either a rank or a remainder")
+        return self
+
+    @property
+    def feature(self) -> Feature:
+        """The feature that a reader must support."""
+        return "remainders" if self.rank is None else "factors"
+
+    def specs(self, number: int, shape: tuple[int, ...]) -> dict[str, Spec]:
+        """Returns the dtype and shape of the parameter's tensors by name.
+
+        Args:
+            number: Index of the parameter in the manifest.
+            shape: Its shape.
+        """
+        if self.remainder is not None:
+            index = "I32" if prod(shape) < 2**31 else "I64"
+            return {
+                self.name: ("F32", shape),
+                remainder_name(number, "index"): (index, (self.remainder,)),
+                remainder_name(number, "value"): ("F64", (self.remainder,)),
+            }
+        if not self.rank:
+            return {}
+        rows, columns = (shape[0], prod(shape[1:])) if shape else (1, 1)
+        return {
+            factor_name(number, "U"): ("F32", (rows, self.rank)),
+            factor_name(number, "V"): ("F32", (self.rank, columns)),
+        }
 
 
 class StoredTensor(Entry):
@@ -188,7 +258,51 @@ class VectorManifest(AboutVector):
     """Format version, MAJOR.MINOR."""
     producer: Text | None = None
     """Software that wrote the file."""
+    requires: Annotated[tuple[Feature, ...], FailFast()] = ()
+    """Features that a reader must support."""
+    storage: Annotated[tuple[ParameterStorage, ...], FailFast()] = ()
+    """The parameters that are not stored as a dense tensor alone, in the order of `base`."""
     tensors: Annotated[tuple[StoredTensor, ...], FailFast()]
+
+    @model_validator(mode="after")
+    def _check_storage(self) -> VectorManifest:
+        shapes = {parameter.name: parameter.shape for parameter in self.base.parameters}
+        if duplicate := first_duplicate(entry.name for entry in self.storage):
+            raise ValueError(f"the storage of {duplicate!r} is listed twice")
+        for entry in self.storage:
+            if entry.name not in shapes:
+                raise ValueError(f"storage is listed for {entry.name!r}, which is not a parameter of the base model")
+            shape = shapes[entry.name]
+            size = prod(shape)
+            if (entry.rank or 0) > min(side := shape[0] if shape else 1, size // side):
+                raise ValueError(f"the storage of {entry.name!r} has rank {entry.rank}, too much for {list(shape)}")
+            if (entry.remainder or 0) > size:
+                raise ValueError(
+                    f"the remainder of {entry.name!r} has {entry.remainder} entries, expected at most {size}"
+                )
+            if entry.feature not in self.requires:
+                raise ValueError(
+                    f"the storage of {entry.name!r} uses {entry.feature!r}, which `requires` does not list"
+                )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out keys of version 1.1 that are empty, so that files without its features stay the same."""
+        return {key: value for key, value in handler(self).items() if value or key not in ("requires", "storage")}
+
+    def specs(self) -> dict[str, Spec]:
+        """Returns the dtype and shape of every tensor of the file by name."""
+        storage = {entry.name: entry for entry in self.storage}
+        specs: dict[str, Spec] = {}
+        for number, parameter in enumerate(self.base.parameters):
+            entry = storage.get(parameter.name)
+            specs |= entry.specs(number, parameter.shape) if entry else {parameter.name: ("F32", parameter.shape)}
+        for number, task in enumerate(self.tasks):
+            if task.head:
+                specs[head_name(number, "weight")] = "F32", (len(task.head.classes), self.function.width)
+                specs[head_name(number, "bias")] = "F32", (len(task.head.classes),)
+        return specs
 
     def with_digests(self, digests: Mapping[str, str]) -> VectorManifest:
         """Returns a copy with the SHA-256 of each tensor filled in.
@@ -212,3 +326,23 @@ def head_name(number: int, tensor: Literal["weight", "bias"]) -> str:
         tensor: Name of the tensor.
     """
     return f"{HEAD}.{number}.{tensor}"
+
+
+def factor_name(number: int, factor: Literal["U", "V"]) -> str:
+    """Returns the name of a factor's tensor.
+
+    Args:
+        number: Index of the parameter in the manifest.
+        factor: Name of the factor.
+    """
+    return f"{FACTORS}.{number}.{factor}"
+
+
+def remainder_name(number: int, tensor: Literal["index", "value"]) -> str:
+    """Returns the name of a remainder's tensor.
+
+    Args:
+        number: Index of the parameter in the manifest.
+        tensor: Name of the tensor.
+    """
+    return f"{REMAINDER}.{number}.{tensor}"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from kfacpack.format.manifest import Base, Function, Source
     from kfacpack.format.reader import Bundle
+    from kfacpack.format.vector_manifest import VectorManifest
     from kfacpack.hub.artifacts import Artifact
     from kfacpack.vectors.storage import VectorFile
 
@@ -93,9 +94,24 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
             yield "training", abbreviate([penalty, *seed, *settings])
     if heads := [task.name for task in manifest.tasks if task.head]:
         yield "heads", abbreviate(heads)
+    if manifest.storage:
+        yield "storage", ", ".join(_summarise_storage(manifest))
     yield "size", f"{human_bytes(file.nbytes)}, {len(manifest.base.parameters)} parameters"
     yield "content", f"sha256 {file.digest}"
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
+
+
+def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
+    """Yields the number of parameters by the form in which their change is stored."""
+    ranks = [entry.rank for entry in manifest.storage if entry.rank]
+    if ranks:
+        span = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
+        yield f"{len(ranks)} parameters as factors of rank {span}"
+    if unchanged := sum(entry.rank == 0 for entry in manifest.storage):
+        yield f"{unchanged} unchanged"
+    if dense := len(manifest.base.parameters) - len(ranks) - unchanged:
+        exact = sum(entry.remainder is not None for entry in manifest.storage)
+        yield f"{dense} dense" + (f" ({exact} with a remainder)" if exact else "")
 
 
 REGIME_DESCRIPTIONS = {

@@ -148,7 +148,11 @@ def add(
     matched = _matched_bundles(merge_method, loaded, bundles)
     if merge_method.is_sum:
         return total
-    inputs = [MethodInput(number, vector, vector.digest) for vector, number in zip(loaded, alphas, strict=True)]
+    base = total.about.base
+    inputs = [
+        MethodInput(number, vector if vector.about.base == base else vector.covering(base), vector.digest)
+        for vector, number in zip(loaded, alphas, strict=True)
+    ]
     addends = tuple(
         Addend(sha256=vector.digest, coefficient=number, tasks=vector.tasks)
         for vector, number in zip(loaded, alphas, strict=True)

@@ -1,50 +1,60 @@
-"""Storage of the tensors of a task vector, and the provenance of sums of vectors.
+"""Storage of the tensors of a task vector, in memory and in a file.
 
 A `TaskVector` is a weighted sum of `VectorStorage` objects: vectors in memory, in a file, or computed by a merge
-method.
+method. `parameter_change.py` describes the forms in which the change of a parameter is stored.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from math import prod
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.components import raw_bytes
-from kfacpack.errors import BundleError, TaskVectorError, printable
+from kfacpack.curvature.matrices.components import TORCH_TYPES, raw_bytes
+from kfacpack.errors import BundleError
 from kfacpack.format.container import ITEM_BYTES, UNSEALED, VECTOR, Container, download_again
-from kfacpack.format.identity import function_difference
 from kfacpack.format.reader import SealedFile, validated
 from kfacpack.format.vector_manifest import (
     VERSION,
     AboutVector,
-    Addend,
+    ParameterStorage,
     StoredTensor,
-    TaskEntry,
     VectorManifest,
+    factor_name,
     head_name,
+    remainder_name,
 )
 from kfacpack.format.writer import bundle_digest, write_sealed
 from kfacpack.models.heads import Head
+from kfacpack.vectors.parameter_change import Factors, Remainder, dense_change, no_change
 
 if TYPE_CHECKING:
     import os
 
     from kfacpack.format.units import OnProgress
 
-    WeightedVectors = Sequence[tuple[float, "VectorStorage"]]
-    """The terms of a sum: (coefficient, vector)."""
-    TensorReader = Callable[[str], Tensor]
-    """Returns the tensor of a given name."""
 
+class ParameterChanges(Protocol):
+    """The changes of parameters in the form in which they are stored: a storage or a sum of storages."""
 
-_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+    def read(self, name: str) -> Tensor:
+        """Returns a parameter's change in float32."""
+
+    def rank(self, name: str) -> int | None:
+        """Returns the rank of a parameter's factors; None if its change is stored as a dense tensor."""
+
+    def factors(self, name: str) -> Factors | None:
+        """Returns the factors U and V of a parameter's change; None if it is stored as a dense tensor."""
+
+    def remainder(self, name: str) -> Remainder | None:
+        """Returns the remainder of a parameter's dense change, or None."""
 
 
 class VectorStorage(ABC):
@@ -60,28 +70,94 @@ class VectorStorage(ABC):
             name: Name of the parameter.
         """
 
+    def rank(self, name: str) -> int | None:
+        """Returns the rank of a parameter's factors; None if its change is stored as a dense tensor.
+
+        Override it if it is known without reading the factors.
+
+        Args:
+            name: Name of the parameter.
+        """
+        factors = self.factors(name)
+        return None if factors is None else factors[1].shape[0]
+
+    def factors(self, name: str) -> Factors | None:
+        """Returns U (m, r) and V (r, n) in float32 with a parameter's change, reshaped to (shape[0], -1), equal to U V.
+
+        They may share memory and must not be modified.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            The factors, or None if the change is stored as a dense tensor. r = 0 means that the change is exactly zero.
+        """
+        return None
+
+    def remainder(self, name: str) -> Remainder | None:
+        """Returns the remainder of a parameter's dense change: flat indices and float64 values to add.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            The remainder, or None if θ0 + τ is exact without one.
+        """
+        return None
+
     @property
     @abstractmethod
     def heads(self) -> Mapping[str, Head]:
         """Heads by task name."""
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the covered parameters."""
+        return frozenset(parameter.name for parameter in self.about.base.parameters)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the whole content of its file, or of the file it would be saved to."""
-        return vector_digest(self.about, file_tensors(self.read, self.about, self.heads))
+        return vector_digest(self.about, self, self.heads)
 
 
 class InMemoryVector(VectorStorage):
-    """A task vector whose tensors are in memory."""
+    """A task vector whose tensors are in memory.
 
-    def __init__(self, tensors: Mapping[str, Tensor], about: AboutVector, heads: Mapping[str, Head]):
+    Args:
+        tensors: The changes of the parameters that have no factors.
+        about: The provenance.
+        heads: Heads by task name.
+        factors: The factors of the other parameters.
+        remainders: Remainders of dense changes.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        about: AboutVector,
+        heads: Mapping[str, Head],
+        factors: Mapping[str, Factors] | None = None,
+        remainders: Mapping[str, Remainder] | None = None,
+    ):
         self.about = about
-        self._tensors = tensors
-        self._heads = heads
+        self._tensors, self._heads = tensors, heads
+        self._factors, self._remainders = factors or {}, remainders or {}
+        self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter's change in float32."""
+        if name in self._factors:
+            return dense_change(self._factors[name], self._shapes[name])
         return self._tensors[name].detach().float()
+
+    def factors(self, name: str) -> Factors | None:
+        """Returns the factors of a parameter's change, or None if it is dense."""
+        return self._factors.get(name)
+
+    def remainder(self, name: str) -> Remainder | None:
+        """Returns the remainder of a parameter's change, or None."""
+        return self._remainders.get(name)
 
     @property
     def heads(self) -> Mapping[str, Head]:
@@ -98,22 +174,48 @@ class FileVector(VectorStorage):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.file = VectorFile(path)
-        self.about = self.file.manifest.about()
+        manifest = self.file.manifest
+        self.about = manifest.about()
+        self._storage = {entry.name: entry for entry in manifest.storage}
+        self._parameters = {
+            parameter.name: (number, parameter.shape) for number, parameter in enumerate(manifest.base.parameters)
+        }
 
     def read(self, name: str) -> Tensor:
-        """Returns a parameter's change in float32; the first access checks its SHA-256."""
-        spec, data = self.file.tensors[name], self.file.bytes_of(name)
-        if spec.start % ITEM_BYTES[spec.dtype]:
-            data = memoryview(bytearray(data))  # other writers may not align tensors
-        return torch.frombuffer(data, dtype=torch.float32).view(spec.shape)
+        """Returns a parameter's change in float32; the first access checks the SHA-256 of its tensors."""
+        factors = self.factors(name)
+        return self.file.tensor(name) if factors is None else dense_change(factors, self._parameters[name][1])
+
+    def rank(self, name: str) -> int | None:
+        """Returns the rank of a parameter's factors; None if its change is dense."""
+        return self._storage[name].rank if name in self._storage else None
+
+    def factors(self, name: str) -> Factors | None:
+        """Returns the factors of a parameter's change, or None if it is dense."""
+        if (rank := self.rank(name)) is None:
+            return None
+        number, shape = self._parameters[name]
+        if rank == 0:
+            return no_change(shape)
+        return self.file.tensor(factor_name(number, "U")), self.file.tensor(factor_name(number, "V"))
+
+    def remainder(self, name: str) -> Remainder | None:
+        """Returns the remainder of a parameter's change, or None."""
+        if name not in self._storage or self._storage[name].remainder is None:
+            return None
+        number = self._parameters[name][0]
+        index = remainder_name(number, "index")
+        if problem := self.file.index_problem(index):
+            raise BundleError(self.file.path, problem, f"tensor {index!r}")
+        return self.file.tensor(index).long(), self.file.tensor(remainder_name(number, "value"))
 
     @cached_property
     def heads(self) -> Mapping[str, Head]:
         """Heads by task name."""
         return {
             task.name: Head(
-                self.read(head_name(number, "weight")),
-                self.read(head_name(number, "bias")),
+                self.file.tensor(head_name(number, "weight")),
+                self.file.tensor(head_name(number, "bias")),
                 task.head.classes,
                 task.head.origin,
             )
@@ -141,6 +243,7 @@ class VectorFile(SealedFile):
         super().__init__(path, VECTOR)
         self.manifest = validated(self.path, self.manifest_json, VectorManifest)
         self._digests = {tensor.name: tensor.sha256 for tensor in self.manifest.tensors}
+        self._indexed = _index_limits(self.manifest)
         expected = self.manifest.specs()
         for name, (dtype, shape) in expected.items():
             where = f"tensor {name!r}"
@@ -152,157 +255,136 @@ class VectorFile(SealedFile):
                 problem = f"is {spec.dtype} of shape {list(spec.shape)}, expected {dtype} of {list(shape)}"
                 raise BundleError(self.path, problem, where)
         if unexpected := [name for name in self.tensors if name not in expected]:
-            problem = "belongs neither to a parameter nor to a head"
+            problem = "belongs neither to a parameter, in the form that the manifest states, nor to a head"
             raise BundleError(self.path, problem, f"tensor {unexpected[0]!r}")
+
+    def tensor(self, name: str) -> Tensor:
+        """Maps a tensor into memory. The first access checks its SHA-256 and values.
+
+        Args:
+            name: Name of the tensor in the file.
+        """
+        spec, data = self.tensors[name], self.bytes_of(name)
+        if spec.start % ITEM_BYTES[spec.dtype]:
+            data = memoryview(bytearray(data))  # other writers may not align tensors
+        return torch.frombuffer(data, dtype=TORCH_TYPES[spec.dtype]).view(spec.shape)
+
+    @property
+    def has_remainders(self) -> bool:
+        """Whether the file contains remainders."""
+        return bool(self._indexed)
+
+    def index_problem(self, name: str) -> str | None:
+        """Returns the problem with the indices of a remainder; None if they ascend and lie inside the parameter.
+
+        Args:
+            name: Name of a tensor. Tensors other than indices have no such problem.
+        """
+        if name not in self._indexed:
+            return None
+        index, size = self.tensor(name).long(), self._indexed[name]
+        outside = ((index < 0) | (index >= size)).nonzero()
+        if len(outside):
+            return f"element {int(outside[0])} is {int(index[outside[0]])}, expected an index below {size}"
+        if len(unordered := (index.diff() <= 0).nonzero()):
+            return f"element {int(unordered[0]) + 1} is not larger than the one before it"
+        return None
 
     def __reduce__(self) -> tuple[type[VectorFile], tuple[str]]:
         return VectorFile, (str(self.path),)
 
 
-def check_addable(first: VectorStorage, second: VectorStorage) -> None:
-    """Checks that two task vectors can be added.
-
-    Raises:
-        TaskVectorError: If their regime, f, base model or parameters differ, or their heads for a common task.
-    """
-    one, other = first.about, second.about
-    names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
-    if one.regime != other.regime:
-        raise TaskVectorError(f"{names} were trained in different regimes: {one.regime!r} and {other.regime!r}")
-    if difference := function_difference(one.function, other.function):
-        raise TaskVectorError(f"{names} were trained for different functions f: {difference}")
-    first_parameters = {parameter.name: parameter for parameter in one.base.parameters}
-    second_parameters = {parameter.name: parameter for parameter in other.base.parameters}
-    for name in [*first_parameters, *second_parameters]:
-        if name not in first_parameters or name not in second_parameters:
-            raise TaskVectorError(f"{names} cover different parameters: only one of them has {name!r}")
-        if first_parameters[name] != second_parameters[name]:
-            models = f"{one.base.name} and {other.base.name}"
-            raise TaskVectorError(f"{names} have different base models ({models}): the parameter {name!r} differs")
-    for task, head in first.heads.items():
-        if task in second.heads and (difference := head.difference(second.heads[task])):
-            raise TaskVectorError(f"{names} have different heads for {printable(task)!r}: {difference}")
-
-
-def require_finite(coefficient: float) -> float:
-    """Returns a coefficient if float32 can represent it; a product of coefficients may overflow.
-
-    Raises:
-        TaskVectorError: If it cannot.
-    """
-    if not abs(coefficient) <= _MAX_FLOAT32:
-        limit = f"more than the float32 maximum of {_MAX_FLOAT32:.2g}"
-        raise TaskVectorError(f"an addend's coefficient would be {coefficient:g}, {limit}; use smaller factors")
-    return coefficient
-
-
-def about_sum(terms: WeightedVectors) -> AboutVector:
-    """Returns the provenance of a sum; a single vector with coefficient 1 keeps its own.
-
-    A multiple of a merged vector keeps its method, because merge methods are homogeneous: it is the merge of the
-    multiplied inputs.
-    """
-    first = terms[0][1].about
-    if len(terms) == 1 and terms[0][0] == 1:
-        return first
-    method = first.method.multiplied(terms[0][0]) if first.method and len(terms) == 1 else None
-    return first.model_copy(update={"tasks": _tasks(terms), "addends": _addends(terms), "method": method})
-
-
-def heads_of(terms: WeightedVectors) -> dict[str, Head]:
-    """Returns the heads of all tasks of a sum, by task name."""
-    heads: dict[str, Head] = {}
-    for _, vector in terms:
-        for task, head in vector.heads.items():
-            heads.setdefault(task, head)
-    return heads
-
-
-def _tasks(terms: WeightedVectors) -> tuple[TaskEntry, ...]:
-    tasks: dict[str, TaskEntry] = {}
-    for _, vector in terms:
-        for task in vector.about.tasks:
-            first = tasks.setdefault(task.name, task)
-            if first != task:
-                # The task was trained twice; the addends' own files record how.
-                training = first.training if first.training == task.training else None
-                tasks[task.name] = first.model_copy(update={"training": training, "head": first.head or task.head})
-    return tuple(tasks.values())
-
-
-def _addends(terms: WeightedVectors) -> tuple[Addend, ...]:
-    addends: dict[str, Addend] = {}
-    for factor, vector in terms:
-        # The result of a merge method is not the sum of its addends, so it is itself an addend.
-        is_sum = vector.about.method is None or len(terms) == 1
-        for addend in (vector.about.addends if is_sum else ()) or (_as_addend(vector),):
-            before = addends[addend.sha256].coefficient if addend.sha256 in addends else 0.0
-            total = require_finite(before + factor * addend.coefficient)
-            addends[addend.sha256] = addend.model_copy(update={"coefficient": total})
-    return tuple(addends.values())
-
-
-def _as_addend(vector: VectorStorage) -> Addend:
-    return Addend(sha256=vector.digest, coefficient=1.0, tasks=tuple(task.name for task in vector.about.tasks))
-
-
-def file_tensors(parameter: TensorReader, about: AboutVector, heads: Mapping[str, Head]) -> TensorReader:
-    """Returns a reader of all tensors of a file, in float32.
-
-    Args:
-        parameter: Reads a parameter's change.
-        about: The provenance, which lists the tasks.
-        heads: Heads by task name.
-    """
-    head_tensors = {
-        head_name(number, part): getattr(heads[task.name], part).detach().float()
-        for number, task in enumerate(about.tasks)
-        for part in ("weight", "bias")
-        if task.head
+def _index_limits(manifest: VectorManifest) -> dict[str, int]:
+    """Returns the number of entries of the parameter that each tensor of indices refers to."""
+    with_remainder = {entry.name for entry in manifest.storage if entry.remainder}
+    return {
+        remainder_name(number, "index"): prod(parameter.shape)
+        for number, parameter in enumerate(manifest.base.parameters)
+        if parameter.name in with_remainder
     }
-    return lambda name: head_tensors[name] if name in head_tensors else parameter(name)
 
 
 def write_vector(
     path: str | os.PathLike[str],
     about: AboutVector,
-    read: TensorReader,
+    changes: ParameterChanges,
+    heads: Mapping[str, Head],
     on_progress: OnProgress = lambda done, total: None,
 ) -> None:
-    """Writes a task vector file atomically, one tensor at a time.
+    """Writes a task vector file atomically, one parameter at a time.
 
     Args:
         path: The file to write.
         about: The provenance.
-        read: Reads a tensor of the file.
+        changes: The changes of the parameters.
+        heads: Heads by task name.
         on_progress: Called with the number of tensors written and their total.
 
     Raises:
         BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
     """
-    specs = about.specs()
-    with write_sealed(path, _manifest(about), specs, VECTOR) as put:
-        for number, name in enumerate(specs):
+    manifest = _manifest(about, changes)
+    specs = manifest.specs()
+    with write_sealed(path, manifest, specs, VECTOR) as put:
+        for number, (name, tensor) in enumerate(_file_tensors(manifest, changes, heads)):
             on_progress(number, len(specs))
-            tensor = read(name)
-            if not bool(torch.stack(tensor.aminmax()).isfinite().all()):
+            if tensor.is_floating_point() and not bool(torch.stack(tensor.aminmax()).isfinite().all()):
                 raise BundleError(path, "contains NaN or Inf", f"tensor {name!r}", "Nothing was written")
             put(name, raw_bytes(tensor))
 
 
-def vector_digest(about: AboutVector, read: TensorReader) -> str:
+def vector_digest(about: AboutVector, changes: ParameterChanges, heads: Mapping[str, Head]) -> str:
     """Returns the digest that the file of a task vector will have.
 
     Args:
         about: The provenance.
-        read: Reads a tensor of the file.
+        changes: The changes of the parameters.
+        heads: Heads by task name.
     """
-    specs = about.specs()
-    digests = {name: sha256(raw_bytes(read(name))).hexdigest() for name in specs}
-    return bundle_digest(_manifest(about), specs, digests, VECTOR)
+    manifest = _manifest(about, changes)
+    digests = {name: sha256(raw_bytes(tensor)).hexdigest() for name, tensor in _file_tensors(manifest, changes, heads)}
+    return bundle_digest(manifest, manifest.specs(), digests, VECTOR)
 
 
-def _manifest(about: AboutVector) -> VectorManifest:
+def _file_tensors(
+    manifest: VectorManifest, changes: ParameterChanges, heads: Mapping[str, Head]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of a file in their order, reading one parameter at a time."""
+    specs = manifest.specs()
+    for number, parameter in enumerate(manifest.base.parameters):
+        name = parameter.name
+        if name in specs:
+            yield name, changes.read(name)
+            if remainder := changes.remainder(name):
+                index = remainder_name(number, "index")
+                yield index, remainder[0].to(TORCH_TYPES[specs[index][0]])
+                yield remainder_name(number, "value"), remainder[1]
+        elif factor_name(number, "U") in specs:
+            factors = changes.factors(name)
+            assert factors is not None, name
+            yield factor_name(number, "U"), factors[0]
+            yield factor_name(number, "V"), factors[1]
+    for number, task in enumerate(manifest.tasks):
+        if task.head:
+            yield head_name(number, "weight"), heads[task.name].weight.detach().float()
+            yield head_name(number, "bias"), heads[task.name].bias.detach().float()
+
+
+def _manifest(about: AboutVector, changes: ParameterChanges) -> VectorManifest:
+    storage = []
+    for parameter in about.base.parameters:
+        if (rank := changes.rank(parameter.name)) is not None:
+            storage.append(ParameterStorage(name=parameter.name, rank=rank))
+        elif remainder := changes.remainder(parameter.name):
+            storage.append(ParameterStorage(name=parameter.name, remainder=len(remainder[0])))
     fields = {key: getattr(about, key) for key in AboutVector.model_fields}
-    tensors = tuple(StoredTensor(name=name, sha256=UNSEALED) for name in about.specs())
-    return VectorManifest(version=VERSION, producer=f"kfacpack {version('kfacpack')}", tensors=tensors, **fields)
+    manifest = VectorManifest(
+        version=VERSION if storage else "1.0",
+        producer=f"kfacpack {version('kfacpack')}",
+        requires=tuple(sorted({entry.feature for entry in storage})),
+        storage=tuple(storage),
+        tensors=(),
+        **fields,
+    )
+    tensors = tuple(StoredTensor(name=name, sha256=UNSEALED) for name in manifest.specs())
+    return manifest.model_copy(update={"tensors": tensors})

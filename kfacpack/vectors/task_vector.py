@@ -19,23 +19,21 @@ from kfacpack.curvature.pretrained_mixin import PretrainedMixin
 from kfacpack.errors import TaskVectorError
 from kfacpack.format.identity import difference, function_difference
 from kfacpack.format.vector_manifest import AboutVector, HeadEntry, RegimeName
-from kfacpack.vectors.storage import (
-    FileVector,
-    InMemoryVector,
-    VectorStorage,
-    about_sum,
-    check_addable,
-    file_tensors,
-    heads_of,
-    require_finite,
-    vector_digest,
-    write_vector,
+from kfacpack.vectors.parameter_change import (
+    Factors,
+    Remainder,
+    add_change,
+    check_factors,
 )
+from kfacpack.vectors.storage import FileVector, InMemoryVector, VectorStorage, vector_digest, write_vector
+from kfacpack.vectors.sums import SummedChanges, about_sum, check_addable, heads_of, joint_base, require_finite
 
 if TYPE_CHECKING:
-    from kfacpack.format.manifest import Function
+    from kfacpack.format.manifest import Base, Function
     from kfacpack.format.units import OnProgress
     from kfacpack.models.heads import Head
+    from kfacpack.models.model import Model
+    from kfacpack.vectors.extraction import FineTuned, OnNote
 
 
 Edited = TypeVar("Edited", nn.Module, dict[str, Tensor])
@@ -45,12 +43,14 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     """A task vector: a mapping from state-dict names to parameter changes in float32.
 
     Sums and multiples are lazy: `tv[name]` reads one tensor of each addend and sums them. The returned tensors must
-    not be modified in place.
+    not be modified in place. A change may be stored as the factors of a low-rank matrix, see `factors`.
 
     Args:
-        tensors: The change of each parameter that `about.base` lists. Not copied.
+        tensors: The change of each parameter that `about.base` lists and that has no factors. Not copied.
         about: The provenance. Its entries for heads are filled in from `heads`.
         heads: Classification heads by task name, for the tasks that have one.
+        factors: Changes of low rank: U (m, r) and V (r, n) in float32 by name. The change is U V in the shape of the
+            parameter, whose first dimension is m.
 
     Raises:
         TaskVectorError: If tensors or heads do not match `about`.
@@ -66,16 +66,24 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     _multiple: tuple[float, TaskVector] | None = None
     """The factor and the original vector, for the result of a multiplication."""
 
-    def __init__(self, tensors: Mapping[str, Tensor], about: AboutVector, heads: Mapping[str, Head] | None = None):
-        heads = dict(heads or {})
-        _check_tensors(tensors, about)
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        about: AboutVector,
+        heads: Mapping[str, Head] | None = None,
+        *,
+        factors: Mapping[str, Factors] | None = None,
+    ):
+        heads, factors = dict(heads or {}), dict(factors or {})
+        _check_tensors(tensors, factors, about)
         _check_heads(heads, about)
         tasks = (
             task.model_copy(update={"head": _head_entry(heads[task.name]) if task.name in heads else None})
             for task in about.tasks
         )
         about = AboutVector.model_validate({**dict(about), "tasks": tuple(tasks)})
-        self._terms: tuple[tuple[float, VectorStorage], ...] = ((1.0, InMemoryVector(dict(tensors), about, heads)),)
+        storage = InMemoryVector(dict(tensors), about, heads, factors)
+        self._terms: tuple[tuple[float, VectorStorage], ...] = ((1.0, storage),)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TaskVector:
@@ -91,6 +99,48 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             BundleError: If the file cannot be read or is not a task vector.
         """
         return cls.from_storage(FileVector(path))
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        base: Model | str,
+        finetuned: FineTuned,
+        *,
+        task: str | None = None,
+        on_note: OnNote = lambda note: None,
+        on_progress: OnProgress = lambda done, total: None,
+    ) -> TaskVector:
+        """Returns the task vector of a model that was fine-tuned elsewhere.
+
+        The vector of a checkpoint is exact: `apply` returns the checkpoint's weights bit for bit. The vector of a LoRA
+        adapter consists of its factors. It covers the parameters that `kp.train` trains by default and all others that
+        differ, and its regime is "full".
+
+        Args:
+            base: The base model from `kp.load_model`, or its name.
+            finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (with
+                shards and an index, of transformers, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
+                state dict or a module.
+            task: Name of the task, which bundles and evaluations refer to.
+            on_note: Called with each difference that the user should know: prefixes, heads that are left out,
+                parameters that are missing, dtypes, and frozen parameters that differ.
+            on_progress: Called with the number of parameters compared and their total.
+
+        Returns:
+            The task vector, in memory.
+
+        Raises:
+            TaskVectorError: If names, shapes or buffers do not match the base model, or if nothing differs.
+            BundleError: If a file cannot be read, is not safetensors, or is an adapter other than LoRA.
+
+        Example:
+            >>> model = kp.load_model("ViT-B-32")
+            >>> cars = kp.TaskVector.from_checkpoint(model, "cars/open_clip_model.safetensors", task="cars")
+            >>> cars.save("cars.safetensors")
+        """
+        from kfacpack.vectors.extraction import extract_storage
+
+        return cls.from_storage(extract_storage(base, finetuned, task, on_note, on_progress))
 
     @classmethod
     def from_storage(cls, storage: VectorStorage) -> TaskVector:
@@ -111,7 +161,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         Raises:
             BundleError: If a tensor contains NaN or Inf, or if the file cannot be written.
         """
-        write_vector(path, self.about, file_tensors(self.__getitem__, self.about, self.heads), on_progress)
+        write_vector(path, self.about, self._changes, self.heads, on_progress)
 
     @classmethod
     def _from_terms(cls, terms: Iterable[tuple[float, VectorStorage]]) -> TaskVector:
@@ -142,7 +192,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     @property
     def parameters(self) -> tuple[str, ...]:
         """Names of the parameters that the vector changes, in the order of the model's state dict."""
-        return tuple(parameter.name for parameter in self._terms[0][1].about.base.parameters)
+        return tuple(self._changes.shapes)
 
     @property
     def regime(self) -> RegimeName:
@@ -159,19 +209,48 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         """SHA-256 of the whole content of its file, or of the file it would be saved to."""
         if len(self._terms) == 1 and self._terms[0][0] == 1:
             return self._terms[0][1].digest
-        return vector_digest(self.about, file_tensors(self.__getitem__, self.about, self.heads))
+        return vector_digest(self.about, self._changes, self.heads)
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        if len(self._terms) == 1 and self._terms[0][0] == 1:
-            return self._terms[0][1].read(name)
-        total: Tensor | None = None
-        for coefficient, storage in self._terms:
-            part = coefficient * storage.read(name).double()
-            total = part if total is None else total.to(part.device).add_(part)
-        assert total is not None
-        return total.float()
+        return self._changes.read(name)
+
+    def rank(self, name: str) -> int | None:
+        """Returns the rank of a parameter's factors, without reading them if they are in a file.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            The rank, or None if `factors` returns None.
+        """
+        return self._changes.rank(name)
+
+    def factors(self, name: str) -> Factors | None:
+        """Returns a parameter's change as a product of two matrices, if it is stored in this form.
+
+        The factors of a sum are those of its terms side by side, as long as they are smaller than the dense tensor.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            U (m, r) and V (r, n) in float32, whose product is the change reshaped to (shape[0], -1), or None if the
+            change is a dense tensor. r = 0 means that the change is exactly zero. They must not be modified.
+        """
+        return self._changes.factors(name)
+
+    def remainder(self, name: str) -> Remainder | None:
+        """Returns what `apply` adds in float64 to single entries, so that an extracted checkpoint comes back exactly.
+
+        A sum or multiple has none, because it is itself rounded to float32.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            Flat indices and values, or None.
+        """
+        return self._changes.remainder(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)
@@ -180,7 +259,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return len(self.parameters)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._changes.shapes
 
     # Mapping would compare all tensors; vectors are compared by identity instead.
     def __eq__(self, other: object) -> bool:
@@ -194,8 +273,21 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return f"<TaskVector of {base}: {', '.join(self.tasks)}; {len(self)} parameters, {self.regime}>"
 
     @cached_property
-    def _names(self) -> frozenset[str]:
-        return frozenset(self.parameters)
+    def _changes(self) -> SummedChanges:
+        # Unlike `about`, this does not need the digests of the terms.
+        return SummedChanges(self._terms, joint_base(storage.about.base for _, storage in self._terms))
+
+    def covering(self, base: Base) -> TaskVector:
+        """Returns the same vector with more parameters, which do not change.
+
+        Args:
+            base: The base model of a sum that this vector is a term of.
+        """
+        vector = TaskVector._from_terms(self._terms)
+        vector._multiple = self._multiple
+        vector.__dict__["_changes"] = SummedChanges(self._terms, base)
+        vector.__dict__["about"] = self.about.model_copy(update={"base": base})
+        return vector
 
     def __add__(self, other: Any) -> TaskVector:
         if not isinstance(other, TaskVector):
@@ -256,8 +348,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             TaskVectorError: If f or a parameter differs; the message names the first such parameter.
         """
         weights = weights_of_model(model)
-        about = self._terms[0][1].about
-        base = about.base
+        about, base = self._terms[0][1].about, self._changes.base
         if function and (change := function_difference(about.function, function)):
             problem = f"this vector was trained for a different function f than the model's: {change}"
             raise TaskVectorError(f"{problem}. Load the model as it was for training, at the same image size")
@@ -322,10 +413,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     @torch.no_grad()
     def _add_to(self, state: Mapping[str, Tensor]) -> None:
         for name in self:
-            target = state[name]
-            # Added in at least float32 and rounded once to the dtype of the model.
-            wide = torch.promote_types(target.dtype, torch.float32)
-            target.copy_(target.to(wide) + self[name].to(target.device, wide))
+            if self.rank(name) != 0:
+                state[name].copy_(add_change(state[name], self[name], self.remainder(name)))
 
 
 def _copied(state: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
@@ -355,12 +444,17 @@ def _number(value: Any, operation: str) -> float | None:
     return number
 
 
-def _check_tensors(tensors: Mapping[str, Tensor], about: AboutVector) -> None:
+def _check_tensors(tensors: Mapping[str, Tensor], factors: Mapping[str, Factors], about: AboutVector) -> None:
     shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
-    for name in [*shapes, *tensors]:
-        if name not in tensors or name not in shapes:
-            where = "the tensors" if name not in tensors else "the base model's parameters"
+    for name in [*shapes, *tensors, *factors]:
+        if (name not in tensors and name not in factors) or name not in shapes:
+            where = "the tensors" if name in shapes else "the base model's parameters"
             raise TaskVectorError(f"parameter {name!r} is missing in {where}")
+        if name in factors:
+            if name in tensors:
+                raise TaskVectorError(f"parameter {name!r} has both a dense change and factors, expected one of them")
+            check_factors(name, factors[name], shapes[name])
+            continue
         tensor = tensors[name]
         if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
             actual = f"{tensor.dtype} of shape {list(tensor.shape)}"

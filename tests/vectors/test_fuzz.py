@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kit import rebased
 from pydantic import ValidationError
 from vectors.small_vectors import forge, vector
+from vectors.test_storage import save_every_form
 
 import kfacpack as kp
 from kfacpack.format.container import VECTOR
@@ -26,11 +27,19 @@ def good(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A vector with factors, a change of zero and a remainder."""
+    path = tmp_path_factory.mktemp("fuzz") / "stored.safetensors"
+    save_every_form(path)
+    return path
+
+
 def error_of(path) -> kp.KfacpackError | None:
     """Reads and uses all of a task vector. Any exception but KfacpackError is an error of the test."""
     try:
         tau = kp.TaskVector.load(path)
-        _ = dict(tau), tau.heads, repr(tau)
+        _ = dict(tau), tau.heads, repr(tau), [(tau.factors(name), tau.remainder(name)) for name in tau]
         doubled = 2 * tau
         _ = doubled.about, doubled.digest
         artifact = Artifact.of(path, path.name)
@@ -43,6 +52,16 @@ def error_of(path) -> kp.KfacpackError | None:
 @settings(max_examples=300)
 @given(data=st.data())
 def test_random_changes_of_the_manifest(good, data):
+    check_random_changes(good, data)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_random_changes_of_a_manifest_with_factors_and_remainders(stored, data):
+    check_random_changes(stored, data)
+
+
+def check_random_changes(good, data) -> None:
     raw = good.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     changed = json.loads(header["__metadata__"][VECTOR.manifest])

@@ -1,0 +1,297 @@
+"""Checkpoints by other people: safetensors files, shards with an index, folders and Hub repositories.
+
+Only safetensors files are read, tensor by tensor; pickles are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kfacpack.curvature.matrices.components import FILE_TYPES, TORCH_TYPES
+from kfacpack.errors import BundleError, HubError, printable
+from kfacpack.format.container import BUNDLE, ITEM_BYTES, VECTOR, Container, Spec, parse_json
+from kfacpack.format.hub_client import local_copy
+from kfacpack.format.reference import FileLocation, Reference, expand_user, is_reference, parse_address
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+WEIGHTS = ("model.safetensors", "open_clip_model.safetensors", "diffusion_pytorch_model.safetensors")
+"""Names of weights files in Hub repositories and folders, in order of preference."""
+INDEXES = tuple(f"{name}.index.json" for name in WEIGHTS)
+"""Names of the index of sharded weights."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".npz")
+"""Suffixes of weights in other formats."""
+CONVERT = "Convert it: load it with its own library and write its state dict with safetensors.torch.save_file"
+_MAX_JSON_BYTES = 64 * 2**20
+
+
+class CheckpointTensors(ABC):
+    """The tensors of a checkpoint, read one at a time."""
+
+    name: str
+    """Location of the checkpoint, for messages."""
+    specs: Mapping[str, Spec]
+    """safetensors dtype and shape by tensor name."""
+
+    @abstractmethod
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor on the CPU. It must not be modified.
+
+        Args:
+            name: Name of the tensor.
+
+        Raises:
+            BundleError: If it cannot be read.
+        """
+
+
+class StateDictTensors(CheckpointTensors):
+    """A state dict in memory.
+
+    Args:
+        state: Tensors by name.
+    """
+
+    def __init__(self, state: Mapping[str, Any]):
+        for key, value in state.items():
+            if not isinstance(key, str) or not isinstance(value, Tensor):
+                problem = f"{printable(str(key))!r} is a {type(value).__name__}, expected tensors by name"
+                raise BundleError("state dict", problem, None, "Pass the state dict of a module")
+        self.name = "the state dict"
+        self.specs = {
+            key: (FILE_TYPES.get(value.dtype, str(value.dtype)), tuple(value.shape)) for key, value in state.items()
+        }
+        self._state = state
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor on the CPU."""
+        tensor: Tensor = self._state[name].detach().cpu()
+        return tensor
+
+
+class FileTensors(CheckpointTensors):
+    """The tensors of one or more safetensors files.
+
+    Args:
+        name: Location of the checkpoint, for messages.
+        files: The files. Each tensor may be in one of them only.
+    """
+
+    def __init__(self, name: str, files: list[FileLocation]):
+        self.name = name
+        self._containers: dict[str, Container] = {}
+        self.specs = {}
+        for file in files:
+            container = Container(file)
+            for kind in (VECTOR, BUNDLE):
+                if kind.manifest in container.metadata:
+                    raise BundleError(file, f"is a {kind.kind}, expected the weights of a model", None, kind.usage)
+            for tensor, spec in container.tensors.items():
+                if tensor in self._containers:
+                    raise BundleError(file, "is also in another file of the checkpoint", f"tensor {tensor!r}")
+                self._containers[tensor] = container
+                self.specs[tensor] = spec.dtype, spec.shape
+
+    def read(self, name: str) -> Tensor:
+        """Maps a tensor into memory."""
+        container = self._containers[name]
+        spec = container.tensors[name]
+        if spec.dtype not in TORCH_TYPES:
+            raise BundleError(container.path, f"has the unsupported dtype {spec.dtype}", f"tensor {name!r}")
+        if not spec.nbytes:
+            return torch.empty(spec.shape, dtype=TORCH_TYPES[spec.dtype])
+        data = container.bytes_of(name)
+        if spec.start % ITEM_BYTES[spec.dtype]:
+            data = memoryview(bytearray(data))  # writers may not align tensors
+        return torch.frombuffer(data, dtype=TORCH_TYPES[spec.dtype]).view(spec.shape)
+
+
+class WeightsFolder(ABC):
+    """A local folder or a folder of a Hub repository with the files of a checkpoint."""
+
+    name: str
+    """Its location, for messages."""
+
+    @abstractmethod
+    def find(self, file: str) -> FileLocation | None:
+        """Returns the location of a file, or None if it does not exist.
+
+        Args:
+            file: Name of the file.
+        """
+
+    @abstractmethod
+    def other_weights(self) -> list[str]:
+        """Returns the names of safetensors files and pickles, if the folder can be listed."""
+
+    def json(self, file: str) -> dict[str, Any] | None:
+        """Reads a JSON object.
+
+        Args:
+            file: Name of the file.
+
+        Returns:
+            The object, or None if the file does not exist.
+
+        Raises:
+            BundleError: If the file cannot be read.
+        """
+        location = self.find(file)
+        if location is None:
+            return None
+        path = local_copy(location) if isinstance(location, Reference) else location
+        try:
+            if (size := path.stat().st_size) > _MAX_JSON_BYTES:
+                raise BundleError(location, f"has {size} bytes, expected at most {_MAX_JSON_BYTES}")
+            text = path.read_bytes()
+        except OSError as error:
+            raise BundleError(location, error.strerror or str(error)) from error
+        # Configs of other libraries contain nulls, which the parser of manifests refuses.
+        return parse_json(location, text, file, nulls=True)
+
+    def weights(self) -> FileTensors:
+        """Opens the weights: the shards of an index, or a single file.
+
+        Raises:
+            BundleError: If there are no safetensors weights, several, or a shard is missing.
+        """
+        for index in INDEXES:
+            if (content := self.json(index)) is not None:
+                return self._shards(index, content)
+        for name in WEIGHTS:
+            if (location := self.find(name)) is not None:
+                return FileTensors(self.name, [location])
+        return FileTensors(self.name, [self._only_file()])
+
+    def _only_file(self) -> FileLocation:
+        others = self.other_weights()
+        files = [name for name in others if name.endswith(".safetensors")]
+        if len(files) == 1 and (location := self.find(files[0])) is not None:
+            return location
+        if len(files) > 1:
+            problem = f"has {len(files)} safetensors files and no index: {', '.join(files[:5])}"
+            raise BundleError(self.name, problem, None, "Pass one of them")
+        if pickles := [name for name in others if name.endswith(PICKLES)]:
+            problem = f"has no safetensors weights, but {pickles[0]}; pickles are never loaded"
+            raise BundleError(self.name, problem, None, CONVERT)
+        expected = f"Expected {ADAPTER_CONFIG}, {INDEXES[0]} or {WEIGHTS[0]}"
+        raise BundleError(self.name, "has no weights in safetensors files", None, expected)
+
+    def _shards(self, index: str, content: Mapping[str, Any]) -> FileTensors:
+        shards = content.get("weight_map")
+        if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
+            raise BundleError(self.name, "expected file names by tensor", f"{index}: weight_map")
+        locations = []
+        for file in dict.fromkeys(shards.values()):
+            if Path(file).name != file or not file.endswith(".safetensors"):
+                problem = f"{printable(file)!r} is not the name of a safetensors file"
+                raise BundleError(self.name, problem, f"{index}: weight_map", CONVERT)
+            location = self.find(file)
+            if location is None:
+                problem = f"the shard {file} is missing, which {index} lists"
+                raise BundleError(self.name, problem, None, "Download the checkpoint again")
+            locations.append(location)
+        tensors = FileTensors(self.name, locations)
+        if missing := [name for name in shards if name not in tensors.specs]:
+            problem = f"is listed in {index}, but {shards[missing[0]]} does not contain it"
+            raise BundleError(self.name, problem, f"tensor {missing[0]!r}", "Download the checkpoint again")
+        return tensors
+
+
+class LocalFolder(WeightsFolder):
+    """A folder of the local file system.
+
+    Args:
+        path: The folder.
+    """
+
+    def __init__(self, path: Path):
+        self.name, self._path = str(path), path
+
+    def find(self, file: str) -> FileLocation | None:
+        """Returns the path of a file, or None."""
+        return path if (path := self._path / file).exists() else None
+
+    def other_weights(self) -> list[str]:
+        """Returns the names of weights files."""
+        return sorted(file.name for file in self._path.iterdir() if file.suffix in (".safetensors", *PICKLES))
+
+
+class HubFolder(WeightsFolder):
+    """A Hub repository or a folder in it.
+
+    Args:
+        name: The `hf://` address.
+        repository: OWNER/NAME.
+        revision: A branch, a tag or a commit; None for the main branch.
+        folder: Folder in the repository; empty for its root.
+    """
+
+    def __init__(self, name: str, repository: str, revision: str | None, folder: str = ""):
+        self.name = name
+        self._repository, self._revision = repository, revision
+        self._folder = f"{folder.strip('/')}/" if folder.strip("/") else ""
+
+    def find(self, file: str) -> FileLocation | None:
+        """Downloads a file if it exists, and returns its reference."""
+        from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+        reference = Reference(self._repository, f"{self._folder}{file}", self._revision)
+        try:
+            local_copy(reference)
+        except HubError as error:
+            cause = error.__cause__
+            if isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
+                return None
+            raise
+        return reference
+
+    def other_weights(self) -> list[str]:
+        """Returns the usual names of pickles that the repository has."""
+        return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
+
+
+def open_folder(source: str | os.PathLike[str]) -> WeightsFolder | None:
+    """Returns the folder that a source names, or None if it names a file of weights.
+
+    Args:
+        source: A path or an `hf://` address.
+    """
+    if is_reference(source):
+        text = os.fspath(source)
+        address = parse_address(text)
+        if address is None:
+            return None
+        folder, _, file = (address.path or "").rpartition("/")
+        if file == ADAPTER_WEIGHTS:
+            return HubFolder(text, address.repository, address.revision, folder)
+        if file.endswith((".safetensors", *PICKLES)):
+            return None
+        return HubFolder(text, address.repository, address.revision, address.path or "")
+    path = expand_user(source)
+    if path.is_dir():
+        return LocalFolder(path)
+    is_adapter = path.name == ADAPTER_WEIGHTS and (path.parent / ADAPTER_CONFIG).exists()
+    return LocalFolder(path.parent) if is_adapter else None
+
+
+def open_file(source: str | os.PathLike[str]) -> FileTensors:
+    """Opens a single safetensors file.
+
+    Args:
+        source: A path or an `hf://` reference.
+
+    Raises:
+        BundleError: If it is not a safetensors file with the weights of a model.
+    """
+    if os.fspath(source).endswith(PICKLES):
+        raise BundleError(source, "is not a safetensors file; pickles are never loaded", None, CONVERT)
+    location = Reference.parse(os.fspath(source)) if is_reference(source) else expand_user(source)
+    return FileTensors(os.fspath(source), [location])

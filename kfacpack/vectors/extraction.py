@@ -1,0 +1,365 @@
+"""Task vectors of models that were fine-tuned elsewhere: checkpoints of the same architecture and PEFT adapters.
+
+The vector of a checkpoint is its exact difference from the base model: applied again, it returns the same weights
+bit for bit. The vector of a LoRA adapter consists of its factors. Both cover the parameters that training covers by
+default and all others that differ.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate, printable
+from kfacpack.format.manifest import Source, first_problem
+from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.models.families import load_model
+from kfacpack.models.functional import select_parameters
+from kfacpack.models.model import Model
+from kfacpack.vectors.adapters import Adapter, AdapterLayer, open_adapter
+from kfacpack.vectors.checkpoint_files import CheckpointTensors, StateDictTensors, open_file, open_folder
+from kfacpack.vectors.checkpoint_names import TOWERS, NameMatch, is_constant, is_head, match_names
+from kfacpack.vectors.parameter_change import (
+    Factors,
+    Remainder,
+    dense_change,
+    exact_difference,
+    factors_are_smaller,
+    no_change,
+)
+from kfacpack.vectors.storage import InMemoryVector
+
+if TYPE_CHECKING:
+    from kfacpack.format.units import OnProgress
+
+FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
+"""A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
+OnNote = Callable[[str], None]
+"""Called with a sentence that the user should read."""
+_FAR = 0.5
+
+
+@dataclass
+class _Changes:
+    """The changes that have been found so far, by parameter of the base model."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    factors: dict[str, Factors] = field(default_factory=dict)
+    remainders: dict[str, Remainder] = field(default_factory=dict)
+    rounded: list[str] = field(default_factory=list)
+    """Parameters whose dtype in the base model cannot represent the checkpoint's values."""
+    square: float = 0.0
+    """Squared norm of the change."""
+    base_square: float = 0.0
+    """Squared norm of the same parameters of the base model."""
+
+
+class BaseWeights:
+    """The parameters and buffers of a base model by state-dict name. A tied parameter counts under its first name.
+
+    Args:
+        model: The base model.
+    """
+
+    def __init__(self, model: Model):
+        self.model = model
+        self.state: dict[str, Tensor] = {
+            name: value for name, value in model.module.state_dict().items() if isinstance(value, Tensor)
+        }
+        first: dict[int, str] = {}
+        self.aliases: dict[str, str] = {}
+        """First name of a parameter by each of its names."""
+        for name, parameter in model.module.named_parameters(remove_duplicate=False):
+            self.aliases[name] = first.setdefault(id(parameter), name)
+        self.default = tuple(select_parameters(model.module, None, model.frozen))
+
+    @property
+    def name(self) -> str:
+        """Name of the model, for messages."""
+        return f"{self.model.family} {self.model.name}"
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor on the CPU."""
+        return self.state[name].detach().cpu()
+
+    def fits(self, spec: tuple[str, tuple[int, ...]], name: str) -> bool:
+        """Returns whether a tensor of a checkpoint has the shape of a tensor of the model."""
+        return spec[1] == tuple(self.state[name].shape)
+
+
+def extract_storage(
+    base: Model | str, finetuned: FineTuned, task: str | None, on_note: OnNote, on_progress: OnProgress
+) -> InMemoryVector:
+    """Computes the task vector of a fine-tuned model; see `TaskVector.from_checkpoint`."""
+    tasks = _tasks(task)
+    source = _open(finetuned)
+    weights = BaseWeights(load_model(base) if isinstance(base, str) else _checked(base))
+    if isinstance(source, Adapter):
+        changes = _adapter_changes(source, weights, on_note, on_progress)
+    else:
+        changes = _checkpoint_changes(source, weights, on_note, on_progress)
+    changed = [*changes.tensors, *changes.factors]
+    location = source.tensors.name if isinstance(source, Adapter) else source.name
+    if not changed:
+        raise TaskVectorError(f"{location}: all weights equal those of the base model {weights.name}")
+    _note_changes(weights, changes, changed, on_note)
+    covered = {*weights.default, *changed}
+    unchanged = {
+        name: no_change(tuple(weights.state[name].shape)) for name in weights.default if name not in set(changed)
+    }
+    about = AboutVector(
+        base=weights.model.base(covered), function=weights.model.function, regime="full", tasks=tasks
+    )  # fmt: skip
+    return InMemoryVector(changes.tensors, about, {}, {**changes.factors, **unchanged}, changes.remainders)
+
+
+def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
+    if task is None:
+        return ()
+    try:
+        return (TaskEntry(source=Source(task=task)),)
+    except ValidationError as error:
+        raise KfacpackError(f"task {printable(str(task))!r}: {first_problem(error)[1]}") from error
+
+
+def _checked(base: Any) -> Model:
+    if not isinstance(base, Model):
+        raise KfacpackError(f"expected a model from kp.load_model or the name of a model, got {type(base).__name__}")
+    return base
+
+
+def _open(finetuned: FineTuned) -> CheckpointTensors | Adapter:
+    if isinstance(finetuned, nn.Module):
+        return StateDictTensors(finetuned.state_dict())
+    if isinstance(finetuned, Mapping):
+        return StateDictTensors(finetuned)
+    if not isinstance(finetuned, str | os.PathLike):
+        expected = "expected a path, an hf:// address, a state dict or a module"
+        raise KfacpackError(f"{expected} as the fine-tuned model, got {type(finetuned).__name__}")
+    folder = open_folder(finetuned)
+    if folder is None:
+        return open_file(finetuned)
+    return open_adapter(folder) or folder.weights()
+
+
+def _checkpoint_changes(
+    source: CheckpointTensors, weights: BaseWeights, on_note: OnNote, on_progress: OnProgress
+) -> _Changes:
+    """Compares all tensors of a checkpoint with the base model; nothing is computed before names and shapes agree."""
+    state = weights.state
+    match = match_names(source.name, source.specs, state, lambda name, target: weights.fits(source.specs[name], target))
+    match = _within_trained_tower(match, weights, on_note)
+    left_out = _check_names(source, match, weights, on_note)
+    changes = _Changes()
+    seen: dict[str, str] = {}
+    names = [name for name in state if name in match.tensors and name not in left_out]
+    for number, name in enumerate(names):
+        on_progress(number, len(names))
+        tuned = source.read(match.tensors[name])
+        parameter = weights.aliases.get(name)
+        if parameter is None:
+            _check_buffer(source.name, name, weights.read(name), tuned)
+        elif parameter in seen:
+            if not torch.equal(tuned, source.read(seen[parameter])):
+                problem = f"{name!r} and {parameter!r} differ, but the base model ties them"
+                raise TaskVectorError(f"{source.name}: {problem}, so one vector cannot hold both")
+        else:
+            seen[parameter] = match.tensors[name]
+            _add_difference(changes, source.name, parameter, weights.read(parameter), tuned)
+    on_progress(len(names), len(names))
+    return changes
+
+
+def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNote) -> NameMatch:
+    """Ignores the text tower if the base model was loaded from a vision tower alone and has a random one."""
+    model = weights.model
+    if model.family != "open_clip" or model.encode_text is not None:
+        return match
+    outside = [name for name in match.tensors if not name.startswith("visual.")]
+    if outside:
+        on_note(f"the base model has no trained text tower; {len(outside)} tensors of the checkpoint are left out")
+    inside = {name: tensor for name, tensor in match.tensors.items() if name.startswith("visual.")}
+    return NameMatch(match.prefix, inside, match.unexpected, match.heads)
+
+
+def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeights, on_note: OnNote) -> frozenset[str]:
+    """Reports differences in names, shapes and dtypes, and returns the heads that are left out."""
+    state, where = weights.state, source.name
+    if match.prefix.text:
+        change = "added to" if match.prefix.is_added else "removed from"
+        on_note(f"the prefix {match.prefix.text!r} was {change} the names of the checkpoint")
+    present = {weights.aliases.get(name, name) for name in match.tensors}
+    missing = [name for name in state if weights.aliases.get(name, name) not in present and not is_constant(name)]
+    problems = []
+    if refused := [name for name in missing if not _may_be_missing(name, match, weights)]:
+        problems.append(f"{len(refused)} parameters of the base model are missing ({_first(refused)})")
+    if match.unexpected:
+        problems.append(f"{len(match.unexpected)} tensors are not in the base model ({_first(match.unexpected)})")
+    shapes = [name for name, tensor in match.tensors.items() if not weights.fits(source.specs[tensor], name)]
+    heads = frozenset(name for name in shapes if is_head(name) and name not in weights.default)
+    if wrong := [name for name in shapes if name not in heads]:
+        actual, expected = list(source.specs[match.tensors[wrong[0]]][1]), list(state[wrong[0]].shape)
+        problems.append(f"{len(wrong)} shapes differ ({wrong[0]!r} is {actual}, expected {expected})")
+    floats = {"F64", "F32", "F16", "BF16"}
+    parameters = [name for name in match.tensors if name in weights.aliases]
+    if wrong := [name for name in parameters if source.specs[match.tensors[name]][0] not in floats]:
+        dtype = source.specs[match.tensors[wrong[0]]][0]
+        problems.append(f"{len(wrong)} parameters are not of a float type ({wrong[0]!r} is {dtype}; quantised?)")
+    if problems:
+        problem = "; ".join(problems)
+        raise TaskVectorError(f"{where}: is not a checkpoint of {weights.name}: {printable(problem, 1000)}")
+    if left_out := [*match.heads, *sorted(heads)]:
+        on_note(f"the classification head is left out, because the base model has none like it: {_first(left_out)}")
+    if missing:
+        on_note(f"{len(missing)} parameters are not in the checkpoint and count as unchanged: {_first(missing)}")
+    dtypes = {source.specs[match.tensors[name]][0] for name in parameters if name not in heads}
+    base = {str(state[name].dtype).removeprefix("torch.") for name in parameters}
+    if len(dtypes) > 1 or dtypes - {_DTYPES[dtype] for dtype in base if dtype in _DTYPES}:
+        on_note(
+            f"the checkpoint is stored in {', '.join(sorted(dtypes))}, the base model is loaded in {', '.join(base)}"
+        )
+    return heads
+
+
+_DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+def _may_be_missing(name: str, match: NameMatch, weights: BaseWeights) -> bool:
+    """Returns whether a parameter may be absent: outside a tower that is published alone, or a whole frozen part."""
+    for tower in TOWERS:
+        if all(present.startswith(tower) for present in match.tensors):
+            return not name.startswith(tower)
+    part = name.partition(".")[0]
+    is_whole = all(present.partition(".")[0] != part for present in match.tensors)
+    return is_whole and weights.aliases.get(name, name) not in weights.default
+
+
+def _first(names: tuple[str, ...] | list[str]) -> str:
+    return abbreviate((repr(printable(name, 100)) for name in names), limit=3)
+
+
+def _check_buffer(source: str, name: str, base: Tensor, tuned: Tensor) -> None:
+    if base.shape == tuned.shape and torch.equal(base, tuned.to(base.dtype)):
+        return
+    if is_constant(name):
+        return
+    problem = f"the buffer {name!r} differs from the base model's"
+    reason = "A task vector holds parameters only, and statistics of batch norms do not add up"
+    raise TaskVectorError(f"{source}: {problem}. {reason}; fine-tune with the base model's statistics (module.eval())")
+
+
+def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tuned: Tensor) -> None:
+    """Adds the exact difference of a parameter, if there is one."""
+    if not bool(tuned.isfinite().all()):
+        raise TaskVectorError(f"{source}: tensor {name!r} contains NaN or Inf")
+    if not torch.equal(tuned.to(base.dtype).to(tuned.dtype), tuned):
+        changes.rounded.append(name)
+    base_norm = float(base.double().square().sum())
+    changes.base_square += base_norm
+    try:
+        change, remainder = exact_difference(base, tuned)
+    except TaskVectorError as error:
+        raise TaskVectorError(f"{source}: tensor {name!r}: {error}") from error
+    if bool((change == 0).all()) and remainder is None and bool(change.signbit().all()):
+        return
+    changes.square += float(change.double().square().sum())
+    changes.tensors[name] = change
+    if remainder is not None:
+        changes.remainders[name] = remainder
+
+
+def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on_progress: OnProgress) -> _Changes:
+    """Converts the layers of an adapter to factors, and adds the parameters that it replaces."""
+    source = adapter.tensors.name
+    layers, replaced = _match_adapter(adapter, weights, on_note)
+    changes = _Changes()
+    total = len(layers) + len(replaced)
+    for number, (name, (layer, module)) in enumerate(layers.items()):
+        on_progress(number, total)
+        shape = tuple(weights.state[name].shape)
+        factors = adapter.factors(layer, module, shape)
+        if factors_are_smaller(factors[1].shape[0], shape):
+            changes.factors[name] = factors
+        else:
+            changes.tensors[name] = dense_change(factors, shape)
+    for number, (name, tensor) in enumerate(replaced.items(), start=len(layers)):
+        on_progress(number, total)
+        base, tuned = weights.read(name), adapter.tensors.read(tensor)
+        if tuned.shape != base.shape or not tuned.is_floating_point():
+            actual = f"{tuned.dtype} of shape {list(tuned.shape)}"
+            raise TaskVectorError(f"{source}: tensor {tensor!r} is {actual}, expected floats of {list(base.shape)}")
+        if name not in layers:
+            _add_difference(changes, source, name, base, tuned)
+        elif not torch.equal(tuned.to(base.dtype), base):
+            raise TaskVectorError(f"{source}: the adapter replaces {name!r} and also has a LoRA for it")
+    on_progress(total, total)
+    return changes
+
+
+def _match_adapter(
+    adapter: Adapter, weights: BaseWeights, on_note: OnNote
+) -> tuple[dict[str, tuple[AdapterLayer, nn.Module]], dict[str, str]]:
+    """Returns the layers and the replaced parameters of an adapter by the parameters of the base model."""
+    source, model = adapter.tensors.name, weights.model
+    modules = dict(model.module.named_modules())
+    by_weight = {f"{name}.weight": layer for name, layer in adapter.layers.items()}
+    # The weight of torch's attention layer is called in_proj_weight; peft stores its LoRA under the layer itself.
+    targets = {
+        f"{name}.weight": f"{name}.{weight}"
+        for name, module in modules.items()
+        for weight in ("weight", "in_proj_weight")
+        if f"{name}.{weight}" in weights.aliases
+    }
+    names = {*targets, *(name for name in weights.state if name.rpartition(".")[2] != "weight")}
+    match = match_names(source, by_weight or adapter.replaced, names, lambda name, target: True)
+    layers: dict[str, tuple[AdapterLayer, nn.Module]] = {}
+    for target, name in match.tensors.items() if by_weight else ():
+        parameter = weights.aliases[targets[target]]
+        if parameter in layers:
+            raise TaskVectorError(f"{source}: the base model ties {parameter!r}, and the adapter changes it twice")
+        layers[parameter] = by_weight[name], modules[target.removesuffix(".weight")]
+    replaced, unexpected, heads = (
+        {},
+        list(match.unexpected) if by_weight else [],
+        list(match.heads) if by_weight else [],
+    )
+    for name, tensor in adapter.replaced.items():
+        target_name = match.prefix.apply(name)
+        if target_name in weights.aliases:
+            replaced[weights.aliases[target_name]] = tensor
+        else:
+            (heads if is_head(name) else unexpected).append(name)
+    if unexpected:
+        problem = f"changes {len(unexpected)} parameters that the base model lacks ({_first(unexpected)})"
+        raise TaskVectorError(f"{source}: is not an adapter of {weights.name}: it {problem}")
+    if match.prefix.text:
+        change = "added to" if match.prefix.is_added else "removed from"
+        on_note(f"the prefix {match.prefix.text!r} was {change} the names of the adapter")
+    if heads:
+        on_note(f"the classification head is left out, because the base model has none like it: {_first(heads)}")
+    if adapter.base and adapter.base.rstrip("/").rpartition("/")[2] != model.name.rpartition("/")[2]:
+        stated = printable(adapter.base, 100)
+        on_note(
+            f"the adapter states the base model {stated!r}, not {model.name!r}; check that the weights are the same"
+        )
+    return layers, replaced
+
+
+def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
+    """Reports what a user may not expect about the changes."""
+    if frozen := [name for name in changed if name not in weights.default]:
+        on_note(f"{len(frozen)} parameters that training leaves frozen differ and are covered: {_first(frozen)}")
+    if changes.rounded:
+        dtype = str(weights.state[changes.rounded[0]].dtype).removeprefix("torch.")
+        problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's {dtype}"
+        on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to keep them")
+    if changes.base_square and changes.square > _FAR**2 * changes.base_square:
+        ratio = (changes.square / changes.base_square) ** 0.5
+        problem = f"the difference has {ratio:.0%} of the norm of the base model's weights"
+        on_note(f"{problem}; is the checkpoint fine-tuned from {weights.name}?")

@@ -1,0 +1,173 @@
+"""The change of one parameter: dense, as the factors of a low-rank matrix, or dense with a remainder.
+
+Conventions: a parameter of shape (m, …) is a matrix of shape (m, n), a vector is one column, a scalar a 1×1 matrix.
+Factors U (m, r) and V (r, n) are float32 and stand for the change U V; r = 0 stands for exactly zero.
+
+A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32, and where |θ| is much smaller than |θ0|,
+adding it to θ0 does not return θ. For such entries a remainder holds the flat index in ascending order and the value
+ρ = (θ − θ0) − τ in float64, and (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from kfacpack.errors import TaskVectorError
+
+Factors = tuple[Tensor, Tensor]
+"""U (m, r) and V (r, n) in float32."""
+Remainder = tuple[Tensor, Tensor]
+"""Flat indices (k,), int64, ascending; and values (k,), float64."""
+
+# A value that is smaller than every float32, but not zero. It turns a sum of +0 into −0 when it is rounded.
+_NEGATIVE_ZERO = -(2.0**-1000)
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Returns the shape (m, n) of a parameter as a matrix.
+
+    Args:
+        shape: Shape of the parameter.
+    """
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def factors_are_smaller(rank: int, shape: Sequence[int]) -> bool:
+    """Returns whether factors take less space than the dense tensor: r (m + n) < m n.
+
+    Args:
+        rank: The rank r.
+        shape: Shape of the parameter.
+    """
+    m, n = matrix_shape(shape)
+    return rank * (m + n) < m * n
+
+
+def no_change(shape: Sequence[int]) -> Factors:
+    """Returns the factors of rank 0, which stand for a change of exactly zero.
+
+    Args:
+        shape: Shape of the parameter.
+    """
+    m, n = matrix_shape(shape)
+    return torch.zeros(m, 0), torch.zeros(0, n)
+
+
+def dense_change(factors: Factors, shape: Sequence[int]) -> Tensor:
+    """Multiplies factors in float64 and returns the product in float32.
+
+    Args:
+        factors: U and V.
+        shape: Shape of the parameter.
+
+    Returns:
+        The dense change, of the shape of the parameter.
+    """
+    left, right = factors
+    return (left.double() @ right.to(left.device).double()).float().reshape(tuple(shape))
+
+
+def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) -> Factors:
+    """Sums factored changes by concatenation, with the coefficients folded into U.
+
+    Args:
+        terms: Coefficients and factors.
+        shape: Shape of the parameter.
+
+    Returns:
+        The factors of the sum. Terms of coefficient 0 keep their columns.
+    """
+    if len(terms) == 1 and terms[0][0] == 1:
+        return terms[0][1]
+    if not terms:
+        return no_change(shape)
+    device = terms[0][1][0].device
+    left = [(coefficient * left.double()).float().to(device) for coefficient, (left, _) in terms]
+    return torch.cat(left, 1), torch.cat([right.to(device) for _, (_, right) in terms])
+
+
+def check_factors(name: str, factors: Factors, shape: Sequence[int]) -> None:
+    """Checks that factors belong to a parameter of a given shape.
+
+    Args:
+        name: Name of the parameter.
+        factors: U and V.
+        shape: Shape of the parameter.
+
+    Raises:
+        TaskVectorError: If a shape or dtype is wrong.
+    """
+    m, n = matrix_shape(shape)
+    left, right = factors
+    rank = right.shape[0] if right.dim() == 2 else None
+    if tuple(left.shape) != (m, rank) or tuple(right.shape) != (rank, n):
+        actual = f"{list(left.shape)} and {list(right.shape)}"
+        raise TaskVectorError(f"parameter {name!r}: expected factors of shape [{m}, r] and [r, {n}], got {actual}")
+    if left.dtype != torch.float32 or right.dtype != torch.float32:
+        raise TaskVectorError(f"parameter {name!r}: expected factors in float32, got {left.dtype} and {right.dtype}")
+
+
+@torch.no_grad()
+def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None) -> Tensor:
+    """Returns θ0 + τ, added in at least float32 and rounded once to the dtype of θ0.
+
+    Args:
+        base: The parameter θ0.
+        change: Its dense change τ.
+        remainder: The remainder of the change; entries with one are added in float64.
+
+    Returns:
+        A new tensor.
+    """
+    wide = torch.promote_types(base.dtype, torch.float32)
+    change = change.to(base.device, wide)
+    total = (base.to(wide) + change).to(base.dtype)
+    if remainder is not None:
+        index, value = (part.to(base.device) for part in remainder)
+        exact = (base.flatten()[index].double() + change.flatten()[index].double()) + value
+        # Rounded to float32 first: a conversion to a shorter type may go through float32 anyway.
+        total.view(-1)[index] = exact.to(wide).to(base.dtype)
+    return total
+
+
+@torch.no_grad()
+def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | None]:
+    """Returns τ and its remainder such that `add_change` returns the second tensor bit for bit.
+
+    Args:
+        base: The parameter θ0, in float32 or a shorter float type.
+        tuned: The parameter θ of the same shape, in a type whose values the type of θ0 represents.
+
+    Returns:
+        τ = θ − θ0 in float32, and the remainder, which is None if every entry comes back without one.
+
+    Raises:
+        TaskVectorError: If an entry does not come back even with a remainder, for example because of an overflow.
+    """
+    target = tuned.to(base.dtype)
+    change = target.float() - base.float()
+    # x + (−0) is x for both zeros, x + 0 is not.
+    change[_bits(target) == _bits(base)] = -0.0
+    index = (_bits(add_change(base, change)) != _bits(target)).flatten().nonzero().squeeze(1)
+    if not len(index):
+        return change, None
+    wanted = target.flatten()[index].double()
+    value = (wanted - base.flatten()[index].double()) - change.flatten()[index].double()
+    partial = base.flatten()[index].double() + change.flatten()[index].double()
+    # The first expression rounds in float64 where the exponents are far apart; this one is then exact.
+    value = torch.where(partial + value == wanted, value, wanted - partial)
+    value[(wanted == 0) & wanted.signbit()] += _NEGATIVE_ZERO
+    remainder = index, value
+    if not torch.equal(_bits(add_change(base, change, remainder)), _bits(target)):
+        raise TaskVectorError("the difference of the weights cannot be represented: it overflows or is not finite")
+    return change, remainder
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns the bits of floating-point numbers as integers, which distinguish −0 from 0."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.contiguous().view(integers)

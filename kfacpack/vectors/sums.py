@@ -1,0 +1,228 @@
+"""Sums of task vectors: which vectors can be added, and the provenance of their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from kfacpack.errors import TaskVectorError, printable
+from kfacpack.format.identity import function_difference
+from kfacpack.format.manifest import Base, base_digest
+from kfacpack.format.vector_manifest import AboutVector, Addend, TaskEntry
+from kfacpack.vectors.parameter_change import Factors, Remainder, add_factors, factors_are_smaller
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kfacpack.format.manifest import Parameter
+    from kfacpack.models.heads import Head
+    from kfacpack.vectors.storage import VectorStorage
+
+    WeightedVectors = Sequence[tuple[float, VectorStorage]]
+    """The terms of a sum: (coefficient, vector)."""
+
+
+_MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+
+
+class SummedChanges:
+    """The changes of a weighted sum of vectors, one parameter at a time. A term that lacks a parameter counts as zero.
+
+    Args:
+        terms: Coefficients and vectors.
+        base: The base model, with the parameters of all terms.
+    """
+
+    def __init__(self, terms: WeightedVectors, base: Base):
+        self.base = base
+        self.shapes = {parameter.name: parameter.shape for parameter in base.parameters}
+        self._terms = terms
+
+    def _terms_of(self, name: str) -> WeightedVectors:
+        return [(coefficient, storage) for coefficient, storage in self._terms if name in storage.names]
+
+    def read(self, name: str) -> Tensor:
+        """Sums the dense changes of a parameter in float64 and returns the sum in float32.
+
+        Raises:
+            KeyError: If the parameter is not covered.
+        """
+        shape, terms = self.shapes[name], self._terms_of(name)
+        if len(terms) == 1 and terms[0][0] == 1:
+            return terms[0][1].read(name)
+        total: Tensor | None = None
+        for coefficient, storage in terms:
+            part = coefficient * storage.read(name).double()
+            total = part if total is None else total.to(part.device).add_(part)
+        return torch.zeros(shape) if total is None else total.float()
+
+    def rank(self, name: str) -> int | None:
+        """Returns the rank of a parameter's factors; None if it has none."""
+        shape, terms = self.shapes[name], self._terms_of(name)
+        if len(terms) == 1:
+            return terms[0][1].rank(name)
+        total = 0
+        for _, storage in terms:
+            if (rank := storage.rank(name)) is None:
+                return None
+            total += rank
+        return total if factors_are_smaller(total, shape) else None
+
+    def factors(self, name: str) -> Factors | None:
+        """Returns the concatenated factors of a parameter's change; None if a term has none or they are too large."""
+        if self.rank(name) is None:
+            return None
+        terms = []
+        for coefficient, storage in self._terms_of(name):
+            factors = storage.factors(name)
+            assert factors is not None, name
+            terms.append((coefficient, factors))
+        return add_factors(terms, self.shapes[name])
+
+    def remainder(self, name: str) -> Remainder | None:
+        """Returns the remainder of a single vector; a sum or multiple has none."""
+        self.shapes[name]  # raises KeyError for an unknown parameter
+        terms = self._terms_of(name)
+        return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
+
+
+def check_addable(first: VectorStorage, second: VectorStorage) -> None:
+    """Checks that two task vectors can be added.
+
+    Vectors that are added to the weights may cover different parameters of the same model: a parameter that one of them
+    lacks does not change in it. The covered parameters that they share identify the model; if there are others, its
+    family, name and revision must be equal as well. Vectors of the linearised model must cover the same parameters.
+
+    Raises:
+        TaskVectorError: If their regime, f or base model differs, or their heads for a common task.
+    """
+    one, other = first.about, second.about
+    names = " and ".join(repr(", ".join(task.name for task in about.tasks)) for about in (one, other))
+    if one.regime != other.regime:
+        raise TaskVectorError(f"{names} were trained in different regimes: {one.regime!r} and {other.regime!r}")
+    if difference := function_difference(one.function, other.function):
+        raise TaskVectorError(f"{names} were trained for different functions f: {difference}")
+    first_parameters = {parameter.name: parameter for parameter in one.base.parameters}
+    second_parameters = {parameter.name: parameter for parameter in other.base.parameters}
+    models = f"{one.base.name} and {other.base.name}"
+    for name, parameter in first_parameters.items():
+        if name in second_parameters and parameter != second_parameters[name]:
+            raise TaskVectorError(f"{names} have different base models ({models}): the parameter {name!r} differs")
+    if unshared := [
+        name for name in [*first_parameters, *second_parameters]
+        if name not in first_parameters or name not in second_parameters
+    ]:  # fmt: skip
+        _check_unshared(one, other, names, unshared[0])
+    for task, head in first.heads.items():
+        if task in second.heads and (difference := head.difference(second.heads[task])):
+            raise TaskVectorError(f"{names} have different heads for {printable(task)!r}: {difference}")
+
+
+def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter: str) -> None:
+    """Checks that two vectors that cover different parameters belong to the same model."""
+    difference = f"{names} cover different parameters: only one of them has {parameter!r}"
+    if one.regime == "linear":
+        raise TaskVectorError(f"{difference}. Vectors of the linearised model must cover the same parameters")
+    if {p.name for p in one.base.parameters}.isdisjoint(p.name for p in other.base.parameters):
+        raise TaskVectorError(f"{difference}, and they share none that would identify the base model")
+    for key in ("family", "name", "revision"):
+        values = getattr(one.base, key), getattr(other.base, key)
+        if values[0] != values[1]:
+            found = f"the {key} of the base model is {values[0]} and {values[1]}"
+            raise TaskVectorError(f"{difference}, and {found}, so it may be another model")
+
+
+def joint_base(bases: Iterable[Base]) -> Base:
+    """Returns the base model of a sum, which lists the parameters of all of its terms.
+
+    Args:
+        bases: The base models, which agree in the parameters that they share.
+    """
+    first, *others = bases
+    parameters = {parameter.name: parameter for parameter in first.parameters}
+    for base in others:
+        if any(parameter.name not in parameters for parameter in base.parameters):
+            parameters = _inserted(parameters, base.parameters)
+    if len(parameters) == len(first.parameters):
+        return first
+    listed = tuple(parameters.values())
+    return first.model_copy(update={"parameters": listed, "sha256": base_digest(listed)})
+
+
+def _inserted(parameters: Mapping[str, Parameter], others: Iterable[Parameter]) -> dict[str, Parameter]:
+    """Inserts the parameters that are missing, each after the one that precedes it in the other list."""
+    order = list(parameters.values())
+    position = 0
+    for other in others:
+        if other.name in parameters:
+            position = next(place for place, parameter in enumerate(order) if parameter.name == other.name) + 1
+        else:
+            order.insert(position, other)
+            position += 1
+    return {parameter.name: parameter for parameter in order}
+
+
+def require_finite(coefficient: float) -> float:
+    """Returns a coefficient if float32 can represent it; a product of coefficients may overflow.
+
+    Raises:
+        TaskVectorError: If it cannot.
+    """
+    if not abs(coefficient) <= _MAX_FLOAT32:
+        limit = f"more than the float32 maximum of {_MAX_FLOAT32:.2g}"
+        raise TaskVectorError(f"an addend's coefficient would be {coefficient:g}, {limit}; use smaller factors")
+    return coefficient
+
+
+def about_sum(terms: WeightedVectors) -> AboutVector:
+    """Returns the provenance of a sum; a single vector with coefficient 1 keeps its own.
+
+    A multiple of a merged vector keeps its method, because merge methods are homogeneous: it is the merge of the
+    multiplied inputs.
+    """
+    first = terms[0][1].about
+    if len(terms) == 1 and terms[0][0] == 1:
+        return first
+    method = first.method.multiplied(terms[0][0]) if first.method and len(terms) == 1 else None
+    base = joint_base(storage.about.base for _, storage in terms)
+    changes = {"base": base, "tasks": _tasks(terms), "addends": _addends(terms), "method": method}
+    return first.model_copy(update=changes)
+
+
+def heads_of(terms: WeightedVectors) -> dict[str, Head]:
+    """Returns the heads of all tasks of a sum, by task name."""
+    heads: dict[str, Head] = {}
+    for _, vector in terms:
+        for task, head in vector.heads.items():
+            heads.setdefault(task, head)
+    return heads
+
+
+def _tasks(terms: WeightedVectors) -> tuple[TaskEntry, ...]:
+    tasks: dict[str, TaskEntry] = {}
+    for _, vector in terms:
+        for task in vector.about.tasks:
+            first = tasks.setdefault(task.name, task)
+            if first != task:
+                # The task was trained twice; the addends' own files record how.
+                training = first.training if first.training == task.training else None
+                tasks[task.name] = first.model_copy(update={"training": training, "head": first.head or task.head})
+    return tuple(tasks.values())
+
+
+def _addends(terms: WeightedVectors) -> tuple[Addend, ...]:
+    addends: dict[str, Addend] = {}
+    for factor, vector in terms:
+        # The result of a merge method is not the sum of its addends, so it is itself an addend.
+        is_sum = vector.about.method is None or len(terms) == 1
+        for addend in (vector.about.addends if is_sum else ()) or (_as_addend(vector),):
+            before = addends[addend.sha256].coefficient if addend.sha256 in addends else 0.0
+            total = require_finite(before + factor * addend.coefficient)
+            addends[addend.sha256] = addend.model_copy(update={"coefficient": total})
+    return tuple(addends.values())
+
+
+def _as_addend(vector: VectorStorage) -> Addend:
+    return Addend(sha256=vector.digest, coefficient=1.0, tasks=tuple(task.name for task in vector.about.tasks))
