@@ -10,8 +10,9 @@ Shapes: W, W_t, W_0, D and R are (rows, columns), as the `Join` of a block defin
 factor A is (columns, columns).
 
 Direct solutions exist for diagonals, for blocks with few entries or one whole matrix (Cholesky of the summed matrix),
-and if all B or all A are multiples of the identity (Cholesky of the other side). All other blocks use conjugate
-gradients with a Kronecker product as preconditioner. Matrices are applied in the form in which they are stored.
+if all B or all A are multiples of the identity (Cholesky of the other side), and if all B or all A are the same matrix,
+so that the sum is one product (eigenvectors). All other blocks use conjugate gradients with a Kronecker product as
+preconditioner. Matrices are applied in the form in which they are stored.
 """
 
 from __future__ import annotations
@@ -282,6 +283,11 @@ class _System:
             for side in (0, 1):
                 if (scalars := self._multiples_of_identity(side)) is not None:
                     return self._solve_one_side(1 - side, scalars)
+            # Beyond this size, eigenvectors take longer than the iteration.
+            if max(self.shape) <= WIDE_SIDE and any(
+                len({id(o[side]) for _, o in self.products}) == 1 for side in (0, 1)
+            ):
+                return self._solve_product()
         return None
 
     def _diagonals(self) -> Tensor | None:
@@ -330,6 +336,19 @@ class _System:
         if side == 0:
             return torch.cholesky_solve(self.right, factor)
         return torch.cholesky_solve(self.right.T, factor).T
+
+    def _solve_product(self) -> Tensor:
+        """Solves B D A + ε D = R by the eigenvectors of B and A, for products that share an operator on one side."""
+        shared = 0 if len({id(operators[0]) for _, operators in self.products}) == 1 else 1
+        factors = [_full(operator, side) for operator, side in self._paired(self.products[0][1])]
+        factors[1 - shared] = sum(
+            weight * _full(operators[1 - shared], self.sides[1 - shared]) for weight, operators in self.products
+        )
+        (b, Q_B), (a, Q_A) = (torch.linalg.eigh(factor) for factor in factors)
+        denominator = torch.outer(b, a) + self.epsilon
+        if not bool((denominator > 0).all()):
+            raise _NotPositiveError
+        return Q_B @ ((Q_B.T @ self.right @ Q_A) / denominator) @ Q_A.T
 
     def _conjugate_gradients(self) -> tuple[Tensor, int]:
         """Solves the system by preconditioned conjugate gradients; returns the solution and the iterations.

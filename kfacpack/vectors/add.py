@@ -17,7 +17,7 @@ import torch
 from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate, printable
 from kfacpack.format.vector_manifest import Addend, MethodEntry
 from kfacpack.vectors.bundle_matching import load_bundles, match_bundles
-from kfacpack.vectors.methods import METHODS
+from kfacpack.vectors.methods import METHODS, with_method_list
 from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.storage import VectorStorage
 from kfacpack.vectors.task_vector import TaskVector
@@ -105,7 +105,7 @@ def add(
         vectors: Task vectors or paths of their files, each at most once.
         method: One of
 
-            METHODS
+            {methods}
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
             the same factor multiplies the result.
         bundles: Curvatures or paths of bundles, for the methods that need them: those of the vectors' tasks, in any
@@ -165,6 +165,10 @@ def add(
     digests = tuple(bundle.input.curvature.digest for bundle in matched)
     entry = entry.model_copy(update={"bundles": digests, "blocks": solved.blocks})
     return TaskVector.from_storage(SolvedVector(solved, about.model_copy(update={"method": entry}), total.heads))
+
+
+# The list is generated from the declarations of the methods; the documentation site does the same.
+add.__doc__ = with_method_list(add.__doc__ or "")
 
 
 def _matched_bundles(

@@ -18,6 +18,7 @@ SETTINGS = {
     "tsv": [{}, {"mean": True}],
     "iso": [{}, {"mean": True}],
     "iso-cts": [{}, {"common": 0.5}, {"common": 0.0, "mean": True}],
+    "actmat": [{}, {"prior": "mean"}, {"prior": "zero", "damping": 0.1}],
 }
 CASES = [(name, settings) for name, variants in SETTINGS.items() for settings in variants]
 every_method = pytest.mark.parametrize(("method", "settings"), CASES, ids=str)

@@ -140,12 +140,24 @@ def test_alpha_multiplies_the_result(method, settings, factor):
     once = kp.add(vectors, method, **settings)
     assert_same(kp.add(vectors, method, alpha=factor, **settings), arrays(once, factor), 1e-6)
     assert_same(kp.add(vectors, method, alpha=[factor] * 3, **settings), arrays(once, factor), 1e-6)
-    assert (factor * once).about == kp.add(vectors, method, alpha=factor, **settings).about
+    about, expected = (factor * once).about, kp.add(vectors, method, alpha=factor, **settings).about
+    assert without_reports(about) == without_reports(expected)
+    for block, other in zip(reports(about), reports(expected), strict=True):
+        assert (block.before, block.after) == pytest.approx((other.before, other.after))
+
+
+def reports(about):
+    return about.method.blocks if about.method else ()
+
+
+def without_reports(about):
+    return about.model_copy(update={"method": about.method and about.method.model_copy(update={"blocks": ()})})
 
 
 def test_one_vector_alone():
     tau = drawn(1)[0]
-    alone = {method: kp.add([tau], method) for method in METHODS}
+    alone = {name: kp.add([tau], name) for name, method in METHODS.items() if not method.needs_bundles}
+    assert all(torch.equal(alone["actmat"][name], tau[name]) for name in tau)
     assert_same(alone["tsv"], arrays(tau), 1e-6)
     assert_same(alone["iso-cts"], arrays(alone["iso"]), 1e-5)
     for name in ("tall", "wide"):
@@ -230,8 +242,8 @@ def test_no_directions_are_added_beyond_the_rank():
     torch.testing.assert_close(kp.add([one, none], "tsv")["a"], low, rtol=1e-4, atol=1e-5)
     # Two tasks with the same directions: each direction once, with the mean of the two singular values.
     torch.testing.assert_close(kp.add([one, same], "tsv")["a"], 1.5 * low, rtol=1e-4, atol=1e-5)
-    for method in METHODS:
-        assert not kp.add([none], method)["a"].any()
+    for name, method in METHODS.items():
+        assert method.needs_bundles or not kp.add([none], name)["a"].any()
 
 
 def test_more_tasks_than_singular_values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from kfacpack.vectors.methods.curvature import ActMatMethod, CurvatureMethod, FisherMethod, RegMeanMethod
 from kfacpack.vectors.methods.dare import DareMethod
 from kfacpack.vectors.methods.iso import IsoCtsMethod, IsoMethod
@@ -26,4 +28,26 @@ METHODS: dict[str, type[MergeMethod]] = {
 }
 """Merge methods by name."""
 
-__all__ = ["METHODS"]
+
+def with_method_list(docstring: str) -> str:
+    """Replaces the line `{methods}` of a docstring by a list of all methods and their settings.
+
+    Args:
+        docstring: The docstring.
+    """
+    lines = []
+    for name, method in METHODS.items():
+        lines.append(f'- "{name}": {method.help}')
+        lines += [
+            f"    - `{setting.name}` (default {setting.default!r}): {setting.help}"
+            for setting in method.declared_settings()
+        ]
+    return re.sub(
+        r"^( *)\{methods\}$",
+        lambda found: "\n".join(found[1] + line for line in lines),
+        docstring,
+        flags=re.MULTILINE,
+    )
+
+
+__all__ = ["METHODS", "with_method_list"]
