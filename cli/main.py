@@ -19,7 +19,22 @@ from typer.core import TyperCommand, TyperGroup
 import kfacpack
 from kfacpack.format.hub_client import progress_bars
 
-from . import add, compress, estimate, eval, experiments, export, hub, inspect, measure, merge, models, tasks, train
+from . import (
+    add,
+    compress,
+    estimate,
+    eval,
+    experiments,
+    export,
+    extract,
+    hub,
+    inspect,
+    measure,
+    merge,
+    models,
+    tasks,
+    train,
+)
 from .console import err, show_error
 
 
@@ -105,6 +120,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Task vectors": {
         "train": train.train,
+        "extract": extract.extract,
         "add": add.add,
         "negate": add.negate,
         "eval": eval.evaluate,

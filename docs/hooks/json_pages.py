@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from command_pages import command_pages, literal
 from generated_pages import add_pages
-from kfacpack_cli import add, compress, estimate, experiments, export, hub, inspect, merge, models, tasks, train
+from kfacpack_cli import (
+    add,
+    compress,
+    estimate,
+    experiments,
+    export,
+    extract,
+    hub,
+    inspect,
+    merge,
+    models,
+    tasks,
+    train,
+)
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
@@ -43,6 +56,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "import": {"": export.ImportOutput},
     "export": {"": export.ExportOutput},
     "train": {"": train.TrainOutput},
+    "extract": {"": extract.ExtractOutput},
     "add": {"": add.AddOutput},
     "negate": {"": add.NegateOutput},
     "eval": {
