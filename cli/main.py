@@ -26,6 +26,7 @@ from . import (
     eval,
     experiments,
     export,
+    extract,
     hub,
     inspect,
     measure,
@@ -120,6 +121,7 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Task vectors": {
         "train": train.train,
+        "extract": extract.extract,
         "add": add.add,
         "negate": add.negate,
         "refine": refine.refine,

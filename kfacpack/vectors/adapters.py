@@ -26,7 +26,8 @@ from kfacpack.vectors.checkpoint_files import (
 )
 from kfacpack.vectors.parameter_change import Factors
 
-ONLY_LORA = "Only LoRA adapters are supported; merge it into its model with peft and extract the merged checkpoint"
+_MERGE_FIRST = "Merge it into its model with peft's merge_and_unload and extract the merged checkpoint"
+ONLY_LORA = f"Only plain LoRA adapters are supported. {_MERGE_FIRST}"
 """Remedy for other adapters."""
 _UNSUPPORTED = {
     "use_dora": "DoRA",
@@ -145,6 +146,11 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
     for name in tensors.specs:
         path = name.removeprefix(_PREFIX)
         if match := _LORA.fullmatch(path):
+            if match["module"].endswith(".base_layer.out_proj"):
+                # peft 0.21 adds the change of out_proj twice, so its effect depends on the version of peft.
+                layer_name = match["module"].removesuffix(".base_layer.out_proj")
+                problem = "has a LoRA on torch.nn.MultiheadAttention"
+                raise BundleError(folder.name, problem, f"layer {layer_name!r}", _MERGE_FIRST)
             module = _WRAPPERS.sub("", match["module"])
             layer = layers.get(module)
             if layer is None:

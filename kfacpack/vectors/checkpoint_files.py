@@ -17,7 +17,7 @@ from torch import Tensor
 from kfacpack.curvature.matrices.components import FILE_TYPES, TORCH_TYPES
 from kfacpack.errors import BundleError, HubError, printable
 from kfacpack.format.container import BUNDLE, ITEM_BYTES, VECTOR, Container, Spec, parse_json
-from kfacpack.format.hub_client import local_copy
+from kfacpack.format.hub_client import local_copy, snapshot
 from kfacpack.format.reference import FileLocation, Reference, expand_user, is_reference, parse_address
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -250,6 +250,8 @@ class HubFolder(WeightsFolder):
             cause = error.__cause__
             if isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
                 return None
+            if error.unreachable and snapshot(self._repository, self._revision) is not None:
+                return None  # without a network connection, the downloaded files are all there is
             raise
         return reference
 

@@ -309,18 +309,10 @@ def _match_adapter(
     source, model = adapter.tensors.name, weights.model
     modules = dict(model.module.named_modules())
     by_weight = {f"{name}.weight": layer for name, layer in adapter.layers.items()}
-    # The weight of torch's attention layer is called in_proj_weight; peft stores its LoRA under the layer itself.
-    targets = {
-        f"{name}.weight": f"{name}.{weight}"
-        for name, module in modules.items()
-        for weight in ("weight", "in_proj_weight")
-        if f"{name}.{weight}" in weights.aliases
-    }
-    names = {*targets, *(name for name in weights.state if name.rpartition(".")[2] != "weight")}
-    match = match_names(source, by_weight or adapter.replaced, names, lambda name, target: True)
+    match = match_names(source, by_weight or adapter.replaced, weights.aliases, lambda name, target: True)
     layers: dict[str, tuple[AdapterLayer, nn.Module]] = {}
     for target, name in match.tensors.items() if by_weight else ():
-        parameter = weights.aliases[targets[target]]
+        parameter = weights.aliases[target]
         if parameter in layers:
             raise TaskVectorError(f"{source}: the base model ties {parameter!r}, and the adapter changes it twice")
         layers[parameter] = by_weight[name], modules[target.removesuffix(".weight")]

@@ -110,6 +110,7 @@ def test_vectors(folder, tmp_path):
     check("add", *vectors, "-o", tmp_path / "sum.safetensors", "--save-model", tmp_path / "model.safetensors")
     check("add", *vectors, "--method", "ties", "-o", tmp_path / "ties.safetensors")
     check("negate", vectors[0], "-o", tmp_path / "negated.safetensors")
+    check("extract", tmp_path / "model.safetensors", "-o", tmp_path / "extracted.safetensors", "--task", "both")
 
 
 def test_evaluation(folder):

@@ -91,7 +91,7 @@ def test_weights_far_from_the_base_model_come_back_bit_for_bit(pair, tmp_path):
 
 def test_only_what_differs_takes_space(pair, tmp_path):
     model, tuned = pair
-    name = [name for name in extracted(model, tuned)[0] if name.endswith("norm.weight") or "ln_" in name][-1]
+    name = [name for name in extracted(model, tuned)[0] if name.lower().endswith("norm.weight") or "ln_" in name][-1]
     state = {**model.module.state_dict(), name: tuned.state_dict()[name]}
     tau, _ = extracted(model, state)
     assert [n for n in tau if tau.rank(n) != 0] == [name]
@@ -103,7 +103,7 @@ def test_extracted_vectors_can_be_added(pair):
     model, tuned = pair
     first, _ = extracted(model, tuned, task="one")
     second_state = {name: value.clone() for name, value in model.module.state_dict().items()}
-    changed = [name for name in first if name.endswith("norm.weight") or "ln_" in name][-1]
+    changed = [name for name in first if name.lower().endswith("norm.weight") or "ln_" in name][-1]
     second_state[changed] += 0.5
     second, _ = extracted(model, second_state, task="two")
     assert len(second) <= len(first)

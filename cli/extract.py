@@ -1,0 +1,153 @@
+"""`kfacpack extract`: writes the task vector of a checkpoint or adapter that was fine-tuned elsewhere."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from typing_extensions import TypedDict
+
+from kfacpack.format.manifest import FloatType
+from kfacpack.format.reference import is_reference
+from kfacpack.format.units import human_bytes, human_seconds
+
+from .console import loading, print_json, print_line, print_next, show_note, steps_bar
+from .options import (
+    AS_JSON,
+    DATA_PANEL,
+    IMAGE_SIZE,
+    MODEL_NAME,
+    MODEL_PANEL,
+    QUIET,
+    WEIGHTS,
+    File,
+    check_output,
+    load_model_option,
+    model_arguments,
+    option,
+    output_option,
+)
+
+if TYPE_CHECKING:
+    from kfacpack.vectors.task_vector import TaskVector
+
+
+class ExtractOutput(TypedDict):
+    """Output of `kfacpack extract --json`."""
+
+    path: str
+    sha256: str
+    """Digest of the file."""
+    bytes: int
+    seconds: float
+    base: str
+    """Name of the base model."""
+    tasks: list[str]
+    parameters: int
+    """Number of parameters that the vector covers."""
+    dense: int
+    """Number of parameters whose change is a dense tensor."""
+    factored: int
+    """Number of parameters whose change is stored as factors."""
+    unchanged: int
+    """Number of covered parameters that do not change."""
+    ranks: list[int]
+    """The ranks that occur among the factors, in ascending order."""
+    remainders: int
+    """Number of parameters with entries that need a remainder to come back exactly."""
+    notes: list[str]
+    """Differences between the checkpoint and the base model that do not prevent extraction."""
+
+
+def extract(
+    checkpoint: File = typer.Argument(
+        ...,
+        metavar="CHECKPOINT",
+        help="Fine-tuned model: a .safetensors file, a folder with weights or with a PEFT adapter, or "
+        "hf://OWNER/REPO[@REVISION].",
+    ),
+    output: Path = output_option("TASK.safetensors"),
+    model: str = MODEL_NAME,
+    weights: str | None = WEIGHTS,
+    image_size: int | None = IMAGE_SIZE,
+    dtype: FloatType = option(
+        MODEL_PANEL, "float32", "--dtype", help="Dtype of the base model that the vector will be added to."
+    ),
+    task: str | None = option(
+        DATA_PANEL,
+        None,
+        "--task",
+        metavar="TASK",
+        help="Name of the task to record, which matches the vector with bundles. [default: none]",
+    ),
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Write the task vector of a checkpoint or LoRA adapter that was fine-tuned elsewhere.
+
+    --model is the base model that it was fine-tuned from. Added to it again, the vector of a checkpoint gives the same
+    weights bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and pickles are refused.
+
+    Differences in names, shapes, dtypes and frozen parameters are reported before anything is written.
+    """
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.vectors.task_vector import TaskVector
+
+    start, show = time.perf_counter(), not (quiet or as_json)
+    check_output(output, [*_files(checkpoint), *([weights] if weights else [])])
+    with loading(model, show=show):
+        base = load_model_option(model, weights, image_size, dtype)
+    notes: list[str] = []
+    with steps_bar("comparing", show=show) as advance:
+        tau = TaskVector.from_checkpoint(base, checkpoint, task=task, on_note=notes.append, on_progress=advance)
+    for note in () if quiet or as_json else notes:
+        show_note(f"note: {note}")
+    with steps_bar("writing", show=show) as advance:
+        tau.save(output, on_progress=advance)
+    result = _result(tau, output, time.perf_counter() - start, notes)
+    if as_json:
+        print_json(result)
+    elif show:
+        size = f"{human_bytes(result['bytes'])}, in {human_seconds(result['seconds'])}"
+        print_line(f"wrote {output}: {_summary(result)}, {size}")
+        tasks = ("--task", task) if task else ("--task", "TASK")
+        print_next("eval", *model_arguments(tau.about.base), "--vector", output, *tasks)
+
+
+def _files(checkpoint: File) -> list[File]:
+    """Returns the files that the command reads; all files of a folder."""
+    if is_reference(checkpoint) or not Path(checkpoint).is_dir():
+        return [checkpoint]
+    return [str(file) for file in Path(checkpoint).iterdir() if file.is_file()]
+
+
+def _result(tau: TaskVector, output: Path, seconds: float, notes: list[str]) -> ExtractOutput:
+    ranks = [tau.rank(name) for name in tau]
+    factored = [rank for rank in ranks if rank]
+    return {
+        "path": str(output),
+        "sha256": tau.digest,
+        "bytes": output.stat().st_size,
+        "seconds": seconds,
+        "base": tau.about.base.name,
+        "tasks": list(tau.tasks),
+        "parameters": len(tau),
+        "dense": ranks.count(None),
+        "factored": len(factored),
+        "unchanged": ranks.count(0),
+        "ranks": sorted(set(factored)),
+        "remainders": sum(tau.remainder(name) is not None for name in tau),
+        "notes": notes,
+    }
+
+
+def _summary(result: ExtractOutput) -> str:
+    ranks = ", ".join(map(str, result["ranks"]))
+    parts = [
+        f"{result['dense']} parameters changed" if result["dense"] else "",
+        f"{result['factored']} parameters changed as factors of rank {ranks}" if result["factored"] else "",
+        f"{result['unchanged']} unchanged" if result["unchanged"] else "",
+    ]
+    return ", ".join(filter(None, parts))
