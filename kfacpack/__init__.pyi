@@ -22,6 +22,7 @@ from .estimation.task_estimate import estimate_task
 from .evaluation.accuracy import EvaluationSet, Score, evaluate
 from .evaluation.bundle_quality import drift, spectra
 from .evaluation.disentanglement import disentanglement
+from .evaluation.interference import interference
 from .evaluation.localisation import localisation
 from .evaluation.sweep import sweep
 from .experiments.report import report
@@ -145,6 +146,7 @@ __all__ = [
     "head_for",
     "identify",
     "import_mammoth",
+    "interference",
     "linearize",
     "load",
     "load_model",
