@@ -108,7 +108,7 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     yield Text("predicted drift τᵀGτ of each vector (rows) on each task (columns); own task in brackets", style="dim")
     yield Text()
     table = plain_table("task", numbers=("own vector", "other vectors", "ratio"))
-    table.add_column("most of it from", max_width=48, overflow="fold")
+    table.add_column("largest part: vector, block", overflow="fold")
     for task in result["tasks"]:
         others = [pair for pair in result["pairs"] if pair["task"] == task["task"] and not pair["own"]]
         own, ratio = (format(task[key], digits) if task[key] is not None else "" for key, digits in OWN_FORMATS)
@@ -119,20 +119,24 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     yield Text(
         f"share of the {len(result['blocks'])} blocks in the drift on other tasks; --json lists all", style="dim"
     )
-    if result["spearman"] is not None:
+    if result["spearman"] is not None and result["spearman_bound"] is not None:
         yield from _measured_interference(result)
 
 
 def _measured_interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     measured = [pair for pair in result["pairs"] if pair["measured"] is not None]
-    table = plain_table("vector", "task", numbers=("predicted", "measured", "ratio"))
+    table = plain_table("vector", "task", numbers=("predicted", "bound", "measured"))
     for pair in sorted(measured, key=lambda pair: -pair["measured"]):
         names = (name_cell(pair[key]) for key in ("vector", "task"))
-        table.add_row(*names, f"{pair['predicted']:.3g}", f"{pair['measured']:.3g}", _format_ratio(pair))
+        table.add_row(*names, *(f"{pair[key]:.3g}" for key in ("predicted", "bound", "measured")))
     yield Text()
     yield table
+    yield Text("bound: the prediction if all blocks change f in the same direction, (Σ √q)²", style="dim")
     count = sum(not pair["own"] for pair in measured)
-    yield Text(f"Spearman rank correlation of predicted and measured drift: {result['spearman']:.3f} ({count} pairs)")
+    yield Text(
+        f"Spearman rank correlation with measured drift on other tasks ({count} pairs): "
+        f"{result['spearman']:.3f} for the prediction, {result['spearman_bound']:.3f} for the bound"
+    )
 
 
 def _format_interference(pair: dict[str, Any]) -> Text:

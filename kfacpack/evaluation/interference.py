@@ -1,14 +1,18 @@
 """Interference: how far each task vector will disturb the other tasks, from bundles alone.
 
-τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. Where
-examples are given, the measured drift is put beside it. Prediction and measurement are compared by rank, because the
-order of the pairs is what a user needs before merging, and Kronecker factors predict it better than the scale.
+τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. G is
+block-diagonal, so this is the sum of the drift q_b of single blocks, as if their changes of f were uncorrelated. Blocks
+that were trained together change f in similar directions, and the drift is then up to (Σ_b √q_b)², by the triangle
+inequality for √E‖·‖². Both numbers are returned.
+
+Where examples are given, the measured drift is put beside them. It is compared by rank, because the order of the pairs
+is what a user needs before merging.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +42,8 @@ class InterferencePair(TypedDict):
     """Whether the bundle contains the vector's own task."""
     predicted: float
     """τᵀ G τ, the predicted drift."""
+    bound: float
+    """(Σ √q)² over the blocks' contributions q: the predicted drift if all blocks change f in the same direction."""
     relative: float | None
     """Predicted drift divided by that of the same vector on its own task; null without the bundle of that task."""
     measured: float | None
@@ -82,8 +88,10 @@ class InterferenceResult(TypedDict):
     blocks: list[InterferenceBlock]
     """All blocks, the largest contribution first."""
     spearman: float | None
-    """Rank correlation of predicted and measured drift over the pairs of a vector and another task; null if fewer than
+    """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task; null if fewer than
     three of them were measured."""
+    spearman_bound: float | None
+    """The same for `bound`."""
 
 
 def interference(
@@ -141,13 +149,13 @@ def interference(
     tasks_of = {name: merged_tasks(bundle) if bundle.about.merge else (name,) for name, bundle in bundles.items()}
     pairs = _pairs(vectors, tasks_of, predicted, measured)
     others = [pair for pair in pairs if not pair["own"]]
-    compared = [(pair["predicted"], pair["measured"]) for pair in others if pair["measured"] is not None]
     return {
         "vectors": list(vectors),
         "pairs": pairs,
         "tasks": [_task(name, tasks, pairs) for name, tasks in tasks_of.items()],
         "blocks": _blocks(others),
-        "spearman": spearman(*map(torch.tensor, zip(*compared, strict=True))) if len(compared) > 2 else None,
+        "spearman": _rank_correlation(others, "predicted"),
+        "spearman_bound": _rank_correlation(others, "bound"),
     }
 
 
@@ -170,6 +178,11 @@ def spearman(first: Tensor, second: Tensor) -> float | None:
     x, y = (_ranks(values) - (len(values) + 1) / 2 for values in (first, second))
     scale = float(x.norm() * y.norm())
     return float(x @ y) / scale if scale else None
+
+
+def _rank_correlation(pairs: Sequence[InterferencePair], key: Literal["predicted", "bound"]) -> float | None:
+    compared = [(pair[key], pair["measured"]) for pair in pairs if pair["measured"] is not None]
+    return spearman(*map(torch.tensor, zip(*compared, strict=True))) if len(compared) > 2 else None
 
 
 def _ranks(values: Tensor) -> Tensor:
@@ -217,6 +230,8 @@ def _pairs(
                     "task": task,
                     "own": vector in contained,
                     "predicted": drift,
+                    # Compressed matrices may have negative eigenvalues, and a contribution below zero has no root.
+                    "bound": sum(max(part, 0.0) ** 0.5 for part in blocks.values()) ** 2,
                     "relative": drift / own_drift if own_drift else None,
                     "measured": measured.get((vector, task)),
                     "blocks": blocks,

@@ -93,6 +93,20 @@ def test_ratios_and_sums(vectors, bundles):
     assert sum(block["share"] for block in result["blocks"]) == pytest.approx(1)
 
 
+def test_the_bound_is_reached_if_all_blocks_change_f_alike():
+    """Two layers of a deep linear net, each with the same change of f, measured together."""
+    model = linear_model()
+    first, second = (p.detach() for p in model.module.parameters())
+    bundle = bundle_of(model, TASKS["one"], "test")
+    # W2 ΔW1 = W2 W1 and ΔW2 W1 = W2 W1: the changes of f are equal, and their sum is twice as large.
+    tensors = {"0.weight": first.float(), "1.weight": second.float()}
+    vector = kp.TaskVector(tensors, task_vector(model, TASKS["one"]).about.model_copy(update={"tasks": ()}))
+    sets = [EVALUATION_SETS["one"]]
+    (pair,) = interference({"two": vector}, {"one": bundle}, model=model, evaluation_sets=sets)["pairs"]
+    assert pair["bound"] == pytest.approx(pair["measured"], rel=1e-4)
+    assert pair["predicted"] == pytest.approx(pair["measured"] / 2, rel=1e-4)
+
+
 def test_scaling_a_vector_scales_its_row_quadratically(vectors, bundles):
     before = interference({"one": vectors["one"]}, bundles)
     after = interference({"one": -3.0 * vectors["one"]}, bundles)
@@ -123,6 +137,7 @@ def test_factored_vectors_are_not_multiplied_out(make):
     storage, vector, dense = factored(task_vector(model, TASKS["one"]).about)
     kronecker = [block for block in bundles["one"].blocks if len(block.structure.sides) == 2]
     assert kronecker
+    # Dense blocks need ΔW; where they have none of the factored parameters, nothing may be multiplied out.
     storage.forbidden = all(
         name not in storage.pairs
         for block in bundles["one"].blocks
@@ -158,12 +173,17 @@ def test_measured_drift_is_that_of_drift(model, vectors, bundles):
         pair = pairs[row["vector"], row["task"]]
         assert (pair["measured"], pair["predicted"]) == (row["measured"], row["predicted"])
     off = [pair for pair in result["pairs"] if not pair["own"]]
-    numbers = (torch.tensor([pair[key] for pair in off]) for key in ("predicted", "measured"))
-    assert result["spearman"] == pytest.approx(spearman(*numbers))
+    predicted, bound, measured = (
+        torch.tensor([pair[key] for pair in off]) for key in ("predicted", "bound", "measured")
+    )
+    assert result["spearman"] == pytest.approx(spearman(predicted, measured))
+    assert result["spearman_bound"] == pytest.approx(spearman(bound, measured))
+    for pair in result["pairs"]:
+        assert pair["predicted"] <= pair["bound"] <= len(pair["blocks"]) * pair["predicted"] * (1 + 1e-6)
     assert progress[-1] == (60, 60)
     one = interference(vectors, bundles, model=model, evaluation_sets=sets[:1])
     assert [pair["measured"] is not None for pair in one["pairs"]] == [True, False, False] * 3
-    assert one["spearman"] is None
+    assert one["spearman"] is one["spearman_bound"] is None
 
 
 def test_spearman_averages_the_ranks_of_ties():
