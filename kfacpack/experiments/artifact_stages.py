@@ -373,11 +373,10 @@ class AddStage(VectorStage):
     def make(self, monitor: StageProgress) -> None:
         """Computes and writes the file."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
-        options: dict[str, Any] = self.method.settings
-        if self.bundles:
-            options["bundles"] = [bundle.path for bundle in self.bundles]
-        total = add(vectors, self.method.name, **options)
-        total.save(self.path, on_progress=monitor.interruptible().report)
+        report = monitor.interruptible().report
+        bundles = [bundle.path for bundle in self.bundles] or None
+        total = add(vectors, self.method.name, bundles=bundles, on_progress=report, **self.method.settings)
+        total.save(self.path, on_progress=report)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""

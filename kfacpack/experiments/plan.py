@@ -159,7 +159,7 @@ class TrainingSection(PlanSection):
 class ArmSection(PlanSection):
     """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
 
-    vectors: dict[ShortText, ShortText] | None = None
+    vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
     """By task, a fine-tuned checkpoint or an adapter to extract the vector from: a file, a folder or `hf://…`."""
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
@@ -171,7 +171,7 @@ class ArmSection(PlanSection):
     @model_validator(mode="before")
     @classmethod
     def _leave_out_penalty_of_extracted_vectors(cls, value: Any) -> Any:
-        return {"penalty": "none", **value} if isinstance(value, dict) and "vectors" in value else value
+        return {"penalty": "none", **value} if isinstance(value, dict) and value.get("vectors") else value
 
     @property
     def lam(self) -> float:

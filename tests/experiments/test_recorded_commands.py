@@ -21,7 +21,7 @@ def digest(path):
     return kp.TaskVector.load(path).digest
 
 
-@pytest.fixture(scope="module", params=["bundles", "data"])
+@pytest.fixture(scope="module", params=["bundles", "data", "methods"])
 def finished(request, tmp_path_factory):
     """A finished run with a model of random weights, and its stages that write a bundle or a vector."""
     import torch
@@ -30,6 +30,13 @@ def finished(request, tmp_path_factory):
     plan["model"] = {"name": "tiny", "weights": "random", "head": "prototypes"}
     plan["arms"]["kfac"] = {"penalty": "kronecker" if request.param == "bundles" else "data", "strength": 3}
     plan["evaluation"] = {"examples": 4, "alphas": "0,1"}
+    if request.param == "methods":
+        del plan["arms"]["kfac"]
+        plan["evaluation"]["methods"] = [
+            {"name": "ties", "keep": 0.3, "mean": True},
+            {"name": "curvature", "damping": 0.02, "label": "mine"},
+            {"name": "regmean", "compress": "block:8+int8"},
+        ]
     plan["seeds"] = [3]
     text = yaml.safe_dump(plan)
     root = tmp_path_factory.mktemp(request.param)
@@ -51,6 +58,7 @@ def test_recorded_commands_give_the_recorded_files(finished, tmp_path, monkeypat
     shutil.copytree(root, copy)
     monkeypatch.chdir(copy)
     assert {stage.kind for stage in stages} >= {"vectors", "sums"}
+    assert all(stage.command() for stage in stages)
     for stage in stages:
         path = copy / stage.path.relative_to(root)
         expected = digest(path)
