@@ -351,6 +351,11 @@ class AddStage(VectorStage):
     """The bundles of all tasks, for methods that need them."""
 
     @property
+    def arm(self) -> str:
+        """Name of the arm."""
+        return self.vectors[0].arm
+
+    @property
     def has_head(self) -> bool:
         """Whether the vector contains the heads of the tasks."""
         return self.vectors[0].has_head

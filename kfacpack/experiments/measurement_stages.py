@@ -106,8 +106,9 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost of linearised passes, which take about three times as long as ordinary ones."""
-        return 3.0 * count_examples(self, self.task, self.split)
+        """Returns the cost: one linearised pass, about three ordinary ones, or an ordinary pass for each α."""
+        linear = self.context.plan.regime_of(self.vector.arm) == "linear"
+        return (3.0 if linear else len(self.alphas)) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
         """Reads the scores, one for every α."""
