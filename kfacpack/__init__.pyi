@@ -22,7 +22,7 @@ from .estimation.task_estimate import estimate_task
 from .evaluation.accuracy import EvaluationSet, Score, evaluate
 from .evaluation.bundle_quality import drift, spectra
 from .evaluation.disentanglement import disentanglement
-from .evaluation.interference import interference
+from .evaluation.interference import InterferenceResult, interference
 from .evaluation.localisation import localisation
 from .evaluation.sweep import sweep
 from .experiments.report import report
@@ -92,6 +92,7 @@ __all__ = [
     "Head",
     "HubError",
     "ImportResult",
+    "InterferenceResult",
     "Interrupted",
     "Join",
     "KfacpackError",

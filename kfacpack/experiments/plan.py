@@ -357,8 +357,8 @@ class Plan(PlanSection):
                     f"unknown arm {arm!r}; expected one of: {', '.join(self.arms)}",
                 )
         for arm, section in self.arms.items():
-            if problem := _mismatch(names, section.vectors):
-                return ("arms", arm, "vectors"), problem
+            if mismatch := _mismatch(names, section.vectors):
+                return ("arms", arm, "vectors"), mismatch
         for number, method in enumerate(evaluation.methods):
             if method.compress and self.curvature.compress:
                 problem = f"all bundles are already compressed, by curvature.compress: {self.curvature.compress}"

@@ -73,7 +73,10 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
         ],
         "seeds": list(plan.seeds),
         "methods": [_method(method) for method in plan.evaluation.methods],
-        "bundles": [_bundle(stage) for stage in (*graph.bundles.values(), *graph.compressed.values())],
+        "bundles": [
+            *(_bundle(stage) for stage in graph.bundles.values()),
+            *(_bundle(stage) for stage in graph.compressed.values()),
+        ],
         "merges": [_merge(stage) for stage in graph.merges.values()],
         "base": {"tasks": base, "mean": fmean(score["accuracy"] for score in base.values())},
         "arms": arms,
