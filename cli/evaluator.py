@@ -69,7 +69,7 @@ def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, s
         split: The split that was evaluated.
     """
     names = list(results[0]["tasks"])
-    for tasks in _split_columns(names):
+    for tasks in split_columns(names, reserved=len("-0.05 100.0% normalised ← best ")):
         with_means = tasks[-1] == names[-1] and (len(names) > 1 or _is_normalized(results))
         means = _mean_columns(results) if with_means else {}
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 1, 0, 0))
@@ -128,12 +128,18 @@ def _is_normalized(results: Sequence[Result]) -> bool:
     return results[0]["mean"]["normalized"] is not None
 
 
-def _split_columns(names: Sequence[str]) -> list[list[str]]:
-    """Splits tasks into groups that each fit into one table, next to the columns for α, means and the marker."""
+def split_columns(names: Sequence[str], *, reserved: int, padding: int = 1) -> list[list[str]]:
+    """Splits tasks into groups that each fit into one table.
+
+    Args:
+        names: The tasks, one column each.
+        reserved: Width of the other columns.
+        padding: Width of the space beside each column.
+    """
     groups: list[list[str]] = [[]]
-    free = available = TABLE_WIDTH - len("-0.05 100.0% normalised ← best ")
+    free = available = TABLE_WIDTH - reserved
     for name in names:
-        width = 1 + min(max(len(name), len("100.0%")), MAX_COLUMN_WIDTH)
+        width = padding + min(max(len(name), len("100.0%")), MAX_COLUMN_WIDTH)
         if groups[-1] and width > free:
             groups.append([])
             free = available

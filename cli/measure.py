@@ -1,4 +1,4 @@
-"""`kfacpack measure`: disentanglement, localisation and drift of task vectors, and spectra of bundles."""
+"""`kfacpack measure`: disentanglement, localisation, drift and interference of vectors, and spectra of bundles."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from kfacpack.format.writer import write_atomically
 from kfacpack.models.prompts import PromptStyle
 
 from .console import examples_bar, loading, name_cell, out, plain_table, print_json, print_line, steps_bar
+from .evaluator import MAX_COLUMN_WIDTH, split_columns
 from .options import (
     AS_JSON,
     BATCH_SIZE,
@@ -47,6 +48,7 @@ from .options import (
 if TYPE_CHECKING:
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.evaluation.accuracy import EvaluationSet
+    from kfacpack.models.model import Model
     from kfacpack.vectors.task_vector import TaskVector
 
 
@@ -92,6 +94,64 @@ def _format_ratio(entry: dict[str, float]) -> str:
     return f"{_ratio(entry):.2f}" if entry["measured"] > 0 else ""
 
 
+def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
+    names = [task["task"] for task in result["tasks"]]
+    drifts = {(pair["vector"], pair["task"]): pair for pair in result["pairs"]}
+    longest = min(max(map(len, result["vectors"])), MAX_COLUMN_WIDTH)
+    for columns in split_columns(names, reserved=longest, padding=2):
+        table = plain_table("vector")
+        for name in columns:
+            table.add_column(name_cell(name), justify="right", max_width=MAX_COLUMN_WIDTH, overflow="fold")
+        for vector in result["vectors"]:
+            table.add_row(name_cell(vector), *(_format_interference(drifts[vector, name]) for name in columns))
+        yield table
+    yield Text("predicted drift τᵀGτ of each vector (rows) on each task (columns); own task in brackets", style="dim")
+    yield Text()
+    table = plain_table("task", numbers=("own vector", "other vectors", "ratio"))
+    table.add_column("largest part: vector, block", overflow="fold")
+    for task in result["tasks"]:
+        others = [pair for pair in result["pairs"] if pair["task"] == task["task"] and not pair["own"]]
+        own, ratio = (format(task[key], digits) if task[key] is not None else "" for key, digits in OWN_FORMATS)
+        table.add_row(name_cell(task["task"]), own, f"{task['others']:.3g}", ratio, _main_sources(others))
+    yield table
+    for block in result["blocks"][:TOP_BLOCKS]:
+        yield Text(f"{block['share']:6.1%}  {printable(block['block'])}")
+    yield Text(
+        f"share of the {len(result['blocks'])} blocks in the drift on other tasks; --json lists all", style="dim"
+    )
+    if result["spearman"] is not None and result["spearman_bound"] is not None:
+        yield from _measured_interference(result)
+
+
+def _measured_interference(result: dict[str, Any]) -> Iterator[Table | Text]:
+    measured = [pair for pair in result["pairs"] if pair["measured"] is not None]
+    table = plain_table("vector", "task", numbers=("predicted", "bound", "measured"))
+    for pair in sorted(measured, key=lambda pair: -pair["measured"]):
+        names = (name_cell(pair[key]) for key in ("vector", "task"))
+        table.add_row(*names, *(f"{pair[key]:.3g}" for key in ("predicted", "bound", "measured")))
+    yield Text()
+    yield table
+    yield Text("bound: the prediction if all blocks change f in the same direction, (Σ √q)²", style="dim")
+    count = sum(not pair["own"] for pair in measured)
+    yield Text(
+        f"Spearman rank correlation with measured drift on other tasks ({count} pairs): "
+        f"{result['spearman']:.3f} for the prediction, {result['spearman_bound']:.3f} for the bound"
+    )
+
+
+def _format_interference(pair: dict[str, Any]) -> Text:
+    return Text(f"[{pair['predicted']:.2g}]" if pair["own"] else f"{pair['predicted']:.2g} ")
+
+
+def _main_sources(pairs: list[dict[str, Any]]) -> Text:
+    """Names the vector that disturbs a task most, and the block that contributes most to it."""
+    if not pairs:
+        return Text()
+    pair = max(pairs, key=lambda pair: pair["predicted"])
+    block = max(pair["blocks"], key=pair["blocks"].__getitem__)
+    return Text(printable(f"{pair['vector']}, {block}"))
+
+
 def _spectra(result: dict[str, Any]) -> Iterator[Table | Text]:
     table = plain_table("block", "side", numbers=("size", "trace", "largest", "effective rank"))
     for block in result["blocks"]:
@@ -104,19 +164,22 @@ TABLES: dict[str, Callable[[dict[str, Any]], Iterator[Table | Text]]] = {
     "disentanglement": _disentanglement,
     "localisation": _localisation,
     "drift": _drift,
+    "interference": _interference,
     "spectra": _spectra,
 }
 
 
-Measurement = Literal["disentanglement", "localisation", "drift", "spectra"]
+Measurement = Literal["disentanglement", "localisation", "drift", "interference", "spectra"]
 MEASUREMENT_PANEL = "Measurement"
 ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
+TOP_BLOCKS = 5
+OWN_FORMATS = ("own", ".3g"), ("relative", ".2f")
 
 
 def measure(
     what: Measurement = typer.Argument(
-        ..., metavar="MEASUREMENT", help="disentanglement, localisation, drift or spectra."
+        ..., metavar="MEASUREMENT", help="disentanglement, localisation, drift, interference or spectra."
     ),
     vectors: list[File] | None = typer.Argument(
         None, metavar="FILE.safetensors...", help="Task vectors of one task each; for spectra, a bundle."
@@ -126,7 +189,8 @@ def measure(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="drift: bundle of one task, whose prediction is compared; repeatable. spectra: the bundle.",
+        help="drift: bundle of one task, whose prediction is compared; repeatable. interference: bundle of a task or a "
+        "merged bundle; repeatable. spectra: the bundle.",
     ),
     alpha: str | None = option(
         MEASUREMENT_PANEL,
@@ -142,6 +206,13 @@ def measure(
         min=0,
         metavar="N",
         help=f"drift: number of examples for single layers; 0 skips the layers. [default: {LAYER_EXAMPLES}]",
+    ),
+    measured: bool = option(
+        MEASUREMENT_PANEL,
+        False,
+        "--measured",
+        help="interference: also measure the drift on examples of every task and compare. Without it, only tasks with "
+        "--data are measured.",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
@@ -176,6 +247,9 @@ def measure(
 
     drift: the change of f on a task as predicted by its bundle, compared with the measured change.
 
+    interference: the change of f that each vector will cause on each task, predicted from the bundles without data or
+    model, and the layers that it comes from.
+
     spectra: the eigenvalues of a bundle's matrices.
     """
     files, bundles = list(vectors or ()), list(bundle or ())
@@ -186,6 +260,7 @@ def measure(
         ("--alpha", alpha, "disentanglement"),
         ("--layer-examples", layer_examples, "drift"),
         ("--task", task or None, "localisation"),
+        ("--measured", measured or None, "interference"),
     ):
         if value is not None and what != measurement:
             raise KfacpackError(f"{flag} is only for {measurement}, got {what}; leave it out")
@@ -194,6 +269,7 @@ def measure(
     import kfacpack as kp
 
     show = not (quiet or as_json)
+    result: Mapping[str, Any]
     if what == "spectra":
         with steps_bar(locate(bundles[0]).name, show=show) as advance:
             result = kp.spectra(kp.load(bundles[0]), on_progress=advance)
@@ -204,14 +280,21 @@ def measure(
 
         use_workers(workers)
         torch_device, alphas = local_device(device), parse_alphas(alpha or ALPHAS)
-        taus, curvatures = _load_vectors(files), _load_bundles(bundles)
+        taus, curvatures = _load_vectors(files), _load_bundles(bundles, allow_merged=what == "interference")
         names = list(curvatures) or [*taus, *(task or ())]
-        with loading(", ".join([*names, model]), show=show):
-            sets = _evaluation_sets(names, data or (), split, examples, model, quiet=quiet)
-            loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
-        with examples_bar(what, show=show) as advance:
+        if what == "interference":
+            names = _measured_tasks(curvatures, data or (), measured=measured)
+        sets: list[EvaluationSet] = []
+        loaded_model: Model | None = None
+        if names:
+            with loading(", ".join([*names, model]), show=show):
+                sets = _evaluation_sets(names, data or (), split, examples, model, quiet=quiet)
+                loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
+        with examples_bar(what, show=show) if names else steps_bar(what, show=show) as advance:
             settings: dict[str, Any] = {"batch_size": batch_size, "on_progress": advance}
-            if what == "disentanglement":
+            if loaded_model is None or what == "interference":
+                result = kp.interference(taus, curvatures, model=loaded_model, evaluation_sets=sets, **settings)
+            elif what == "disentanglement":
                 first, second = taus.values()
                 result = kp.disentanglement(
                     loaded_model, (sets[0], sets[1]), (first, second), alphas=alphas, **settings
@@ -225,7 +308,7 @@ def measure(
     if as_json:
         print_json(result)
     elif show:
-        for part in TABLES[what](result):
+        for part in TABLES[what](dict(result)):
             out.print(part)
         if written := [str(path) for path in (output, figure) if path]:
             print_line(f"wrote {' and '.join(written)}")
@@ -237,6 +320,7 @@ def _check_counts(what: Measurement, vectors: list[File], bundles: list[File]) -
         "disentanglement": ("two vectors", len(vectors) == 2 and not bundles),
         "localisation": ("at least one vector", bool(vectors) and not bundles),
         "drift": ("at least one vector and one --bundle", bool(vectors) and bool(bundles)),
+        "interference": ("at least one vector and one --bundle", bool(vectors) and bool(bundles)),
         "spectra": ("one bundle", len(bundles) == 1),
     }[what]
     if not valid:
@@ -270,20 +354,31 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
     return vectors
 
 
-def _load_bundles(files: list[File]) -> dict[str, Curvature]:
-    """Returns the curvatures by task."""
+def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvature]:
+    """Returns the curvatures by task; merged ones, if they are allowed, by the name of the file without its suffix."""
     from kfacpack.curvature.curvature import load
 
     curvatures: dict[str, Curvature] = {}
     for file in files:
         curvature = load(file)
-        if curvature.about.source is None:
+        if curvature.about.source is None and not (allow_merged and curvature.about.merge):
             problem = "expected a bundle of one task, got one that is merged or does not name its task"
-            raise KfacpackError(f"{file}: {problem}. Drift is measured on the data of that task")
-        task = curvature.about.source.task
-        _require_new_task(curvatures, task, file)
-        curvatures[task] = curvature
+            if allow_merged:
+                problem = "expected a bundle of one task or a merged bundle, got one that does not name its task"
+            raise KfacpackError(f"{file}: {problem}. Drift is predicted and measured by task")
+        name = curvature.about.source.task if curvature.about.source else Path(locate(file).name).stem
+        _require_new_task(curvatures, name, file)
+        curvatures[name] = curvature
     return curvatures
+
+
+def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
+    """Returns the tasks on whose examples the drift is measured: all of one bundle each, or those with --data."""
+    tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
+    if measured and not tasks:
+        raise KfacpackError("--measured: the drift is measured on the examples of one task, but every bundle is merged")
+    folders = data_folders(tasks, data)
+    return [name for name in tasks if measured or name in folders]
 
 
 def _require_new_task(loaded: Mapping[str, object], task: str, file: File) -> None:
@@ -309,7 +404,7 @@ def _evaluation_sets(
     return [EvaluationSet.of(task, split, examples) for task in tasks]
 
 
-def _write(what: Measurement, result: dict[str, Any], output: Path | None, figure: Path | None) -> None:
+def _write(what: Measurement, result: Mapping[str, Any], output: Path | None, figure: Path | None) -> None:
     if output:
         write_atomically(output, f"{json.dumps(result, indent=2)}\n".encode())
     if figure:

@@ -22,6 +22,7 @@ from .estimation.task_estimate import estimate_task
 from .evaluation.accuracy import EvaluationSet, Score, evaluate
 from .evaluation.bundle_quality import drift, spectra
 from .evaluation.disentanglement import disentanglement
+from .evaluation.interference import InterferenceResult, interference
 from .evaluation.localisation import localisation
 from .evaluation.sweep import sweep
 from .experiments.report import report
@@ -93,6 +94,7 @@ __all__ = [
     "Head",
     "HubError",
     "ImportResult",
+    "InterferenceResult",
     "Interrupted",
     "Join",
     "KfacpackError",
@@ -151,6 +153,7 @@ __all__ = [
     "head_for",
     "identify",
     "import_mammoth",
+    "interference",
     "linearize",
     "load",
     "load_model",

@@ -31,6 +31,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
 
 from kfacpack.estimation.accumulator import Forecast
+from kfacpack.evaluation.interference import InterferenceResult
 from kfacpack.evaluation.negation import NegationOutput
 from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, SweepOutput
 from kfacpack.experiments.results_schema import (
@@ -71,6 +72,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
         "disentanglement": DisentanglementResult,
         "localisation": LocalisationResult,
         "drift": DriftResult,
+        "interference": InterferenceResult,
         "spectra": SpectraResult,
     },
     "run": {"": Results, "--dry-run": experiments.RunForecastOutput},

@@ -25,7 +25,7 @@ from kfacpack.models.data_loading import prepared_batches
 from kfacpack.models.functional import select_parameters, tensors_of
 
 if TYPE_CHECKING:
-    from kfacpack.curvature.blocks import CurvatureBlock
+    from kfacpack.curvature.blocks import BlockStructure, CurvatureBlock
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.evaluation.accuracy import EvaluationSet
     from kfacpack.format.manifest import Join
@@ -73,36 +73,164 @@ def drift(
     for task, bundle in bundles.items():
         if task not in tasks:
             raise KfacpackError(f"no examples of {printable(task)} to measure the drift that its bundle predicts")
-        _require_comparable(task, bundle, taus[0])
+        require_comparable(task, bundle, taus[0])
     examples = {task: len(tasks[task].numbers) for task in bundles}
     layer_counts = {task: min(layer_examples, size) for task, size in examples.items()}
-    blocks = {
-        task: [block for block in bundle.blocks if any(name in taus[0] for name in block.parameters)]
-        for task, bundle in bundles.items()
-    }
+    blocks = {task: blocks_of(bundle, taus[0]) for task, bundle in bundles.items()}
     passes = passes_needed(taus)
     total = sum(passes * examples[task] + len(taus) * len(blocks[task]) * layer_counts[task] for task in bundles)
     counter = ProgressCounter(total, on_progress)
     measured_layers = _measure_layers(model, tasks, layer_counts, bundles, blocks, vectors, batch_size, counter)
+    predicted = predicted_drift(vectors, bundles)
     pairs: list[dict[str, Any]] = []
     layers: list[dict[str, Any]] = []
-    for task, bundle in bundles.items():
-        squared = torch.zeros(len(taus), dtype=torch.float64)
-        for _, changes in output_changes(model, tasks[task], taus, batch_size, counter):
-            squared += changes.cpu().double().square().sum((-2, -1))
-        shapes = _shapes(bundle)
-        for (vector_name, vector), total_change in zip(vectors.items(), squared, strict=True):
-            tau = dict(vector)
-            predicted = 0.0
-            for block in blocks[task]:
-                block_predicted = float(block.quadratic(tau, shapes))
-                predicted += block_predicted
-                if layer_counts[task]:
-                    row = {"vector": vector_name, "task": task, "block": block.name, "predicted": block_predicted}
-                    layers.append({**row, "measured": measured_layers[vector_name, task, block.join]})
-            measured = float(total_change) / examples[task]
-            pairs.append({"vector": vector_name, "task": task, "predicted": predicted, "measured": measured})
+    for task in bundles:
+        measured = measured_drift(model, tasks[task], taus, batch_size, counter)
+        for vector_name, total_change in zip(vectors, measured, strict=True):
+            by_block = predicted[vector_name, task]
+            names = {"vector": vector_name, "task": task}
+            pairs.append({**names, "predicted": sum(by_block.values()), "measured": total_change})
+            for block in blocks[task] if layer_counts[task] else ():
+                row = {**names, "block": block.name, "predicted": by_block[block.name]}
+                layers.append({**row, "measured": measured_layers[vector_name, task, block.join]})
     return {"pairs": pairs, "layers": layers}
+
+
+def predicted_drift(
+    vectors: Mapping[str, TaskVector],
+    bundles: Mapping[str, Curvature],
+    *,
+    on_progress: OnProgress = lambda done, total: None,
+) -> dict[tuple[str, str], dict[str, float]]:
+    """Computes τᵀ G τ of every vector and every bundle, block by block.
+
+    Only one block of all vectors and its matrices of one bundle are in memory at a time. A vector that is stored as
+    factors is not multiplied out where the block has Kronecker factors.
+
+    Args:
+        vectors: Task vectors by name, which the bundles cover.
+        bundles: Curvatures by name.
+        on_progress: Called with the number of blocks done and their total.
+
+    Returns:
+        By the names of vector and bundle: the drift by block, in the order of the bundle's blocks. Blocks without a
+        parameter of the vector are omitted.
+    """
+    by_join: dict[Join, list[tuple[str, CurvatureBlock]]] = {}
+    for name, bundle in bundles.items():
+        for block in bundle.blocks:
+            by_join.setdefault(block.join, []).append((name, block))
+    shapes = {name: _shapes(bundle) for name, bundle in bundles.items()}
+    values: dict[tuple[str, str, str], float] = {}
+    done, total = 0, sum(len(bundle.blocks) for bundle in bundles.values())
+    on_progress(0, total)
+    for join, members in by_join.items():
+        changes = {
+            name: _block_change(vector, join, shapes[members[0][0]])
+            for name, vector in vectors.items()
+            if any(piece.parameter in vector for piece in join.pieces)
+        }
+        for name, block in members:
+            # The matrices are unpacked once for all vectors.
+            kept = block.structure.map_matrices(lambda matrix: matrix.resident(torch.float32, torch.device("cpu")))
+            for vector_name, change in changes.items():
+                values[vector_name, name, block.name] = float(_quadratic(kept, change))
+            done += 1
+            on_progress(done, total)
+    return {
+        (vector_name, name): {block.name: values[vector_name, name, block.name] for block in blocks_of(bundle, vector)}
+        for vector_name, vector in vectors.items()
+        for name, bundle in bundles.items()
+    }
+
+
+def blocks_of(bundle: Curvature, vector: TaskVector) -> list[CurvatureBlock]:
+    """Returns the blocks of a bundle that cover a parameter of a vector."""
+    return [block for block in bundle.blocks if any(name in vector for name in block.parameters)]
+
+
+def _block_change(
+    vector: TaskVector, join: Join, shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the change ΔW of a block: U and V with ΔW = U V if the vector stores factors, otherwise ΔW and None.
+
+    Args:
+        vector: The vector.
+        join: The parameters of the block.
+        shapes: Shapes of the parameters, by name.
+
+    Returns:
+        U, (rows, r), and V, (r, columns); or ΔW, (rows, columns), and None.
+    """
+    left, right = [], []
+    for piece in join.pieces:
+        if piece.parameter not in vector:
+            continue
+        factors = vector.factors(piece.parameter)
+        height, width = piece.matrix_shape(shapes[piece.parameter])
+        if factors is None and width > 1:
+            return gather(vector, join, shapes).cpu(), None
+        if factors is None:  # one column, such as a bias: rank one
+            factors = vector[piece.parameter].reshape(-1, 1), torch.ones(1, 1)
+        U, V = (factor.cpu() for factor in factors)
+        if piece.rows is not None:
+            U = U[piece.rows[0] : piece.rows[1]]
+        if piece.view == "transposed":
+            U, V = V.T, U.T
+        if (len(U), V.shape[1]) != (height, width):  # a column of a parameter with several dimensions
+            return gather(vector, join, shapes).cpu(), None
+        top, below = piece.at
+        left.append(torch.nn.functional.pad(U, (0, 0, top, join.rows - top - height)))
+        right.append(torch.nn.functional.pad(V, (below, join.columns - below - width)))
+    return torch.cat(left, dim=1), torch.cat(right)
+
+
+def _quadratic(structure: BlockStructure, change: tuple[Tensor, Tensor | None]) -> Tensor:
+    """Computes <ΔW, G ΔW>; with Kronecker factors and ΔW = U V, as Σ weight · tr((Uᵀ B U)(V A Vᵀ)).
+
+    Args:
+        structure: G of the block.
+        change: U and V, or ΔW and None; see `_block_change`.
+
+    Returns:
+        A 0-d tensor.
+    """
+    delta, V = change
+    if not delta.numel():  # factors of rank zero
+        return delta.new_zeros(())
+    if V is not None and len(structure.sides) == 2:
+        B, A = structure.sides
+        terms = zip(B, A, structure.weights, strict=True)
+        # Both products are symmetric, so the trace of their product is the sum of the elementwise product.
+        traces = [weight * ((delta.T @ b.matmul(delta)) * (V @ a.matmul(V.T))).sum() for b, a, weight in terms]
+        return torch.stack(traces).sum()
+    delta = delta if V is None else delta @ V
+    return (delta * structure.apply(delta)).sum()
+
+
+def measured_drift(
+    model: Model,
+    evaluation_set: EvaluationSet,
+    vectors: Sequence[TaskVector],
+    batch_size: int,
+    counter: ProgressCounter,
+) -> list[float]:
+    """Measures the mean squared change of f by each vector on the examples of one task.
+
+    Args:
+        model: The base model.
+        evaluation_set: The examples.
+        vectors: Vectors of one base model and one regime; see `require_compatible_vectors`.
+        batch_size: Examples per forward pass.
+        counter: Counts each example `passes_needed` times.
+
+    Returns:
+        E ‖J τ‖² of each vector, or E ‖f(θ0 + τ) − f(θ0)‖² outside the linear regime.
+    """
+    squared = torch.zeros(len(vectors), dtype=torch.float64)
+    for _, changes in output_changes(model, evaluation_set, vectors, batch_size, counter):
+        squared += changes.cpu().double().square().sum((-2, -1))
+    return (squared / len(evaluation_set.numbers)).tolist()
 
 
 def _measure_layers(
@@ -204,8 +332,17 @@ def _restricted(tau: Mapping[str, Tensor], join: Join, shapes: Mapping[str, tupl
     return {name: value for name, value in restricted.items() if name in tau}
 
 
-def _require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None:
-    """Rejects a bundle for another model or f, or one that does not cover the parameters of the vectors."""
+def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None:
+    """Checks that a bundle can predict the drift of a vector.
+
+    Args:
+        task: Name of the bundle, for error messages.
+        bundle: The bundle.
+        vector: The vector, or one of several vectors with the same base model and parameters.
+
+    Raises:
+        TaskVectorError: If the bundle is for another model or f, or does not cover the parameters of the vector.
+    """
     about, name = bundle.about, printable(task)
     if difference := function_difference(about.function, vector.about.function):
         raise TaskVectorError(f"the bundle of {name} and the vectors are for different f: {difference}")

@@ -1,10 +1,12 @@
-"""Stages that write bundles, merged bundles, task vectors and their sums."""
+"""Stages that write bundles, compressed and merged bundles, task vectors and their sums."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kfacpack.compression.compress import choose_codecs, compress_with
+from kfacpack.curvature.curvature import load
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.task_estimate import TaskEstimate
 from kfacpack.experiments.stage import (
@@ -13,6 +15,7 @@ from kfacpack.experiments.stage import (
     StageProgress,
     VectorStage,
     command,
+    command_path,
     model_options,
     optional,
     task_data_option,
@@ -20,6 +23,7 @@ from kfacpack.experiments.stage import (
 )
 from kfacpack.format.manifest import EstimateStructure
 from kfacpack.format.reader import Bundle
+from kfacpack.format.reference import is_reference
 from kfacpack.merging.merge import merge_and_report
 from kfacpack.merging.rules import RULES
 from kfacpack.tasks.task import parse_count
@@ -29,7 +33,7 @@ from kfacpack.vectors.add import add
 from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:
-    from kfacpack.experiments.plan import ArmSection, TrainingSection
+    from kfacpack.experiments.plan import ArmSection, MethodSection, TrainingSection
     from kfacpack.training.metrics import Metrics
 
 
@@ -97,6 +101,45 @@ class EstimateStage(BundleStage):
 
 
 @dataclass(frozen=True, eq=False)
+class CompressStage(BundleStage):
+    """Compresses the bundle of one task, for a merge method."""
+
+    kind: ClassVar[str] = "compressed"
+    purpose: ClassVar[str] = "the same bundles, compressed"
+
+    bundle: EstimateStage
+    codec: str
+
+    @property
+    def name(self) -> str:
+        """Name of the file, without its key."""
+        return f"{self.bundle.name}.{self.codec}"
+
+    @property
+    def inputs(self) -> tuple[Stage, ...]:
+        """The stage of the bundle."""
+        return (self.bundle,)
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the codec."""
+        return {"codec": self.codec}
+
+    def make(self, monitor: StageProgress) -> None:
+        """Computes and writes the file."""
+        curvature, report = load(self.bundle.path), monitor.interruptible().report
+        compressed, _ = compress_with(curvature, choose_codecs(curvature, self.codec, None), on_progress=report)
+        compressed.save(self.path)
+
+    def cost(self) -> float:
+        """Returns the cost relative to one forward pass of one example."""
+        return 50.0
+
+    def command(self) -> str:
+        """Returns the command that writes the same file."""
+        return command("compress", self.bundle.file, self.codec, "-o", self.file)
+
+
+@dataclass(frozen=True, eq=False)
 class MergeStage(BundleStage):
     """Merges the bundles of all tasks but one."""
 
@@ -146,16 +189,15 @@ class MergeStage(BundleStage):
 
 
 @dataclass(frozen=True, eq=False)
-class TrainStage(VectorStage):
-    """Trains the vector of one task in one arm."""
+class TaskVectorStage(VectorStage):
+    """Base class of stages that write the vector of one task in one arm."""
 
-    kind: ClassVar[str] = "vectors"
-    purpose: ClassVar[str] = "the vector of each task, with and without the penalty"
+    has_head: ClassVar[bool] = True
+    """Whether the vector contains the head of its task."""
 
     task: str
     arm: str
     seed: int
-    merged: MergeStage | None
 
     @property
     def name(self) -> str:
@@ -168,13 +210,23 @@ class TrainStage(VectorStage):
         return f"{self.arm}.seed-{self.seed}"
 
     @property
+    def _arm(self) -> ArmSection:
+        return self.context.plan.arms[self.arm]
+
+
+@dataclass(frozen=True, eq=False)
+class TrainStage(TaskVectorStage):
+    """Trains the vector of one task in one arm."""
+
+    kind: ClassVar[str] = "vectors"
+    purpose: ClassVar[str] = "the vector of each task, with and without the penalty"
+
+    merged: MergeStage | None
+
+    @property
     def inputs(self) -> tuple[Stage, ...]:
         """Stages whose files this one reads."""
         return (self.merged,) if self.merged else ()
-
-    @property
-    def _arm(self) -> ArmSection:
-        return self.context.plan.arms[self.arm]
 
     @property
     def _training(self) -> TrainingSection:
@@ -253,39 +305,97 @@ class TrainStage(VectorStage):
 
 
 @dataclass(frozen=True, eq=False)
+class ExtractStage(TaskVectorStage):
+    """Extracts the vector of one task from a fine-tuned checkpoint or an adapter."""
+
+    kind: ClassVar[str] = "extracted"
+    purpose: ClassVar[str] = "the vector of each task, from a checkpoint that was fine-tuned elsewhere"
+    has_head: ClassVar[bool] = False
+
+    @property
+    def _checkpoint(self) -> str:
+        return (self._arm.vectors or {})[self.task]
+
+    def settings(self) -> dict[str, Any]:
+        """Returns the task and a hash of the checkpoint's files."""
+        return {"task": self.task, "checkpoint": self.context.checkpoint_key(self.arm, self.task)}
+
+    def make(self, monitor: StageProgress) -> None:
+        """Extracts the vector, as `kfacpack extract` does."""
+        context, report = self.context, monitor.interruptible().report
+        with context.plan.at("arms", self.arm, "vectors", self.task):
+            source = self._checkpoint if is_reference(self._checkpoint) else context.plan.resolve_path(self._checkpoint)
+            TaskVector.from_checkpoint(context.model, source, task=self.task, on_progress=report).save(self.path)
+
+    def cost(self) -> float:
+        """Returns the cost relative to one forward pass of one example."""
+        return 20.0
+
+    def command(self) -> str:
+        """Returns the command that writes the same file."""
+        plan, source = self.context.plan, self._checkpoint
+        path = source if is_reference(source) else command_path(plan, source, self.root)
+        return command("extract", path, *model_options(plan, self.root), "--task", self.task, "-o", self.file)
+
+
+@dataclass(frozen=True, eq=False)
 class AddStage(VectorStage):
-    """Adds the vectors of an arm."""
+    """Merges the vectors of an arm by one method."""
 
     kind: ClassVar[str] = "sums"
     purpose: ClassVar[str] = "the sum of all vectors at α = 1"
 
-    vectors: tuple[TrainStage, ...]
-    method: str
+    vectors: tuple[TaskVectorStage, ...]
+    method: MethodSection
+    bundles: tuple[EstimateStage | CompressStage, ...] = ()
+    """The bundles of all tasks, for methods that need them."""
+
+    @property
+    def arm(self) -> str:
+        """Name of the arm."""
+        return self.vectors[0].arm
+
+    @property
+    def has_head(self) -> bool:
+        """Whether the vector contains the heads of the tasks."""
+        return self.vectors[0].has_head
 
     @property
     def name(self) -> str:
         """Name of the file, without its key."""
-        return f"{self.method}.{self.vectors[0].variant}"
+        return f"{self.method.label}.{self.vectors[0].variant}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
         """Stages whose files this one reads."""
-        return self.vectors
+        return (*self.vectors, *self.bundles)
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
-        return {"method": self.method}
+        settings = self.method.settings
+        return {"method": self.method.name, **({"settings": settings} if settings else {})}
 
     def make(self, monitor: StageProgress) -> None:
         """Computes and writes the file."""
         vectors = [TaskVector.load(stage.path) for stage in self.vectors]
-        add(vectors, self.method).save(self.path, on_progress=monitor.interruptible().report)
+        report = monitor.interruptible().report
+        bundles = [bundle.path for bundle in self.bundles] or None
+        total = add(vectors, self.method.name, bundles=bundles, on_progress=report, **self.method.settings)
+        total.save(self.path, on_progress=report)
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
-        return 20.0 * len(self.vectors)
+        return 20.0 * len(self.vectors) + 400.0 * len(self.bundles)
 
     def command(self) -> str:
         """Returns the command that writes the same file."""
         files = [vector.file for vector in self.vectors]
-        return command("add", *files, "--method", self.method, "-o", self.file)
+        bundles = (word for bundle in self.bundles for word in ("--bundle", bundle.file))
+        settings = (word for key, value in self.method.settings.items() for word in _setting_option(key, value))
+        return command("add", *files, "--method", self.method.name, *settings, *bundles, "-o", self.file)
+
+
+def _setting_option(key: str, value: object) -> tuple[object, ...]:
+    """Returns the option of `kfacpack add` for a setting of a method; true is a flag, and false its absence."""
+    flag = f"--{key.replace('_', '-')}"
+    return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

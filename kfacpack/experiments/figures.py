@@ -5,11 +5,15 @@ Every function takes the keyword `theme`, a name in `kfacpack.experiments.figure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from kfacpack.experiments.figure_style import (
     MARKERS,
@@ -18,6 +22,7 @@ from kfacpack.experiments.figure_style import (
     log_limits,
     logarithmic,
     percent,
+    power_of_ten,
     shortened,
     shows_on_axis,
     theme_of,
@@ -236,6 +241,67 @@ def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
     return figure
 
 
+@with_themes
+def interference(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
+    """Draws predicted drift as a heat map with logarithmic colours: one row per vector, one column per bundle.
+
+    Cells with the vector's own task have a frame.
+
+    Args:
+        data: `{"vectors": […], "tasks": […], "pairs": […]}`, where pairs have vector, task, own and predicted drift.
+        theme: Name of the colour theme.
+    """
+    palette = theme_of(theme)
+    rows, columns = data["vectors"], [task["task"] for task in data["tasks"]]
+    cells = {(rows.index(p["vector"]), columns.index(p["task"])): p for p in data["pairs"]}
+    positive = sorted(p["predicted"] for p in data["pairs"] if shows_on_axis(p["predicted"])) or [1.0]
+    unit = 10.0 ** math.floor(math.log10(positive[len(positive) // 2]))
+    norm = LogNorm(positive[0], max(positive[-1], 1.01 * positive[0]))
+    values = [[cells[i, j]["predicted"] for j in range(len(columns))] for i in range(len(rows))]
+    figure = canvas(2.1 + 0.36 * len(rows))
+    axes = figure.subplots()
+    # Values that are not positive have no logarithm: their cells stay empty.
+    shown = np.ma.masked_less_equal(np.array(values), 0.0)
+    image = axes.imshow(shown, cmap="cividis", norm=norm, interpolation="none", aspect="auto")
+    axes.grid(False)
+    axes.tick_params(length=0)
+    axes.set_xticks(
+        range(len(columns)),
+        [shortened(name, 16) for name in columns],
+        rotation=35,
+        ha="right",
+        rotation_mode="anchor",
+    )
+    axes.set_yticks(range(len(rows)), [shortened(name, 16) for name in rows])
+    axes.set(xlabel="task, by its bundle", ylabel="vector")
+    framed = False
+    for (i, j), pair in cells.items():
+        value = pair["predicted"]
+        light = shows_on_axis(value) and norm(value) > 0.55
+        colour = "#000000" if light else "#ffffff" if shows_on_axis(value) else palette.ink
+        axes.text(j, i, _in_unit(value, unit), ha="center", va="center", color=colour, fontsize=8)
+        if pair["own"]:
+            label = None if framed else "own task"
+            box: Any = {"xy": (j - 0.46, i - 0.46), "width": 0.92, "height": 0.92, "facecolor": "none"}
+            axes.add_patch(Rectangle(**box, edgecolor="w", linewidth=3))
+            axes.add_patch(Rectangle(**box, edgecolor="#e02020", linewidth=1.5, label=label))
+            framed = True
+    scale = "" if unit == 1 else f" · {power_of_ten(unit)}"
+    bar = figure.colorbar(image, ax=axes, label=f"predicted drift, τᵀGτ (numbers{scale})", shrink=0.9)
+    bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
+    bar.ax.yaxis.set_major_locator(LogLocator(numticks=7))
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.outline.set_visible(False)
+    legend_below(figure, axes, 1)
+    return figure
+
+
+def _in_unit(value: float, unit: float) -> str:
+    """Formats a value divided by a unit with two significant digits and without an exponent."""
+    scaled = value / unit
+    return f"{scaled:.0f}" if abs(scaled) >= 99.5 else f"{scaled:.2g}" if abs(scaled) >= 5e-5 else "0"
+
+
 SIDES = {"A": "A (inputs)", "B": "B (gradients)", "G": "G (whole blocks)"}
 MAX_LABELLED = 6
 """Maximum number of lines that are labelled individually."""
@@ -336,6 +402,7 @@ FIGURES: dict[str, Callable[..., Figure]] = {
     "disentanglement": disentanglement,
     "localisation": localisation,
     "drift": drift,
+    "interference": interference,
     "spectra": spectra,
     "bars": bars,
 }

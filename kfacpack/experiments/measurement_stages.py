@@ -19,7 +19,7 @@ from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet
-    from kfacpack.experiments.artifact_stages import AddStage, EstimateStage, TrainStage
+    from kfacpack.experiments.artifact_stages import AddStage, EstimateStage, TaskVectorStage
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class SweepStage(MeasurementStage):
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose
 
-    vector: TrainStage | AddStage
+    vector: TaskVectorStage | AddStage
     task: str
     alphas: tuple[float, ...]
     split: str = "test"
@@ -77,15 +77,22 @@ class SweepStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the values of α and the examples."""
-        return {"what": "sweep", "alphas": list(self.alphas), **evaluation_settings(self, [self.task], [self.split])}
+        """Returns the values of α and the examples, and what determines a head that the vector does not contain."""
+        head = {} if self.vector.has_head else {"head": self.context.plan.model.head}
+        splits = [self.split, *(["train"] if head else [])]
+        return {
+            "what": "sweep",
+            "alphas": list(self.alphas),
+            **head,
+            **evaluation_settings(self, [self.task], splits),
+        }
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
         """Returns the number of correct predictions at every α."""
         context, tau = self.context, TaskVector.load(self.vector.path)
         results = scores(
             context.model,
-            tau.heads[self.task],
+            tau.heads.get(self.task) or context.head(self.task),
             context.evaluation_set(self.task, self.split),
             tau,
             self.alphas,
@@ -99,8 +106,9 @@ class SweepStage(MeasurementStage):
         }
 
     def cost(self) -> float:
-        """Returns the cost of linearised passes, which take about three times as long as ordinary ones."""
-        return 3.0 * count_examples(self, self.task, self.split)
+        """Returns the cost: one linearised pass, about three ordinary ones, or an ordinary pass for each α."""
+        linear = self.context.plan.regime_of(self.vector.arm) == "linear"
+        return (3.0 if linear else len(self.alphas)) * count_examples(self, self.task, self.split)
 
     def scores(self) -> list[Score]:
         """Reads the scores, one for every α."""
@@ -119,7 +127,7 @@ class NegationStage(MeasurementStage):
     kind: ClassVar[str] = "negated"
     purpose: ClassVar[str] = "the removal of each task, and its effect on a control task"
 
-    vector: TrainStage
+    vector: TaskVectorStage
     control: str
     keep: float
     alphas: tuple[float, ...]
@@ -151,7 +159,10 @@ class NegationStage(MeasurementStage):
         tau = TaskVector.load(self.vector.path)
         target, control = (
             SelectionTask(head, context.evaluation_set(name, "validation"), context.evaluation_set(name))
-            for name, head in ((task, tau.heads[task]), (self.control, context.head(self.control)))
+            for name, head in (
+                (task, tau.heads.get(task) or context.head(task)),
+                (self.control, context.head(self.control)),
+            )
         )
         negation = negate(
             context.model,
@@ -190,7 +201,7 @@ class AnalysisStage(MeasurementStage):
     kind: ClassVar[str] = "understanding"
     purpose: ClassVar[str] = "where the vectors act, and whether the bundles predict it"
 
-    vectors: tuple[TrainStage, ...]
+    vectors: tuple[TaskVectorStage, ...]
     examples: str
 
     measurement: ClassVar[str]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -115,12 +115,6 @@ def _magnitudes(text: str) -> str:
     return text
 
 
-def _method(name: str) -> str:
-    if name not in METHODS:
-        raise KfacpackError(f"unknown merge method {name!r}; expected one of: {', '.join(METHODS)}")
-    return name
-
-
 def _validated_by(check: Callable[[str], str]) -> AfterValidator:
     """Converts the `KfacpackError` of a library check to a validation error, which has a location in the plan."""
 
@@ -137,7 +131,6 @@ Examples = Annotated[str, BeforeValidator(str), _validated_by(_examples)]
 CodecSpec = Annotated[ShortText, _validated_by(_codec)]
 Alphas = Annotated[ShortText, BeforeValidator(str), _validated_by(_alphas)]
 Magnitudes = Annotated[ShortText, BeforeValidator(str), _validated_by(_magnitudes)]
-MethodName = Annotated[ShortText, _validated_by(_method)]
 
 
 class CurvatureSection(PlanSection):
@@ -164,14 +157,21 @@ class TrainingSection(PlanSection):
 
 
 class ArmSection(PlanSection):
-    """One way of training the vectors of all tasks."""
+    """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
 
+    vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
+    """By task, a fine-tuned checkpoint or an adapter to extract the vector from: a file, a folder or `hf://…`."""
     penalty: Literal["none", "kronecker", "diagonal", "data"]
     rule: Literal["tak", "optimal", "stack"] = "tak"
     rank: Positive = 1
     strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
     training: TrainingSection = TrainingSection()
     """Settings of this arm that override the plan's `training`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_penalty_of_extracted_vectors(cls, value: Any) -> Any:
+        return {"penalty": "none", **value} if isinstance(value, dict) and value.get("vectors") else value
 
     @property
     def lam(self) -> float:
@@ -180,6 +180,9 @@ class ArmSection(PlanSection):
 
     @model_validator(mode="after")
     def _check_settings_apply(self) -> ArmSection:
+        if self.vectors is not None and (self.penalty != "none" or "training" in self.model_fields_set):
+            key = "penalty" if self.penalty != "none" else "training"
+            raise ValueError(f"{key} does not apply to vectors that are extracted; remove it, or remove vectors")
         for key, penalties in (
             ("rule", ("kronecker", "diagonal")),
             ("rank", ("kronecker",)),
@@ -189,6 +192,52 @@ class ArmSection(PlanSection):
                 raise ValueError(f"{key} requires penalty: {' or '.join(penalties)}; got penalty: {self.penalty}")
         if self.rank > 1 and self.rule != "optimal":
             raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
+        return self
+
+
+class MethodSection(PlanSection):
+    """A merge method. Keys beyond the fields below are settings of the method, such as `keep` of `ties`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: ShortText
+    label: Annotated[str, Field(max_length=60, pattern=r"^[\w+][\w.+=:,% -]*$")] = ""
+    """Name in the results. Defaults to the name of the method with its settings."""
+    compress: CodecSpec | None = None
+    """Codec with which the bundles are compressed before the method uses them, as for `kfacpack compress`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the method that are not defaults."""
+        return dict(self.model_extra or {})
+
+    @property
+    def needs_bundles(self) -> bool:
+        """Whether the method needs the bundle of every task."""
+        return METHODS[self.name].needs_bundles
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """Expands a name alone, and fills in the label."""
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, dict) or "label" in value:
+            return value
+        settings = [f"{key}={entry}" for key, entry in value.items() if key not in ("name", "compress")]
+        words = [str(value.get("name")), *settings, *([str(value["compress"])] if value.get("compress") else [])]
+        return {**value, "label": " ".join(words)}
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> MethodSection:
+        if self.name not in METHODS:
+            raise ValueError(f"unknown merge method {self.name!r}; expected one of: {', '.join(METHODS)}")
+        try:
+            METHODS[self.name].of(self.settings)
+        except KfacpackError as error:
+            raise ValueError(str(error)) from error
+        if self.compress and not self.needs_bundles:
+            using = [name for name, method in METHODS.items() if method.needs_bundles]
+            raise ValueError(f"compress is for methods that use bundles: {', '.join(using)}; got method {self.name!r}")
         return self
 
 
@@ -230,8 +279,10 @@ class EvaluationSection(PlanSection):
 
     examples: Examples = "all"
     batch_size: Positive = 64
-    methods: Annotated[tuple[MethodName, ...], Field(min_length=1)] = ("sum",)
+    methods: Annotated[tuple[MethodSection, ...], Field(min_length=1)] = (MethodSection(name="sum"),)
     alphas: Alphas = "0:2:0.1"
+    method_alphas: bool = False
+    """Whether every method is evaluated at all `alphas`, instead of only the first one."""
     negation: NegationSection | None = None
     disentanglement: PairsSection | None = None
     localisation: ExamplesSection | None = None
@@ -291,7 +342,7 @@ class Plan(PlanSection):
         for key_path, values in (
             (("tasks",), names),
             (("seeds",), [str(seed) for seed in self.seeds]),
-            (("evaluation", "methods"), list(evaluation.methods)),
+            (("evaluation", "methods"), [method.label for method in evaluation.methods]),
         ):
             if duplicate := first_duplicate(values):
                 return (*key_path, len(values) - 1 - values[::-1].index(duplicate)), f"duplicate entry {duplicate!r}"
@@ -305,9 +356,21 @@ class Plan(PlanSection):
                     ("evaluation", "in_depth", number),
                     f"unknown arm {arm!r}; expected one of: {', '.join(self.arms)}",
                 )
+        for arm, section in self.arms.items():
+            if mismatch := _mismatch(names, section.vectors):
+                return ("arms", arm, "vectors"), mismatch
+        for number, method in enumerate(evaluation.methods):
+            if method.compress and self.curvature.compress:
+                problem = f"all bundles are already compressed, by curvature.compress: {self.curvature.compress}"
+                return ("evaluation", "methods", number), f"{problem}. Remove one of the two"
         measures_drift = evaluation.drift is not None and evaluation.in_depth != ()
-        if evaluation.spectra and not measures_drift and all(arm.penalty != "kronecker" for arm in self.arms.values()):
-            problem = "spectra need Kronecker factors, but no arm has penalty: kronecker"
+        has_factors = (
+            measures_drift
+            or any(method.needs_bundles for method in evaluation.methods)
+            or any(arm.penalty == "kronecker" for arm in self.arms.values())
+        )
+        if evaluation.spectra and not has_factors:
+            problem = "spectra need Kronecker factors, but no arm has penalty: kronecker and no method uses bundles"
             return ("evaluation", "spectra"), f"{problem}. Add such an arm, or remove spectra"
         references: list[tuple[KeyPath, str]] = []
         if evaluation.negation:
@@ -327,6 +390,10 @@ class Plan(PlanSection):
             if name not in names:
                 return location, f"unknown task {name!r}; expected one of the plan's tasks: {', '.join(names)}"
         return None
+
+    def regime_of(self, arm: str) -> RegimeName:
+        """Returns the regime of an arm's vectors; extracted vectors are those of ordinary fine-tuning."""
+        return "full" if self.arms[arm].vectors is not None else self.training_of(arm).regime
 
     def training_of(self, arm: str) -> TrainingSection:
         """Returns the training settings of an arm: those of the plan, overridden by its own."""
@@ -394,3 +461,14 @@ class Plan(PlanSection):
             problem = f"environment variable {unset[1]} is not set"
             raise KfacpackError(f"{text}: {problem}. Set it, or write the path into the plan")
         return self._folder / expand_user(expanded)
+
+
+def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None:
+    """Returns why the checkpoints of an arm do not match the tasks of the plan, or None if they do."""
+    if vectors is None:
+        return None
+    for task in tasks:
+        if task not in vectors:
+            return f"no checkpoint of task {task!r}; expected one of each task of the plan: {', '.join(tasks)}"
+    unknown = next((task for task in vectors if task not in tasks), None)
+    return f"unknown task {unknown!r}; expected the plan's tasks: {', '.join(tasks)}" if unknown else None

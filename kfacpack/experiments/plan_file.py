@@ -188,6 +188,7 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("arms",): plans.ArmSection,
     ("arms", "training"): plans.TrainingSection,
     ("evaluation",): plans.EvaluationSection,
+    ("evaluation", "methods"): plans.MethodSection,
     ("evaluation", "negation"): plans.NegationSection,
     ("evaluation", "disentanglement"): plans.PairsSection,
     ("evaluation", "localisation"): plans.ExamplesSection,

@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from kfacpack.experiments.report_content import Cell, ReportFigure, ReportTable, Section, mean_sweep, over_seeds, text
-from kfacpack.experiments.results_schema import ArmResult, PenaltyResult, Results, Summary
+from kfacpack.experiments.report_content import (
+    Cell,
+    ReportFigure,
+    ReportTable,
+    Section,
+    file_name,
+    mean_sweep,
+    over_seeds,
+    text,
+)
+from kfacpack.experiments.results_schema import (
+    ArmResult,
+    BestAlpha,
+    MethodInfo,
+    PenaltyResult,
+    Results,
+    Summary,
+    SweepResult,
+)
 
+_MAX_NORMALISED = 3
+"""Number of merge methods up to which the tables by task also have normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
 """Share of the accuracy lost by adding above which vectors are said to be addable as they are."""
 
@@ -14,8 +33,11 @@ _MOSTLY_RECOVERED = 0.75
 def headline(results: Results) -> list[Cell]:
     """Returns the conclusion: what the best penalty that needs no data of other tasks achieves, compared with none.
 
-    Without such a pair of arms, the best arm is compared with the single vectors.
+    Without such a pair of arms, the best arm is compared with the single vectors. If there are no penalties but several
+    merge methods, the best method is compared with the sum.
     """
+    if len(results.methods) > 1 and all(arm.penalty is None for arm in results.arms):
+        return _method_headline(results)
     rows = [row for row in results.summary if row.method == "sum"] or results.summary
     arms = {arm.name: arm for arm in results.arms}
     penalties = {row.arm: arm.penalty for row in rows if (arm := arms.get(row.arm))}
@@ -35,6 +57,24 @@ def headline(results: Results) -> list[Cell]:
         return [*sentences, text(".")]
     recovery = f": “{best.arm}”, which needs no data of other tasks, recovers"
     return [*sentences, text(recovery), _share(best.recovered), text("of that loss.")]
+
+
+def _method_headline(results: Results) -> list[Cell]:
+    """Returns the conclusion on merge methods, one sentence for each arm."""
+    sentences = []
+    for arm in results.arms:
+        rows = {row.method: row for row in results.summary if row.arm == arm.name}
+        best = max(rows.values(), key=lambda row: row.added)
+        method = next(method for method in results.methods if method.label == best.method)
+        uses = "which uses the bundles of the tasks" if method.needs_bundles else "which needs no bundles"
+        sentences += [
+            text(f"{arm.name}: the best merge at α = 1 is “{best.method}”, {uses}, with a mean test accuracy of"),
+            _share(best.added), text("; with each task's own vector alone, it is"), _share(best.individual),
+        ]  # fmt: skip
+        if (plain := rows.get("sum")) and plain != best:
+            sentences += [text("; with the sum of the vectors,"), _share(plain.added)]
+        sentences.append(text("."))
+    return sentences
 
 
 def _conclusion(best: Summary, plain: Summary) -> str:
@@ -60,7 +100,7 @@ def summary(results: Results) -> Section:
         "of one model with all vectors. “Normalised” is the mean over tasks of the ratio of the two. “Recovered” is "
         "the share of the accuracy lost by adding, in the arm without a penalty, that this arm does not lose. "
         "“Removed” is the share of its margin over chance that a task loses when its vector is subtracted.",
-        tables=[_summary_table(results), _arms_table(results)],
+        tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )
 
@@ -98,8 +138,33 @@ def _arms_table(results: Results) -> ReportTable:
     return ReportTable(
         caption="Training of the vectors in each arm",
         columns=["arm", "penalty", "regime"],
-        rows=[[text(arm.name), text(_penalty(arm.penalty)), text(arm.regime)] for arm in results.arms],
+        rows=[
+            [text(arm.name), text("extracted, not trained" if arm.vectors else _penalty(arm.penalty)), text(arm.regime)]
+            for arm in results.arms
+        ],
     )
+
+
+def _methods_tables(results: Results) -> list[ReportTable]:
+    """Returns the table of merge methods, if one of them has settings or needs bundles."""
+    if not any(method.needs_bundles or method.settings for method in results.methods):
+        return []
+    rows = [
+        [
+            text(method.label),
+            text(method.name),
+            text(", ".join(f"{key} {value}" for key, value in method.settings.items())),
+            text(_bundles_of(method)),
+        ]
+        for method in results.methods
+    ]
+    columns = ["label", "method", "settings", "needs bundles"]
+    return [ReportTable(caption="Merge methods", columns=columns, rows=rows)]
+
+
+def _bundles_of(method: MethodInfo) -> str:
+    compressed = f", compressed by {method.compress}" if method.compress else ""
+    return f"yes, one of each task{compressed}" if method.needs_bundles else "no"
 
 
 def _bars(results: Results) -> ReportFigure | None:
@@ -136,6 +201,7 @@ def by_task(results: Results) -> Section:
 
 def _task_table(results: Results, arm: ArmResult) -> ReportTable:
     methods = list(arm.seeds[0].added)
+    normalised = len(methods) <= _MAX_NORMALISED
     rows = []
     for task in results.names:
         row = [text(task), Cell(kind="percent", value=results.base.tasks[task].accuracy)]
@@ -143,14 +209,16 @@ def _task_table(results: Results, arm: ArmResult) -> ReportTable:
         for method in methods:
             scores = [seed.added[method].tasks[task] for seed in arm.seeds]
             row.append(over_seeds("percent", (score.accuracy for score in scores)))
-            row.append(over_seeds("percent", (score.normalized for score in scores)))
+            if normalised:
+                row.append(over_seeds("percent", (score.normalized for score in scores)))
         rows.append(row)
     last = [text("mean"), Cell(kind="percent", value=results.base.mean)]
     last.append(over_seeds("percent", (fmean(seed.individual.values()) for seed in arm.seeds)))
     for method in methods:
         last.append(over_seeds("percent", (seed.added[method].mean.accuracy for seed in arm.seeds)))
-        last.append(over_seeds("percent", (seed.added[method].mean.normalized for seed in arm.seeds)))
-    heads = [name for method in methods for name in (method, f"{method}, normalised")]
+        if normalised:
+            last.append(over_seeds("percent", (seed.added[method].mean.normalized for seed in arm.seeds)))
+    heads = [name for method in methods for name in (method, *([f"{method}, normalised"] if normalised else []))]
     return ReportTable(
         caption=f"{arm.name}: accuracy on the test examples{_seeds(results)}",
         columns=["task", "base model", "own vector", *heads],
@@ -168,17 +236,22 @@ def over_alpha(results: Results) -> Section | None:
         "own vectors (mean over arms)": fmean(fmean(s.individual.values()) for a in results.arms for s in a.seeds),
         "base model": results.base.mean,
     }
+    by_method = {arm.name: _method_sweeps(arm) for arm in results.arms}
+    several = any(len(curves) > 1 for curves in by_method.values())
     rows = [
         [
             text(arm.name),
-            over_seeds("number", (seed.best.alpha for seed in arm.seeds if seed.best)),
-            over_seeds("percent", (seed.best.validation for seed in arm.seeds if seed.best)),
-            over_seeds("percent", (seed.best.test for seed in arm.seeds if seed.best)),
+            *([text(label)] if several else []),
+            *(over_seeds("percent", (seed.added[label].mean.accuracy for seed in arm.seeds)) for _ in range(several)),
+            over_seeds("number", (entry.alpha for entry in chosen)),
+            over_seeds("percent", (entry.validation for entry in chosen)),
+            over_seeds("percent", (entry.test for entry in chosen)),
         ]
         for arm in results.arms
-        if any(seed.best for seed in arm.seeds)
+        for label in arm.seeds[0].added
+        if (chosen := _best_alphas(arm, label))
     ]
-    columns = ["arm", "best α", "validation", "test"]
+    columns = ["arm", *(["method", "test at α\u00a0=\u00a01"] if several else []), "best α", "validation", "test"]
     table = ReportTable(caption="Best α, selected on the validation examples", columns=columns, rows=rows)
     picture = ReportFigure(
         file="sweep",
@@ -186,15 +259,44 @@ def over_alpha(results: Results) -> Section | None:
         data={name: sweep.model_dump(mode="json") for name, sweep in sweeps.items()},
         options={"references": levels},
         alt=f"Line chart of mean accuracy over α, one line for each of {_listed(list(sweeps))}.",
-        caption="Mean accuracy over all tasks when the sum of the vectors is scaled by α.",
+        caption=f"Mean accuracy over all tasks when the result of {_first_method(results)} is scaled by α."
+        if several
+        else "Mean accuracy over all tasks when the sum of the vectors is scaled by α.",
     )
+    pictures = [
+        ReportFigure(
+            file=file_name("methods", number, arm),
+            figure="sweep",
+            data={label: curve.model_dump(mode="json") for label, curve in curves.items()},
+            options={"references": {"base model": results.base.mean}},
+            alt=f"Line chart of mean accuracy over α for arm {arm}, one line for each of {_listed(list(curves))}.",
+            caption=f"{arm}: mean accuracy over all tasks when the merged vector is scaled by α, by merge method.",
+        )
+        for number, (arm, curves) in enumerate(by_method.items(), start=1)
+        if len(curves) > 1
+    ]
     return Section(
         id="sweep",
         title="Accuracy over α",
         how_to_read="A flat maximum is good: α then needs no tuning, and α = 1 is close to the best value.",
-        pictures=[picture],
+        pictures=[picture, *pictures],
         tables=[table] if rows else [],
     )
+
+
+def _method_sweeps(arm: ArmResult) -> dict[str, SweepResult]:
+    """Returns the mean sweep over seeds by merge method, for the methods that were evaluated at every α."""
+    first, *others = arm.seeds[0].added
+    curves = {first: mean_sweep(arm.seeds)}
+    curves |= {label: mean_sweep([seed.added[label] for seed in arm.seeds]) for label in others}
+    return {label: curve for label, curve in curves.items() if curve}
+
+
+def _best_alphas(arm: ArmResult, label: str) -> list[BestAlpha]:
+    """Returns the best α of a merge method for each seed; empty if it was evaluated at α = 1 only."""
+    is_first = label == next(iter(arm.seeds[0].added))
+    entries = [seed.best if is_first else seed.added[label].best for seed in arm.seeds]
+    return [entry for entry in entries if entry]
 
 
 def negation(results: Results) -> Section | None:

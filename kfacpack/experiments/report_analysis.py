@@ -195,7 +195,7 @@ def _task_bundles(results: Results) -> ReportTable:
         rows=[
             [
                 text(bundle.task),
-                text(bundle.structure),
+                text(f"{bundle.structure}, {bundle.compress}" if bundle.compress else bundle.structure),
                 _seed(bundle.seed),
                 Cell(kind="bytes", value=bundle.bytes),
                 Cell(kind="bytes", value=bundle.dense_bytes),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from kfacpack.experiments.results_schema import DisentanglementResult, DriftPair, SeedResult, SweepResult
+from kfacpack.experiments.results_schema import AddedResult, DisentanglementResult, DriftPair, SeedResult, SweepResult
 from kfacpack.format.units import (
     MISSING,
     format_count,
@@ -151,8 +151,8 @@ def over_seeds(kind: CellKind, values: Iterable[float | None]) -> Cell:
     return Cell(kind=kind, value=fmean(present), std=stdev(present) if len(present) > 1 else None)
 
 
-def mean_sweep(seeds: Sequence[SeedResult]) -> SweepResult | None:
-    """Averages the sweeps over seeds; None if there are none."""
+def mean_sweep(seeds: Sequence[SeedResult | AddedResult]) -> SweepResult | None:
+    """Averages the sweeps of an arm, or of one of its merge methods, over seeds; None if there are none."""
     sweeps = [seed.sweep for seed in seeds if seed.sweep]
     if not sweeps:
         return None

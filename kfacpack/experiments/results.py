@@ -6,20 +6,23 @@ The content depends neither on the clock nor on how often the run was interrupte
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from importlib.metadata import version
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.evaluation.sweep import as_table, best, evaluation_result, normalized
+from kfacpack.experiments.artifact_stages import CompressStage
 from kfacpack.experiments.plan import BASELINE
 from kfacpack.experiments.results_schema import FORMAT
 from kfacpack.format.reader import Bundle
+from kfacpack.vectors.methods import METHODS
 
 if TYPE_CHECKING:
     from kfacpack.experiments.artifact_stages import EstimateStage, MergeStage
-    from kfacpack.experiments.plan import ArmSection, NegationSection
+    from kfacpack.experiments.measurement_stages import SweepStage
+    from kfacpack.experiments.plan import ArmSection, MethodSection, NegationSection
     from kfacpack.experiments.stage_graph import ArmRun, StageGraph
 
 
@@ -40,8 +43,9 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
     arms = [
         {
             "name": arm,
-            "regime": plan.training_of(arm).regime,
+            "regime": plan.regime_of(arm),
             "penalty": _penalty(section),
+            **({"vectors": section.vectors} if section.vectors else {}),
             "seeds": [_seed(run, plan.evaluation.negation) for run in graph.arm_runs if run.arm == arm],
         }
         for arm, section in plan.arms.items()
@@ -68,7 +72,11 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
             for task in tasks
         ],
         "seeds": list(plan.seeds),
-        "bundles": [_bundle(stage) for stage in graph.bundles.values()],
+        "methods": [_method(method) for method in plan.evaluation.methods],
+        "bundles": [
+            *(_bundle(stage) for stage in graph.bundles.values()),
+            *(_bundle(stage) for stage in graph.compressed.values()),
+        ],
         "merges": [_merge(stage) for stage in graph.merges.values()],
         "base": {"tasks": base, "mean": fmean(score["accuracy"] for score in base.values())},
         "arms": arms,
@@ -86,12 +94,23 @@ def _penalty(arm: ArmSection) -> dict[str, Any] | None:
     return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.lam}
 
 
-def _bundle(stage: EstimateStage) -> dict[str, Any]:
-    bundle = Bundle(stage.path)
+def _method(method: MethodSection) -> dict[str, Any]:
     return {
-        "task": stage.task,
-        "structure": stage.structure,
-        "seed": stage.seed,
+        "label": method.label,
+        "name": method.name,
+        "settings": METHODS[method.name].of(method.settings).settings,
+        "needs_bundles": method.needs_bundles,
+        "compress": method.compress,
+    }
+
+
+def _bundle(stage: EstimateStage | CompressStage) -> dict[str, Any]:
+    bundle, estimate = Bundle(stage.path), stage.bundle if isinstance(stage, CompressStage) else stage
+    return {
+        "task": estimate.task,
+        "structure": estimate.structure,
+        "seed": estimate.seed,
+        "compress": stage.codec if isinstance(stage, CompressStage) else estimate.options.compress,
         "file": stage.file,
         "bytes": bundle.nbytes,
         "dense_bytes": bundle.dense_bytes,
@@ -115,15 +134,14 @@ def _merge(stage: MergeStage) -> dict[str, Any]:
 
 def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
     individual = {task: stage.at(1.0).accuracy for task, stage in run.own.items()}
-    added = {
-        method: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, individual)}
-        for method, stages in run.sums.items()
+    added: dict[str, dict[str, Any]] = {
+        label: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, individual)}
+        for label, stages in run.sums.items()
     }
-    first = next(iter(run.sums.values()))
-    alphas = next(iter(first.values())).alphas
-    table = as_table(alphas, {task: stage.scores() for task, stage in first.items()})
-    held_out = as_table(alphas, {task: stage.scores() for task, stage in run.validation.items()})
-    best_index = best(alphas, [stage.scores() for stage in run.validation.values()])
+    # The sweep of the first method, which is always there, is that of the arm.
+    first, *others = (_sweep(run.sums[label], validation) for label, validation in run.validation.items())
+    for label, sweep in zip(list(run.validation)[1:], others, strict=True):
+        added[label] |= sweep
     negated: dict[str, Any] = {}
     for stage in run.negated.values():
         values = stage.read()
@@ -133,12 +151,7 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
         "seed": run.seed,
         "individual": individual,
         "added": added,
-        "sweep": table,
-        "best": {
-            "alpha": alphas[best_index],
-            "validation": held_out["mean"][best_index],
-            "test": table["mean"][best_index],
-        },
+        **first,
         "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated}
         if negation and negated
         else None,
@@ -146,6 +159,16 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
         "localisation": run.localisation.read() if run.localisation else None,
         "drift": run.drift.read() if run.drift else None,
     }
+
+
+def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage]) -> dict[str, Any]:
+    """Returns the accuracies of a combined vector at every α, and the best α on validation."""
+    alphas = next(iter(test.values())).alphas
+    table = as_table(alphas, {task: stage.scores() for task, stage in test.items()})
+    held_out = as_table(alphas, {task: stage.scores() for task, stage in validation.items()})
+    index = best(alphas, [stage.scores() for stage in validation.values()])
+    chosen = {"alpha": alphas[index], "validation": held_out["mean"][index], "test": table["mean"][index]}
+    return {"sweep": table, "best": chosen}
 
 
 def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -178,6 +201,9 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
     individual = [fmean(seed["individual"].values()) for seed in seeds]
     added = [seed["added"][method]["mean"] for seed in seeds]
     first = method == next(iter(seeds[0]["added"]))
+    # The best α of the first method is that of the seed.
+    best_alphas = [seed["best"] if first else seed["added"][method].get("best") for seed in seeds]
+    chosen = [entry for entry in best_alphas if entry]
     negated = [entry for seed in seeds if seed["negation"] for entry in seed["negation"]["tasks"].values()]
     return {
         "arm": arm["name"],
@@ -187,8 +213,8 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
         "added": fmean(mean["accuracy"] for mean in added),
         "added_std": spread([mean["accuracy"] for mean in added]),
         "normalized": _mean(mean["normalized"] for mean in added),
-        "best_alpha": fmean(seed["best"]["alpha"] for seed in seeds) if first else None,
-        "best": fmean(seed["best"]["test"] for seed in seeds) if first else None,
+        "best_alpha": _mean(entry["alpha"] for entry in chosen),
+        "best": _mean(entry["test"] for entry in chosen),
         "removed": _mean(entry["removed"] for entry in negated),
         "control_kept": _mean(normalized(entry["control"], entry["control_before"]) for entry in negated),
         "auroc": _mean(seed["localisation"]["auroc"] for seed in seeds if seed["localisation"]),

@@ -179,14 +179,6 @@ class TaskAccuracy(ResultModel):
     examples: NonNegativeInt | None = None
 
 
-class AddedResult(ResultModel):
-    """Accuracies with the vectors of all tasks combined."""
-
-    alpha: FiniteFloat
-    tasks: dict[str, TaskAccuracy]
-    mean: TaskAccuracy
-
-
 class BestAlpha(ResultModel):
     """The α selected on the validation examples, with its mean accuracies."""
 
@@ -195,14 +187,27 @@ class BestAlpha(ResultModel):
     test: FiniteFloat
 
 
+class AddedResult(ResultModel):
+    """Accuracies with the vectors of all tasks combined."""
+
+    alpha: FiniteFloat
+    tasks: dict[str, TaskAccuracy]
+    mean: TaskAccuracy
+    sweep: SweepResult | None = None
+    """Accuracy at every α, for further methods of a plan with `method_alphas`; that of the first is in the seed."""
+    best: BestAlpha | None = None
+
+
 class SeedResult(ResultModel):
     """Results of one arm with one seed."""
 
     seed: int
     individual: PerTask
     added: dict[str, AddedResult]
+    """By label of the merge method."""
     sweep: SweepResult | None = None
     best: BestAlpha | None = None
+    """The best α of the first merge method."""
     negation: NegationResult | None = None
     disentanglement: list[DisentanglementResult] | None = None
     localisation: LocalisationResult | None = None
@@ -225,6 +230,8 @@ class ArmResult(ResultModel):
     name: str
     regime: str
     penalty: PenaltyResult | None
+    vectors: dict[str, str] | None = None
+    """By task, the checkpoint that the vector was extracted from; null if the vectors were trained."""
     seeds: list[SeedResult] = Field(min_length=1)
 
 
@@ -271,12 +278,25 @@ class TaskInfo(ResultModel):
     source: str | None = None
 
 
+class MethodInfo(ResultModel):
+    """A merge method of the plan."""
+
+    label: str
+    """Name in the results."""
+    name: str
+    settings: dict[str, bool | int | float | str | None] = {}
+    needs_bundles: bool = False
+    compress: str | None = None
+    """Codec of the bundles that the method uses."""
+
+
 class BundleInfo(ResultModel):
     """The bundle of one task."""
 
     task: str
     structure: str
     seed: int | None
+    compress: str | None = None
     file: str
     bytes: NonNegativeInt
     dense_bytes: NonNegativeInt | None
@@ -321,6 +341,7 @@ class Results(ResultModel):
     model: ModelInfo
     tasks: list[TaskInfo] = Field(min_length=1)
     seeds: list[int]
+    methods: list[MethodInfo] = []
     bundles: list[BundleInfo]
     merges: list[MergeInfo]
     base: BaseInfo

@@ -30,6 +30,8 @@ from kfacpack.experiments.plan_file import read_plan
 from kfacpack.experiments.results import results
 from kfacpack.experiments.stage import StageProgress
 from kfacpack.experiments.stage_graph import StageGraph
+from kfacpack.format.hub_client import commit_of, digest_of_file
+from kfacpack.format.reference import is_reference
 from kfacpack.format.writer import write_atomically
 from kfacpack.models.data_loading import fingerprint, outputs
 from kfacpack.models.families import load_model
@@ -67,6 +69,7 @@ class RunContext:
         self._heads: dict[str, Head] = {}
         self._evaluation_sets: dict[tuple[str, str, str], EvaluationSet] = {}
         self._fingerprints: dict[tuple[str, str], str] = {}
+        self._checkpoints: dict[tuple[str, str], str] = {}
 
     @cached_property
     def model(self) -> Model:
@@ -137,12 +140,27 @@ class RunContext:
         listing = loaded.listing(split)
         return sha256(repr((examples, loaded.classes, listing)).encode()).hexdigest() if listing else examples
 
+    def checkpoint_key(self, arm: str, task: str) -> str:
+        """Returns a hash of the files that a vector is extracted from.
+
+        Raises:
+            KfacpackError: If there are no such files; the message starts with the location in the plan.
+        """
+        if (arm, task) not in self._checkpoints:
+            source = (self.plan.arms[arm].vectors or {})[task]
+            with self.plan.at("arms", arm, "vectors", task):
+                if is_reference(source):
+                    self._checkpoints[arm, task] = f"{source} {commit_of(source)}"
+                else:
+                    self._checkpoints[arm, task] = _files_key(self.plan.resolve_path(source), source)
+        return self._checkpoints[arm, task]
+
     def check(self) -> None:
         """Checks tasks, model and heads before any stage runs.
 
         Raises:
-            KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, or the head does
-                not fit the model; the message starts with the location in the plan.
+            KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, the head does not
+                fit the model, or a checkpoint does not exist; the message starts with the location in the plan.
         """
         tasks = [self.task(section.name) for section in self.plan.tasks]
         for number, task in enumerate(tasks):
@@ -152,6 +170,9 @@ class RunContext:
         with self.plan.at("model", "head"):
             for task in tasks:
                 check_head(model, task, self.plan.model.head)
+        for arm, section in self.plan.arms.items():
+            for name in section.vectors or ():
+                self.checkpoint_key(arm, name)
 
     def head(self, task: str, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Head:
         """Returns the classification head of a task."""
@@ -176,6 +197,23 @@ class RunContext:
             selected = EvaluationSet.of(self.task(task), split, examples)
             self._evaluation_sets[key] = replace(selected, outputs=OutputCache())
         return self._evaluation_sets[key]
+
+
+def _files_key(path: Path, written: str) -> str:
+    """Returns a hash of a checkpoint: of the safetensors and JSON files of a folder, or of a file.
+
+    Args:
+        path: The file or folder.
+        written: The path as it is written in the plan, for error messages.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
+    else:
+        # The weights of an adapter are read with the configuration beside them.
+        files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
+    if not any(file.suffix == ".safetensors" for file in files):
+        raise KfacpackError(f"{written}: no safetensors file there; expected a checkpoint, a folder or a PEFT adapter")
+    return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()
 
 
 RESULTS, TIMES = "results.json", "times.json"

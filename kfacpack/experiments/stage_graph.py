@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kfacpack.experiments.artifact_stages import AddStage, EstimateStage, MergeStage, TrainStage
+from kfacpack.experiments.artifact_stages import (
+    AddStage,
+    CompressStage,
+    EstimateStage,
+    ExtractStage,
+    MergeStage,
+    TaskVectorStage,
+    TrainStage,
+)
 from kfacpack.experiments.measurement_stages import (
     BaseAccuracyStage,
     DisentanglementStage,
@@ -20,7 +28,7 @@ from kfacpack.experiments.measurement_stages import (
 from kfacpack.format.units import parse_alphas
 
 if TYPE_CHECKING:
-    from kfacpack.experiments.plan import Plan
+    from kfacpack.experiments.plan import MethodSection, Plan
     from kfacpack.experiments.run import RunContext
     from kfacpack.experiments.stage import Stage
 
@@ -34,14 +42,14 @@ class ArmRun:
 
     arm: str
     seed: int
-    vectors: dict[str, TrainStage]
+    vectors: dict[str, TaskVectorStage]
     """By task, as are the fields below unless stated otherwise."""
     own: dict[str, SweepStage]
     """Each vector on the test split of its own task."""
     sums: dict[str, dict[str, SweepStage]]
-    """By merge method, then by task: the combined vector on the test split."""
-    validation: dict[str, SweepStage]
-    """The combined vector of the first merge method on the validation split."""
+    """By label of the merge method, then by task: the combined vector on the test split."""
+    validation: dict[str, dict[str, SweepStage]]
+    """The same on the validation split, for the methods that are evaluated at every α."""
     negated: dict[str, NegationStage]
     pairs: tuple[DisentanglementStage, ...]
     localisation: LocalisationStage | None
@@ -52,7 +60,8 @@ class ArmRun:
         yield from self.own.values()
         for by_task in self.sums.values():
             yield from by_task.values()
-        yield from self.validation.values()
+        for by_task in self.validation.values():
+            yield from by_task.values()
         yield from self.negated.values()
         yield from self.pairs
         yield from (stage for stage in (self.localisation, self.drift) if stage)
@@ -66,6 +75,8 @@ class StageGraph:
     root: Path
     bundles: dict[tuple[str, str, int], EstimateStage] = field(default_factory=dict)
     """By structure, task and seed."""
+    compressed: dict[tuple[str, str, int], CompressStage] = field(default_factory=dict)
+    """By codec, task and seed."""
     merges: dict[tuple[str, str, int, str, int], MergeStage] = field(default_factory=dict)
     """By structure, rule, rank, left-out task and seed."""
 
@@ -90,7 +101,7 @@ class StageGraph:
         for seed in self.plan.seeds:
             of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]
             vectors = [vector for arm_run in of_seed for vector in arm_run.vectors.values()]
-            merges = [vector.merged for vector in vectors if vector.merged]
+            merges = [vector.merged for vector in vectors if isinstance(vector, TrainStage) and vector.merged]
             measurements = [stage for arm_run in of_seed for stage in arm_run.stages()]
             requested += [bundle for merge in merges for bundle in merge.bundles]
             requested += [*merges, *vectors, *measurements]
@@ -103,9 +114,12 @@ class StageGraph:
     def _arm_run(self, arm: str, seed: int) -> ArmRun:
         plan, evaluation = self.plan, self.plan.evaluation
         names = [task.name for task in plan.tasks]
-        vectors = {name: self._train(name, arm, seed) for name in names}
-        added = {method: self._stage(AddStage, tuple(vectors.values()), method) for method in evaluation.methods}
-        first = next(iter(added.values()))
+        vectors = {name: self._vector(name, arm, seed) for name in names}
+        added = {
+            method.label: self._stage(AddStage, tuple(vectors.values()), method, self._method_bundles(method, seed))
+            for method in evaluation.methods
+        }
+        swept = list(added) if evaluation.method_alphas else list(added)[:1]
         in_depth = evaluation.in_depth is None or arm in evaluation.in_depth
         return ArmRun(
             arm,
@@ -113,13 +127,16 @@ class StageGraph:
             vectors,
             own={name: self._stage(SweepStage, vectors[name], name, (1.0,)) for name in names},
             sums={
-                method: {
-                    name: self._stage(SweepStage, total, name, self.alphas if total is first else (1.0,))
+                label: {
+                    name: self._stage(SweepStage, total, name, self.alphas if label in swept else (1.0,))
                     for name in names
                 }
-                for method, total in added.items()
+                for label, total in added.items()
             },
-            validation={name: self._stage(SweepStage, first, name, self.alphas, "validation") for name in names},
+            validation={
+                label: {name: self._stage(SweepStage, added[label], name, self.alphas, "validation") for name in names}
+                for label in swept
+            },
             negated={name: self._negate(vectors[name]) for name in names} if evaluation.negation and in_depth else {},
             pairs=self._pairs(vectors) if in_depth and seed == plan.seeds[0] else (),
             localisation=self._stage(LocalisationStage, tuple(vectors.values()), evaluation.localisation.examples)
@@ -131,8 +148,23 @@ class StageGraph:
     def _stage(self, kind: Callable[..., StageT], *settings: Any) -> StageT:
         return kind(self.context, self.root, *settings)
 
-    def _train(self, task: str, arm: str, seed: int) -> TrainStage:
+    def _method_bundles(self, method: MethodSection, seed: int) -> tuple[EstimateStage | CompressStage, ...]:
+        """Returns the bundles of all tasks, for a method that needs them."""
+        if not method.needs_bundles:
+            return ()
+        bundles = [self._bundle("kronecker", task.name, seed) for task in self.plan.tasks]
+        if method.compress is None:
+            return tuple(bundles)
+        for bundle in bundles:
+            key = (method.compress, bundle.task, seed)
+            if key not in self.compressed:
+                self.compressed[key] = self._stage(CompressStage, bundle, method.compress)
+        return tuple(self.compressed[method.compress, bundle.task, seed] for bundle in bundles)
+
+    def _vector(self, task: str, arm: str, seed: int) -> TaskVectorStage:
         section = self.plan.arms[arm]
+        if section.vectors is not None:
+            return self._stage(ExtractStage, task, arm, seed)
         merged = None
         if section.penalty in ("kronecker", "diagonal"):
             key = (section.penalty, section.rule, section.rank, task, seed)
@@ -148,14 +180,14 @@ class StageGraph:
             self.bundles[key] = self._stage(EstimateStage, task, structure, seed)
         return self.bundles[key]
 
-    def _negate(self, vector: TrainStage) -> NegationStage:
+    def _negate(self, vector: TaskVectorStage) -> NegationStage:
         section = self.plan.evaluation.negation
         assert section is not None
         instead = section.instead or self.plan.others(section.control)[0].name
         control = section.control if section.control != vector.task else instead
         return self._stage(NegationStage, vector, control, section.keep, tuple(parse_alphas(section.alphas)))
 
-    def _pairs(self, vectors: Mapping[str, TrainStage]) -> tuple[DisentanglementStage, ...]:
+    def _pairs(self, vectors: Mapping[str, TaskVectorStage]) -> tuple[DisentanglementStage, ...]:
         section = self.plan.evaluation.disentanglement
         if section is None:
             return ()
@@ -166,7 +198,7 @@ class StageGraph:
             for first_task, second_task in section.pairs or [(first, other) for other in others]
         )
 
-    def _drift(self, vectors: Mapping[str, TrainStage], seed: int) -> DriftStage | None:
+    def _drift(self, vectors: Mapping[str, TaskVectorStage], seed: int) -> DriftStage | None:
         section = self.plan.evaluation.drift
         if section is None:
             return None

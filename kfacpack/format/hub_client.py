@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from kfacpack._compat import require
 from kfacpack.errors import HubError, first_line
-from kfacpack.format.reference import COMMIT
+from kfacpack.format.reference import COMMIT, parse_address
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -320,6 +320,31 @@ def snapshot(repository: str, revision: str | None, kind: RepositoryKind = "mode
     commit = ref.read_text().strip() if ref.is_file() else revision
     path = folder / "snapshots" / commit if commit else None
     return path if path and path.is_dir() else None
+
+
+def commit_of(address: str) -> str:
+    """Returns the commit that an address on the Hub currently refers to.
+
+    Args:
+        address: `hf://owner/repo[@revision][/path]`.
+
+    Returns:
+        The commit; that of the cached files if the Hub cannot be reached.
+
+    Raises:
+        HubError: If there is no such repository or revision, or the Hub cannot be reached and nothing is cached.
+    """
+    parts = parse_address(address)
+    if parts is None:
+        raise HubError(address, "is not an address on the Hub", "Expected hf://OWNER/REPO[@REVISION][/PATH]")
+    try:
+        with hub_errors(address, parts.repository, parts.revision):
+            return str(hub_api().model_info(parts.repository, revision=parts.revision).sha)
+    except HubError as error:
+        cached = snapshot(parts.repository, parts.revision) if error.unreachable else None
+        if cached is None:
+            raise
+        return cached.name
 
 
 def _resolve_remote(reference: Reference) -> RemoteFile | Path:

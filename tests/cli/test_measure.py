@@ -109,6 +109,50 @@ def test_drift_and_its_table(artifacts, tmp_path):
     assert "single layers" not in run(*common, "--layer-examples", 0).stdout
 
 
+def bundles(artifacts, *names):
+    return [word for name in names for word in ("--bundle", artifacts / f"{name}.kfac")]
+
+
+def test_interference_needs_neither_data_nor_model(artifacts, tmp_path):
+    """The weights that --model names do not exist, so loading the model would fail."""
+    common = ["interference", *vectors(artifacts), *bundles(artifacts, "morning", "evening", "both")]
+    common += ["--weights", tmp_path / "nowhere.safetensors"]
+    result = measure_json(*common, "-o", tmp_path / "i.json", "--figure", tmp_path / "i.png")
+    assert result["vectors"] == ["morning", "evening"]
+    assert [(task["task"], task["tasks"]) for task in result["tasks"]] == [
+        ("morning", ["morning"]),
+        ("evening", ["evening"]),
+        ("both", ["morning", "evening"]),
+    ]
+    for pair in result["pairs"]:
+        curvature = kp.load(artifacts / f"{pair['task']}.kfac")
+        tau = kp.TaskVector.load(artifacts / f"{pair['vector']}.safetensors")
+        assert pair["predicted"] == pytest.approx(float(curvature.quadratic(tau)), rel=1e-5)
+        assert pair["measured"] is None
+        assert list(pair["blocks"]) == [PARAMS[0]]
+    assert result["spearman"] is None
+    assert json.loads((tmp_path / "i.json").read_text()) == result
+    assert (tmp_path / "i.png").read_bytes().startswith(b"\x89PNG")
+    lines = run(*common).stdout.splitlines()
+    assert lines[0].split() == ["vector", "morning", "evening", "both"]
+    assert [word.startswith("[") for word in lines[1].split()[1:]] == [True, False, True]
+    assert not run(*common, "--quiet").output
+
+
+def test_interference_is_measured_where_data_is_given(artifacts):
+    common = ["interference", *vectors(artifacts), *bundles(artifacts, "morning", "evening", "both")]
+    some = measure_json(*common, *data(artifacts, "evening"))
+    assert [pair["measured"] is not None for pair in some["pairs"]] == [False, True, False] * 2
+    drift = measure_json(
+        "drift", *vectors(artifacts), *bundles(artifacts, "evening"), *data(artifacts, "evening"), "--layer-examples", 0
+    )
+    assert [pair["measured"] for pair in drift["pairs"]] == [
+        pair["measured"] for pair in some["pairs"] if pair["task"] == "evening"
+    ]
+    every = measure_json(*common, *data(artifacts), "--measured")
+    assert [pair["measured"] is not None for pair in every["pairs"]] == [True, True, False] * 2
+
+
 def test_spectra_and_its_table(artifacts):
     result = measure_json("spectra", "--bundle", artifacts / "morning.kfac")
     assert [(entry["name"], entry["side"]) for entry in result["blocks"]] == [(PARAMS[0], "B"), (PARAMS[0], "A")]
@@ -123,6 +167,19 @@ def test_spectra_and_its_table(artifacts):
         (["disentanglement", "morning.safetensors"], "expected two vectors, got vectors: 1, bundles: 0"),
         (["localisation"], "expected at least one vector"),
         (["drift", "morning.safetensors"], "expected at least one vector and one --bundle"),
+        (["interference", "morning.safetensors"], "expected at least one vector and one --bundle"),
+        (
+            ["interference", "morning.safetensors", "--bundle", "both.kfac", "--measured"],
+            "every bundle is merged",
+        ),
+        (
+            ["interference", "morning.safetensors", "--bundle", "both.kfac", "--data", "both=evening"],
+            "task 'both' is not used",
+        ),
+        (
+            ["drift", "morning.safetensors", "--bundle", "evening.kfac", "--measured"],
+            "--measured is only for interference, got drift",
+        ),
         (["spectra", "morning.kfac", "--bundle", "evening.kfac"], "expected one bundle"),
         (["weight", "morning.safetensors"], "weight"),
         (

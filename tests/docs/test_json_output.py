@@ -136,6 +136,7 @@ def test_measurements(folder):
     check("measure", "disentanglement", *vectors, *FEW, "--alpha", "0,1", form="disentanglement")
     check("measure", "localisation", *vectors, *FEW, form="localisation")
     check("measure", "drift", vectors[0], *bundle, *FEW, "--layer-examples", 1, form="drift")
+    check("measure", "interference", vectors[0], *bundle, *FEW, "--measured", form="interference")
     check("measure", "spectra", *bundle, form="spectra")
 
 

@@ -50,6 +50,15 @@ def make_spread(centre: float, generator: random.Random, examples: int = 500) ->
     }
 
 
+def make_interference(tasks: list[str], generator: random.Random) -> dict[str, Any]:
+    pairs = [
+        {"vector": s, "task": t, "own": s == t, "predicted": 10 ** generator.uniform(-4, -1) + 0.2 * (s == t)}
+        for s in tasks
+        for t in tasks
+    ]
+    return {"vectors": tasks, "tasks": [{"task": task} for task in tasks], "pairs": pairs}
+
+
 def make_localisation(tasks: list[str], loss: float, generator: random.Random) -> dict[str, Any]:
     vectors = {}
     for t in tasks:

@@ -32,6 +32,7 @@ def data_of(figure, tasks=TASKS):
         "disentanglement": lambda: synthetic_results.make_disentanglement(*tasks[:2], 0.3),
         "localisation": lambda: synthetic_results.make_localisation(tasks, 0.1, generator),
         "drift": lambda: synthetic_results.make_drift(tasks, 0.1, generator),
+        "interference": lambda: synthetic_results.make_interference(tasks, generator),
         "spectra": lambda: synthetic_results.make_spectra(),
         "bars": lambda: {
             "base": dict.fromkeys(tasks, 0.3),
@@ -71,7 +72,7 @@ def test_names_are_never_interpreted_as_markup(name):
     root = ET.fromstring(render(figure, "svg"))
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert not [element for element in root.iter() if element.tag.endswith("script")]
-    if name in ("localisation", "bars"):
+    if name in ("localisation", "bars", "interference"):
         assert UNUSUAL[0] in words(figure)
 
 
@@ -91,7 +92,7 @@ def test_axes_are_labelled_and_labels_do_not_overlap(name):
         assert panel.get_xlabel()
         assert panel.get_ylabel()
     boxes = [*written(panel.yaxis)]
-    if name != "bars":  # its labels are rotated
+    if name not in ("bars", "interference"):  # their labels are rotated
         boxes += written(panel.xaxis)
     boxes += [text.get_window_extent() for legend in figure.legends for text in legend.get_texts()]
     overlapping = [(a, b) for k, a in enumerate(boxes) for b in boxes[:k] if a.overlaps(b)]
@@ -148,6 +149,24 @@ def test_zeros_are_omitted_on_logarithmic_axes():
     for figure in (FIGURES["localisation"]({"vectors": vectors}), FIGURES["drift"](drift)):
         assert render(figure, "png").startswith(b"\x89PNG")
     assert [power_of_ten(x) for x in (1e-12, 1.0, 1000.0, 0.0)] == ["10⁻¹²", "10⁰", "10³", ""]
+
+
+def test_interference_shows_every_value_and_frames_own_tasks():
+    pairs = [("a", "a", 2e-4), ("a", "b", 3e-6), ("b", "a", 0.0), ("b", "b", 0.05)]
+    data = {
+        "vectors": ["a", "b"],
+        "tasks": [{"task": "a"}, {"task": "b"}],
+        "pairs": [{"vector": v, "task": t, "own": v == t, "predicted": x} for v, t, x in pairs],
+    }
+    figure = FIGURES["interference"](data)
+    assert {"2", "0.03", "0", "500", "own task"} <= set(words(figure))
+    assert any("10⁻⁴" in text for text in words(figure))
+    frames = [
+        patch for patch in figure.axes[0].patches if patch.get_label() == "own task" or patch.get_linewidth() == 1.5
+    ]
+    assert [patch.get_xy() for patch in frames] == [(-0.46, -0.46), (0.54, 0.54)]
+    nothing = {**data, "pairs": [{**pair, "predicted": 0.0} for pair in data["pairs"]]}
+    assert render(FIGURES["interference"](nothing), "png").startswith(b"\x89PNG")
 
 
 def test_files_do_not_depend_on_earlier_files():

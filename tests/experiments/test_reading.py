@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from experiments.small_plan import TEXT
 from kit import refused
@@ -66,6 +68,36 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{k}: &a{k} [{', '.join([f'*a{k - 1}'] * 9)}]
         (changed("{examples: 8,", "{compress: zip, examples: 8,"), ["line 4: curvature.compress: ", "'zip'"]),
         (changed("name: small", "name: small\n\tx: 1"), ["plan.yaml, line 2: not a valid plan: "]),
         (TEXT + "  methods: [sun]\n", ["evaluation.methods.0: ", "'sun'", "sum, ties"]),
+        (TEXT + "  methods: [3]\n", ["evaluation.methods.0: ", "3"]),
+        (TEXT + "  methods: [{keep: 0.3}]\n", ["evaluation.methods.0.name: ", "missing"]),
+        (
+            TEXT + "  methods: [sum, {name: ties, keep: 3}]\n",
+            ["line 17: evaluation.methods.1: ", "keep is 3", "(0, 1]"],
+        ),
+        (TEXT + "  methods: [{name: ties, kepp: 0.3}]\n", ["evaluation.methods.0: ", "'kepp'", "keep, mean"]),
+        (TEXT + "  methods: [{name: ties, compress: int8}]\n", ["evaluation.methods.0: ", "compress", "curvature"]),
+        (TEXT + "  methods: [{name: regmean, compress: zip}]\n", ["evaluation.methods.0.compress: ", "'zip'"]),
+        (TEXT + "  methods: [ties, {name: iso, label: ties}]\n", ["evaluation.methods.1: ", "duplicate", "'ties'"]),
+        (TEXT + "  methods: [{name: sum, label: ../up}]\n", ["evaluation.methods.0.label: ", "'../up'"]),
+        (
+            changed("{examples: 8,", "{compress: int8, examples: 8,")
+            + "  methods: [{name: regmean, compress: fp16}]\n",
+            ["line 17: evaluation.methods.0: ", "curvature.compress: int8"],
+        ),
+        (changed("{penalty: none}", "{vectors: {faces: a}}"), ["line 7: arms.without.vectors: ", "'weaves'"]),
+        (
+            changed("{penalty: none}", "{vectors: {faces: a, weaves: b, mnist: c}}"),
+            ["line 7: arms.without.vectors: ", "'mnist'", "faces, weaves"],
+        ),
+        (
+            changed("{penalty: none}", "{vectors: {faces: a, weaves: b}, penalty: data}"),
+            ["line 7: arms.without: ", "penalty", "vectors"],
+        ),
+        (
+            changed("{penalty: none}", "{vectors: {faces: a, weaves: b}, training: {steps: 3}}"),
+            ["line 7: arms.without: ", "training", "vectors"],
+        ),
+        (changed("{penalty: none}", "{vectors: }"), ["line 7: arms.without"]),
         (changed("[faces, weaves]", "&all [faces, *all]"), ["plan.yaml, line 3: ", "alias *all"]),
         (BOMB, ["plan.yaml, line 2: ", "alias *a0"]),
         ("[" * 100_000, ["plan.yaml: ", "nested too deeply"]),
@@ -107,6 +139,27 @@ def test_missing_and_binary_files_are_refused(tmp_path):
     (tmp_path / "plan.yaml").write_bytes(b"\xff\xfe\x00")
     with refused(kp.KfacpackError, tmp_path / "plan.yaml", "UTF-8"):
         read_plan(tmp_path / "plan.yaml")
+
+
+def test_methods_have_settings_and_labels():
+    entries = "sum, {name: ties, keep: 0.3, mean: true}, {name: fisher, compress: int8}, {name: iso, label: i}"
+    text = f"{TEXT}  methods: [{entries}]\n"
+    methods = parse(text, "plan.yaml").evaluation.methods
+    assert [method.label for method in methods] == ["sum", "ties keep=0.3 mean=True", "fisher int8", "i"]
+    assert [method.settings for method in methods] == [{}, {"keep": 0.3, "mean": True}, {}, {}]
+    assert [method.needs_bundles for method in methods] == [False, False, True, False]
+
+
+def test_spectra_may_use_the_bundles_of_a_method():
+    text = changed("kronecker, strength", "diagonal, strength").replace(DRIFT, "")
+    with refused(kp.KfacpackError, "evaluation.spectra"):
+        parse(text, "plan.yaml")
+    assert parse(text + "  methods: [sum, fisher]\n", "plan.yaml").evaluation.spectra
+
+
+@pytest.mark.parametrize("plan", sorted((Path(__file__).parents[2] / "examples").glob("*.yaml")), ids=lambda p: p.stem)
+def test_the_plans_in_examples_are_valid(plan):
+    assert read_plan(plan)[0].arms
 
 
 def test_paths_are_relative_to_the_folder_of_the_plan(tmp_path):

@@ -13,6 +13,7 @@ from processes import python
 import kfacpack as kp
 from kfacpack.experiments.plan_file import parse
 from kfacpack.experiments.run import Run
+from kfacpack.models.functional import select_parameters
 
 
 def digest(path):
@@ -21,7 +22,21 @@ def digest(path):
     return kp.TaskVector.load(path).digest
 
 
-@pytest.fixture(scope="module", params=["bundles", "data"])
+def write_checkpoint(folder, seed):
+    """Writes a checkpoint that was fine-tuned from the model of random weights, and returns its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = kp.load_model("tiny", weights="random")
+    state, generator = dict(model.module.state_dict()), torch.Generator().manual_seed(seed)
+    for name in select_parameters(model.module, None, model.frozen):
+        state[name] = state[name] + 0.01 * torch.randn(state[name].shape, generator=generator)
+    folder.mkdir()
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module", params=["bundles", "data", "methods", "extracted"])
 def finished(request, tmp_path_factory):
     """A finished run with a model of random weights, and its stages that write a bundle or a vector."""
     import torch
@@ -30,9 +45,20 @@ def finished(request, tmp_path_factory):
     plan["model"] = {"name": "tiny", "weights": "random", "head": "prototypes"}
     plan["arms"]["kfac"] = {"penalty": "kronecker" if request.param == "bundles" else "data", "strength": 3}
     plan["evaluation"] = {"examples": 4, "alphas": "0,1"}
+    if request.param == "methods":
+        del plan["arms"]["kfac"]
+        plan["evaluation"]["methods"] = [
+            {"name": "ties", "keep": 0.3, "mean": True},
+            {"name": "curvature", "damping": 0.02, "label": "mine"},
+            {"name": "regmean", "compress": "block:8+int8"},
+        ]
     plan["seeds"] = [3]
+    root = tmp_path_factory.mktemp(request.param) / "run"
+    if request.param == "extracted":
+        vectors = {task: str(write_checkpoint(root.parent / task, seed)) for seed, task in enumerate(plan["tasks"])}
+        plan["arms"] = {"found": {"vectors": vectors}}
+        plan["evaluation"]["methods"] = ["curvature"]
     text = yaml.safe_dump(plan)
-    root = tmp_path_factory.mktemp(request.param)
     run = Run(parse(text, "plan.yaml"), text, root, torch.device("cpu"))
     run.execute()
     return root, [stage for stage in run.stages if stage.path.suffix in (".kfac", ".safetensors")]
@@ -50,7 +76,9 @@ def test_recorded_commands_give_the_recorded_files(finished, tmp_path, monkeypat
     copy = tmp_path / "copy"
     shutil.copytree(root, copy)
     monkeypatch.chdir(copy)
-    assert {stage.kind for stage in stages} >= {"vectors", "sums"}
+    assert {stage.kind for stage in stages} & {"vectors", "extracted"}
+    assert "sums" in {stage.kind for stage in stages}
+    assert all(stage.command() for stage in stages)
     for stage in stages:
         path = copy / stage.path.relative_to(root)
         expected = digest(path)

@@ -1,0 +1,266 @@
+"""Interference: how far each task vector will disturb the other tasks, from bundles alone.
+
+τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. G is
+block-diagonal, so this is the sum of the drift q_b of single blocks, as if their changes of f were uncorrelated. Blocks
+that were trained together change f in similar directions, and the drift is then up to (Σ_b √q_b)², by the triangle
+inequality for √E‖·‖². Both numbers are returned.
+
+Where examples are given, the measured drift is put beside them. It is compared by rank, because the order of the pairs
+is what a user needs before merging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+from typing_extensions import TypedDict
+
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.evaluation.accuracy import ProgressCounter
+from kfacpack.evaluation.bundle_quality import measured_drift, predicted_drift, require_comparable
+from kfacpack.evaluation.edited_model import by_task_name, passes_needed, require_compatible_vectors
+from kfacpack.format.units import OnProgress
+
+if TYPE_CHECKING:
+    from kfacpack.curvature.curvature import Curvature
+    from kfacpack.evaluation.accuracy import EvaluationSet
+    from kfacpack.models.model import Model
+    from kfacpack.vectors.task_vector import TaskVector
+
+
+class InterferencePair(TypedDict):
+    """The drift that one vector causes on one task."""
+
+    vector: str
+    """Task of the vector."""
+    task: str
+    """Name of the bundle: its task, or the name of a merged bundle."""
+    own: bool
+    """Whether the bundle contains the vector's own task."""
+    predicted: float
+    """τᵀ G τ, the predicted drift."""
+    bound: float
+    """(Σ √q)² over the blocks' contributions q: the predicted drift if all blocks change f in the same direction."""
+    relative: float | None
+    """Predicted drift divided by that of the same vector on its own task; null without the bundle of that task."""
+    measured: float | None
+    """Drift measured on examples of the task; null without examples."""
+    blocks: dict[str, float]
+    """Contribution of each block to the predicted drift, in the order of the bundle."""
+
+
+class InterferenceTask(TypedDict):
+    """What all other vectors together do to one task."""
+
+    task: str
+    """Name of the bundle."""
+    tasks: list[str]
+    """Tasks that the bundle contains."""
+    own: float | None
+    """Predicted drift of the task's own vector; null if it is not one of the vectors, or the bundle is merged."""
+    others: float
+    """Sum of the predicted drift of the vectors of other tasks."""
+    relative: float | None
+    """`others` divided by `own`."""
+
+
+class InterferenceBlock(TypedDict):
+    """The part of one block in the interference."""
+
+    block: str
+    predicted: float
+    """Sum over all pairs of a vector and another task."""
+    share: float
+    """Share of the block in the sum over all blocks."""
+
+
+class InterferenceResult(TypedDict):
+    """Predicted drift for every vector and every bundle, and the blocks that it comes from."""
+
+    vectors: list[str]
+    """Rows of the table: the tasks of the vectors."""
+    pairs: list[InterferencePair]
+    tasks: list[InterferenceTask]
+    """Columns of the table."""
+    blocks: list[InterferenceBlock]
+    """All blocks, the largest contribution first."""
+    spearman: float | None
+    """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task; null if fewer than
+    three of them were measured."""
+    spearman_bound: float | None
+    """The same for `bound`."""
+
+
+def interference(
+    vectors: Mapping[str, TaskVector],
+    bundles: Mapping[str, Curvature],
+    *,
+    model: Model | None = None,
+    evaluation_sets: Sequence[EvaluationSet] = (),
+    batch_size: int = 64,
+    on_progress: OnProgress = lambda done, total: None,
+) -> InterferenceResult:
+    """Predicts from bundles how far each vector disturbs each task, and which blocks are responsible.
+
+    Neither the model nor data is needed. With a model and examples, the drift is also measured.
+
+    Args:
+        vectors: Task vectors by task name.
+        bundles: Curvatures by task name. Merged curvatures are allowed, under any other name.
+        model: The base model; only to measure.
+        evaluation_sets: Examples of those tasks on which the drift is measured as well.
+        batch_size: Examples per forward pass.
+        on_progress: Called with the number of blocks done and their total, then with examples and their total.
+
+    Returns:
+        The drift for every pair of a vector and a bundle, its sums by task and by block, and, if it was measured, the
+        rank correlation of prediction and measurement.
+
+    Raises:
+        KfacpackError: If there is no vector or no bundle, or examples are given without a model or without a bundle of
+            their task.
+        TaskVectorError: If a bundle is for another model or f, or does not cover the parameters of a vector.
+
+    Example:
+        >>> tasks = ("digits", "mnist")
+        >>> vectors = {task: kp.TaskVector.load(f"{task}.safetensors") for task in tasks}
+        >>> result = kp.interference(vectors, {task: kp.load(f"{task}.kfac") for task in tasks})
+        >>> [(pair["vector"], pair["task"], pair["relative"]) for pair in result["pairs"]]
+    """
+    if not vectors or not bundles:
+        counts = f"vectors: {len(vectors)}, bundles: {len(bundles)}"
+        raise KfacpackError(f"interference: expected at least one vector and one bundle, got {counts}")
+    for task, bundle in bundles.items():
+        for vector in vectors.values():
+            require_comparable(task, bundle, vector)
+    sets = _check_sets(model, evaluation_sets, vectors, bundles)
+    predicted = predicted_drift(vectors, bundles, on_progress=on_progress)
+    measured: dict[tuple[str, str], float] = {}
+    if model is not None and sets:
+        taus = list(vectors.values())
+        total = passes_needed(taus) * sum(len(examples.numbers) for examples in evaluation_sets)
+        counter = ProgressCounter(total, on_progress)
+        for task, examples in sets.items():
+            drifts = measured_drift(model, examples, taus, batch_size, counter)
+            measured |= {(name, task): drift for name, drift in zip(vectors, drifts, strict=True)}
+    tasks_of = {name: merged_tasks(bundle) if bundle.about.merge else (name,) for name, bundle in bundles.items()}
+    pairs = _pairs(vectors, tasks_of, predicted, measured)
+    others = [pair for pair in pairs if not pair["own"]]
+    return {
+        "vectors": list(vectors),
+        "pairs": pairs,
+        "tasks": [_task(name, tasks, pairs) for name, tasks in tasks_of.items()],
+        "blocks": _blocks(others),
+        "spearman": _rank_correlation(others, "predicted"),
+        "spearman_bound": _rank_correlation(others, "bound"),
+    }
+
+
+def merged_tasks(bundle: Curvature) -> tuple[str, ...]:
+    """Returns the names of the tasks that a merged bundle contains, as far as they are recorded."""
+    parents = bundle.about.merge.parents if bundle.about.merge else ()
+    return tuple(dict.fromkeys(parent.task for parent in parents if parent.task))
+
+
+def spearman(first: Tensor, second: Tensor) -> float | None:
+    """Returns the rank correlation of two lists of numbers: the correlation of their ranks, with ties averaged.
+
+    Args:
+        first: Numbers, (n,).
+        second: Numbers, (n,).
+
+    Returns:
+        The correlation, from -1 to 1; None if all numbers of one list are equal.
+    """
+    x, y = (_ranks(values) - (len(values) + 1) / 2 for values in (first, second))
+    scale = float(x.norm() * y.norm())
+    return float(x @ y) / scale if scale else None
+
+
+def _rank_correlation(pairs: Sequence[InterferencePair], key: Literal["predicted", "bound"]) -> float | None:
+    compared = [(pair[key], pair["measured"]) for pair in pairs if pair["measured"] is not None]
+    return spearman(*map(torch.tensor, zip(*compared, strict=True))) if len(compared) > 2 else None
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Returns the ranks of numbers, from 1, in float64; equal numbers get the mean of their ranks."""
+    ordered = values.double().sort().values
+    below = torch.searchsorted(ordered, values.double(), right=False)
+    not_above = torch.searchsorted(ordered, values.double(), right=True)
+    return (below + 1 + not_above).double() / 2
+
+
+def _check_sets(
+    model: Model | None,
+    evaluation_sets: Sequence[EvaluationSet],
+    vectors: Mapping[str, TaskVector],
+    bundles: Mapping[str, Curvature],
+) -> dict[str, EvaluationSet]:
+    """Returns the evaluation sets by task, after checking that the drift can be measured on them."""
+    sets = by_task_name(evaluation_sets)
+    if sets and model is None:
+        raise KfacpackError("examples are given, but no model to measure the drift with; pass model=...")
+    if unused := [name for name in sets if name not in bundles]:
+        problem = f"examples of {printable(unused[0])} are given, but no bundle of that name"
+        raise KfacpackError(f"{problem}; expected one of: {printable(', '.join(bundles))}")
+    if sets:
+        require_compatible_vectors(list(vectors.values()))
+    return sets
+
+
+def _pairs(
+    vectors: Mapping[str, TaskVector],
+    tasks_of: Mapping[str, Sequence[str]],
+    predicted: Mapping[tuple[str, str], dict[str, float]],
+    measured: Mapping[tuple[str, str], float],
+) -> list[InterferencePair]:
+    pairs: list[InterferencePair] = []
+    for vector in vectors:
+        has_own = tuple(tasks_of.get(vector, ())) == (vector,)
+        own_drift = sum(predicted[vector, vector].values()) if has_own else 0.0
+        for task, contained in tasks_of.items():
+            blocks = predicted[vector, task]
+            drift = sum(blocks.values())
+            pairs.append(
+                {
+                    "vector": vector,
+                    "task": task,
+                    "own": vector in contained,
+                    "predicted": drift,
+                    # Compressed matrices may have negative eigenvalues, and a contribution below zero has no root.
+                    "bound": sum(max(part, 0.0) ** 0.5 for part in blocks.values()) ** 2,
+                    "relative": drift / own_drift if own_drift else None,
+                    "measured": measured.get((vector, task)),
+                    "blocks": blocks,
+                }
+            )
+    return pairs
+
+
+def _task(name: str, tasks: Sequence[str], pairs: Sequence[InterferencePair]) -> InterferenceTask:
+    of_task = [pair for pair in pairs if pair["task"] == name]
+    own = next((pair["predicted"] for pair in of_task if list(tasks) == [pair["vector"]]), None)
+    others = sum(pair["predicted"] for pair in of_task if not pair["own"])
+    return {
+        "task": name,
+        "tasks": list(tasks),
+        "own": own,
+        "others": others,
+        "relative": others / own if own else None,
+    }
+
+
+def _blocks(pairs: Sequence[InterferencePair]) -> list[InterferenceBlock]:
+    """Sums the contributions of each block over pairs, and sorts them."""
+    totals: dict[str, float] = {}
+    for pair in pairs:
+        for block, value in pair["blocks"].items():
+            totals[block] = totals.get(block, 0.0) + value
+    total = sum(totals.values())
+    return [
+        {"block": block, "predicted": value, "share": value / total if total else 0.0}
+        for block, value in sorted(totals.items(), key=lambda entry: -entry[1])
+    ]
