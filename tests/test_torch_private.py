@@ -242,7 +242,7 @@ class WithTangent(_torch.DispatchMode):
 @pytest.fixture
 def warmed_up():
     """The first use of forward mode makes torch emit a warning."""
-    JvpMode(TangentMap())
+    JvpMode(TangentMap(), keeps_graph=True)
 
 
 def test_forward_ad_below_autograd(warmed_up):
@@ -284,6 +284,20 @@ def test_attention_operators():
     with Recording() as mode:
         F.scaled_dot_product_attention(*(torch.randn(1, 2, 4, 8) for _ in range(3)))
     assert set(mode.operators) & set(_torch.attention_operators()), mode.operators
+
+
+def test_softmax_backward():
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    u = torch.randn(2, 3, 4, dtype=torch.float64)
+    p = torch.softmax(x, dim=-1)
+    (expected,) = torch.autograd.grad(p, x, u)
+    torch.testing.assert_close(_torch.softmax_backward(u, p.detach()), expected)
+
+
+def test_unsafe_view_operator():
+    with Recording() as mode:
+        torch.randn(2, 3, 4) @ torch.randn(4, 5)
+    assert _torch.unsafe_view_operator() in mode.operators, mode.operators
 
 
 def test_base_of():
