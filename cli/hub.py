@@ -22,7 +22,6 @@ from .console import (
     plain_table,
     print_json,
     print_line,
-    print_next,
     show_error,
 )
 from .options import AS_JSON, QUIET, RUN_PANEL, option, output_option
@@ -237,7 +236,10 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
         card = ", with a new README.md" if result.card_changed else ""
         state = ", a new repository" if result.creates else ""
         print_line(f"pushed to {target}{state}: commit {result.commit[:12]}{card}")
-        print_next("inspect", Reference(result.repository, result.files[0].item.name, result.revision))
+        item = result.files[0].item
+        # The first command installs kfacpack; the second shows a bundle or downloads a vector.
+        reference = Reference(result.repository, item.name, result.revision)
+        print_line(f"next: {item.commands(str(reference))[1]}", style="dim")
 
 
 def pull(

@@ -242,7 +242,8 @@ def train(
         if show and trainer.unpenalised:
             names = abbreviate(trainer.unpenalised, limit=3)
             show_note(f"{len(trainer.unpenalised)} trained parameters are not covered by any bundle: {names}")
-        _run(trainer, target, resume, show=show, quiet=quiet, as_json=as_json)
+        options = (*(("--data", data) if data else ()), *(("--columns", columns) if columns else ()))
+        _run(trainer, target, resume, data_options=options, show=show, quiet=quiet, as_json=as_json)
 
 
 def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
@@ -265,7 +266,16 @@ def _protected_tasks(trainer: Trainer) -> tuple[str, ...]:
     return penalty.tasks if penalty else ()
 
 
-def _run(trainer: Trainer, output: Path, resume: bool, *, show: bool, quiet: bool, as_json: bool) -> None:
+def _run(
+    trainer: Trainer,
+    output: Path,
+    resume: bool,
+    *,
+    data_options: Sequence[str],
+    show: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
     from kfacpack.estimation import distributed
     from kfacpack.estimation.resume import require_unfinished
     from kfacpack.training.metrics import MetricsWarning, PenaltyWarning, metrics_path
@@ -307,4 +317,5 @@ def _run(trainer: Trainer, output: Path, resume: bool, *, show: bool, quiet: boo
         if last:
             penalty = "" if last.penalty is None else f", penalty {last.penalty:.3g}"
             print_line(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
-        print_next("eval", *model_arguments(vector.about.base), "--vector", output, "--task", trainer.task.name)
+        task = ("--task", trainer.task.name, *data_options)
+        print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task)

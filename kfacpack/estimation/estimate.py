@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain
@@ -24,8 +24,6 @@ from kfacpack.models.functional import batch_size_of, eval_mode, select_paramete
 from kfacpack.models.model import Model, unwrap_model
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
@@ -59,8 +57,8 @@ def estimate(
     Args:
         model: A module, where f is `model(*batch)` of shape (N, C); or a model from `kp.load_model`, which defines f
             itself.
-        batches: Inputs without labels. A batch is a tensor, a tuple of arguments or a dict of keyword arguments. An
-            `attention_mask` in a dict, (N, R), excludes padded positions.
+        batches: An iterable of batches without labels. A batch is a tensor, a tuple of arguments or a dict of keyword
+            arguments. An `attention_mask` in a dict, (N, R), excludes padded positions.
         fisher: "mc" differentiates f in `samples` random directions per example, "exact" in all C directions.
         samples: Number of random directions (probes) per example.
         probe: Distribution of the probes: "orthogonal", "rademacher" or "gaussian".
@@ -95,6 +93,10 @@ def estimate(
         # The model's `function` only describes its own f.
         function = function or (model.function if forward is None else None)
     parameters = select_parameters(module, params, frozen)
+    if isinstance(batches, (Tensor, Mapping)):
+        # Both are iterable, but their items are single examples and keys.
+        problem = f"expected an iterable of batches, got a single {type(batches).__name__}"
+        raise KfacpackError(f"{problem}. Pass [batch], or batch.split(32) to divide a tensor into batches")
     remaining = iter(batches)
     first = next(remaining, None)
     if first is None:

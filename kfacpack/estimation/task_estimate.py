@@ -24,7 +24,7 @@ from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
 from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
-from kfacpack.models.families import load_model
+from kfacpack.models.families import resolve_model
 from kfacpack.models.functional import eval_mode, select_parameters, to_device
 from kfacpack.tasks.registry import load_task
 from kfacpack.tasks.task import batched, parse_count, sample_indices
@@ -100,7 +100,7 @@ def estimate_task(
     """
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
     run = TaskEstimate(
-        load_model(model) if isinstance(model, str) else model,
+        resolve_model(model),
         load_task(task) if isinstance(task, str) else task,
         options,
         str(examples),

@@ -285,7 +285,8 @@ def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[T
     with torch.no_grad():
         if not all(map(same_output, f, call_model(forward, batch))):
             problem = "f differs between two evaluations of the same input, so its curvature is not defined"
-            raise KfacpackError(f"{problem}; make sure that nothing in the model is random in evaluation mode")
+            remedy = "make sure that nothing in the model is random in eval mode"
+            raise KfacpackError(f"{problem}; {remedy}, and that 'forward' calls no other module in training mode")
     return f, False
 
 

@@ -16,7 +16,7 @@ from kfacpack.evaluation.edited_model import OutputCache, device_of, forward_pas
 from kfacpack.format.identity import base_task_name
 from kfacpack.format.units import OnProgress
 from kfacpack.models.data_loading import name_task_in_errors, prepared_batches
-from kfacpack.models.families import load_model
+from kfacpack.models.families import resolve_model
 from kfacpack.models.functional import tensors_of
 from kfacpack.models.heads import Head, head_for, require_classes, require_matching_classes
 from kfacpack.models.model import Batch, Model
@@ -161,7 +161,7 @@ def scoring_inputs(
     """Returns the model, the head and the examples that the arguments of `evaluate` select."""
     task = load_task(task) if isinstance(task, str) else task
     evaluation_set = EvaluationSet.of(task, split, examples, seed)
-    model = load_model(model) if isinstance(model, str) else model
+    model = resolve_model(model)
     return model, head or head_of(model, task, vector), evaluation_set
 
 

@@ -10,7 +10,7 @@ import torch
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.estimation.resume import output_path
-from kfacpack.models.families import load_model
+from kfacpack.models.families import resolve_model
 from kfacpack.models.heads import Head, head_for
 from kfacpack.models.model import Model
 from kfacpack.tasks.registry import load_task
@@ -102,7 +102,7 @@ def train(
     """
     others = [reg_data] if isinstance(reg_data, str) or not isinstance(reg_data, Sequence) else reg_data
     trainer = build_trainer(
-        load_model(model) if isinstance(model, str) else model,
+        resolve_model(model),
         load_task(task) if isinstance(task, str) else task,
         reg=reg,
         reg_data=[load_task(other) if isinstance(other, str) else other for other in others],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import time
 
@@ -209,3 +210,14 @@ def test_a_task_with_one_class_is_refused(tmp_path):
     result = run("train", "--task", "alone", "--data", tmp_path / "data", "-o", tmp_path / "t.safetensors")
     assert result.exit_code == 2
     assert "has only one class" in result.stderr
+
+
+def test_the_next_command_has_the_options_of_the_data(tmp_path):
+    from image_folders import write_images
+
+    data = write_images(tmp_path / "two colours", {split: {"red": 3, "blue": 3} for split in ("train", "test")})
+    result = run("train", "--task", "mine", "--data", data, *FEW, "--steps", 1, "-o", tmp_path / "t.safetensors")
+    assert result.exit_code == 0, result.stderr
+    words = shlex.split(result.stdout.splitlines()[-1].removeprefix("next: kfacpack "))
+    assert words[0] == "eval"
+    assert run(*words).exit_code == 0

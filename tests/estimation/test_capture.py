@@ -237,6 +237,8 @@ def test_wrong_inputs_are_refused():
     for batches, words in (
         ([], "no batches"),
         (["text"], "expected a batch that is a tensor.*got str"),
+        (vectors(5), r"iterable of batches, got a single Tensor.*\[batch\]"),
+        ({"input": vectors(5)}, r"iterable of batches, got a single dict.*\[batch\]"),
         ([(vectors(5), torch.zeros(7))], "without labels"),
         (
             [vectors(5).reshape(1, 7, 5)],

@@ -9,6 +9,7 @@ import torch
 from image_folders import write_images
 from kit import refused
 
+import kfacpack as kp
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import EvaluationSet, Score, evaluate
 from kfacpack.models.families import load_model
@@ -91,6 +92,9 @@ def test_invalid_arguments_and_outputs_are_refused(colour_model, task, by_colour
         evaluate(colour_model, task, head=by_colour, split="dev")
     with refused(KfacpackError, "head", "classes", "colours"):
         evaluate(colour_model, task, head=replace(by_colour, classes=("a", "b", "c")))
+    for use_module in (kp.evaluate, kp.train, kp.estimate_task):
+        with refused(KfacpackError, "got Linear", "kp.load_model", "kp.estimate", "kp.Regularizer"):
+            use_module(torch.nn.Linear(2, 2), task)
     with refused(KfacpackError, "examples 'some'"):
         evaluate(colour_model, task, head=by_colour, examples="some")
     nan_model = replace(colour_model, forward=lambda images: images.mean((2, 3)) / 0 * 0)

@@ -112,7 +112,7 @@ def test_files_of_other_formats_are_rejected(target, tmp_path):
     target.write_bytes(b"")
     assert "only 0 bytes long" in error_message(target)
     assert "No such file" in error_message(tmp_path / "nowhere.kfac")
-    assert "is not a regular file" in error_message(tmp_path)
+    assert "is a folder" in error_message(tmp_path)
     os.mkfifo(tmp_path / "pipe")
     assert "is not a regular file" in error_message(tmp_path / "pipe")
 

@@ -57,6 +57,14 @@ def test_a_push_creates_the_repository_and_one_commit(owner, artifacts):
     assert result["card"].encode() == files["README.md"]
 
 
+def test_the_next_command_fits_the_kind_of_file(owner, artifacts, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, command in (("one.kfac", "inspect"), ("one.safetensors", "pull")):
+        line = run("push", artifacts / name, "owner/repo").stdout.splitlines()[-1]
+        assert line.startswith(f"next: kfacpack {command} hf://owner/repo/{name}")
+        run(*line.split()[2:])
+
+
 def test_the_card_describes_the_files(owner, artifacts):
     run("push", *(artifacts / name for name in ("one.kfac", "both.kfac", "sum.safetensors")), "owner/repo",
         "--license", "apache-2.0", "--base-model", "owner/base")  # fmt: skip

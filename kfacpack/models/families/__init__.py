@@ -127,6 +127,20 @@ def load_model(
         raise KfacpackError(f"{spec} needs the package {error.name!r}, which is not installed") from error
 
 
+def resolve_model(model: Model | str) -> Model:
+    """Returns a model that is given as such or by its name.
+
+    Raises:
+        KfacpackError: If the argument is something else, such as a plain module, or the model cannot be loaded.
+    """
+    if isinstance(model, str):
+        return load_model(model)
+    if isinstance(model, Model):
+        return model
+    problem = f"expected a model from kp.load_model or its name, got {type(model).__name__}"
+    raise KfacpackError(f"{problem}. For a module of your own, use kp.estimate, kp.linearize and kp.Regularizer")
+
+
 def _check_device(device: str | torch.device) -> torch.device:
     try:
         return torch.empty(0, device=device).device
