@@ -345,6 +345,27 @@ def attention_operators() -> list[Any]:
     return [packet.default for packet in packets if packet is not None]
 
 
+def softmax_backward(gradient: Tensor, p: Tensor) -> Tensor:
+    """Returns the gradient at the input of a softmax over the last dimension: p (g - <p, g>).
+
+    Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
+
+    Args:
+        gradient: Gradient g at the output, (..., n).
+        p: The output, (..., n).
+    """
+    result: Tensor = torch.ops.aten._softmax_backward_data(gradient, p, -1, p.dtype)
+    return result
+
+
+def unsafe_view_operator() -> Any:
+    """Returns the operator with which matrix products restore the shape of a batch.
+
+    Looks up `torch.ops.aten._unsafe_view`. Known to work with torch 2.13.
+    """
+    return torch.ops.aten._unsafe_view.default
+
+
 # Tensors and the state of autograd
 
 

@@ -286,6 +286,20 @@ def test_attention_operators():
     assert set(mode.operators) & set(_torch.attention_operators()), mode.operators
 
 
+def test_softmax_backward():
+    x = torch.randn(2, 3, 4, dtype=torch.float64, requires_grad=True)
+    u = torch.randn(2, 3, 4, dtype=torch.float64)
+    p = torch.softmax(x, dim=-1)
+    (expected,) = torch.autograd.grad(p, x, u)
+    torch.testing.assert_close(_torch.softmax_backward(u, p.detach()), expected)
+
+
+def test_unsafe_view_operator():
+    with Recording() as mode:
+        torch.randn(2, 3, 4) @ torch.randn(4, 5)
+    assert _torch.unsafe_view_operator() in mode.operators, mode.operators
+
+
 def test_base_of():
     base = leaf(2, 3).exp()
     assert _torch.base_of(base) is base

@@ -1,7 +1,8 @@
 """Tangent rules for single operations.
 
 Matrix products and convolutions have a rule because torch's forward-mode derivative does redundant work; fused
-attention kernels have one because torch has no forward-mode derivative for them.
+attention kernels have one because torch has no forward-mode derivative for them. The other operations of a transformer
+have one because setting up torch's forward mode takes longer than they do on a small batch.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
 of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of that
@@ -10,13 +11,13 @@ result or of its first part.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kfacpack._torch import attention_operators, bound_arguments
+from kfacpack._torch import attention_operators, bound_arguments, softmax_backward, unsafe_view_operator
 from kfacpack.errors import KfacpackError
 
 TangentOf = Callable[[Tensor], Tensor | None]
@@ -101,18 +102,36 @@ def attention(operation: Any, tangent_of: TangentOf, *args: Any, **kwargs: Any) 
         allowed = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         scores = scores.masked_fill(~allowed, -torch.inf)
     p = torch.softmax(scores, dim=-1)
+    del scores
     if mask is not None:
         p = p.nan_to_num()  # the kernels return zero for a position whose keys are all masked
-    products = [dq @ k.mT if dq is not None else None, q @ dk.mT if dk is not None else None]
-    score_tangents = [product.mul_(scale) for product in products if product is not None]
+    ds = _sum_of_products((dq, k.mT), (q, None if dk is None else dk.mT))
+    if ds is not None:
+        ds.mul_(scale)
     if mask is not None and (d_mask := tangent_of(mask)) is not None:
-        score_tangents.append(d_mask)
-    terms = [p @ dv] if dv is not None else []
-    if score_tangents:
-        ds = sum(score_tangents[1:], start=score_tangents[0]) * p
-        ds -= p * ds.sum(-1, keepdim=True)
-        terms.append(ds @ v)
-    return out, terms[0] if len(terms) == 1 else terms[0].add_(terms[1])
+        ds = d_mask.expand(p.shape) if ds is None else ds.add_(d_mask)
+    # The Jacobian of softmax is symmetric, so dp is what its backward pass computes for the gradient ds.
+    dp = None if ds is None else softmax_backward(ds, p)
+    del ds
+    tangent = _sum_of_products((p, dv), (dp, v))
+    assert tangent is not None
+    return out, tangent
+
+
+def _sum_of_products(*pairs: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """Computes the sum of a b over pairs of a (..., n, k) and b (..., k, m), without pairs that contain None.
+
+    Each product is added in place to those before it.
+    """
+    total: Tensor | None = None
+    for a, b in pairs:
+        if a is None or b is None:
+            continue
+        if total is None:
+            total = a @ b
+        else:
+            total.flatten(0, -3).baddbmm_(a.flatten(0, -3), b.flatten(0, -3))
+    return total
 
 
 def _repeat_heads(tensor: Any, q: Tensor) -> Any:
@@ -122,12 +141,80 @@ def _repeat_heads(tensor: Any, q: Tensor) -> Any:
     return tensor.repeat_interleave(q.shape[-3] // tensor.shape[-3], dim=-3)
 
 
+def layer_norm(
+    operation: Any,
+    tangent_of: TangentOf,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> tuple[Any, Tensor]:
+    """Computes y = w x̂ + b with x̂ = (x - mean) / std over the last dimensions, and dy = w dx̂ + (dw x̂ + db).
+
+    The term in parentheses is another layer norm of x. The Jacobian of x̂ is symmetric, so dx̂ is what the backward
+    pass computes for the gradient dx. Each takes one pass over the memory. Autograd treats the mean and 1 / std, which
+    the operation also returns, as constants.
+    """
+    out, mean, inverse_std = operation(x, shape, weight, bias, eps)
+    dx, d_weight, d_bias = (None if tensor is None else tangent_of(tensor) for tensor in (x, weight, bias))
+    tangent: Tensor | None = None
+    if dx is not None:
+        only_x = [True, False, False]
+        tangent = aten.native_layer_norm_backward(dx, x, shape, mean, inverse_std, None, None, only_x)[0]
+    if d_weight is not None:
+        # Of two terms, the second is added in place, which saves a temporary tensor.
+        affine = operation(x, shape, d_weight, d_bias, eps)[0]
+        if tangent is not None:
+            affine = affine.add_(tangent) if weight is None else affine.addcmul_(tangent, weight)
+        return (out, mean, inverse_std), affine
+    if tangent is not None and weight is not None:
+        tangent.mul_(weight)
+    if d_bias is not None:
+        tangent = d_bias.expand(out.shape) if tangent is None else tangent.add_(d_bias)
+    assert tangent is not None
+    return (out, mean, inverse_std), tangent.to(out.dtype)
+
+
+def gelu(operation: Any, tangent_of: TangentOf, x: Tensor, *, approximate: str = "none") -> tuple[Tensor, Tensor]:
+    """Computes the GELU of x, and its derivative times dx."""
+    return operation(x, approximate=approximate), aten.gelu_backward(tangent_of(x), x, approximate=approximate)
+
+
+def addition(operation: Any, tangent_of: TangentOf, a: Any, b: Any, *, alpha: float = 1) -> tuple[Tensor, Tensor]:
+    """Computes a + α b, with broadcasting, and da + α db."""
+    out: Tensor = operation(a, b, alpha=alpha)
+    da, db = (tangent_of(value) if isinstance(value, Tensor) else None for value in (a, b))
+    if db is not None:
+        db = db if alpha == 1 else alpha * db
+    tangent = da + db if da is not None and db is not None else db if da is None else da
+    assert tangent is not None
+    return out, tangent.to(out.dtype).expand(out.shape)
+
+
+def copy(operation: Any, tangent_of: TangentOf, x: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Copies x and its tangent."""
+    return operation(x, **kwargs), operation(tangent_of(x), **kwargs)
+
+
+def reshape(operation: Any, tangent_of: TangentOf, x: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Reshapes x and its tangent, which may have other strides."""
+    tangent = tangent_of(x)
+    assert tangent is not None
+    return operation(x, shape), tangent.reshape(shape)
+
+
 RULES: dict[Any, JvpRule] = {
     aten.mm.default: product,
     aten.bmm.default: product,
     aten.addmm.default: added_product,
     aten.baddbmm.default: added_product,
     aten.convolution.default: convolution,
+    aten.native_layer_norm.default: layer_norm,
+    aten.gelu.default: gelu,
+    aten.add.Tensor: addition,
+    aten.clone.default: copy,
+    unsafe_view_operator(): reshape,
     **dict.fromkeys(attention_operators(), attention),
 }
 """Rules by operator."""
