@@ -242,7 +242,7 @@ class WithTangent(_torch.DispatchMode):
 @pytest.fixture
 def warmed_up():
     """The first use of forward mode makes torch emit a warning."""
-    JvpMode(TangentMap())
+    JvpMode(TangentMap(), keeps_graph=True)
 
 
 def test_forward_ad_below_autograd(warmed_up):

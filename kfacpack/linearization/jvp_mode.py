@@ -28,7 +28,7 @@ from kfacpack._torch import (
     writes_first_argument_only,
 )
 from kfacpack.errors import KfacpackError
-from kfacpack.linearization.jvp_rules import RULES
+from kfacpack.linearization.jvp_rules import GRAPHLESS_RULES, RULES
 
 
 class TangentMap:
@@ -108,11 +108,13 @@ class JvpMode(DispatchMode):
 
     Args:
         tangents: Tangents of the parameters; those of all other tensors are added.
+        keeps_graph: Whether autograd keeps the tensors of the pass for a gradient.
     """
 
-    def __init__(self, tangents: TangentMap) -> None:
+    def __init__(self, tangents: TangentMap, *, keeps_graph: bool) -> None:
         super().__init__()
         self._tangents = tangents
+        self._rules = RULES if keeps_graph else GRAPHLESS_RULES
         _warm_up_forward_ad()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -124,8 +126,8 @@ class JvpMode(DispatchMode):
         if not tangents:
             return func(*args, **kwargs)
         with autocast_disabled():  # autocast was applied before the operation was dispatched here
-            if func in RULES:
-                out, tangent = RULES[func](func, lambda tensor: tangents.get(id(tensor)), *args, **kwargs)
+            if func in self._rules:
+                out, tangent = self._rules[func](func, lambda tensor: tangents.get(id(tensor)), *args, **kwargs)
                 self._tangents.put(out if isinstance(out, Tensor) else out[0], tangent)
                 return out
             try:

@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,7 +136,8 @@ class Linearized:
             KfacpackError: If the model cannot be linearised.
         """
         if self._fast:
-            point = self._compute(batch, tau, self._forward_with_tangent, saved_tensors_hooks(_save_nothing, _no_load))
+            compute = partial(self._forward_with_tangent, keeps_graph=False)
+            point = self._compute(batch, tau, compute, saved_tensors_hooks(_save_nothing, _no_load))
         else:
             point = self._compute(batch, tau, self._torch_jvp, torch.no_grad())
         return point.f, point.change
@@ -152,7 +154,7 @@ class Linearized:
         """
         if self._fast:
             hooks = saved_tensors_hooks(_save_tensor, _load_tensor)
-            return self._compute(batch, tau, self._forward_with_tangent, hooks)
+            return self._compute(batch, tau, partial(self._forward_with_tangent, keeps_graph=True), hooks)
         return self._compute(batch, tau, self._torch_jvp, torch.enable_grad())
 
     def _compute(
@@ -174,10 +176,12 @@ class Linearized:
                 f, change = compute(arguments, tangents)
             return Linearization(f, change, edges, {name: value.dtype for name, value in tau.items()})
 
-    def _forward_with_tangent(self, batch: Any, tangents: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _forward_with_tangent(
+        self, batch: Any, tangents: Mapping[str, Tensor], *, keeps_graph: bool
+    ) -> tuple[Tensor, Tensor | None]:
         """Returns f with its graph, and J τ computed alongside by `JvpMode`."""
         tangent_map = TangentMap({self._parameters[name]: tangent for name, tangent in tangents.items()})
-        with JvpMode(tangent_map):
+        with JvpMode(tangent_map, keeps_graph=keeps_graph):
             f = call_model(self._forward, batch)
         if (change := tangent_map.get(f)) is None:
             require_tracked(f)
