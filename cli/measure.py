@@ -119,23 +119,23 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     yield Text(
         f"share of the {len(result['blocks'])} blocks in the drift on other tasks; --json lists all", style="dim"
     )
-    if result["spearman"] is not None and result["spearman_bound"] is not None:
+    if result["spearman"] is not None and result["spearman_aligned"] is not None:
         yield from _measured_interference(result)
 
 
 def _measured_interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     measured = [pair for pair in result["pairs"] if pair["measured"] is not None]
-    table = plain_table("vector", "task", numbers=("predicted", "bound", "measured"))
+    table = plain_table("vector", "task", numbers=("predicted", "aligned", "measured"))
     for pair in sorted(measured, key=lambda pair: -pair["measured"]):
         names = (name_cell(pair[key]) for key in ("vector", "task"))
-        table.add_row(*names, *(f"{pair[key]:.3g}" for key in ("predicted", "bound", "measured")))
+        table.add_row(*names, *(f"{pair[key]:.3g}" for key in ("predicted", "aligned", "measured")))
     yield Text()
     yield table
-    yield Text("bound: the prediction if all blocks change f in the same direction, (Σ √q)²", style="dim")
+    yield Text("aligned: the prediction if all blocks change f in the same direction, (Σ √q)²", style="dim")
     count = sum(not pair["own"] for pair in measured)
     yield Text(
         f"Spearman rank correlation with measured drift on other tasks ({count} pairs): "
-        f"{result['spearman']:.3f} for the prediction, {result['spearman_bound']:.3f} for the bound"
+        f"{result['spearman']:.3f} for the prediction, {result['spearman_aligned']:.3f} if aligned"
     )
 
 

@@ -2,8 +2,9 @@
 
 τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. G is
 block-diagonal, so this is the sum of the drift q_b of single blocks, as if their changes of f were uncorrelated. Blocks
-that were trained together change f in similar directions, and the drift is then up to (Σ_b √q_b)², by the triangle
-inequality for √E‖·‖². Both numbers are returned.
+that were trained together change f in similar directions; if all were aligned, the drift would be (Σ_b √q_b)². Both
+numbers are returned. For exact q_b the second is an upper bound, by the triangle inequality for √E‖·‖²; Kronecker
+factors may underestimate q_b, so the measured drift can exceed it.
 
 Where examples are given, the measured drift is put beside them. It is compared by rank, because the order of the pairs
 is what a user needs before merging.
@@ -42,7 +43,7 @@ class InterferencePair(TypedDict):
     """Whether the bundle contains the vector's own task."""
     predicted: float
     """τᵀ G τ, the predicted drift."""
-    bound: float
+    aligned: float
     """(Σ √q)² over the blocks' contributions q: the predicted drift if all blocks change f in the same direction."""
     relative: float | None
     """Predicted drift divided by that of the same vector on its own task; null without the bundle of that task."""
@@ -90,8 +91,8 @@ class InterferenceResult(TypedDict):
     spearman: float | None
     """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task; null if fewer than
     three of them were measured."""
-    spearman_bound: float | None
-    """The same for `bound`."""
+    spearman_aligned: float | None
+    """The same for `aligned`."""
 
 
 def interference(
@@ -155,7 +156,7 @@ def interference(
         "tasks": [_task(name, tasks, pairs) for name, tasks in tasks_of.items()],
         "blocks": _blocks(others),
         "spearman": _rank_correlation(others, "predicted"),
-        "spearman_bound": _rank_correlation(others, "bound"),
+        "spearman_aligned": _rank_correlation(others, "aligned"),
     }
 
 
@@ -180,7 +181,7 @@ def spearman(first: Tensor, second: Tensor) -> float | None:
     return float(x @ y) / scale if scale else None
 
 
-def _rank_correlation(pairs: Sequence[InterferencePair], key: Literal["predicted", "bound"]) -> float | None:
+def _rank_correlation(pairs: Sequence[InterferencePair], key: Literal["predicted", "aligned"]) -> float | None:
     compared = [(pair[key], pair["measured"]) for pair in pairs if pair["measured"] is not None]
     return spearman(*map(torch.tensor, zip(*compared, strict=True))) if len(compared) > 2 else None
 
@@ -231,7 +232,7 @@ def _pairs(
                     "own": vector in contained,
                     "predicted": drift,
                     # Compressed matrices may have negative eigenvalues, and a contribution below zero has no root.
-                    "bound": sum(max(part, 0.0) ** 0.5 for part in blocks.values()) ** 2,
+                    "aligned": sum(max(part, 0.0) ** 0.5 for part in blocks.values()) ** 2,
                     "relative": drift / own_drift if own_drift else None,
                     "measured": measured.get((vector, task)),
                     "blocks": blocks,

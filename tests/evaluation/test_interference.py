@@ -103,7 +103,7 @@ def test_the_bound_is_reached_if_all_blocks_change_f_alike():
     vector = kp.TaskVector(tensors, task_vector(model, TASKS["one"]).about.model_copy(update={"tasks": ()}))
     sets = [EVALUATION_SETS["one"]]
     (pair,) = interference({"two": vector}, {"one": bundle}, model=model, evaluation_sets=sets)["pairs"]
-    assert pair["bound"] == pytest.approx(pair["measured"], rel=1e-4)
+    assert pair["aligned"] == pytest.approx(pair["measured"], rel=1e-4)
     assert pair["predicted"] == pytest.approx(pair["measured"] / 2, rel=1e-4)
 
 
@@ -173,17 +173,17 @@ def test_measured_drift_is_that_of_drift(model, vectors, bundles):
         pair = pairs[row["vector"], row["task"]]
         assert (pair["measured"], pair["predicted"]) == (row["measured"], row["predicted"])
     off = [pair for pair in result["pairs"] if not pair["own"]]
-    predicted, bound, measured = (
-        torch.tensor([pair[key] for pair in off]) for key in ("predicted", "bound", "measured")
+    predicted, aligned, measured = (
+        torch.tensor([pair[key] for pair in off]) for key in ("predicted", "aligned", "measured")
     )
     assert result["spearman"] == pytest.approx(spearman(predicted, measured))
-    assert result["spearman_bound"] == pytest.approx(spearman(bound, measured))
+    assert result["spearman_aligned"] == pytest.approx(spearman(aligned, measured))
     for pair in result["pairs"]:
-        assert pair["predicted"] <= pair["bound"] <= len(pair["blocks"]) * pair["predicted"] * (1 + 1e-6)
+        assert pair["predicted"] <= pair["aligned"] <= len(pair["blocks"]) * pair["predicted"] * (1 + 1e-6)
     assert progress[-1] == (60, 60)
     one = interference(vectors, bundles, model=model, evaluation_sets=sets[:1])
     assert [pair["measured"] is not None for pair in one["pairs"]] == [True, False, False] * 3
-    assert one["spearman"] is one["spearman_bound"] is None
+    assert one["spearman"] is one["spearman_aligned"] is None
 
 
 def test_spearman_averages_the_ranks_of_ties():
