@@ -28,6 +28,7 @@ from tower import tower
 import kfacpack as kp
 from kfacpack.curvature.matrices.components import InMemoryTensors, pack
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.vectors.methods.curvature import DAMPING
 from kfacpack.vectors.methods.method import MethodInput
 
 LAYERS, TASKS, RANK = 12, 8, 16
@@ -136,7 +137,7 @@ def merge_adapters(bundles: list[Path]) -> tuple[int, float]:
     adapters = [MethodInput(1.0, Adapter(base, task), "") for task in range(len(bundles))]
     matched = [MatchedBundle(item, (k,), 1.0) for k, item in enumerate(inputs)]
     start = time.perf_counter()
-    merger = BlockMerger(adapters, shapes, "sum", SolveSettings(0.01), matched)
+    merger = BlockMerger(adapters, shapes, "sum", SolveSettings(DAMPING), matched)
     solved = merger.run(*block_tasks(matched, shapes, lambda structure: structure), lambda done, total: None)
     seconds = time.perf_counter() - start
     dense = [name for name, shape in shapes.items() if len(shape) > 1 and name not in solved.factors]

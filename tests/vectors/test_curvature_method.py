@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import MATRIX_FORMS, of_task, refused, small_curvature
-from random_vectors import random_vector
 from vectors.curvature_cases import SIZES, bundle, dense_merge, vector, weights_of
 
 import kfacpack as kp
 from kfacpack.format.vector_manifest import AboutVector
+from kfacpack.vectors.methods.curvature import DAMPING
 from kfacpack.vectors.methods.method import MethodInput
 
 METHODS = ("curvature", "regmean", "fisher")
@@ -70,14 +70,14 @@ def test_alphas_multiply_the_vectors():
     merged = kp.add(vectors, "curvature", alpha=alphas, bundles=bundles)
     taus = [{n: a * v[n].double() for n in v} for a, v in zip(alphas, vectors, strict=True)]
     terms = list(zip(weights_of(2), bundles, taus, strict=True))
-    close(merged, dense_merge(terms, priors(vectors, "sum", alphas), SHAPES, bundles[0].blocks, 0.01))
+    close(merged, dense_merge(terms, priors(vectors, "sum", alphas), SHAPES, bundles[0].blocks, DAMPING))
 
 
 def test_equal_weights():
     vectors, bundles = [vector(k) for k in range(3)], [bundle(k) for k in range(3)]
     merged = kp.add(vectors, "curvature", bundles=bundles, task_weights="equal")
     terms = list(zip([1.0] * 3, bundles, map(dict, vectors), strict=True))
-    close(merged, dense_merge(terms, priors(vectors, "sum"), SHAPES, bundles[0].blocks, 0.01))
+    close(merged, dense_merge(terms, priors(vectors, "sum"), SHAPES, bundles[0].blocks, DAMPING))
 
 
 def test_regmean_is_that_of_the_paper():
@@ -214,7 +214,7 @@ def test_a_vector_without_the_bias_of_a_block():
     G = [torch.kron(*(s[0].dense(torch.float64) for s in b.blocks[0].structure.sides)) for b in bundles]
     weights, keep = weights_of(2), torch.arange(35).reshape(5, 7)[:, :-1].flatten()
     total = sum(w * g for w, g in zip(weights, G, strict=True))
-    system = (total + 0.01 * total.trace() / 35 * torch.eye(35, dtype=torch.float64))[keep][:, keep]
+    system = (total + DAMPING * total.trace() / 35 * torch.eye(35, dtype=torch.float64))[keep][:, keep]
     W = [v["one.weight"].double().flatten() for v in vectors]
     right = sum(w * g[keep][:, keep] @ (x - sum(W)) for w, g, x in zip(weights, G, W, strict=True))
     expected = sum(W) + torch.linalg.solve(system, right)
@@ -412,9 +412,10 @@ def test_the_bundles_of_tiny_converge_quickly(tmp_path):
     model = kp.load_model("tiny")
     layer = [name for name in model.module.state_dict() if name.startswith("visual.transformer.resblocks.3.")]
     vectors, bundles = [], []
-    for number, task in enumerate(("digits", "hebrew", "emblems")):
-        bundles.append(kp.estimate_task(model, task, examples=32, params=layer))
-        vectors.append(random_vector(model, task, seed=number, params=layer))
+    for task in ("digits", "hebrew", "emblems"):
+        bundles.append(kp.estimate_task(model, task, examples=128, params=layer))
+        path = tmp_path / f"{task}.safetensors"
+        vectors.append(kp.train(model, task, output=path, steps=5, batch_size=16, head="prototypes", params=layer))
     merged = kp.add(vectors, "curvature", bundles=bundles, tolerance=1e-4)
     method = merged.about.method
     assert 0 < method.max_iterations <= 60
