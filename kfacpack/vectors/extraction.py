@@ -32,6 +32,7 @@ from kfacpack.vectors.parameter_change import (
     exact_difference,
     factors_are_smaller,
     no_change,
+    same_bits,
 )
 from kfacpack.vectors.storage import InMemoryVector
 
@@ -256,19 +257,22 @@ def _check_buffer(source: str, name: str, base: Tensor, tuned: Tensor) -> None:
 
 def _add_difference(changes: _Changes, source: str, name: str, base: Tensor, tuned: Tensor) -> None:
     """Adds the exact difference of a parameter, if there is one."""
+    changes.base_square += float(base.float().norm()) ** 2
+    if same_bits(base, tuned):
+        return
     if not bool(tuned.isfinite().all()):
         raise TaskVectorError(f"{source}: tensor {name!r} contains NaN or Inf")
-    if not torch.equal(tuned.to(base.dtype).to(tuned.dtype), tuned):
-        changes.rounded.append(name)
-    base_norm = float(base.double().square().sum())
-    changes.base_square += base_norm
+    if tuned.dtype != base.dtype:
+        rounded = tuned.to(base.dtype)
+        if not torch.equal(rounded.to(tuned.dtype), tuned):
+            changes.rounded.append(name)
+        if same_bits(base, rounded):
+            return
     try:
         change, remainder = exact_difference(base, tuned)
     except TaskVectorError as error:
         raise TaskVectorError(f"{source}: tensor {name!r}: {error}") from error
-    if bool((change == 0).all()) and remainder is None and bool(change.signbit().all()):
-        return
-    changes.square += float(change.double().square().sum())
+    changes.square += float(change.norm()) ** 2
     changes.tensors[name] = change
     if remainder is not None:
         changes.remainders[name] = remainder

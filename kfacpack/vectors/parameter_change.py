@@ -125,7 +125,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
     """
     wide = torch.promote_types(base.dtype, torch.float32)
     change = change.to(base.device, wide)
-    total = (base.to(wide) + change).to(base.dtype)
+    total = (base.to(wide) + change).to(base.dtype).contiguous()
     if remainder is not None:
         index, value = (part.to(base.device) for part in remainder)
         exact = (base.flatten()[index].double() + change.flatten()[index].double()) + value
@@ -149,10 +149,13 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
         TaskVectorError: If an entry does not come back even with a remainder, for example because of an overflow.
     """
     target = tuned.to(base.dtype)
-    change = target.float() - base.float()
-    # x + (−0) is x for both zeros, x + 0 is not.
-    change[_bits(target) == _bits(base)] = -0.0
+    change = (target.float() - base.float()).contiguous()
     index = (_bits(add_change(base, change)) != _bits(target)).flatten().nonzero().squeeze(1)
+    if len(index):
+        # A zero that stays −0 does so by adding −0.
+        kept = index[_bits(target).flatten()[index] == _bits(base).flatten()[index]]
+        change.view(-1)[kept] = -0.0
+        index = index[~torch.isin(index, kept)]
     if not len(index):
         return change, None
     wanted = target.flatten()[index].double()
@@ -165,6 +168,12 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
     if not torch.equal(_bits(add_change(base, change, remainder)), _bits(target)):
         raise TaskVectorError("the difference of the weights cannot be represented: it overflows or is not finite")
     return change, remainder
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Returns whether two tensors have the same dtype, shape and bits; −0 differs from 0."""
+    same_kind = first.dtype == second.dtype and first.shape == second.shape
+    return same_kind and torch.equal(_bits(first), _bits(second))
 
 
 def _bits(tensor: Tensor) -> Tensor:
