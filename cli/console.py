@@ -140,6 +140,10 @@ def _bar(
     name: str, *columns: ProgressColumn, show: bool, total: int | None = None, **fields: Any
 ) -> Iterator[Callable[..., None]]:
     """Draws a progress bar with extra columns; yields `rich.progress.Progress.update` for it."""
+    if not (show and err.is_terminal):
+        # A disabled Progress of rich before 13.8 still prints an empty line.
+        yield lambda **changes: None
+        return
     all_columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
@@ -147,7 +151,7 @@ def _bar(
         *columns,
         TimeRemainingColumn(),
     )
-    with Progress(*all_columns, console=err, transient=True, disable=not (show and err.is_terminal)) as bar:
+    with Progress(*all_columns, console=err, transient=True) as bar:
         task = bar.add_task(printable(name), total=total, **fields)
         yield lambda **changes: bar.update(task, **changes)
 
