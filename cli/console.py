@@ -141,7 +141,7 @@ def _bar(
 ) -> Iterator[Callable[..., None]]:
     """Draws a progress bar with extra columns; yields `rich.progress.Progress.update` for it."""
     if not (show and err.is_terminal):
-        # A disabled Progress of rich before 13.8 still prints an empty line.
+        # A disabled Progress of rich 13.7 prints an empty line.
         yield lambda **changes: None
         return
     all_columns = (
