@@ -167,7 +167,11 @@ class MethodEntry(Entry):
         return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
 
     def multiplied(self, factor: float) -> MethodEntry:
-        """Returns the entry of the result times a factor, by the square of which the objective changes."""
+        """Returns the entry of the result times a factor, by the square of which the objective changes.
+
+        Args:
+            factor: The factor.
+        """
         square = factor**2
         blocks = tuple(
             block.model_copy(update={"before": square * block.before, "after": square * block.after})

@@ -44,7 +44,7 @@ DIRECT_ENTRIES = 1024
 DIRECT_WHOLE_ENTRIES = 4096
 """Blocks that are one whole matrix are solved directly up to this many entries."""
 EIGENVECTOR_SIDE = 1024
-"""Up to this side, the preconditioner uses eigenvectors, whose computation takes less time than the iterations saved."""
+"""Up to this side, the preconditioner uses eigenvectors, which take less time than the iterations that they save."""
 _FLIP_FLOP_STEPS = 1
 _MAX_RESTARTS = 3
 
@@ -88,10 +88,7 @@ class _NotPositiveError(Exception):
 
 
 class OperatorCache:
-    """The operators of the current block's matrices, so that a matrix is unpacked once while it is used.
-
-    Consecutive blocks often share a factor A. Matrices that the current block does not use are dropped.
-    """
+    """The operators of the current block's matrices; consecutive blocks often share a factor A. Others are dropped."""
 
     def __init__(self) -> None:
         # The matrix is stored along with its operator, because its id is part of the key.
@@ -153,13 +150,7 @@ def solve_block(
 
 
 def clipped(structure: BlockStructure) -> BlockStructure:
-    """Returns a structure whose matrices have no negative eigenvalues.
-
-    Matrices that are declared positive semi-definite are kept, unless all matrices are.
-
-    Args:
-        structure: The structure.
-    """
+    """Returns a structure without negative eigenvalues of its matrices; matrices declared PSD are kept, unless all are."""
     every = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:
@@ -218,11 +209,11 @@ class _System:
         return (prod(self.shape),) if self.is_whole else self.shape
 
     def _mean_eigenvalue(self) -> float:
-        total = 0.0
-        for weight, operators in self.products:
-            traces = (float(operator.diagonal(side).double().sum()) for operator, side in self._paired(operators))
-            total += weight * prod(traces)
-        return total / prod(self.shape)
+        traces = (
+            weight * prod(float(operator.diagonal(side).double().sum()) for operator, side in self._paired(operators))
+            for weight, operators in self.products
+        )
+        return sum(traces) / prod(self.shape)
 
     def _paired(self, operators: Sequence[Operator]) -> Iterable[tuple[Operator, int]]:
         return zip(operators, self.sides, strict=True)
@@ -299,7 +290,7 @@ class _System:
             if not all(operator.is_diagonal for operator in operators):
                 return None
             parts = [operator.diagonal(side) for operator, side in self._paired(operators)]
-            total += weight * _outer(parts).reshape(self.shape)
+            total += weight * (parts[0] if self.is_whole else torch.outer(*parts)).reshape(self.shape)
         return total
 
     def _solve_dense(self) -> Tensor:
@@ -343,14 +334,15 @@ class _System:
         """Solves B D A + ε D = R by the eigenvectors of B and A, for products that share an operator on one side."""
         shared = 0 if len({id(operators[0]) for _, operators in self.products}) == 1 else 1
         factors = [_full(operator, side) for operator, side in self._paired(self.products[0][1])]
-        factors[1 - shared] = sum(
-            weight * _full(operators[1 - shared], self.sides[1 - shared]) for weight, operators in self.products
-        )
+        factors[1 - shared] = torch.zeros_like(factors[1 - shared])
+        for weight, operators in self.products:
+            factors[1 - shared] += weight * _full(operators[1 - shared], self.sides[1 - shared])
         (b, Q_B), (a, Q_A) = (torch.linalg.eigh(factor) for factor in factors)
         denominator = torch.outer(b, a) + self.epsilon
         if not bool((denominator > 0).all()):
             raise _NotPositiveError
-        return Q_B @ ((Q_B.T @ self.right @ Q_A) / denominator) @ Q_A.T
+        solution: Tensor = Q_B @ ((Q_B.T @ self.right @ Q_A) / denominator) @ Q_A.T
+        return solution
 
     def _conjugate_gradients(self) -> tuple[Tensor, int]:
         """Solves the system by preconditioned conjugate gradients; returns the solution and the iterations.
@@ -393,8 +385,10 @@ class _System:
     def _preconditioner(self) -> LinearMap:
         """Returns x -> P⁻¹ x for a P close to M = Σ w G + ε."""
         if self.is_whole:
-            diagonal = sum(weight * operators[0].diagonal(self.sides[0]) for weight, operators in self.products)
-            scale = (diagonal + self.epsilon).clamp(min=self.epsilon).reshape(self.shape)
+            scale = torch.full(self.sides, self.epsilon, dtype=self.dtype)
+            for weight, (operator,) in self.products:
+                scale.add_(operator.diagonal(self.sides[0]), alpha=weight)
+            scale = scale.clamp(min=self.epsilon).reshape(self.shape)
             return lambda x: x / scale
         inverses = self._nearest_product()
         if max(self.shape) <= EIGENVECTOR_SIDE:
@@ -402,7 +396,8 @@ class _System:
         else:
             B, A = inverses
             multiply = lambda x: _multiply_blocks(B, _multiply_blocks(A, x.T).T)  # noqa: E731
-        return multiply if self.mask is None else lambda x: self.mask * multiply(x)
+        mask = self.mask
+        return multiply if mask is None else lambda x: mask * multiply(x)
 
     def _diagonal_in_eigenvectors(self, inverses: Sequence[tuple[Tensor, ...]]) -> LinearMap:
         """Returns x -> P⁻¹ x, where P has the eigenvectors of B ⊗ A and the same diagonal as M in that basis."""
@@ -489,10 +484,6 @@ def _full(operator: Operator, side: int) -> Tensor:
         return blocks[0][0]
     full: Tensor = torch.block_diag(*(block for part in blocks for block in part))
     return full
-
-
-def _outer(vectors: Sequence[Tensor]) -> Tensor:
-    return vectors[0] if len(vectors) == 1 else torch.outer(*vectors)
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

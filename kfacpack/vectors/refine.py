@@ -63,8 +63,7 @@ def refine(
         >>> refined = kp.refine("cars.safetensors", "cars.kfac", ["dtd.kfac", "svhn.kfac"])
         >>> refined.save("cars-refined.safetensors")
     """
-    settings = {"strength": strength, "damping": damping, "task_weights": task_weights}
-    method = RefineMethod.of({**settings, "tolerance": tolerance, "iterations": iterations})
+    method = RefineMethod(strength, damping, task_weights, tolerance, iterations)
     if not isinstance(vector, TaskVector | str | os.PathLike):
         raise KfacpackError(f"expected a task vector or a path, got {type(vector).__name__}")
     tau = vector if isinstance(vector, TaskVector) else TaskVector.load(vector)
