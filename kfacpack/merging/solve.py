@@ -150,7 +150,7 @@ def solve_block(
 
 
 def clipped(structure: BlockStructure) -> BlockStructure:
-    """Returns a structure without negative eigenvalues of its matrices; matrices declared PSD are kept, unless all are."""
+    """Returns a structure whose matrices have no negative eigenvalues; keeps matrices declared PSD, unless all are."""
     every = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:

@@ -29,7 +29,7 @@ def refine(
     *,
     strength: float = 1.0,
     damping: float = DAMPING,
-    task_weights: str = "size",
+    task_weights: str = "equal",
     tolerance: float = TOLERANCE,
     iterations: int = ITERATIONS,
     on_progress: OnProgress = lambda done, total: None,
@@ -45,8 +45,8 @@ def refine(
         reg: One or several bundles of the other tasks; merged ones are allowed.
         strength: λ, the factor of the other tasks' curvature.
         damping: ε relative to the mean eigenvalue of the summed curvature of a block.
-        task_weights: "size" weights the other tasks by the sizes of their datasets, with weights that average one;
-            "equal" gives all of them the weight one.
+        task_weights: "equal" gives every other task the weight one; "size" weights them by the sizes of their datasets,
+            with weights that average one.
         tolerance: Relative residual at which the iteration for a block stops.
         iterations: Maximum number of iterations per block.
         on_progress: Called with the number of blocks done and their total.

@@ -257,7 +257,7 @@ def bundle_options(bundles, *tasks, option="--bundle"):
     ("method", "options", "settings"),
     [
         ("curvature", ["--prior", "mean", "--damping", 0.5, "--iterations", 3], {"prior": "mean", "damping": 0.5}),
-        ("regmean", ["--shrink", 0.5, "--task-weights", "equal"], {"shrink": 0.5, "task_weights": "equal"}),
+        ("regmean", ["--shrink", 0.5, "--task-weights", "size"], {"shrink": 0.5, "task_weights": "size"}),
         ("fisher", [], {}),
     ],
 )

@@ -34,7 +34,7 @@ def close(result, expected, tolerance=1e-6):
 def test_equals_a_dense_solve(method, form, tasks):
     prior = ("sum", "mean", "zero")[tasks % 3]
     bundles, vectors = [bundle(k, form) for k in range(tasks)], [vector(k) for k in range(tasks)]
-    merged = kp.add(vectors, method, bundles=bundles, prior=prior, damping=0.05)
+    merged = kp.add(vectors, method, bundles=bundles, prior=prior, damping=0.05, task_weights="size")
     taus = [dict(v) for v in vectors]
     start = priors(vectors, prior)
     terms = list(zip(weights_of(tasks), bundles, taus, strict=True))
@@ -67,7 +67,7 @@ def test_alpha_multiplies_the_result(method, factor):
 
 def test_alphas_multiply_the_vectors():
     vectors, bundles, alphas = [vector(k) for k in range(2)], [bundle(k) for k in range(2)], [0.5, -2.0]
-    merged = kp.add(vectors, "curvature", alpha=alphas, bundles=bundles)
+    merged = kp.add(vectors, "curvature", alpha=alphas, bundles=bundles, task_weights="size")
     taus = [{n: a * v[n].double() for n in v} for a, v in zip(alphas, vectors, strict=True)]
     terms = list(zip(weights_of(2), bundles, taus, strict=True))
     close(merged, dense_merge(terms, priors(vectors, "sum", alphas), SHAPES, bundles[0].blocks, DAMPING))
@@ -75,7 +75,7 @@ def test_alphas_multiply_the_vectors():
 
 def test_equal_weights():
     vectors, bundles = [vector(k) for k in range(3)], [bundle(k) for k in range(3)]
-    merged = kp.add(vectors, "curvature", bundles=bundles, task_weights="equal")
+    merged = kp.add(vectors, "curvature", bundles=bundles)
     terms = list(zip([1.0] * 3, bundles, map(dict, vectors), strict=True))
     close(merged, dense_merge(terms, priors(vectors, "sum"), SHAPES, bundles[0].blocks, DAMPING))
 
@@ -83,7 +83,7 @@ def test_equal_weights():
 def test_regmean_is_that_of_the_paper():
     """W = (Σ W_t A_t) (Σ A_t)⁻¹ without damping, and with smaller off-diagonal entries of A."""
     vectors, bundles = [vector(k) for k in range(3)], [bundle(k) for k in range(3)]
-    merged = kp.add(vectors, "regmean", bundles=bundles, damping=1e-9, shrink=0.25, task_weights="equal")
+    merged = kp.add(vectors, "regmean", bundles=bundles, damping=1e-9, shrink=0.25)
     A = [b.blocks[0].structure.sides[1][0].dense(torch.float64) for b in bundles]
     A = [0.75 * a + 0.25 * a.diag().diag() for a in A]
     W = [torch.cat([v["one.weight"], v["one.bias"][:, None]], 1).double() for v in vectors]
@@ -111,7 +111,7 @@ def test_actmat_uses_the_vectors_alone():
 def test_the_objective_is_no_larger_than_that_of_other_merges(tasks, prior, magnitude):
     """Per block: that of the sum, the mean and RegMean."""
     vectors, bundles, damping = [vector(k) for k in range(tasks)], [bundle(k) for k in range(tasks)], 10.0**magnitude
-    merged = kp.add(vectors, "curvature", bundles=bundles, prior=prior, damping=damping)
+    merged = kp.add(vectors, "curvature", bundles=bundles, prior=prior, damping=damping, task_weights="size")
     start, weights = priors(vectors, prior), weights_of(tasks)
     others = [priors(vectors, "sum"), priors(vectors, "mean"), kp.add(vectors, "regmean", bundles=bundles)]
     for number, report in enumerate(merged.about.method.blocks):
@@ -147,7 +147,7 @@ def test_the_objective_is_no_larger_than_that_of_other_merges(tasks, prior, magn
 def test_refine_equals_a_dense_solve(others, form, strength):
     """(G_own + λ Σ w G + ε) τ' = G_own τ + ε τ."""
     tau, own, reg = vector(0), bundle(0, form), [bundle(k, form) for k in range(1, 1 + others)]
-    refined = kp.refine(tau, own, reg, strength=strength, damping=0.05)
+    refined = kp.refine(tau, own, reg, strength=strength, damping=0.05, task_weights="size")
     weights = [strength * others * size / sum(SIZES[1 : 1 + others]) for size in SIZES[1 : 1 + others]]
     zero = {name: torch.zeros_like(tau[name]) for name in tau}
     terms = [(1.0, own, dict(tau)), *((w, c, zero) for w, c in zip(weights, reg, strict=True))]
@@ -209,7 +209,7 @@ def test_a_vector_without_the_bias_of_a_block():
     """The bias cannot change, so the minimum is over the weight alone."""
     names = ("one.weight", "two.weight", "proj")
     vectors, bundles = [vector(k, params=names) for k in range(2)], [bundle(k) for k in range(2)]
-    merged = kp.add(vectors, "curvature", bundles=bundles)
+    merged = kp.add(vectors, "curvature", bundles=bundles, task_weights="size")
     assert set(merged) == set(names)
     G = [torch.kron(*(s[0].dense(torch.float64) for s in b.blocks[0].structure.sides)) for b in bundles]
     weights, keep = weights_of(2), torch.arange(35).reshape(5, 7)[:, :-1].flatten()
@@ -225,8 +225,8 @@ def test_a_vector_of_several_tasks_takes_a_merged_bundle_or_several():
     both, third = vector(0, tasks=("task 0", "task 1")), vector(2)
     single = [bundle(k) for k in range(3)]
     stacked = kp.merge(single[:2], "stack")
-    one = kp.add([both, third], "curvature", bundles=single)
-    other = kp.add([both, third], "curvature", bundles=[single[2], stacked])
+    one = kp.add([both, third], "curvature", bundles=single, task_weights="size")
+    other = kp.add([both, third], "curvature", bundles=[single[2], stacked], task_weights="size")
     close(one, dict(other), 1e-5)
 
 
@@ -279,8 +279,8 @@ def test_unknown_sizes_of_datasets():
     blocks = [kp.CurvatureBlock(b.name, b.operation, b.join, b.structure) for b in bundles[1].blocks]
     bundles[1] = kp.Curvature(blocks, bundles[1].about)
     with refused(kp.KfacpackError, "input 2", "size of its dataset", "--task-weights equal"):
-        kp.add(vectors, "curvature", bundles=bundles)
-    assert kp.add(vectors, "curvature", bundles=bundles, task_weights="equal").about.method.solved
+        kp.add(vectors, "curvature", bundles=bundles, task_weights="size")
+    assert kp.add(vectors, "curvature", bundles=bundles).about.method.solved
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,12 @@ if TYPE_CHECKING:
 
 
 DAMPING = 0.1
-"""Chosen on six tasks of `tiny`: mean test accuracy .667, .676 and .673 with 1, 0.1 and 0.01."""
+"""Chosen on six tasks of `tiny`: a mean test accuracy of .682; 0.01 gives .684 and takes more iterations."""
 DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of the summed curvature."
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
-WEIGHTS = ("size", "equal")
-WEIGHTS_HELP = "Weights of the tasks: by the sizes of their datasets, averaging one, or equal."
+WEIGHTS = ("equal", "size")
+WEIGHTS_HELP = "Weights of the tasks: equal, or by the sizes of their datasets, averaging one."
 TOLERANCE, TOLERANCE_HELP = 1e-4, "Relative residual at which the iteration stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
@@ -92,7 +92,7 @@ class CurvatureMethod(BlockMethod):
     help = "The vector whose outputs drift least from those of each vector on its own task, by the bundles."
     needs_bundles = True
 
-    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
@@ -105,7 +105,7 @@ class RegMeanMethod(BlockMethod):
     help = "Like curvature, with the inputs' factors A alone (RegMean)."
     needs_bundles = True
 
-    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     shrink: float = setting(
         0.1, "Share by which the off-diagonal entries of A are reduced; the paper's 1 − α.", interval="[0, 1]"
     )
@@ -134,7 +134,7 @@ class FisherMethod(BlockMethod):
     help = "Like curvature, with the diagonals of the curvatures alone (Fisher merging)."
     needs_bundles = True
 
-    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
 
     def structure_of(self, structure: BlockStructure) -> BlockStructure | None:
         """Returns the diagonal of G as a whole matrix."""
@@ -191,7 +191,7 @@ class RefineMethod(MergeMethod):
 
     strength: float = setting(1.0, "Factor λ of the other tasks' curvature.", interval="[0, ∞)")
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
-    task_weights: str = setting("size", WEIGHTS_HELP, choices=WEIGHTS)
+    task_weights: str = setting("equal", WEIGHTS_HELP, choices=WEIGHTS)
     tolerance: float = setting(TOLERANCE, TOLERANCE_HELP, interval="(0, 1)")
     iterations: int = setting(ITERATIONS, ITERATIONS_HELP, interval="[1, ∞)")
 
