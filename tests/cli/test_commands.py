@@ -235,7 +235,7 @@ def test_usage_lines():
 
 PANELS = {
     "Curvature": ["estimate", "inspect", "verify", "compress", "merge", "import", "export"],
-    "Task vectors": ["train", "extract", "add", "negate", "eval", "measure"],
+    "Task vectors": ["train", "extract", "add", "negate", "refine", "eval", "measure"],
     "Experiments": ["run", "report", "demo"],
     "Hub": ["push", "pull", "search"],
     "Lists": ["models", "tasks"],
