@@ -372,7 +372,8 @@ class AddStage(VectorStage):
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
-        settings = self.method.settings
+        # With the defaults: a file of a version with other defaults is not reused.
+        settings = self.method.all_settings
         return {"method": self.method.name, **({"settings": settings} if settings else {})}
 
     def make(self, monitor: StageProgress) -> None:

@@ -212,6 +212,11 @@ class MethodSection(PlanSection):
         return dict(self.model_extra or {})
 
     @property
+    def all_settings(self) -> dict[str, Any]:
+        """All settings of the method, with their defaults."""
+        return METHODS[self.name].of(self.settings).settings
+
+    @property
     def needs_bundles(self) -> bool:
         """Whether the method needs the bundle of every task."""
         return METHODS[self.name].needs_bundles
