@@ -25,6 +25,7 @@ CORE = (
     "tests/training",
     "tests/tasks/test_embedded.py",
     "tests/tasks/test_local.py",
+    "tests/models/test_clip.py",
     "tests/models/test_embedded.py",
     "tests/models/test_images.py",
     "tests/models/test_t5.py",

@@ -279,12 +279,16 @@ def test_a_saved_model_is_loaded_by_transformers(clip_folder, size, pictures, tm
 @pytest.mark.parametrize("prefixed", [True, False])
 def test_a_vision_tower_without_projection_has_another_f(clip_folder, prefixed, pictures, tmp_path):
     """Names in published files of CLIPVisionModel have the prefix; transformers 5 writes them without it."""
+    import transformers
     from transformers import CLIPVisionModel
+
+    if not prefixed and int(transformers.__version__.partition(".")[0]) < 5:
+        pytest.skip("transformers 4 does not read names without the prefix")
 
     stock = CLIPVisionModel.from_pretrained(clip_folder).eval()
     stock.save_pretrained(tmp_path / "vision")
     file = tmp_path / "vision" / "model.safetensors"
-    plain = {name.removeprefix("vision_model."): value for name, value in load_file(file).items()}
+    plain = {name.removeprefix("vision_model."): value.clone() for name, value in load_file(file).items()}
     names = {name: f"vision_model.{name}" if prefixed else name for name in plain}
     save_file({names[name]: value for name, value in plain.items()}, file, {"format": "pt"})
     model = load_model(f"clip:{tmp_path / 'vision'}")
@@ -376,7 +380,7 @@ def test_a_fine_tuned_vision_tower_is_a_vector_of_the_whole_model(clip_folder, p
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
     stock.save_pretrained(tmp_path / "tuned")
     file = tmp_path / "tuned" / "model.safetensors"
-    plain = {name.removeprefix("vision_model."): value for name, value in load_file(file).items()}
+    plain = {name.removeprefix("vision_model."): value.clone() for name, value in load_file(file).items()}
     save_file({f"vision_model.{n}" if prefixed else n: value for n, value in plain.items()}, file, {"format": "pt"})
     base = load_model(f"clip:{clip_folder}")
     vector = kp.TaskVector.from_checkpoint(base, tmp_path / "tuned", task="dtd")
