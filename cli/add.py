@@ -1,6 +1,6 @@
-"""`kfacpack add`: merges task vectors into one. `kfacpack negate`: negates a task vector to make a model forget.
+"""`kfacpack add`: merges task vectors into one, and can also write the model with the resulting vector added.
 
-Both can also write the model with the resulting vector added.
+The output of a vector is shared with the commands in `vectors.py`.
 """
 
 from __future__ import annotations
@@ -164,13 +164,6 @@ class AddOutput(VectorOutput, MethodOutput):
     """Meaning of α for this method."""
     alphas: list[float]
     """Factor of each vector."""
-
-
-class NegateOutput(VectorOutput):
-    """Output of `kfacpack negate --json`."""
-
-    alpha: float
-    """The result is -α τ."""
 
 
 def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, quiet: bool) -> VectorOutput:
@@ -407,29 +400,3 @@ def add(
             **result,
         }
         print_json(added)
-
-
-def negate(
-    vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to negate."),
-    output: Path = output_option("NEGATED.safetensors"),
-    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
-    save_model: Path | None = SAVE_MODEL,
-    model: str = MODEL_NAME,
-    weights: str | None = WEIGHTS,
-    image_size: int | None = IMAGE_SIZE,
-    as_json: bool = AS_JSON,
-    quiet: bool = QUIET,
-) -> None:
-    """Negate a task vector: adding the result to a model makes it forget the task. The heads are kept.
-
-    A vector plus its negation is exactly zero.
-    """
-    # Imported here so that --help does not wait for torch.
-    from kfacpack.vectors.task_vector import TaskVector
-
-    target = ModelOutput(save_model, model, weights, image_size)
-    target.check(output, [vector])
-    result = write(-alpha * TaskVector.load(vector), output, target, show=not (quiet or as_json), quiet=quiet)
-    if as_json:
-        negated: NegateOutput = {"alpha": alpha, **result}
-        print_json(negated)

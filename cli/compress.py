@@ -114,7 +114,7 @@ def compress(
     from kfacpack.compression.compress import choose_codecs, compress_with
     from kfacpack.curvature.curvature import from_bundle
     from kfacpack.curvature.saving import file_size
-    from kfacpack.vectors.tensor_file import read_vector_tensors
+    from kfacpack.vectors.storage import read_vector_tensors
 
     if output is None and not dry_run:
         raise KfacpackError("no output file; give -o SMALL.kfac, or --dry-run to show only the size and the errors")

@@ -156,7 +156,7 @@ def export(
 def _export_factors(file: File, output: Path, dtype: FloatType, *, as_json: bool, quiet: bool) -> None:
     # Imported here so that --help does not wait for torch.
     from kfacpack.curvature.curvature import from_bundle
-    from kfacpack.curvature.export import export as write
+    from kfacpack.curvature.saving import export as write
 
     source = Bundle(file)
     curvature = from_bundle(source)

@@ -26,15 +26,14 @@ from . import (
     eval,
     experiments,
     export,
-    extract,
     hub,
     inspect,
     measure,
     merge,
     models,
-    refine,
     tasks,
     train,
+    vectors,
 )
 from .console import err, show_error
 
@@ -121,10 +120,10 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Task vectors": {
         "train": train.train,
-        "extract": extract.extract,
+        "extract": vectors.extract,
         "add": add.add,
-        "negate": add.negate,
-        "refine": refine.refine,
+        "negate": vectors.negate,
+        "refine": vectors.refine,
         "eval": eval.evaluate,
         "measure": measure.measure,
     },

@@ -195,8 +195,8 @@ def train(
     from kfacpack.estimation import distributed
     from kfacpack.models.data_loading import use_workers
     from kfacpack.training.metrics import require_metrics_path
+    from kfacpack.training.optimizer import TrainingSettings
     from kfacpack.training.regularizer import OutputScaleWarning, OwnTaskWarning
-    from kfacpack.training.settings import TrainingSettings
     from kfacpack.training.train import build_trainer, check_penalty_options
 
     use_workers(workers)

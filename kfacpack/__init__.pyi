@@ -1,9 +1,9 @@
 from .compression.compress import compress
 from .curvature.blocks import BlockStructure, CurvatureBlock, Kronecker, Whole
 from .curvature.curvature import Curvature, identify, load
-from .curvature.export import export
 from .curvature.matrices import BlockDiagonal, Dense, Diagonal, LowRank, Packed, Sparse
 from .curvature.matrices.matrix import Matrix
+from .curvature.saving import export
 from .curvature.verification import Verification, verify
 from .errors import (
     BundleError,
@@ -21,9 +21,8 @@ from .estimation.resume import Interrupted
 from .estimation.task_estimate import estimate_task
 from .evaluation.accuracy import EvaluationSet, Score, evaluate
 from .evaluation.bundle_quality import drift, spectra
-from .evaluation.disentanglement import disentanglement
+from .evaluation.disentanglement import disentanglement, localisation
 from .evaluation.interference import InterferenceResult, interference
-from .evaluation.localisation import localisation
 from .evaluation.sweep import sweep
 from .experiments.report import report
 from .experiments.run import run
@@ -64,8 +63,7 @@ from .training.metrics import Metrics, MetricsWarning, PenaltyWarning
 from .training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularizer
 from .training.train import train
 from .vectors.adapter_export import ExportedMatrix, LinearVectorWarning, LoraExport, LostParameter, export_lora
-from .vectors.add import add
-from .vectors.refine import refine
+from .vectors.add import add, refine
 from .vectors.storage import VectorStorage
 from .vectors.task_vector import TaskVector
 

@@ -18,14 +18,13 @@ from kfacpack_cli import (
     estimate,
     experiments,
     export,
-    extract,
     hub,
     inspect,
     merge,
     models,
-    refine,
     tasks,
     train,
+    vectors,
 )
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema
@@ -58,10 +57,10 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "import": {"": export.ImportOutput},
     "export": {"": export.ExportOutput, "--lora RANK": export.AdapterOutput},
     "train": {"": train.TrainOutput},
-    "extract": {"": extract.ExtractOutput},
+    "extract": {"": vectors.ExtractOutput},
     "add": {"": add.AddOutput},
-    "negate": {"": add.NegateOutput},
-    "refine": {"": refine.RefineOutput},
+    "negate": {"": vectors.NegateOutput},
+    "refine": {"": vectors.RefineOutput},
     "eval": {
         "": Evaluation,
         "--alpha FROM:TO:STEP": SweepOutput,

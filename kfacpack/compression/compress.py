@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kfacpack.compression.budget_search import BudgetSearch
-from kfacpack.compression.candidates import Candidates
+from kfacpack.compression.budget_search import BudgetSearch, Candidates
 from kfacpack.compression.codecs import CodecChain
 from kfacpack.compression.compression_report import assemble_report, compare, dense_bytes, finish_report
 from kfacpack.curvature.curvature import Curvature
@@ -20,8 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from kfacpack.compression.budget_search import OptionIndices
-    from kfacpack.compression.candidates import Option
+    from kfacpack.compression.budget_search import Option, OptionIndices
     from kfacpack.compression.compression_report import CompressionReport, FactorPair, Measure
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.matrices.matrix import Matrix

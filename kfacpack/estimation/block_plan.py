@@ -18,8 +18,7 @@ from torch import Tensor
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import GraphSteps, UsagePath
-from kfacpack.estimation.matrix_operations import MatrixOperation, VectorOperation
-from kfacpack.estimation.operations import GenericOperation
+from kfacpack.estimation.operations import GenericOperation, MatrixOperation, VectorOperation
 from kfacpack.estimation.param_usage import (
     ParamUsage,
     bias_piece_of,

@@ -17,8 +17,7 @@ from kfacpack.curvature.blocks import CurvatureBlock, Kronecker, Whole
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import GraphSteps, backward_to_parameter
 from kfacpack.estimation.factor_sums import CountSum, GramSum, RunningSum, SquareSum
-from kfacpack.estimation.matrix_operations import MatrixOperation, VectorOperation
-from kfacpack.estimation.operations import matrix_operation_of
+from kfacpack.estimation.operations import MatrixOperation, VectorOperation, matrix_operation_of
 from kfacpack.estimation.tracing import by_example, drops_rows, kept_rows, means, sums
 
 if TYPE_CHECKING:

@@ -1,34 +1,249 @@
 """The operations that use parameters, by their name in autograd's graph and the slot of the parameter.
 
-Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
-`VectorOperation` each. All other uses are a `GenericOperation`: the gradient at the operand is linear in the gradient
-at the output, so the gradient of one example is obtained by setting the output gradients of all other examples to
-zero. This is exact, and takes N backward calls of the operation.
+The operand is the parameter as it enters the operation, after a transpose or a cast; g is the gradient at the
+operation's output. The P rows are the positions of all N examples of a batch, in the order of the operation.
+
+- Parameters that are matrices have a `MatrixOperation`: `linear`, `x @ W`, `W @ x`, `addmm` and `einsum` where it
+  reduces to one of them; convolutions of any number of dimensions, which are products with every patch that the kernel
+  covers; and embedding lookups, which are products with one-hot rows and have a diagonal A.
+- Parameters that are added to or multiplied with every position (biases, scales, norms, position tables) have a
+  `VectorOperation`.
+- All other uses are a `GenericOperation`: the gradient at the operand is linear in the gradient at the output, so the
+  gradient of one example is obtained by setting the output gradients of all other examples to zero. This is exact, and
+  takes N backward calls of the operation.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from kfacpack._torch import layer_norm_rows, operation_name, saved
+from kfacpack._torch import (
+    convolution_arguments,
+    embedding_arguments,
+    layer_norm_rows,
+    operation_name,
+    output_shape,
+    product_scales,
+    saved,
+)
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import backward_to_operand, last_operation
-from kfacpack.estimation.matrix_operations import (
-    ConvolutionOperation,
-    EmbeddingOperation,
-    LinearOperation,
-    MatmulLeft,
-    MatmulRight,
-    MatrixOperation,
-    VectorOperation,
-)
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
     from kfacpack.estimation.autograd_graph import GraphStep
     from kfacpack.estimation.tracing import ExampleLayout
+
+
+class MatrixOperation(ABC):
+    """An operation whose output rows are its input rows times one matrix: a block with Kronecker structure."""
+
+    kind: str
+    """Name of the operation in bundles."""
+    bias_slot: int | None = None
+    """Index of the input that is a bias, added to every row of the output."""
+    operand_is_transposed: bool = False
+    """Whether the operand is (in, out) rather than (out, in)."""
+    one_hot: bool = False
+    """Whether `inputs` are (P,) indices of one-hot rows. Negative indices are ignored."""
+
+    @abstractmethod
+    def supports(self, node: Node) -> bool:
+        """Returns whether this call is supported. Calls with groups or scaling are not."""
+
+    @abstractmethod
+    def inputs(self, node: Node) -> Tensor:
+        """Returns the input rows a, (P, in)."""
+
+    @abstractmethod
+    def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns g as rows, (P, out)."""
+
+    @abstractmethod
+    def identity(self, node: Node) -> Hashable:
+        """Returns a key that is equal for two operations of one graph if and only if they have the same inputs."""
+
+
+class VectorOperation(ABC):
+    """An operation whose per-example gradients at the operand are cheap to compute: a dense or diagonal block."""
+
+    kind: str
+    """Name of the operation in bundles."""
+    immediate: bool = True
+    """Whether `vectors` may be called during the backward pass."""
+
+    @abstractmethod
+    def vectors(self, step: GraphStep, g: Tensor, layout: ExampleLayout, examples: int) -> Tensor:
+        """Returns the gradient of every example at the operand, (N, size of the operand)."""
+
+
+def memory_identity(tensor: Tensor) -> Hashable:
+    """Returns a key of a tensor's memory; two tensors saved by autograd are the same if their keys are equal."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+class MatmulRight(MatrixOperation):
+    """The product rows @ operand, with the operand (in, out): the operation that executes `linear` and `x @ W`.
+
+    Args:
+        rows: Name under which autograd saves the rows.
+        bias_slot: Index of the input that is a bias, if the operation has one.
+    """
+
+    kind = "linear"
+    operand_is_transposed = True
+
+    def __init__(self, rows: str, bias_slot: int | None = None):
+        self._rows = rows
+        self.bias_slot = bias_slot
+
+    def supports(self, node: Node) -> bool:
+        """Returns whether the operation is a single product without scaling."""
+        return product_scales(node) == (1, 1) and _is_single_product(node)
+
+    def inputs(self, node: Node) -> Tensor:
+        """Returns the rows."""
+        return _as_matrix(saved(node, self._rows))
+
+    def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns g as a matrix."""
+        return _as_matrix(g)
+
+    def identity(self, node: Node) -> Hashable:
+        """Returns a key of the memory of the rows."""
+        return memory_identity(self.inputs(node))
+
+
+class MatmulLeft(MatmulRight):
+    """The product operand @ columns, with the operand (out, in)."""
+
+    operand_is_transposed = False
+
+    def inputs(self, node: Node) -> Tensor:
+        """Returns the transposed columns."""
+        return super().inputs(node).T
+
+    def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns g transposed."""
+        return super().gradients(node, g).T
+
+
+class LinearOperation(MatrixOperation):
+    """`linear` with the operand (out, in), on devices where it is a separate operation."""
+
+    kind = "linear"
+    bias_slot = 2
+
+    def supports(self, node: Node) -> bool:
+        """Returns True."""
+        return True
+
+    def inputs(self, node: Node) -> Tensor:
+        """Returns the rows of all leading dimensions."""
+        rows: Tensor = saved(node, "input")
+        return rows.reshape(-1, rows.shape[-1])
+
+    def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns the rows of all leading dimensions."""
+        return g.reshape(-1, g.shape[-1])
+
+    def identity(self, node: Node) -> Hashable:
+        """Returns a key of the memory of the input."""
+        return memory_identity(saved(node, "input"))
+
+
+def _is_single_product(node: Node) -> bool:
+    """Returns whether the node is a single product, not a batch of products."""
+    shape = output_shape(node)
+    return len(shape) == 2 or shape[0] == 1
+
+
+def _as_matrix(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor[0]
+
+
+class ConvolutionOperation(MatrixOperation):
+    """A convolution with the operand (out, in / groups, *kernel); a row is a patch, in the order of the kernel."""
+
+    kind = "convolution"
+    bias_slot = 2
+
+    def supports(self, node: Node) -> bool:
+        """Returns whether the operation is an ordinary convolution without groups."""
+        arguments = convolution_arguments(node)
+        return not arguments.transposed and arguments.groups == 1
+
+    def inputs(self, node: Node) -> Tensor:
+        """Returns the patches."""
+        arguments = convolution_arguments(node)
+        return patches(arguments.input, arguments.kernel, arguments.stride, arguments.padding, arguments.dilation)
+
+    def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns g with the channels last."""
+        return g.movedim(1, -1).reshape(-1, g.shape[1])
+
+    def identity(self, node: Node) -> Hashable:
+        """Returns a key of the memory of the images, and the geometry."""
+        images, *geometry = convolution_arguments(node)
+        return memory_identity(images), *geometry
+
+
+def patches(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], padding: tuple[int, ...], dilation: tuple[int, ...]
+) -> Tensor:
+    """Returns all patches that a kernel covers: (N, in, *sizes) -> (N * positions, in * kernel size).
+
+    Args:
+        x: Images, with any number of spatial dimensions.
+        kernel: Size of the kernel, per spatial dimension.
+        stride: Stride, per spatial dimension.
+        padding: Zero padding on both sides, per spatial dimension.
+        dilation: Dilation, per spatial dimension.
+
+    Returns:
+        The patches; positions are in row-major order.
+    """
+    x = pad(x, [width for side in reversed(padding) for width in (side, side)])
+    for dim, (size, step, gap) in enumerate(zip(kernel, stride, dilation, strict=True), start=2):
+        x = x.unfold(dim, gap * (size - 1) + 1, step)[..., ::gap]
+    spatial = len(kernel)
+    return x.movedim(1, 1 + spatial).reshape(-1, x.shape[1] * prod(kernel))
+
+
+class EmbeddingOperation(MatrixOperation):
+    """An embedding lookup with the operand (vocabulary, width)."""
+
+    kind = "embedding"
+    operand_is_transposed = True
+    one_hot = True
+
+    def supports(self, node: Node) -> bool:
+        """Returns False if the lookup scales gradients by frequency."""
+        return not embedding_arguments(node).scale_grad_by_freq
+
+    def inputs(self, node: Node) -> Tensor:
+        """Returns the index of every row, (P,); -1 for the padding index, whose row gets no gradient."""
+        arguments = embedding_arguments(node)
+        indices = arguments.indices.reshape(-1)
+        return torch.where(indices == arguments.padding_index, -1, indices)
+
+    def gradients(self, node: Node, g: Tensor) -> Tensor:
+        """Returns the rows of all leading dimensions, zero at the padding index."""
+        g = g.reshape(-1, g.shape[-1])
+        return g * (self.inputs(node) >= 0)[:, None]
+
+    def identity(self, node: Node) -> Hashable:
+        """Returns a key of the memory of the indices, and the padding index."""
+        arguments = embedding_arguments(node)
+        return memory_identity(arguments.indices), arguments.padding_index
 
 
 class AddOperation(VectorOperation):

@@ -19,8 +19,7 @@ from kfacpack.estimation.autograd_graph import (
     last_operation,
     selected_outputs,
 )
-from kfacpack.estimation.matrix_operations import MatrixOperation, VectorOperation
-from kfacpack.estimation.operations import equivalent_products, operation_of
+from kfacpack.estimation.operations import MatrixOperation, VectorOperation, equivalent_products, operation_of
 from kfacpack.estimation.tracing import ExampleLayout, ModelTrace
 from kfacpack.format.manifest import Piece
 

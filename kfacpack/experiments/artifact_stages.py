@@ -27,7 +27,7 @@ from kfacpack.format.reference import is_reference
 from kfacpack.merging.merge import merge_and_report
 from kfacpack.merging.rules import RULES
 from kfacpack.tasks.task import parse_count
-from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.train import build_trainer, uses_autocast
 from kfacpack.vectors.add import add
 from kfacpack.vectors.task_vector import TaskVector

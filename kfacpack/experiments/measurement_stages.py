@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kfacpack.curvature.curvature import load
 from kfacpack.evaluation.accuracy import Score, score, scores
 from kfacpack.evaluation.bundle_quality import drift, spectra
-from kfacpack.evaluation.disentanglement import disentanglement
-from kfacpack.evaluation.localisation import localisation
+from kfacpack.evaluation.disentanglement import disentanglement, localisation
 from kfacpack.evaluation.negation import negate
 from kfacpack.evaluation.sweep import SelectionTask
 from kfacpack.experiments.stage import MeasurementStage, Stage, StageProgress

@@ -34,8 +34,7 @@ from kfacpack.format.vector_manifest import HeadKind, RegimeName
 from kfacpack.models.families import FAMILIES
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.tasks.task import parse_count
-from kfacpack.training.penalty_weights import resolve_strength
-from kfacpack.training.settings import MAX_RATE
+from kfacpack.training.penalty_weights import MAX_RATE, resolve_strength
 from kfacpack.vectors.methods import METHODS
 
 ShortText = Annotated[str, Field(min_length=1, max_length=200)]

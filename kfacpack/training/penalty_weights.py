@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from kfacpack.errors import KfacpackError
-from kfacpack.training.settings import MAX_RATE
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock
@@ -25,6 +24,11 @@ if TYPE_CHECKING:
 
 
 Preset = Literal["tak"]
+MAX_RATE = 1e18
+"""Upper limit of learning rate, weight decay, λ and group weights.
+
+τ is float32; the product of two such numbers, or one divided by Adam's denominator, must stay in its range.
+"""
 STRENGTH = 80.0
 """Default λ of a curvature penalty.
 

@@ -15,9 +15,9 @@ from kfacpack.models.heads import Head, head_for
 from kfacpack.models.model import Model
 from kfacpack.tasks.registry import load_task
 from kfacpack.training.data_penalty import DataPenalty
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.regularizer import Regularizer
-from kfacpack.training.settings import TrainingSettings
 from kfacpack.training.trainer import Trainer, identify_base
 
 if TYPE_CHECKING:

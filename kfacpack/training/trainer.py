@@ -40,8 +40,7 @@ from kfacpack.training.metrics import (
     read_metrics,
     require_metrics_path,
 )
-from kfacpack.training.optimizer import AdamWState, BatchOrder, find_learning_rate, require_influence
-from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.optimizer import AdamWState, BatchOrder, TrainingSettings, find_learning_rate, require_influence
 from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:

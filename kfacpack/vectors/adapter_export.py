@@ -1,7 +1,7 @@
 """Export of a task vector as a LoRA adapter that PEFT loads onto the model's own module.
 
 Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter has U V instead, with
-U (m, r) and V (r, n); see `kfacpack.curvature.low_rank`. Errors are measured in the bundle's own metric, and a weight
+U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric, and a weight
 gets the plain decomposition if its error is smaller than that of the approximation in the metric.
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.curvature.curvature import Curvature, load
-from kfacpack.curvature.low_rank import BlockMetric, LowRankPair, balanced, truncate, truncate_in_metric
+from kfacpack.curvature.truncation import BlockMetric, LowRankPair, balanced, truncate, truncate_in_metric
 from kfacpack.errors import KfacpackError, TaskVectorError
 from kfacpack.format.identity import function_difference
 from kfacpack.format.reference import COMMIT

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from kfacpack.errors import BundleError, printable
-from kfacpack.vectors.checkpoint_files import (
+from kfacpack.vectors.checkpoints import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CONVERT,

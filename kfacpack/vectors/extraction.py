@@ -23,8 +23,17 @@ from kfacpack.models.families import load_model
 from kfacpack.models.functional import select_parameters
 from kfacpack.models.model import Model
 from kfacpack.vectors.adapters import Adapter, AdapterLayer, open_adapter
-from kfacpack.vectors.checkpoint_files import CheckpointTensors, StateDictTensors, open_file, open_folder
-from kfacpack.vectors.checkpoint_names import TOWERS, NameMatch, is_constant, is_head, match_names
+from kfacpack.vectors.checkpoints import (
+    TOWERS,
+    CheckpointTensors,
+    NameMatch,
+    StateDictTensors,
+    is_constant,
+    is_head,
+    match_names,
+    open_file,
+    open_folder,
+)
 from kfacpack.vectors.parameter_change import (
     Factors,
     Remainder,

@@ -11,7 +11,7 @@ from kit import refused
 from toys import toy_model
 
 import kfacpack as kp
-from kfacpack.evaluation.localisation import auroc, localisation
+from kfacpack.evaluation.disentanglement import auroc, localisation
 
 NAMES = ("one", "two", "three")
 

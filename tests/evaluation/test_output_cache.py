@@ -9,9 +9,8 @@ from evaluation.toy import EVALUATION_SETS, TASKS, task_vector
 from toys import toy_model
 
 from kfacpack.evaluation.accuracy import scores
-from kfacpack.evaluation.disentanglement import disentanglement
+from kfacpack.evaluation.disentanglement import disentanglement, localisation
 from kfacpack.evaluation.edited_model import OutputCache
-from kfacpack.evaluation.localisation import localisation
 from kfacpack.models.heads import head_for
 
 

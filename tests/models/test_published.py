@@ -13,8 +13,8 @@ from kfacpack.estimation.task_estimate import TaskEstimate as Estimate
 from kfacpack.models.families import load_model
 from kfacpack.models.heads import head_for
 from kfacpack.tasks.registry import load_task
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
-from kfacpack.training.settings import TrainingSettings
 from kfacpack.training.trainer import Trainer as Train
 
 FEW = {"tiny": ("visual.transformer.resblocks.0.mlp.*",), "t5": ("encoder.block.1.layer.1.*",), "hf": ("*.1.output.*",)}

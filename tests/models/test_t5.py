@@ -14,8 +14,8 @@ from kfacpack._compat import make_torchvision_importable
 from kfacpack.models.functional import select_parameters
 from kfacpack.models.prompts import CONFIG_KEY, FLAN_PROMPTS, PROMPT_STYLES, label_words, prompt_style, prompts
 from kfacpack.tasks.task import DataOrigin
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
-from kfacpack.training.settings import TrainingSettings
 from kfacpack.training.trainer import Trainer
 
 WORDS = ["a", "dog", "runs", "over", "the", "green", "field", "an", "animal", "moves", "nobody", "sleeps"]

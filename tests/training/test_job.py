@@ -17,8 +17,8 @@ import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.metrics import MetricsWarning, metrics_path
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
-from kfacpack.training.settings import TrainingSettings
 from kfacpack.training.trainer import Trainer
 
 # Toy penalties are strong on purpose; test_output_scale.py tests the warning.

@@ -14,9 +14,9 @@ import kfacpack as kp
 from kfacpack.format.manifest import OutputScale
 from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.metrics import Metrics, PenaltyWarning, metrics_path, penalty_problem
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.regularizer import OutputScaleWarning
-from kfacpack.training.settings import TrainingSettings
 from kfacpack.training.trainer import Trainer
 
 SETTINGS = TrainingSettings(steps=12, batch_size=10)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kfacpack as kp
-from kfacpack.training.optimizer import BatchOrder
-from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.optimizer import BatchOrder, TrainingSettings
 
 
 @given(size=st.integers(1, 40), batch_size=st.integers(1, 50), seed=st.integers(0, 2**32))

@@ -12,7 +12,7 @@ from kit import refused
 from typer.testing import CliRunner
 
 import kfacpack as kp
-from kfacpack.training.settings import TrainingSettings
+from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.train import uses_autocast
 
 FEW = ["visual.transformer.resblocks.3.mlp.*"]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import kfacpack as kp
 from kfacpack._compat import make_torchvision_importable
-from kfacpack.curvature.low_rank import truncate, truncate_in_metric
+from kfacpack.curvature.truncation import truncate, truncate_in_metric
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry
 from kfacpack.vectors.storage import InMemoryVector
 

@@ -12,7 +12,7 @@ from vectors.small_vectors import FUNCTION, forge, network, vector
 
 import kfacpack as kp
 from kfacpack.format.container import VECTOR
-from kfacpack.vectors.tensor_file import read_vector_tensors
+from kfacpack.vectors.storage import read_vector_tensors
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""`kfacpack extract`: writes the task vector of a checkpoint or adapter that was fine-tuned elsewhere."""
+"""Commands for one task vector: `extract` it from a checkpoint, `refine` it with curvature, `negate` it."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typing_extensions import TypedDict
@@ -12,7 +12,18 @@ from typing_extensions import TypedDict
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
 from kfacpack.format.units import human_bytes, human_seconds
+from kfacpack.vectors.methods.curvature import RefineMethod
 
+from .add import (
+    METHOD_PANEL,
+    SAVE_MODEL,
+    MethodOutput,
+    ModelOutput,
+    VectorOutput,
+    method_output,
+    print_solved,
+    write,
+)
 from .console import loading, print_json, print_line, print_next, show_note, steps_bar
 from .options import (
     AS_JSON,
@@ -151,3 +162,102 @@ def _summary(result: ExtractOutput) -> str:
         f"{result['unchanged']} unchanged" if result["unchanged"] else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+SETTINGS = {setting.name: setting for setting in RefineMethod.declared_settings()}
+
+
+def _setting(name: str, metavar: str) -> Any:
+    """Declares the option of a setting."""
+    declared = SETTINGS[name]
+    return option(METHOD_PANEL, declared.default, f"--{name.replace('_', '-')}", metavar=metavar, help=declared.help)
+
+
+class NegateOutput(VectorOutput):
+    """Output of `kfacpack negate --json`."""
+
+    alpha: float
+    """The result is -α τ."""
+
+
+class RefineOutput(VectorOutput, MethodOutput):
+    """Output of `kfacpack refine --json`."""
+
+
+def refine(
+    vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to refine."),
+    own: list[File] = option(
+        METHOD_PANEL,
+        ...,
+        "--own",
+        metavar="FILE.kfac",
+        help="Bundle of the vector's task; repeatable for a vector of several tasks.",
+    ),
+    reg: list[File] = option(
+        METHOD_PANEL, ..., "--reg", metavar="FILE.kfac", help="Bundle with the curvature of other tasks; repeatable."
+    ),
+    output: Path = output_option("REFINED.safetensors"),
+    strength: float = _setting("strength", "λ"),
+    damping: float = _setting("damping", "X"),
+    task_weights: str = _setting("task_weights", "|".join(SETTINGS["task_weights"].choices)),
+    tolerance: float = _setting("tolerance", "X"),
+    iterations: int = _setting("iterations", "N"),
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Take the curvature of other tasks out of a task vector, so that it can be added to theirs.
+
+    The result has little effect on the outputs of the other tasks, and changes those of its own task as little as
+    possible. No data and no training are needed.
+    """
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.vectors.add import refine as refine_vector
+
+    target, show = ModelOutput(None, MODEL_NAME.default, None, None), not (quiet or as_json)
+    target.check(output, [vector, *own, *reg])
+    with steps_bar("refining", show=show) as advance:
+        tau = refine_vector(
+            vector,
+            own,
+            reg,
+            strength=strength,
+            damping=damping,
+            task_weights=task_weights,
+            tolerance=tolerance,
+            iterations=iterations,
+            on_progress=advance,
+        )
+    result = write(tau, output, target, show=show, quiet=quiet)
+    entry = tau.about.method
+    assert entry is not None
+    if show:
+        print_solved(entry)
+    if as_json:
+        refined: RefineOutput = {**method_output(entry), **result}
+        print_json(refined)
+
+
+def negate(
+    vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to negate."),
+    output: Path = output_option("NEGATED.safetensors"),
+    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
+    save_model: Path | None = SAVE_MODEL,
+    model: str = MODEL_NAME,
+    weights: str | None = WEIGHTS,
+    image_size: int | None = IMAGE_SIZE,
+    as_json: bool = AS_JSON,
+    quiet: bool = QUIET,
+) -> None:
+    """Negate a task vector: adding the result to a model makes it forget the task. The heads are kept.
+
+    A vector plus its negation is exactly zero.
+    """
+    # Imported here so that --help does not wait for torch.
+    from kfacpack.vectors.task_vector import TaskVector
+
+    target = ModelOutput(save_model, model, weights, image_size)
+    target.check(output, [vector])
+    result = write(-alpha * TaskVector.load(vector), output, target, show=not (quiet or as_json), quiet=quiet)
+    if as_json:
+        negated: NegateOutput = {"alpha": alpha, **result}
+        print_json(negated)
