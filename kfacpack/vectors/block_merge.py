@@ -21,7 +21,7 @@ from kfacpack.curvature.blocks import Kronecker, gather, scatter
 from kfacpack.curvature.matrices.dense import Dense
 from kfacpack.format.vector_manifest import SolvedBlock
 from kfacpack.merging.inputs import merge_ordered
-from kfacpack.merging.solve import WIDE_SIDE, OperatorCache, SolveTerm, solve_block
+from kfacpack.merging.solve import WIDE_SIDE, OperatorCache, Solution, SolveTerm, solve_block
 from kfacpack.vectors.methods.method import SolvedParameters
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix
     from kfacpack.format.manifest import Join, Piece
     from kfacpack.format.units import OnProgress
-    from kfacpack.merging.solve import Solution, SolveSettings
+    from kfacpack.merging.solve import SolveSettings
     from kfacpack.vectors.bundle_matching import MatchedBundle
     from kfacpack.vectors.methods.method import MethodInput
     from kfacpack.vectors.parameter_change import Factors

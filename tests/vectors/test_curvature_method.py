@@ -13,6 +13,7 @@ import kfacpack as kp
 from kfacpack.format.vector_manifest import AboutVector
 from kfacpack.vectors.methods.curvature import DAMPING
 from kfacpack.vectors.methods.method import MethodInput
+from kfacpack.vectors.parameter_change import no_change
 
 METHODS = ("curvature", "regmean", "fisher")
 SHAPES = {p.name: p.shape for p in bundle(0).about.base.parameters}
@@ -405,6 +406,19 @@ def test_a_single_low_rank_vector_keeps_its_factors():
         assert torch.equal(U, taus[0].pairs[name][0])
         assert torch.equal(V, taus[0].pairs[name][1])
     assert {"a.weight", "qk", "p"} <= set(solved.factors)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_no_vector_changes_stays_unchanged(method):
+    """Rank 0 in every vector, as in vectors extracted from checkpoints with frozen layers."""
+    bundles, vectors = [bundle(k) for k in range(2)], [vector(k) for k in range(2)]
+    block = next(block for block in bundles[0].blocks if len(block.structure.sides) == 2)
+    unchanged = {name: no_change(SHAPES[name]) for name in block.parameters}
+    frozen = [kp.TaskVector({n: v[n] for n in v if n not in unchanged}, v.about, factors=unchanged) for v in vectors]
+    zeros = [kp.TaskVector({n: 0 * v[n] if n in unchanged else v[n] for n in v}, v.about) for v in vectors]
+    merged, expected = (kp.add(taus, method, bundles=bundles) for taus in (frozen, zeros))
+    assert all(not merged[name].any() for name in block.parameters)
+    close(merged, expected)
 
 
 def test_the_bundles_of_tiny_converge_quickly(tmp_path):

@@ -220,10 +220,7 @@ class RefineMethod(MergeMethod):
 
 def parameter_shapes(vector: MethodInput) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a vector's parameters by name."""
-    about = getattr(vector.tensors, "about", None)
-    if about is not None:
-        return {parameter.name: parameter.shape for parameter in about.base.parameters}
-    return {name: tuple(tensor.shape) for name, tensor in vector.tensors.items()}
+    return {parameter.name: parameter.shape for parameter in vector.tensors.about.base.parameters}
 
 
 def _shrunk(matrix: Matrix, share: float) -> Matrix:

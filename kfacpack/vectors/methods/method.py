@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
     from kfacpack.format.vector_manifest import SolvedBlock
     from kfacpack.vectors.bundle_matching import MatchedBundle
+    from kfacpack.vectors.task_vector import TaskVector
 
     MergedParameter = Callable[[str], Tensor]
     """Returns the merged change of the parameter of a given name."""
@@ -37,7 +38,7 @@ class MethodInput(NamedTuple):
     """A task vector to be merged."""
 
     alpha: float
-    tensors: Mapping[str, Tensor]
+    tensors: TaskVector
     digest: str
 
     def read(self, name: str) -> Tensor:
@@ -46,8 +47,7 @@ class MethodInput(NamedTuple):
 
     def factors(self, name: str) -> tuple[Tensor, Tensor] | None:
         """Returns U (m, r) and V (r, n) with α τ = U V, reshaped to (shape[0], -1), or None if τ is not factored."""
-        read = getattr(self.tensors, "factors", None)
-        pair = read(name) if read else None
+        pair = self.tensors.factors(name)
         if pair is None:
             return None
         U, V = pair
