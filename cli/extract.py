@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 from typing_extensions import TypedDict
 
+from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
 from kfacpack.format.units import human_bytes, human_seconds
@@ -118,6 +119,8 @@ def extract(
 
 def _files(checkpoint: File) -> list[File]:
     """Returns the files that the command reads; all files of a folder."""
+    if not checkpoint:
+        raise KfacpackError("CHECKPOINT is empty, expected a file, a folder or hf://OWNER/REPO")
     if is_reference(checkpoint) or not Path(checkpoint).is_dir():
         return [checkpoint]
     return [str(file) for file in Path(checkpoint).iterdir() if file.is_file()]

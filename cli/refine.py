@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import typer
 
 from kfacpack.vectors.methods.curvature import RefineMethod
 
-from .add import METHOD_PANEL, MethodOutput, ModelOutput, VectorOutput, method_output, print_solved, write
+from .add import METHOD_PANEL, MethodOutput, ModelOutput, VectorOutput, method_output, write
 from .console import print_json, steps_bar
 from .options import AS_JSON, MODEL_NAME, QUIET, File, option, output_option
 
@@ -55,6 +56,7 @@ def refine(
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.refine import refine as refine_vector
 
+    start = time.perf_counter()
     target, show = ModelOutput(None, MODEL_NAME.default, None, None), not (quiet or as_json)
     target.check(output, [vector, *own, *reg])
     with steps_bar("refining", show=show) as advance:
@@ -69,11 +71,9 @@ def refine(
             iterations=iterations,
             on_progress=advance,
         )
-    result = write(tau, output, target, show=show, quiet=quiet)
     entry = tau.about.method
     assert entry is not None
-    if show:
-        print_solved(entry)
+    result = write(tau, output, target, start=start, show=show, quiet=quiet, method=entry)
     if as_json:
         refined: RefineOutput = {**method_output(entry), **result}
         print_json(refined)

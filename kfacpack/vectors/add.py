@@ -16,7 +16,7 @@ import torch
 
 from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate, printable
 from kfacpack.format.vector_manifest import Addend, MethodEntry
-from kfacpack.vectors.bundle_matching import load_bundles, match_bundles
+from kfacpack.vectors.bundle_matching import load_bundles, match_bundles, require_tasks
 from kfacpack.vectors.methods import METHODS, with_method_list
 from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.storage import VectorStorage
@@ -129,11 +129,13 @@ def add(
         >>> merged = kp.add(paths, "curvature", bundles=["cars.kfac", "dtd.kfac"])
         >>> merged.about.method.worst_residual
     """
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise KfacpackError(f"unknown method {printable(str(method))!r}, expected one of {', '.join(METHODS)}")
     merge_method = METHODS[method].of(settings)
     if isinstance(vectors, TaskVector | str | os.PathLike):
         raise KfacpackError("add expects a list of task vectors or paths, got a single one")
+    if not isinstance(vectors, Iterable):
+        raise KfacpackError(f"add expects a list of task vectors or paths, got {type(vectors).__name__}")
     sources = list(vectors)
     for number, source in enumerate(sources, start=1):
         if not isinstance(source, TaskVector | str | os.PathLike):
@@ -184,6 +186,8 @@ def _matched_bundles(
                 f"of {users}"
             )
         return []
+    for number, vector in enumerate(vectors, start=1):
+        require_tasks(vector, f"vector {number}")
     if not inputs:
         tasks = list(dict.fromkeys(task for vector in vectors for task in vector.tasks))
         raise KfacpackError(
@@ -195,6 +199,8 @@ def _matched_bundles(
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
+    if not isinstance(alpha, int | float | Sequence):
+        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number or a list of one for each vector")
     numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):

@@ -11,7 +11,14 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.identity import share_classes
 from kfacpack.format.vector_manifest import Addend, MethodEntry
 from kfacpack.vectors.add import SolvedVector
-from kfacpack.vectors.bundle_matching import MatchedBundle, check_same_model, load_bundles, match_bundles, task_weights
+from kfacpack.vectors.bundle_matching import (
+    MatchedBundle,
+    check_same_model,
+    load_bundles,
+    match_bundles,
+    require_tasks,
+    task_weights,
+)
 from kfacpack.vectors.methods.curvature import DAMPING, ITERATIONS, TOLERANCE, RefineMethod
 from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.task_vector import TaskVector
@@ -78,11 +85,16 @@ def refine(
 
 
 def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
-    return [bundles] if isinstance(bundles, str | os.PathLike | Curvature) else list(bundles)
+    if isinstance(bundles, str | os.PathLike | Curvature):
+        return [bundles]
+    if not isinstance(bundles, Iterable):
+        raise KfacpackError(f"refine: expected a bundle or a list of bundles, got {type(bundles).__name__}")
+    return list(bundles)
 
 
 def _matched(tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod) -> list[MatchedBundle]:
     """Checks the bundles and returns those of the vector for index 0, and those of the other tasks for index 1."""
+    require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:
             raise KfacpackError(f"refine: expected at least one bundle for {name} (--{name}), got none")
