@@ -83,7 +83,7 @@ class ModelOutput:
             if self.weights or self.image_size:
                 raise KfacpackError("--weights and --image-size select the model to save; give --save-model as well")
             return
-        check_output(self.path, [*inputs, *([self.weights] if self.weights else [])])
+        check_output(self.path, [*inputs, *([self.weights] if self.weights else [])], allow_folder=True)
         if self.path.resolve() == output.resolve():
             raise KfacpackError(f"{output}: the vector and the model must be different files")
 
@@ -166,29 +166,41 @@ class AddOutput(VectorOutput, MethodOutput):
     """Factor of each vector."""
 
 
-def write(tau: TaskVector, output: Path, target: ModelOutput, *, show: bool, quiet: bool) -> VectorOutput:
+def write(
+    tau: TaskVector,
+    output: Path,
+    target: ModelOutput,
+    *,
+    start: float,
+    show: bool,
+    quiet: bool,
+    method: MethodEntry | None = None,
+) -> VectorOutput:
     """Writes a vector and, if requested, the model with the vector added.
 
     Args:
         tau: The vector.
         output: File for the vector.
         target: The model to save. Nothing is written if it does not fit the vector.
+        start: When the command began, as `time.perf_counter()`.
         show: Whether to print a summary.
         quiet: Whether to suppress notes.
+        method: The report of the method that made the vector, to be summarised.
 
     Returns:
         The result for `--json`.
     """
     from kfacpack.vectors.task_vector import TaskVector
 
-    start = time.perf_counter()
     model = _load_base_model(tau, target, show=show)
     with steps_bar("writing", show=show) as advance:
         tau.save(output, on_progress=advance)
     vector, seconds = TaskVector.load(output), time.perf_counter() - start
     if show:
         size = f"{len(vector)} parameters, {human_bytes(output.stat().st_size)}, in {human_seconds(seconds)}"
-        print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}")
+        print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}" if vector.tasks else f"wrote {output}: {size}")
+        if method:
+            print_solved(method)
     # The saved vector is used, because its tensors are already computed.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
@@ -376,6 +388,7 @@ def add(
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import add as add_vectors
 
+    start = time.perf_counter()
     target, show = ModelOutput(save_model, model, weights, image_size), not (quiet or as_json)
     target.check(output, [*vectors, *(bundle or [])])
     alphas = alpha or [1.0]
@@ -388,10 +401,8 @@ def add(
             on_progress=advance,
             **settings,
         )
-    result = write(tau, output, target, show=show, quiet=quiet)
     entry = tau.about.method
-    if show and entry:
-        print_solved(entry)
+    result = write(tau, output, target, start=start, show=show, quiet=quiet, method=entry)
     if as_json:
         added: AddOutput = {
             **method_output(entry or MethodEntry(name=method)),

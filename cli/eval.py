@@ -93,7 +93,7 @@ def _from_vector(value: str, sets: Mapping[str, EvaluationSet]) -> dict[str, flo
 
     vector = TaskVector.load(value)
     if len(vector.tasks) != 1:
-        problem = f"expected a vector of one task, got {len(vector.tasks)}: {', '.join(vector.tasks)}"
+        problem = f"expected a vector of one task, got {len(vector.tasks)} ({', '.join(vector.tasks) or 'none'})"
         raise _invalid_individual(value, problem)
     return {_require_evaluated(value, vector.tasks[0], sets): vector}
 

@@ -140,7 +140,7 @@ def export(
     norms, tokens and embeddings cannot be part of it; they are listed with their share of the vector.
     """
     is_vector = VECTOR.manifest in Container(file).metadata
-    check_output(output, [file, *([bundle] if bundle else [])])
+    check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
     if is_vector:
         if lora is None:
             raise KfacpackError(f"{file}: is a task vector; use --lora RANK to export it as a LoRA adapter")

@@ -348,7 +348,7 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
         vector = TaskVector.load(file)
         if len(vector.tasks) != 1:
             tasks = printable(", ".join(vector.tasks))
-            raise KfacpackError(f"{file}: expected a vector of one task, got {len(vector.tasks)}: {tasks}")
+            raise KfacpackError(f"{file}: expected a vector of one task, got {len(vector.tasks)} ({tasks or 'none'})")
         _require_new_task(vectors, vector.tasks[0], file)
         vectors[vector.tasks[0]] = vector
     return vectors

@@ -243,20 +243,23 @@ def default_output(task: str, suffix: str) -> Path:
     return Path(f"{task.replace('/', '-')}{suffix}")
 
 
-def check_output(output: Path, inputs: Sequence[File | Path]) -> None:
+def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: bool = False) -> None:
     """Checks an output path before any work is done.
 
     Args:
         output: The file to write.
         inputs: Files that the command reads; none of them may be overwritten.
+        allow_folder: Whether the output may be a folder that exists; its content is checked elsewhere.
 
     Raises:
-        KfacpackError: If the path is on the Hub, is an input, or is in a folder that does not exist.
+        KfacpackError: If the path is on the Hub, is a folder or an input, or is in a folder that does not exist.
     """
     if is_reference(output):
         raise KfacpackError(f"{output}: cannot write to the Hub; write a file and publish it with `kfacpack push`")
     for path in (Path(file) for file in inputs if not is_reference(file)):
         if output.exists() and path.exists() and output.samefile(path):
             raise KfacpackError(f"{output}: is also an input; write to another file")
+    if output.is_dir() and not allow_folder:
+        raise KfacpackError(f"{output}: is a folder, expected the name of a file to write")
     if not output.absolute().parent.is_dir():
         raise KfacpackError(f"{output}: no such folder: {str(output.parent)!r}. Create it or write to another folder")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typing_extensions import TypedDict
 
+from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import FloatType
 from kfacpack.format.reference import is_reference
 from kfacpack.format.units import human_bytes, human_seconds
@@ -21,7 +22,6 @@ from .add import (
     ModelOutput,
     VectorOutput,
     method_output,
-    print_solved,
     write,
 )
 from .console import loading, print_json, print_line, print_next, show_note, steps_bar
@@ -129,6 +129,8 @@ def extract(
 
 def _files(checkpoint: File) -> list[File]:
     """Returns the files that the command reads; all files of a folder."""
+    if not checkpoint:
+        raise KfacpackError("CHECKPOINT is empty, expected a file, a folder or hf://OWNER/REPO")
     if is_reference(checkpoint) or not Path(checkpoint).is_dir():
         return [checkpoint]
     return [str(file) for file in Path(checkpoint).iterdir() if file.is_file()]
@@ -213,6 +215,7 @@ def refine(
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.add import refine as refine_vector
 
+    start = time.perf_counter()
     target, show = ModelOutput(None, MODEL_NAME.default, None, None), not (quiet or as_json)
     target.check(output, [vector, *own, *reg])
     with steps_bar("refining", show=show) as advance:
@@ -227,11 +230,9 @@ def refine(
             iterations=iterations,
             on_progress=advance,
         )
-    result = write(tau, output, target, show=show, quiet=quiet)
     entry = tau.about.method
     assert entry is not None
-    if show:
-        print_solved(entry)
+    result = write(tau, output, target, start=start, show=show, quiet=quiet, method=entry)
     if as_json:
         refined: RefineOutput = {**method_output(entry), **result}
         print_json(refined)
@@ -255,9 +256,10 @@ def negate(
     # Imported here so that --help does not wait for torch.
     from kfacpack.vectors.task_vector import TaskVector
 
+    start, show = time.perf_counter(), not (quiet or as_json)
     target = ModelOutput(save_model, model, weights, image_size)
     target.check(output, [vector])
-    result = write(-alpha * TaskVector.load(vector), output, target, show=not (quiet or as_json), quiet=quiet)
+    result = write(-alpha * TaskVector.load(vector), output, target, start=start, show=show, quiet=quiet)
     if as_json:
         negated: NegateOutput = {"alpha": alpha, **result}
         print_json(negated)

@@ -257,7 +257,8 @@ def _check_parents(inputs: Sequence[MergeInput]) -> None:
                 bundle = f"the bundle {parent.sha256[:12]}…" + (f" of {parent.task}" if parent.task else "")
                 other, task = seen[parent.sha256], parent.task or "TASK"
                 merged = other.curvature.about.merge or item.curvature.about.merge
-                remedy = f"To subtract it: --without {task} (without={task!r})" if merged else "Pass it once"
+                subtract = f"To subtract it from a merged bundle: kfacpack merge --without {task} (without={task!r})"
+                remedy = subtract if merged else "Pass it once"
                 raise _incompatible(other, item, f"both contain {bundle}, which would be counted twice", remedy)
             seen[parent.sha256] = item
 

@@ -185,7 +185,7 @@ class CheckpointFolder(Checkpoint):
     def check(self, path: Path) -> None:
         """Checks that the path does not exist or is an empty folder."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            problem = "this model's checkpoint is a folder, and the path is a file or a folder that is not empty"
+            problem = "expected a new folder, but the path is a file or a folder that is not empty"
             raise KfacpackError(f"{path}: {problem}. Choose a path that does not exist")
 
     def save(self, path: Path) -> None:

@@ -18,7 +18,14 @@ from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate, printable
 from kfacpack.format.identity import share_classes
 from kfacpack.format.vector_manifest import Addend, MethodEntry
-from kfacpack.vectors.bundle_matching import MatchedBundle, check_same_model, load_bundles, match_bundles, task_weights
+from kfacpack.vectors.bundle_matching import (
+    MatchedBundle,
+    check_same_model,
+    load_bundles,
+    match_bundles,
+    require_tasks,
+    task_weights,
+)
 from kfacpack.vectors.methods import METHODS, with_method_list
 from kfacpack.vectors.methods.curvature import DAMPING, ITERATIONS, TOLERANCE, RefineMethod
 from kfacpack.vectors.methods.method import MethodInput
@@ -132,11 +139,13 @@ def add(
         >>> merged = kp.add(paths, "curvature", bundles=["cars.kfac", "dtd.kfac"])
         >>> merged.about.method.worst_residual
     """
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise KfacpackError(f"unknown method {printable(str(method))!r}, expected one of {', '.join(METHODS)}")
     merge_method = METHODS[method].of(settings)
     if isinstance(vectors, TaskVector | str | os.PathLike):
         raise KfacpackError("add expects a list of task vectors or paths, got a single one")
+    if not isinstance(vectors, Iterable):
+        raise KfacpackError(f"add expects a list of task vectors or paths, got {type(vectors).__name__}")
     sources = list(vectors)
     for number, source in enumerate(sources, start=1):
         if not isinstance(source, TaskVector | str | os.PathLike):
@@ -187,6 +196,8 @@ def _matched_bundles(
                 f"of {users}"
             )
         return []
+    for number, vector in enumerate(vectors, start=1):
+        require_tasks(vector, f"vector {number}")
     if not inputs:
         tasks = list(dict.fromkeys(task for vector in vectors for task in vector.tasks))
         raise KfacpackError(
@@ -198,6 +209,8 @@ def _matched_bundles(
 
 
 def _alphas(alpha: float | Sequence[float], count: int) -> list[float]:
+    if not isinstance(alpha, int | float | Sequence):
+        raise KfacpackError(f"α is a {type(alpha).__name__}, expected a finite number or a list of one for each vector")
     numbers = [alpha] * count if isinstance(alpha, int | float) else list(alpha)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int | float) or not isfinite(number):
@@ -280,11 +293,16 @@ def refine(
 
 
 def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
-    return [bundles] if isinstance(bundles, str | os.PathLike | Curvature) else list(bundles)
+    if isinstance(bundles, str | os.PathLike | Curvature):
+        return [bundles]
+    if not isinstance(bundles, Iterable):
+        raise KfacpackError(f"refine: expected a bundle or a list of bundles, got {type(bundles).__name__}")
+    return list(bundles)
 
 
 def _matched(tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod) -> list[MatchedBundle]:
     """Checks the bundles and returns those of the vector for index 0, and those of the other tasks for index 1."""
+    require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:
             raise KfacpackError(f"refine: expected at least one bundle for {name} (--{name}), got none")

@@ -47,10 +47,27 @@ def load_bundles(bundles: Iterable[Mergeable] | Mergeable) -> list[MergeInput]:
     """
     if isinstance(bundles, str | os.PathLike | Curvature):
         raise KfacpackError("expected a list of bundles, got a single one")
+    if not isinstance(bundles, Iterable):
+        raise KfacpackError(f"expected a list of bundles, got {type(bundles).__name__}")
     inputs = [MergeInput.of(source, position) for position, source in enumerate(bundles, start=1)]
     if inputs:
         check_compatible(inputs, allow_partial=True)
     return inputs
+
+
+def require_tasks(vector: TaskVector, name: str) -> None:
+    """Checks that a vector records its task, without which no bundle can be assigned to it.
+
+    Args:
+        vector: The vector.
+        name: What messages call it.
+
+    Raises:
+        TaskVectorError: If it does not.
+    """
+    if not vector.tasks:
+        remedy = "Extract it again with its name: kfacpack extract --task TASK (task=…)"
+        raise TaskVectorError(f"{name}: does not record its task, so no bundle can be assigned to it. {remedy}")
 
 
 def match_bundles(

@@ -5,7 +5,8 @@ tensor by tensor; pickles are refused.
 
 Fine-tuning code wraps models: `bert.encoder…` for `encoder…`, `module.…` after distributed training, or a vision tower
 alone. A wrapper is one prefix that is removed from the checkpoint's names or added to them, and it is used only if no
-other prefix matches as many parameters.
+other prefix matches as many parameters. Names that match as they are keep their meaning if removing a prefix from them
+gives other names of the base model.
 """
 
 from __future__ import annotations
@@ -381,7 +382,7 @@ def match_names(
         The match.
 
     Raises:
-        TaskVectorError: If no name matches, or if two prefixes match equally many.
+        TaskVectorError: If no name matches, or if it is ambiguous which prefix is meant.
     """
     renamed = {name: _current_name(name, base) for name in names}
     prefix = _best_prefix(source, renamed, base, fits)
@@ -424,9 +425,14 @@ def _best_prefix(
         first = abbreviate((repr(printable(name)) for name in names), limit=3) or "none"
         problem = "has no tensor with the name and shape of a parameter of the base model"
         raise TaskVectorError(f"{source}: {problem}. Its tensors are {first}; is it of another architecture?")
-    (best, count), *others = counts.most_common(2)
-    if others and others[0][1] == count:
-        problem = f"{count} names match the base model both {best} and {others[0][0]}"
+    count = max(counts.values())
+    best, *others = [prefix for prefix, matches in counts.items() if matches == count]
+    unchanged = Prefix("", False)
+    if others and unchanged in (best, *others) and not any(prefix.is_added for prefix in (best, *others)):
+        # Names of the base model itself, such as visual.transformer… beside transformer…, are not a wrapper's.
+        return unchanged
+    if others:
+        problem = f"{count} names match the base model both {best} and {others[0]}"
         raise TaskVectorError(f"{source}: {problem}. Pass a state dict with the names of the base model")
     return best
 
