@@ -1,4 +1,4 @@
-"""Checkpoints by other people: their files, and how their tensor names match those of a base model.
+"""Checkpoints of fine-tuned models: their files, and how their tensor names match those of a base model.
 
 Checkpoints are safetensors files, shards with an index, folders and Hub repositories. Only safetensors files are read,
 tensor by tensor; pickles are refused.
@@ -259,7 +259,7 @@ class HubWeightsFolder(WeightsFolder):
             if isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
                 return None
             if error.unreachable and snapshot(self._repository, self._revision) is not None:
-                return None  # without a network connection, the downloaded files are all there is
+                return None  # without a network connection, only downloaded files can be used
             raise
         return reference
 
@@ -349,7 +349,7 @@ class NameMatch:
 
 
 def is_head(name: str) -> bool:
-    """Returns whether a name is that of a classification head, as libraries call them.
+    """Returns whether a name is a usual name of a classification head.
 
     Args:
         name: Name of a tensor.
@@ -423,7 +423,7 @@ def _best_prefix(
     if not counts:
         first = abbreviate((repr(printable(name)) for name in names), limit=3) or "none"
         problem = "has no tensor with the name and shape of a parameter of the base model"
-        raise TaskVectorError(f"{source}: {problem}. Its tensors are {first}; is it of another architecture?")
+        raise TaskVectorError(f"{source}: {problem}. Its tensors are {first}; the architecture may be different")
     (best, count), *others = counts.most_common(2)
     if others and others[0][1] == count:
         problem = f"{count} names match the base model both {best} and {others[0][0]}"
