@@ -132,7 +132,7 @@ class SolvedBlockOutput(TypedDict):
 
     name: str
     curvature: bool
-    """Whether a bundle covers the block; if not, it has the value of the prior."""
+    """Whether a bundle covers the block; if not, it takes the value of the prior."""
     iterations: int
     """Number of iterations; 0 for a direct solution."""
     residual: float

@@ -319,7 +319,7 @@ Can one model have the skills of {count} fine-tuned ones?
 Each task ({tasks}) fine-tunes the same small CLIP model by
 itself. The change of its weights is a task vector, and the vectors of all tasks
 are added to the model. This is done twice:
-  without        ordinary fine-tuning: the vectors disturb each other
+  without        ordinary fine-tuning: the vectors interfere with each other
   kfac           with a penalty made from the curvature of the other tasks, which
                  is a few matrices per layer and is shared instead of data
 

@@ -65,13 +65,13 @@ class AdapterMatrixOutput(TypedDict):
     parameter: str
     rank: int
     method: Literal["factors", "svd", "metric"]
-    """factors: as stored in the vector. svd: truncated singular value decomposition. metric: best in the bundle."""
+    """factors: as stored in the vector. svd: truncated SVD. metric: best approximation in the metric of the bundle."""
     error: float
     """Relative error in the Frobenius norm."""
     metric_error: float | None
     """Relative error in the norm of the bundle; null without one."""
     svd_metric_error: float | None
-    """The error in the norm of the bundle that the plain decomposition would have."""
+    """Error of the truncated SVD in the norm of the bundle."""
 
 
 class LostParameterOutput(TypedDict):
@@ -90,7 +90,7 @@ class AdapterOutput(TypedDict):
 
     path: str
     bytes: int
-    """Size of the file of weights."""
+    """Size of the weights file."""
     rank: int
     """Largest rank of a matrix."""
     error: float
@@ -125,16 +125,16 @@ def export(
         None,
         "--model",
         metavar="MODEL",
-        help="Base model, whose layers decide what an adapter can contain. [default: the one that the vector names]",
+        help="Base model; its layer types determine which weights are exported. [default: as recorded in the vector]",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Write the factors of a bundle as plain safetensors, or a task vector as a LoRA adapter for PEFT.
 
-    A bundle: the matrices are called PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, however the bundle
-    stores them, except that diagonal ones are vectors. The file's metadata describes how parameters form the matrix
-    that the factors act on, how the factors are scaled, and how to apply them.
+    A bundle: the matrices are called PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, regardless of how the
+    bundle stores them, except that diagonal ones are vectors. The file's metadata describes how parameters form the
+    matrix that the factors act on, how the factors are scaled, and how to apply them.
 
     A task vector: with --lora RANK, a folder that peft.PeftModel.from_pretrained loads onto the base model. Biases,
     norms, tokens and embeddings cannot be part of it; they are listed with their share of the vector.

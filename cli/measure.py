@@ -144,7 +144,7 @@ def _format_interference(pair: dict[str, Any]) -> Text:
 
 
 def _main_sources(pairs: list[dict[str, Any]]) -> Text:
-    """Names the vector that disturbs a task most, and the block that contributes most to it."""
+    """Returns the vector with the largest drift on a task, and the block that contributes most to it."""
     if not pairs:
         return Text()
     pair = max(pairs, key=lambda pair: pair["predicted"])
@@ -189,8 +189,8 @@ def measure(
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="drift: bundle of one task, whose prediction is compared; repeatable. interference: bundle of a task or a "
-        "merged bundle; repeatable. spectra: the bundle.",
+        help="drift: bundle of a task, to compare prediction and measurement; repeatable. interference: bundle of a "
+        "task or a merged bundle; repeatable. spectra: the bundle.",
     ),
     alpha: str | None = option(
         MEASUREMENT_PANEL,

@@ -67,7 +67,7 @@ class ExtractOutput(TypedDict):
     ranks: list[int]
     """The ranks that occur among the factors, in ascending order."""
     remainders: int
-    """Number of parameters with entries that need a remainder to come back exactly."""
+    """Number of parameters with entries that need a remainder to be exact."""
     notes: list[str]
     """Differences between the checkpoint and the base model that do not prevent extraction."""
 
@@ -91,7 +91,7 @@ def extract(
         None,
         "--task",
         metavar="TASK",
-        help="Name of the task to record, which matches the vector with bundles. [default: none]",
+        help="Task name to record; bundles are matched by it. [default: none]",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
@@ -207,7 +207,7 @@ def refine(
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Take the curvature of other tasks out of a task vector, so that it can be added to theirs.
+    """Reduce the effect of a task vector on other tasks, so that it can be added to their vectors.
 
     The result has little effect on the outputs of the other tasks, and changes those of its own task as little as
     possible. No data and no training are needed.

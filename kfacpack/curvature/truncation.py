@@ -8,7 +8,7 @@ Shapes: W is (m, n), in the orientation of a parameter. Its approximation is U V
 where [·]_r is the truncated singular value decomposition. Any square roots give the same matrix; Cholesky factors are
 the cheapest. R and C are damped, because directions without curvature would otherwise be lost even at full rank. For
 blocks that are not one Kronecker product, R ⊗ C is the nearest one in the Frobenius norm, and the result need not be
-the best: compare its error with that of the plain decomposition.
+the best: compare its error with that of the truncated SVD.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def balanced(U: Tensor, V: Tensor) -> LowRankPair:
 class BlockMetric:
     """The curvature of one weight matrix: its quadratic form, and the nearest Kronecker product.
 
-    Other parameters of the same blocks, such as the bias, count as unchanged.
+    Other parameters of the same blocks, such as the bias, are treated as unchanged.
 
     Args:
         curvature: The curvature.
@@ -171,7 +171,7 @@ class BlockMetric:
 
 
 def _nearest_term(terms: list[KroneckerTerm]) -> tuple[Tensor, Tensor]:
-    """Returns the Kronecker product that is nearest to a sum of several, by power iteration on their coefficients."""
+    """Returns the Kronecker product nearest to a sum of several, by power iteration on their coefficients."""
     if len(terms) == 1:
         R, C, weight = terms[0]
         return weight * R, C
@@ -193,7 +193,7 @@ def _gram(matrices: list[Tensor]) -> Tensor:
 
 
 def _leading_pair(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns u and v whose product u vᵀ approximates a matrix best; of a non-negative matrix, they are so too."""
+    """Returns u and v of the best approximation u vᵀ of a matrix; both are non-negative if the matrix is."""
     v = matrix.sum(0) if matrix.shape[0] else matrix.new_zeros(matrix.shape[1])
     for _ in range(_POWER_STEPS):
         u = matrix @ v

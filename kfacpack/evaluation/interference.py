@@ -1,4 +1,4 @@
-"""Interference: how far each task vector will disturb the other tasks, from bundles alone.
+"""Interference: the drift that each task vector causes on other tasks, predicted from bundles alone.
 
 τ_sᵀ G_t τ_s is the drift that vector s is predicted to cause on task t, without data and without the model. G is
 block-diagonal, so this is the sum of the drift q_b of single blocks, as if their changes of f were uncorrelated. Blocks
@@ -54,7 +54,7 @@ class InterferencePair(TypedDict):
 
 
 class InterferenceTask(TypedDict):
-    """What all other vectors together do to one task."""
+    """The drift of all other vectors together on one task."""
 
     task: str
     """Name of the bundle."""
@@ -69,7 +69,7 @@ class InterferenceTask(TypedDict):
 
 
 class InterferenceBlock(TypedDict):
-    """The part of one block in the interference."""
+    """The contribution of one block to the interference."""
 
     block: str
     predicted: float
@@ -79,7 +79,7 @@ class InterferenceBlock(TypedDict):
 
 
 class InterferenceResult(TypedDict):
-    """Predicted drift for every vector and every bundle, and the blocks that it comes from."""
+    """Predicted drift for every vector and every bundle, in total and by block."""
 
     vectors: list[str]
     """Rows of the table: the tasks of the vectors."""
@@ -104,14 +104,14 @@ def interference(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> InterferenceResult:
-    """Predicts from bundles how far each vector disturbs each task, and which blocks are responsible.
+    """Predicts from bundles the drift that each vector causes on each task, in total and by block.
 
     Neither the model nor data is needed. With a model and examples, the drift is also measured.
 
     Args:
         vectors: Task vectors by task name.
         bundles: Curvatures by task name. Merged curvatures are allowed, under any other name.
-        model: The base model; only to measure.
+        model: The base model; used only to measure the drift.
         evaluation_sets: Examples of those tasks on which the drift is measured as well.
         batch_size: Examples per forward pass.
         on_progress: Called with the number of blocks done and their total, then with examples and their total.

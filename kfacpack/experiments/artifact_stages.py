@@ -343,7 +343,7 @@ class AddStage(VectorStage):
     """Merges the vectors of an arm by one method."""
 
     kind: ClassVar[str] = "sums"
-    purpose: ClassVar[str] = "the sum of all vectors at α = 1"
+    purpose: ClassVar[str] = "the merged vector of each arm and merge method"
 
     vectors: tuple[TaskVectorStage, ...]
     method: MethodSection
@@ -397,6 +397,6 @@ class AddStage(VectorStage):
 
 
 def _setting_option(key: str, value: object) -> tuple[object, ...]:
-    """Returns the option of `kfacpack add` for a setting of a method; true is a flag, and false its absence."""
+    """Returns the option of `kfacpack add` for a setting of a method: a flag for true, nothing for false."""
     flag = f"--{key.replace('_', '-')}"
     return ((flag,) if value else ()) if isinstance(value, bool) else (flag, value)

@@ -31,7 +31,7 @@ _MOSTLY_RECOVERED = 0.75
 
 
 def headline(results: Results) -> list[Cell]:
-    """Returns the conclusion: what the best penalty that needs no data of other tasks achieves, compared with none.
+    """Returns the conclusion: compares the best penalty that needs no data of other tasks with no penalty.
 
     Without such a pair of arms, the best arm is compared with the single vectors. If there are no penalties but several
     merge methods, the best method is compared with the sum.
@@ -80,14 +80,14 @@ def _method_headline(results: Results) -> list[Cell]:
 def _conclusion(best: Summary, plain: Summary) -> str:
     """Returns the sentence to conclude with when an arm is compared with one that has no penalty."""
     if plain.added >= plain.individual:
-        return "These vectors do not disturb each other, with or without a penalty. "
+        return "These vectors do not interfere with each other, with or without a penalty. "
     if best.recovered is None:
         return ""
     if best.recovered >= _MOSTLY_RECOVERED:
         return f"Vectors trained with “{best.arm}” can be added as they are. "
     if best.recovered > 0:
-        return f"Vectors trained with “{best.arm}” disturb each other less. "
-    return f"Training with “{best.arm}” does not keep the vectors from disturbing each other. "
+        return f"Vectors trained with “{best.arm}” interfere with each other less. "
+    return f"Training with “{best.arm}” does not reduce the interference between the vectors. "
 
 
 def summary(results: Results) -> Section:
@@ -164,7 +164,7 @@ def _methods_tables(results: Results) -> list[ReportTable]:
 
 def _bundles_of(method: MethodInfo) -> str:
     compressed = f", compressed by {method.compress}" if method.compress else ""
-    return f"yes, one of each task{compressed}" if method.needs_bundles else "no"
+    return f"yes, one per task{compressed}" if method.needs_bundles else "no"
 
 
 def _bars(results: Results) -> ReportFigure | None:

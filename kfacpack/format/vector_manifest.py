@@ -108,7 +108,7 @@ class SolvedBlock(Entry):
     name: Name
     """Name of the block in the bundles or, if no bundle covers it, of the parameter."""
     curvature: StrictBool = True
-    """Whether a bundle covers the block; if not, it has the value of the prior."""
+    """Whether a bundle covers the block; if not, it takes the value of the prior."""
     iterations: Count = 0
     """Number of iterations; 0 for a direct solution."""
     residual: NonNegative = 0.0
@@ -143,7 +143,7 @@ class MethodEntry(Entry):
 
     @property
     def without_curvature(self) -> tuple[str, ...]:
-        """Names of the blocks and parameters that have the value of the prior."""
+        """Names of the blocks and parameters that take the value of the prior."""
         return tuple(block.name for block in self.blocks if not block.curvature)
 
     @property

@@ -66,7 +66,7 @@ WHOLE = (
 PROJECTION, MAMMOTH_PROJECTION = "proj", "lin_proj.weight"
 ROUNDING = 1e-3
 """Relative rounding error of sums in float32 over a whole dataset."""
-OTHER_MODEL = "Do they belong to another model? Pass the model they were computed with"
+OTHER_MODEL = "Pass the model that they were computed with"
 
 
 @dataclass(frozen=True)

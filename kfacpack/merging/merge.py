@@ -74,7 +74,7 @@ class MergeReport:
     measured: bool
     """Whether errors were measured; False if the merge is exact."""
     subtracted: tuple[str, ...] = ()
-    """Tasks that were subtracted from an input, whose earlier error on the remaining tasks is then unknown."""
+    """Tasks that were subtracted from an input; its previous error on the remaining tasks is then unknown."""
 
     @property
     def total(self) -> BlockMergeReport:

@@ -2,7 +2,7 @@
 
     minimise over W:  Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖²
 
-W_0 is the prior; it decides in directions that no curvature sees. With D = W − W_0 the minimum satisfies
+W_0 is the prior; it determines the result in directions without curvature. With D = W − W_0 the minimum satisfies
 
     (Σ_t w_t G_t + ε) D = R,    R = Σ_t w_t G_t (W_t − W_0),    ε = damping · tr(Σ_t w_t G_t) / (rows · columns).
 
@@ -116,7 +116,7 @@ def solve_block(
     mask: Tensor | None = None,
     mean: float | None = None,
 ) -> Solution:
-    """Finds the change D of the prior that minimises the objective of one block.
+    """Finds the difference D from the prior that minimises the objective of one block.
 
     Args:
         name: Name of the block, for reports and errors.

@@ -2,7 +2,7 @@
 
 Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter has U V instead, with
 U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric, and a weight
-gets the plain decomposition if its error is smaller than that of the approximation in the metric.
+gets the truncated SVD if its error is smaller than that of the approximation in the metric.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class ExportedMatrix:
     metric_error: float | None
     """The same ratio in the norm of the bundle; None without a bundle, or if the bundle gives W no curvature."""
     svd_metric_error: float | None
-    """The error in the norm of the bundle that the plain decomposition would have."""
+    """Error of the truncated SVD in the norm of the bundle."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LostParameter:
 
 @dataclass(frozen=True)
 class LoraExport:
-    """A LoRA adapter that was written, and what it loses.
+    """Result of `kp.export_lora`: the files and approximation errors of a LoRA adapter.
 
     Example:
         >>> result = kp.export_lora(vector, "adapter", rank=16, bundle="others.kfac")
@@ -119,8 +119,8 @@ def export_lora(
         path: Folder to write; it must not exist, or be empty.
         rank: Maximum rank of each matrix.
         bundle: A curvature, or the path of a bundle. Each matrix is then approximated in the metric of its block;
-            parameters that the bundle does not cover get the plain decomposition.
-        model: The base model, of which only the module classes are used. By default, the model that the vector names,
+            parameters that the bundle does not cover get the truncated SVD.
+        model: The base model, of which only the module classes are used. By default, the model recorded in the vector,
             with random weights.
         on_progress: Called with the number of parameters done and their total.
 
@@ -206,7 +206,7 @@ def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
         if prefix is None:
-            raise KfacpackError(f"the module of {base.name} is not known: it is of no model family. {remedy}")
+            raise KfacpackError(f"the module of {base.name} is unknown: it has no model family. {remedy}")
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:
@@ -224,7 +224,7 @@ class Target(NamedTuple):
 
 
 def _target(module: nn.Module, name: str, shape: tuple[int, ...], uses: Mapping[int, int]) -> Target | str:
-    """Returns where PEFT keeps the factors of a parameter, or the reason why it cannot."""
+    """Returns the layer to which PEFT adds the factors of a parameter, or the reason why it cannot."""
     owner_name, _, attribute = name.rpartition(".")
     try:
         owner = module.get_submodule(owner_name)
@@ -279,7 +279,7 @@ def _approximate(
 
 @dataclass
 class _Totals:
-    """Squared norms of the vector and of what the adapter lacks."""
+    """Squared norms of the vector and of the part that the adapter does not contain."""
 
     norm: float = 0.0
     error: float = 0.0

@@ -106,7 +106,8 @@ class Adapter:
             actual = " and ".join(str(list(tensors[factor].shape)) for factor in ("A", "B"))
             problem = f"A and B of shape {actual} do not fit the base model's weight of shape {list(shape)}"
             problem += " in groups" if grouped else ""
-            raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", "Is it for another base model?")
+            remedy = "The adapter may be for another base model"
+            raise BundleError(self.tensors.name, problem, f"layer {layer.module!r}", remedy)
         return (layer.scale * left).float().contiguous(), right.float().contiguous()
 
 

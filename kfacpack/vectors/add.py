@@ -1,4 +1,4 @@
-"""`kp.add` merges task vectors into one; `kp.refine` takes the curvature of other tasks out of a single one.
+"""`kp.add` merges task vectors into one; `kp.refine` reduces the effect of one on other tasks.
 
 Most methods are computed lazily, one parameter at a time. Methods that use curvature, and `refine`, are computed at
 once, because the vector records how they converged.
@@ -249,10 +249,10 @@ def refine(
     iterations: int = ITERATIONS,
     on_progress: OnProgress = lambda done, total: None,
 ) -> TaskVector:
-    """Changes a vector so that it adds better to vectors of other tasks, without training it again.
+    """Reduces the effect of a task vector on other tasks, without training it again.
 
     The result τ' solves (G_own + λ Σ w_t G_t + ε) τ' = G_own τ + ε τ, where t runs over the other tasks: τ' has little
-    effect on the outputs of the other tasks, and changes those of the own task as little as possible.
+    effect on the outputs of the other tasks, and changes those of its own task as little as possible.
 
     Args:
         vector: The task vector, or the path of its file.

@@ -90,7 +90,7 @@ class FactoredBlock:
     def solve(
         self, name: str, terms: Sequence[tuple[float, BlockStructure, Tensor]], settings: SolveSettings
     ) -> Solution:
-        """Finds the change of the prior's core that minimises the objective within the span.
+        """Finds the difference from the prior's core that minimises the objective within the span.
 
         Args:
             name: Name of the block.

@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Called with a sentence that the user should read."""
+"""Called with each note for the user, one sentence."""
 _FAR = 0.5
 
 
 @dataclass
 class _Changes:
-    """The changes that have been found so far, by parameter of the base model."""
+    """The changes collected so far, by parameter of the base model."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Factors] = field(default_factory=dict)
@@ -225,7 +225,7 @@ def _check_names(source: CheckpointTensors, match: NameMatch, weights: BaseWeigh
         problem = "; ".join(problems)
         raise TaskVectorError(f"{where}: is not a checkpoint of {weights.name}: {printable(problem, 1000)}")
     if left_out := [*match.heads, *sorted(heads)]:
-        on_note(f"the classification head is left out, because the base model has none like it: {_first(left_out)}")
+        on_note(f"the classification head is left out, because the base model has no matching head: {_first(left_out)}")
     if missing:
         on_note(f"{len(missing)} parameters are not in the checkpoint and count as unchanged: {_first(missing)}")
     dtypes = {source.specs[match.tensors[name]][0] for name in parameters if name not in heads}
@@ -347,7 +347,7 @@ def _match_adapter(
         change = "added to" if match.prefix.is_added else "removed from"
         on_note(f"the prefix {match.prefix.text!r} was {change} the names of the adapter")
     if heads:
-        on_note(f"the classification head is left out, because the base model has none like it: {_first(heads)}")
+        on_note(f"the classification head is left out, because the base model has no matching head: {_first(heads)}")
     if adapter.base and adapter.base.rstrip("/").rpartition("/")[2] != model.name.rpartition("/")[2]:
         stated = printable(adapter.base, 100)
         on_note(
@@ -357,7 +357,7 @@ def _match_adapter(
 
 
 def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
-    """Reports what a user may not expect about the changes."""
+    """Reports unusual properties of the changes."""
     if frozen := [name for name in changed if name not in weights.default]:
         on_note(f"{len(frozen)} parameters that training leaves frozen differ and are covered: {_first(frozen)}")
     if changes.rounded:
@@ -367,4 +367,4 @@ def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], o
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
         problem = f"the difference has {ratio:.0%} of the norm of the base model's weights"
-        on_note(f"{problem}; is the checkpoint fine-tuned from {weights.name}?")
+        on_note(f"{problem}; check that the checkpoint was fine-tuned from {weights.name}")

@@ -143,16 +143,16 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
         tuned: The parameter θ of the same shape, in a type whose values the type of θ0 represents.
 
     Returns:
-        τ = θ − θ0 in float32, and the remainder, which is None if every entry comes back without one.
+        τ = θ − θ0 in float32, and the remainder, which is None if every entry is exact without one.
 
     Raises:
-        TaskVectorError: If an entry does not come back even with a remainder, for example because of an overflow.
+        TaskVectorError: If an entry is not exact even with a remainder, for example because of an overflow.
     """
     target = tuned.to(base.dtype)
     change = (target.float() - base.float()).contiguous()
     index = (_bits(add_change(base, change)) != _bits(target)).flatten().nonzero().squeeze(1)
     if len(index):
-        # A zero that stays −0 does so by adding −0.
+        # −0 + −0 is −0, whereas −0 + 0 is 0.
         kept = index[_bits(target).flatten()[index] == _bits(base).flatten()[index]]
         change.view(-1)[kept] = -0.0
         index = index[~torch.isin(index, kept)]

@@ -130,8 +130,8 @@ def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter:
     for key in ("family", "name", "revision"):
         values = getattr(one.base, key), getattr(other.base, key)
         if values[0] != values[1]:
-            found = f"the {key} of the base model is {values[0]} and {values[1]}"
-            raise TaskVectorError(f"{difference}, and {found}, so it may be another model")
+            names_differ = f"the {key} of the base model is {values[0]} and {values[1]}"
+            raise TaskVectorError(f"{difference}, and {names_differ}, so it may be another model")
 
 
 def joint_base(bases: Iterable[Base]) -> Base:

@@ -240,7 +240,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         return self._changes.factors(name)
 
     def remainder(self, name: str) -> Remainder | None:
-        """Returns what `apply` adds in float64 to single entries, so that an extracted checkpoint comes back exactly.
+        """Returns the float64 corrections of single entries with which `apply` restores a checkpoint exactly.
 
         A sum or multiple has none, because it is itself rounded to float32.
 

@@ -64,8 +64,7 @@ def write_inputs(folder: Path, layers: int, tasks: int) -> tuple[list[Path], lis
             # The same numbers in every layer; neither time nor memory depends on that.
             if side not in matrices:
                 matrices[side] = decaying(side, task, side)
-            found = matrices[side]
-            return kp.Packed(side, found.components)
+            return kp.Packed(side, matrices[side].components)
 
         curvature = tower("ViT-B-32", layers, matrix)
         source = kp.Source(task=f"task{task}", dataset_size=1000 + task)

@@ -263,9 +263,9 @@ def bundle_options(bundles, *tasks, option="--bundle"):
 )
 def test_methods_with_bundles(method, options, settings, three, bundles, tmp_path):
     outputs = [tmp_path / "once.safetensors", tmp_path / "twice.safetensors"]
-    given = bundle_options(bundles, "two", "three", "one")
+    selected = bundle_options(bundles, "two", "three", "one")
     for output in outputs:
-        result = json.loads(run("add", *three, "--method", method, *given, *options, "-o", output, "--json").stdout)
+        result = json.loads(run("add", *three, "--method", method, *selected, *options, "-o", output, "--json").stdout)
     assert outputs[0].read_bytes() == outputs[1].read_bytes()
     assert settings.items() <= result["settings"].items()
     assert result["bundles"] == [kp.load(bundles / f"{task}.kfac").digest for task in ("two", "three", "one")]
@@ -278,13 +278,13 @@ def test_methods_with_bundles(method, options, settings, three, bundles, tmp_pat
 
 
 def test_a_merge_with_bundles_is_summarised(three, bundles, tmp_path):
-    given = bundle_options(bundles, "one", "two", "three")
+    selected = bundle_options(bundles, "one", "two", "three")
     output = tmp_path / "merged.safetensors"
-    shown = run("add", *three, "--method", "regmean", *given, "-o", output).stdout
+    shown = run("add", *three, "--method", "regmean", *selected, "-o", output).stdout
     assert "blocks solved" in shown
     assert "objective" in shown
     assert f"{PREFIX}ln_1.weight" in shown, "blocks without curvature are listed"
-    assert not run("add", *three, "--method", "regmean", *given, "-o", output, "-q").output
+    assert not run("add", *three, "--method", "regmean", *selected, "-o", output, "-q").output
 
 
 def test_wrong_bundles_are_refused(three, bundles, tmp_path):
@@ -299,16 +299,19 @@ def test_wrong_bundles_are_refused(three, bundles, tmp_path):
 
 def test_refine(three, bundles, tmp_path):
     output = tmp_path / "refined.safetensors"
-    given = [*bundle_options(bundles, "one", option="--own"), *bundle_options(bundles, "two", "four", option="--reg")]
-    result = json.loads(run("refine", three[0], *given, "--iterations", 5, "-o", output, "--json").stdout)
+    selected = [
+        *bundle_options(bundles, "one", option="--own"),
+        *bundle_options(bundles, "two", "four", option="--reg"),
+    ]
+    result = json.loads(run("refine", three[0], *selected, "--iterations", 5, "-o", output, "--json").stdout)
     refined, tau = kp.TaskVector.load(output), kp.TaskVector.load(three[0])
     assert (result["method"], result["settings"]["iterations"]) == ("refine", 5)
     assert [addend["sha256"] for addend in result["addends"]] == [tau.digest]
     other = kp.load(bundles / "two.kfac")
     assert float(other.quadratic(dict(refined))) < float(other.quadratic(dict(tau)))
     first = output.read_bytes()
-    assert "blocks solved" in run("refine", three[0], *given, "--iterations", 5, "-o", output).stdout
+    assert "blocks solved" in run("refine", three[0], *selected, "--iterations", 5, "-o", output).stdout
     assert output.read_bytes() == first
-    assert not run("refine", three[0], *given, "--iterations", 1, "-o", output, "-q").output
+    assert not run("refine", three[0], *selected, "--iterations", 1, "-o", output, "-q").output
     wrong = [*bundle_options(bundles, "one", option="--own"), *bundle_options(bundles, "one", option="--reg")]
     assert "one.kfac" in run("refine", three[0], *wrong, "-o", output, code=2).stderr

@@ -176,15 +176,15 @@ class TestExtraction:
 
     def text(self, folder):
         vectors = f"{{vectors: {{faces: {folder / 'one'}, weaves: {folder / 'two' / 'model.safetensors'}}}}}"
-        text = PLAN.replace("{penalty: none}", "{penalty: none, training: {regime: full}}\n  found: " + vectors)
+        text = PLAN.replace("{penalty: none}", "{penalty: none, training: {regime: full}}\n  extracted: " + vectors)
         return text.replace("seeds: [0, 1]", "seeds: [0]").replace(", {name: ties, keep: 0.5}", "")
 
     def test_vectors_are_extracted_and_merged(self, checkpoints):
         run = run_of(checkpoints / "out", self.text(checkpoints))
         content = run.execute()
-        trained, found = content["arms"]
-        assert ("vectors" in trained, set(found["vectors"])) == (False, {"faces", "weaves"})
-        assert (found["regime"], found["penalty"]) == ("full", None)
+        trained, extracted = content["arms"]
+        assert ("vectors" in trained, set(extracted["vectors"])) == (False, {"faces", "weaves"})
+        assert (extracted["regime"], extracted["penalty"]) == ("full", None)
         stages = [stage for stage in run.stages if isinstance(stage, ExtractStage)]
         assert [stage.task for stage in stages] == ["faces", "weaves"]
         model = kp.load_model("tiny")
@@ -193,7 +193,7 @@ class TestExtraction:
         # The vectors have no heads, so the head of the plan is used.
         context = run.graph.context
         (result,) = scores(model, context.head("faces"), context.evaluation_set("faces"), expected, [1.0])
-        assert found["seeds"][0]["individual"]["faces"] == result.accuracy
+        assert extracted["seeds"][0]["individual"]["faces"] == result.accuracy
         report = summary(read_results(run.root)).tables[1]
         assert [row[1].value for row in report.rows] == ["none", "extracted, not trained"]
 
@@ -213,6 +213,6 @@ class TestExtraction:
 
     def test_missing_checkpoints_are_refused_before_anything_runs(self, checkpoints):
         text = self.text(checkpoints).replace(str(checkpoints / "one"), str(checkpoints / "nowhere"))
-        with refused(kp.KfacpackError, "arms.found.vectors.faces", "nowhere", "safetensors"):
+        with refused(kp.KfacpackError, "arms.extracted.vectors.faces", "nowhere", "safetensors"):
             run_of(checkpoints / "out", text)
         assert not (checkpoints / "out").exists()

@@ -175,7 +175,7 @@ def indefinite(side: int, seed: int) -> kp.Matrix:
 
 @pytest.mark.parametrize("structure", ["kronecker", "dense", "diagonal", "one side"])
 def test_matrices_that_are_not_psd_are_repaired(structure, path):
-    """Negative eigenvalues are set to zero in the whole block, and the report says so."""
+    """Negative eigenvalues are set to zero in the whole block, and `repaired` is true in the report."""
     if structure == "kronecker":
         structures, shape = [kp.Kronecker.of(indefinite(5, k), indefinite(6, 9 + k)) for k in range(3)], (5, 6)
     elif structure == "dense":

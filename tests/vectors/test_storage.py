@@ -1,4 +1,4 @@
-"""Factored changes and remainders: arithmetic equals that of dense tensors, files are smaller, weights come back."""
+"""Factored changes and remainders: arithmetic equals that of dense tensors, files are smaller, weights are restored."""
 
 from __future__ import annotations
 

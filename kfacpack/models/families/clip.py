@@ -62,7 +62,7 @@ class ClipFamily:
         """Loads a model.
 
         Weights without the text tower give a model without a text head. A folder of `CLIPVisionModel` has no
-        projection; f is then the normalised pooled output of the tower, and the function in the manifest says so.
+        projection; f is then the normalised pooled output of the tower, and the manifest records that function.
         """
         name, device, dtype = request.name, request.device, request.dtype
         (config,) = load_components(name, self.prefix, ("AutoConfig",), "config.json and model.safetensors")
@@ -212,11 +212,11 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
     unsupported = [key for key in ("do_resize", "do_rescale") if not config.get(key, True)]
     integers = all(isinstance(side, int) for side in (*sides, *(resize if isinstance(resize, tuple) else (resize,))))
     if unsupported or not integers or sides[0] != sides[1]:
-        found = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size {crop}"
-        raise KfacpackError(f"{where}: {found}; expected images that are resized, and cropped to a square")
+        actual = f"{unsupported[0]} is false" if unsupported else f"size is {size} and crop_size {crop}"
+        raise KfacpackError(f"{where}: {actual}; expected images that are resized, and cropped to a square")
     side = int(sides[0])
     if image_size is None and side != own_size:
-        problem = f"makes images of {side} pixels, but the model expects {own_size}"
+        problem = f"produces images of {side} pixels, but the model expects {own_size}"
         raise KfacpackError(f"{where} {problem}. Correct crop_size, or choose a size with --image-size (image_size)")
     if image_size is not None and image_size != side:
         resize = (
@@ -224,7 +224,7 @@ def _preprocessing(name: str, own_size: int, image_size: int | None) -> ImagePre
         )
         side = image_size
     if min(resize if isinstance(resize, tuple) else (resize,)) < side:
-        raise KfacpackError(f"{where}: images are resized to {resize} pixels, less than the {side} that are cropped")
+        raise KfacpackError(f"{where}: images are resized to {resize} pixels, less than the crop size {side}")
     values = config if config.get("do_normalize", True) else {"image_mean": [0.0] * 3, "image_std": [1.0] * 3}
     mean, std = tuple(values["image_mean"]), tuple(values["image_std"])
     return ImagePreprocessing(resize, side, int(config["resample"]), float(config["rescale_factor"]), mean, std)

@@ -44,7 +44,7 @@ def with_method_list(docstring: str) -> str:
         ]
     return re.sub(
         r"^( *)\{methods\}$",
-        lambda found: "\n".join(found[1] + line for line in lines),
+        lambda match: "\n".join(match[1] + line for line in lines),
         docstring,
         flags=re.MULTILINE,
     )

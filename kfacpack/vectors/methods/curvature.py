@@ -8,13 +8,13 @@ which `merging/solve.py` computes. The methods differ in G_t:
 
 - `curvature`: the G_t of the bundle, Σ B ⊗ A or a whole matrix.
 - `regmean` (Jin et al., 2023): I ⊗ A_t, from the inputs of the layer alone. As published, the off-diagonal entries of
-  A_t are reduced. Blocks without A have the value of the prior.
+  A_t are reduced. Blocks without A take the value of the prior.
 - `fisher` (Matena and Raffel, 2022): the diagonal of G_t.
 - `actmat`: I ⊗ W_tᵀ W_t, from the vectors alone, for parameters with two dimensions. All others have the value of the
   prior.
 
-The prior W_0 decides in directions that no curvature sees: there, `sum` is task arithmetic. All methods are linear in
-α.
+The prior W_0 determines the result in directions without curvature: there, `sum` is task arithmetic. All
+methods are linear in α.
 """
 
 from __future__ import annotations
@@ -178,14 +178,14 @@ class ActMatMethod(BlockMethod):
 
 @dataclass(frozen=True)
 class RefineMethod(MergeMethod):
-    """The settings of `kp.refine`, which takes the curvature of other tasks out of one vector.
+    """The settings of `kp.refine`, which reduces the effect of one vector on other tasks.
 
-    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ: the prior is τ, the own curvature keeps τ, and
-    that of the others pulls to zero.
+    The result solves (G_own + λ Σ_others w G + ε) τ' = G_own τ + ε τ: the prior is τ, the curvature
+    of its own task pulls the result to τ, and that of the others to zero.
     """
 
     name = "refine"
-    help = "Takes the curvature of other tasks out of a vector."
+    help = "Reduces the effect of a vector on other tasks."
     scale = "1 is the minimum of the objective; α multiplies the result"
     needs_bundles = True
 
