@@ -1,4 +1,4 @@
-"""Checkpoints by other people: their files, and how their tensor names match those of a base model.
+"""Checkpoints of fine-tuned models: their files, and how their tensor names match those of a base model.
 
 Checkpoints are safetensors files, shards with an index, folders and Hub repositories. Only safetensors files are read,
 tensor by tensor; pickles are refused.
@@ -260,7 +260,7 @@ class HubWeightsFolder(WeightsFolder):
             if isinstance(cause, EntryNotFoundError) and not isinstance(cause, LocalEntryNotFoundError):
                 return None
             if error.unreachable and snapshot(self._repository, self._revision) is not None:
-                return None  # without a network connection, the downloaded files are all there is
+                return None  # without a network connection, only downloaded files can be used
             raise
         return reference
 
@@ -350,7 +350,7 @@ class NameMatch:
 
 
 def is_head(name: str) -> bool:
-    """Returns whether a name is that of a classification head, as libraries call them.
+    """Returns whether a name is a usual name of a classification head.
 
     Args:
         name: Name of a tensor.
