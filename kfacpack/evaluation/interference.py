@@ -19,17 +19,16 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict
 
+from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.evaluation.accuracy import ProgressCounter
+from kfacpack.evaluation.accuracy import EvaluationSet, ProgressCounter
 from kfacpack.evaluation.bundle_quality import measured_drift, predicted_drift, require_comparable
 from kfacpack.evaluation.edited_model import by_task_name, passes_needed, require_compatible_vectors
 from kfacpack.format.units import OnProgress
+from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:
-    from kfacpack.curvature.curvature import Curvature
-    from kfacpack.evaluation.accuracy import EvaluationSet
     from kfacpack.models.model import Model
-    from kfacpack.vectors.task_vector import TaskVector
 
 
 class InterferencePair(TypedDict):
@@ -131,6 +130,7 @@ def interference(
         >>> result = kp.interference(vectors, {task: kp.load(f"{task}.kfac") for task in tasks})
         >>> [(pair["vector"], pair["task"], pair["relative"]) for pair in result["pairs"]]
     """
+    _check_types(vectors, bundles, evaluation_sets)
     if not vectors or not bundles:
         counts = f"vectors: {len(vectors)}, bundles: {len(bundles)}"
         raise KfacpackError(f"interference: expected at least one vector and one bundle, got {counts}")
@@ -158,6 +158,22 @@ def interference(
         "spearman": _rank_correlation(others, "predicted"),
         "spearman_aligned": _rank_correlation(others, "aligned"),
     }
+
+
+def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> None:
+    for argument, values, kind in (("vectors", vectors, TaskVector), ("bundles", bundles, Curvature)):
+        # A TaskVector is itself a mapping, of tensors by parameter.
+        if not isinstance(values, Mapping) or isinstance(values, TaskVector):
+            problem = f"expected a dict of {kind.__name__} by task name, got {type(values).__name__}"
+            raise KfacpackError(f"interference: {argument}: {problem}")
+        for name, value in values.items():
+            if not isinstance(value, kind):
+                problem = f"{name!r}: expected a {kind.__name__}, got {type(value).__name__}"
+                raise KfacpackError(f"interference: {argument}: {problem}")
+    if not isinstance(evaluation_sets, Sequence) or not all(
+        isinstance(item, EvaluationSet) for item in evaluation_sets
+    ):
+        raise KfacpackError("interference: evaluation_sets: expected a list of EvaluationSet")
 
 
 def merged_tasks(bundle: Curvature) -> tuple[str, ...]:

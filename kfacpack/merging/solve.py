@@ -143,9 +143,7 @@ def solve_block(
     except _NotPositiveError as error:
         cause = f"with the damping {settings.damping:g}. Use another damping, such as 0.1"
         if any(term.weight * weight < 0 for term in terms for weight in term.structure.weights):
-            cause = (
-                "because a term has a negative weight. Use bundles of single tasks, or merge them by 'tak' or 'stack'"
-            )
+            cause = "because of a negative weight. Use bundles of single tasks, or merge them by 'tak' or 'stack'"
         problem = "is not positive definite to working precision, even without the negative eigenvalues of its matrices"
         raise KfacpackError(f"block {name!r}: the weighted sum of the curvatures {problem}, {cause}") from error
     return replace(solution, report=solution.report.model_copy(update={"repaired": True}))

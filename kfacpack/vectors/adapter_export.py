@@ -137,9 +137,19 @@ def export_lora(
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise KfacpackError(f"LoRA rank {rank}: expected a positive integer")
+    expected: tuple[tuple[str, object, tuple[type, ...]], ...] = (
+        ("vector", vector, (TaskVector, str, os.PathLike)),
+        ("path", path, (str, os.PathLike)),
+        ("bundle", bundle, (Curvature, str, os.PathLike, type(None))),
+        ("model", model, (Model, nn.Module, type(None))),
+    )
+    for argument, value, types in expected:
+        if not isinstance(value, types):
+            names = " or ".join(kind.__name__ for kind in types if kind is not type(None))
+            raise KfacpackError(f"export_lora: {argument}: expected {names}, got {type(value).__name__}")
     vector = vector if isinstance(vector, TaskVector) else TaskVector.load(vector)
     curvature = load(bundle) if isinstance(bundle, str | os.PathLike) else bundle
-    if curvature:
+    if curvature is not None:
         _check_bundle(vector, curvature)
     base = vector.about.base
     module = _module(base, model)

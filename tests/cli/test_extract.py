@@ -168,3 +168,25 @@ def test_checkpoints_and_adapters_on_the_hub(hub, disconnect, bert_folder, tmp_p
         output = json.loads(run("extract", f"hf://{place}", *base, "-o", tmp_path / "t.safetensors").stdout)
         assert output["sha256"] == vectors[place][0], "the cache suffices"
     assert "reached" in run("extract", "hf://owner/other", *base, "-o", tmp_path / "p.safetensors", code=2).stderr
+
+
+def test_an_adapter_with_names_of_the_vision_tower(tmp_path):
+    """Without `visual.`, the names are those of the text tower, which must not make them ambiguous."""
+    layer, folder = "visual.transformer.resblocks.0.mlp.c_fc", tmp_path / "adapter"
+    generator = torch.Generator().manual_seed(0)
+    A, B = torch.randn(4, 128, generator=generator), torch.randn(512, 4, generator=generator)
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    prefix = f"base_model.model.{layer}"
+    save_file({f"{prefix}.lora_A.weight": A, f"{prefix}.lora_B.weight": B}, folder / "adapter_model.safetensors")
+    output = tmp_path / "vector.safetensors"
+    assert json.loads(run("extract", folder, "-o", output, "--json").stdout)["ranks"] == [4]
+    torch.testing.assert_close(kp.TaskVector.load(output)[f"{layer}.weight"], 2 * B @ A)
+
+
+def test_outputs_that_are_folders_are_refused_before_any_work(tuned, tmp_path):
+    for output in (tmp_path, "."):
+        result = run("extract", tuned, "-o", output, code=2)
+        assert result.stderr.count("\n") == 1
+    assert "CHECKPOINT" in run("extract", "", "-o", tmp_path / "x.safetensors", code=2).stderr
+    assert not list(tmp_path.iterdir())

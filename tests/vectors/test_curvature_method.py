@@ -10,7 +10,9 @@ from kit import MATRIX_FORMS, of_task, refused, small_curvature
 from vectors.curvature_cases import SIZES, bundle, dense_merge, vector, weights_of
 
 import kfacpack as kp
+from kfacpack.curvature.matrices.dense import Dense
 from kfacpack.format.vector_manifest import AboutVector
+from kfacpack.merging.solve import SolveSettings, SolveTerm, solve_block
 from kfacpack.vectors.methods.curvature import DAMPING
 from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.parameter_change import no_change
@@ -435,3 +437,54 @@ def test_the_bundles_of_tiny_converge_quickly(tmp_path):
     assert 0 < method.max_iterations <= 60
     assert method.worst_residual <= 1e-4
     assert not method.repaired
+
+
+def test_a_vector_without_a_task_gets_no_bundle(tmp_path):
+    """Without the check, its parameters would silently be merged without its own curvature."""
+    named = vector(0)
+    about = named.about.model_copy(update={"tasks": ()})
+    unnamed = kp.TaskVector({name: named[name] for name in named}, about)
+    with refused(kp.TaskVectorError, "vector 1", "--task"):
+        kp.add([unnamed], "curvature")
+    with refused(kp.TaskVectorError, "vector 2", "--task"):
+        kp.add([vector(1), unnamed], "curvature", bundles=[bundle(1)])
+    with refused(kp.TaskVectorError, "--task"):
+        kp.refine(unnamed, bundle(0), bundle(1))
+
+
+def test_an_indefinite_system_names_its_cause():
+    """The message blames negative weights only if there are some, and the damping otherwise."""
+    whole, target = kp.Whole(Dense.of(torch.ones(2, 2))), torch.ones(2, 1)
+    with refused(kp.KfacpackError, "'block'", "damping 1e-300") as caught:
+        solve_block("block", [SolveTerm(1.0, whole, target)], SolveSettings(damping=1e-300))
+    assert "negative weight" not in str(caught.value)
+    with refused(kp.KfacpackError, "'block'", "negative weight"):
+        solve_block("block", [SolveTerm(-1.0, whole, target)], SolveSettings(damping=0.5))
+
+
+@pytest.mark.parametrize("wrong", [5, None, torch.zeros(3), [5]], ids=lambda value: type(value).__name__)
+def test_arguments_of_the_wrong_type(wrong):
+    vectors, bundles = [vector(0), vector(1)], [bundle(0), bundle(1)]
+    calls = [
+        ("vector", lambda: kp.add(wrong, "curvature", bundles=bundles)),
+        ("unknown method", lambda: kp.add(vectors, wrong)),
+        ("got", lambda: kp.add(vectors, "curvature", bundles=wrong)),
+        ("expected a task vector", lambda: kp.refine(wrong, bundles[0], bundles[1])),
+        ("got", lambda: kp.refine(vectors[0], wrong, bundles[1])),
+        ("got", lambda: kp.refine(vectors[0], bundles[0], wrong)),
+        ("vectors: ", lambda: kp.interference(wrong, {"a": bundles[0]})),
+        ("bundles: ", lambda: kp.interference({"a": vectors[0]}, wrong)),
+        ("vectors: 'a'", lambda: kp.interference({"a": wrong}, {"a": bundles[0]})),
+        ("bundles: 'a'", lambda: kp.interference({"a": vectors[0]}, {"a": wrong})),
+        ("evaluation_sets", lambda: kp.interference({"a": vectors[0]}, {"a": bundles[0]}, evaluation_sets=wrong)),
+        ("export_lora: vector", lambda: kp.export_lora(wrong, "folder", rank=1)),
+        ("export_lora: path", lambda: kp.export_lora(vectors[0], wrong, rank=1)),
+    ]
+    if not isinstance(wrong, int):  # a valid α
+        calls.append(("α", lambda: kp.add(vectors, "curvature", bundles=bundles, alpha=wrong)))
+    if wrong is not None:  # the default
+        calls.append(("export_lora: bundle", lambda: kp.export_lora(vectors[0], "folder", rank=1, bundle=wrong)))
+        calls.append(("export_lora: model", lambda: kp.export_lora(vectors[0], "folder", rank=1, model=wrong)))
+    for fact, call in calls:
+        with refused(kp.KfacpackError, fact):
+            call()
