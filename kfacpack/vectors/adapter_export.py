@@ -40,7 +40,7 @@ ApproximationMethod = Literal["factors", "svd", "metric"]
 
 
 class LinearVectorWarning(UserWarning):
-    """Warns that a vector of the linearised model is exported as weights that are added."""
+    """Issued when a vector of the linearised model is exported: the adapter changes the weights of the model itself."""
 
 
 @dataclass(frozen=True)
