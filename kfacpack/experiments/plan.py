@@ -240,8 +240,8 @@ class MethodSection(PlanSection):
         except KfacpackError as error:
             raise ValueError(str(error)) from error
         if self.compress and not self.needs_bundles:
-            using = [name for name, method in METHODS.items() if method.needs_bundles]
-            raise ValueError(f"compress is for methods that use bundles: {', '.join(using)}; got method {self.name!r}")
+            names = [name for name, method in METHODS.items() if method.needs_bundles]
+            raise ValueError(f"compress is for methods that use bundles: {', '.join(names)}; got method {self.name!r}")
         return self
 
 

@@ -98,8 +98,8 @@ def summary(results: Results) -> Section:
         title="Summary",
         how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
         "of one model with all vectors. “Normalised” is the mean over tasks of the ratio of the two. “Recovered” is "
-        "the share of the accuracy lost by adding, in the arm without a penalty, that this arm does not lose. "
-        "“Removed” is the share of its margin over chance that a task loses when its vector is subtracted.",
+        "the fraction by which this arm reduces the accuracy loss from adding, compared with the arm without a "
+        "penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted.",
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )

@@ -407,14 +407,14 @@ class FactorPlacement:
         self, block: CurvatureBlock, stream: torch.cuda.Stream | None
     ) -> tuple[Operators, torch.cuda.Event | None]:
         """Returns a block's operators on the device and, for a copy on a stream, the event that completes it."""
-        operators = self._in_storage(block)
+        operators = self._stored_operators(block)
         if self._storage_device == self.device:
             return operators, None
         with torch.cuda.stream(stream):
             copies = {key: operator.to(self.device) for key, operator in operators.items()}
         return copies, None if stream is None else stream.record_event()
 
-    def _in_storage(self, block: CurvatureBlock) -> Operators:
+    def _stored_operators(self, block: CurvatureBlock) -> Operators:
         for _, matrix in block.structure.matrices():
             if id(matrix) not in self._operators:
                 operator = matrix.operator(self.dtype, self._storage_device)

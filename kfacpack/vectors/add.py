@@ -269,7 +269,7 @@ def refine(
     if not isinstance(vector, TaskVector | str | os.PathLike):
         raise KfacpackError(f"expected a task vector or a path, got {type(vector).__name__}")
     tau = vector if isinstance(vector, TaskVector) else TaskVector.load(vector)
-    bundles = _matched(tau, _as_list(own), _as_list(reg), method)
+    bundles = _match_bundles(tau, _as_list(own), _as_list(reg), method)
     inputs = [MethodInput(alpha, tau, tau.digest) for alpha in (1.0, 0.0)]
     solved = method.solve(inputs, bundles, on_progress)
     digests = tuple(bundle.input.curvature.digest for bundle in bundles)
@@ -283,7 +283,9 @@ def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
     return [bundles] if isinstance(bundles, str | os.PathLike | Curvature) else list(bundles)
 
 
-def _matched(tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod) -> list[MatchedBundle]:
+def _match_bundles(
+    tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod
+) -> list[MatchedBundle]:
     """Checks the bundles and returns those of the vector for index 0, and those of the other tasks for index 1."""
     for name, bundles in (("own", own), ("reg", reg)):
         if not bundles:

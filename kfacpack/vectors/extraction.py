@@ -109,7 +109,7 @@ def extract_storage(
     """Computes the task vector of a fine-tuned model; see `TaskVector.from_checkpoint`."""
     tasks = _tasks(task)
     source = _open(finetuned)
-    weights = BaseWeights(load_model(base) if isinstance(base, str) else _checked(base))
+    weights = BaseWeights(load_model(base) if isinstance(base, str) else _require_model(base))
     if isinstance(source, Adapter):
         changes = _adapter_changes(source, weights, on_note, on_progress)
     else:
@@ -138,7 +138,7 @@ def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
         raise KfacpackError(f"task {printable(str(task))!r}: {first_problem(error)[1]}") from error
 
 
-def _checked(base: Any) -> Model:
+def _require_model(base: Any) -> Model:
     if not isinstance(base, Model):
         raise KfacpackError(f"expected a model from kp.load_model or the name of a model, got {type(base).__name__}")
     return base

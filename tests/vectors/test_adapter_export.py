@@ -1,4 +1,4 @@
-"""LoRA adapters of task vectors: PEFT loads them, and no weight has a larger error in the bundle than a truncated SVD."""
+"""LoRA adapters of task vectors: PEFT loads them, and no error in the bundle exceeds that of a truncated SVD."""
 
 from __future__ import annotations
 

@@ -277,7 +277,7 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
     if missing and missing != tower:
         problem = f"has a part of the text tower, but {min(missing)!r} is missing"
         raise KfacpackError(f"{request.weights or request.name}: {problem}")
-    return (module if vision.image_size == image_size else _resized(module, image_size)), missing
+    return (module if vision.image_size == image_size else _resize(module, image_size)), missing
 
 
 def _size_in_file(path: Path, vision: Any) -> int:
@@ -287,7 +287,7 @@ def _size_in_file(path: Path, vision: Any) -> int:
     return isqrt(spec.shape[0] - 1) * int(vision.patch_size) if spec else int(vision.image_size)
 
 
-def _resized(module: Any, image_size: int) -> Any:
+def _resize(module: Any, image_size: int) -> Any:
     """Returns the module for another image size; position embeddings are resampled as by open_clip."""
     config = copy.deepcopy(module.config)
     _vision_config(config).image_size = image_size
