@@ -27,7 +27,7 @@ from kfacpack.experiments.results_schema import (
 _MAX_NORMALISED = 3
 """Number of merge methods up to which the tables by task also have normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
-"""Share of the accuracy lost by adding above which vectors are said to be addable as they are."""
+"""Recovered fraction from which the report states that the vectors of an arm can be added."""
 
 
 def headline(results: Results) -> list[Cell]:

@@ -309,7 +309,7 @@ def _check_other(tau: TaskVector, item: MergeInput) -> None:
         for task in tau.tasks:
             if parent.task is not None and share_classes(parent.task, task):
                 raise KfacpackError(
-                    f"{item.name}: contains {parent.task!r}, but the vector is of {task!r}, which would be taken out "
-                    f"of itself. Pass bundles of other tasks; to leave a task out of a merged bundle: kfacpack merge "
+                    f"{item.name}: contains {parent.task!r}, but the vector is of {task!r}, whose effect must be "
+                    f"kept. Pass bundles of other tasks; to leave a task out of a merged bundle: kfacpack merge "
                     f"--without {parent.task}"
                 )

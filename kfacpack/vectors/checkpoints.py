@@ -264,12 +264,12 @@ class HubWeightsFolder(WeightsFolder):
         return reference
 
     def other_weights(self) -> list[str]:
-        """Returns the usual names of pickles that the repository has."""
+        """Returns the names of pickles in the repository, among the usual ones."""
         return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
 
 
 def open_folder(source: str | os.PathLike[str]) -> WeightsFolder | None:
-    """Returns the folder that a source names, or None if it names a file of weights.
+    """Opens the folder of a source; returns None if the source is a weights file.
 
     Args:
         source: A path or an `hf://` address.
