@@ -373,7 +373,7 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
 
 
 def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
-    """Returns the tasks on whose examples the drift is measured: all of one bundle each, or those with --data."""
+    """Returns the tasks on whose examples the drift is measured: all with an unmerged bundle, or those with --data."""
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:
         raise KfacpackError("--measured: the drift is measured on the examples of one task, but every bundle is merged")

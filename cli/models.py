@@ -44,7 +44,7 @@ class FamilyOutput(TypedDict):
     f: str
     """The output whose curvature is estimated."""
     head: str
-    """How classes become logits."""
+    """Method by which logits of classes are computed."""
 
 
 class DownloadedModelOutput(TypedDict):

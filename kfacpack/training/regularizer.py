@@ -184,7 +184,7 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for another f than the model's: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for a different f from the model's: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
@@ -240,7 +240,7 @@ class Regularizer:
 
         Raises:
             TaskVectorError: If τ does not fit the bundles, or its tensors cannot hold a `.grad`.
-            KfacpackError: If `grads` is not a mutable mapping, or a gradient has another shape than its parameter.
+            KfacpackError: If `grads` is not a mutable mapping, or a gradient does not have the shape of its parameter.
         """
         covered = self._covered(tau)
         if grads is None:

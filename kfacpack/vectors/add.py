@@ -259,7 +259,7 @@ def refine(
     Raises:
         KfacpackError: If a setting is invalid, if bundles are missing, superfluous or incompatible, or if the bundles
             of the other tasks contain a task of the vector.
-        TaskVectorError: If a bundle has another base model or f than the vector.
+        TaskVectorError: If the base model or f of a bundle differs from that of the vector.
 
     Example:
         >>> refined = kp.refine("cars.safetensors", "cars.kfac", ["dtd.kfac", "svhn.kfac"])

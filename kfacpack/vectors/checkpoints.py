@@ -203,7 +203,7 @@ class WeightsFolder(ABC):
                 raise BundleError(self.name, problem, f"{index}: weight_map", CONVERT)
             location = self.find(file)
             if location is None:
-                problem = f"the shard {file} is missing, which {index} lists"
+                problem = f"the shard {file}, listed in {index}, is missing"
                 raise BundleError(self.name, problem, None, "Download the checkpoint again")
             locations.append(location)
         tensors = FileTensors(self.name, locations)
