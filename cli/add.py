@@ -81,7 +81,7 @@ class ModelOutput:
         check_output(output, inputs)
         if self.path is None:
             if self.weights or self.image_size:
-                raise KfacpackError("--weights and --image-size select the model to save; give --save-model as well")
+                raise KfacpackError("--weights and --image-size select the model to save; pass --save-model as well")
             return
         check_output(self.path, [*inputs, *([self.weights] if self.weights else [])], allow_folder=True)
         if self.path.resolve() == output.resolve():

@@ -117,7 +117,7 @@ def compress(
     from kfacpack.vectors.storage import read_vector_tensors
 
     if output is None and not dry_run:
-        raise KfacpackError("no output file; give -o SMALL.kfac, or --dry-run to show only the size and the errors")
+        raise KfacpackError("no output file; pass -o SMALL.kfac, or --dry-run to show only the size and the errors")
     source = Bundle(bundle)
     if output is not None:
         check_output(output, [bundle])

@@ -1,6 +1,6 @@
 """Console output of the commands: tables on stdout, errors and progress bars on stderr, JSON alone on stdout.
 
-Progress bars are drawn only if stderr is a terminal. `stop_on_interrupt` turns Ctrl-C into a clean stop of long work.
+Progress bars are drawn only if stderr is a terminal. `stop_on_interrupt` stops long operations cleanly on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ signalled."""
 
 @contextmanager
 def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
-    """Stops long work cleanly: the first Ctrl-C or SIGTERM lets the current batch finish, the second stops at once.
+    """Stops an operation cleanly: the first Ctrl-C or SIGTERM lets the current batch finish, the second stops at once.
 
     Args:
         message: Text to print after "interrupted; " when the work has stopped. The command then exits with code 130.

@@ -231,11 +231,11 @@ def evaluate(
     folders = _folders(names, control, data or [], columns)
     vector_options = {"alpha": alpha, "individual": individual, "choose": choose, "control": control}
     if vector is None and (first := next((name for name, value in vector_options.items() if value), None)):
-        raise KfacpackError(f"--{first} needs a task vector; give --vector FILE.safetensors as well")
+        raise KfacpackError(f"--{first} needs a task vector; pass --vector FILE.safetensors as well")
     _check_combination(choose, control, keep, individual, split)
     alphas = parse_alphas(alpha if alpha is not None else "0:2:0.1" if choose else "0:1:0.05" if control else "1.0")
     if choose and len(alphas) == 1:
-        raise KfacpackError(f"--choose needs several α, got {alpha}; give a range such as --alpha 0:2:0.1")
+        raise KfacpackError(f"--choose needs several α, got {alpha}; pass a range such as --alpha 0:2:0.1")
     kept_share = _parse_share(keep or "95%")
     if kept_share is None:
         raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and up to 100%, such as 95%")
@@ -304,11 +304,11 @@ def _folders(names: list[str], control: str | None, data: list[str], columns: st
 
 def _check_names(names: list[str], control: str | None) -> None:
     if not names:
-        raise KfacpackError("no task to evaluate; give one with --task. Run `kfacpack tasks` for a list")
+        raise KfacpackError("no task to evaluate; pass one with --task. Run `kfacpack tasks` for a list")
     if repeated := first_duplicate(names):
         raise KfacpackError(f"task {printable(repeated)!r} is given twice")
     if control in names:
-        raise KfacpackError(f"--control {printable(str(control))}: is also an evaluated task; give another task")
+        raise KfacpackError(f"--control {printable(str(control))}: is also an evaluated task; pass another task")
 
 
 def _check_combination(
@@ -325,6 +325,6 @@ def _check_combination(
         problem = f"{flag} chooses α on validation and evaluates on test, got --split {printable(split)}"
         raise KfacpackError(f"{problem}. Leave out one of the options")
     if control is None and keep:
-        raise KfacpackError("--keep needs a control task; give it with --control TASK")
+        raise KfacpackError("--keep needs a control task; pass it with --control TASK")
     if control and individual:
         raise KfacpackError("--individual and --control cannot be combined: a negation has no normalised accuracy")

@@ -297,9 +297,9 @@ def demo(
         output.mkdir(parents=True, exist_ok=True)
         existing = path.read_text(encoding="utf-8") if path.exists() else None
     except (OSError, UnicodeDecodeError) as error:
-        raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Give another folder with -o") from error
+        raise KfacpackError(f"{output}: cannot be used for the demo: {error}. Pass another folder with -o") from error
     if existing is not None and existing != text:
-        remedy = f"Run it with `kfacpack run {path} -o {output}`, or give another folder with -o"
+        remedy = f"Run it with `kfacpack run {path} -o {output}`, or pass another folder with -o"
         raise KfacpackError(f"{path}: exists and is not the plan of the demo. {remedy}")
     write_atomically(path, text.encode())
     show = not (quiet or as_json)

@@ -251,7 +251,7 @@ def _print_adapter(result: LoraExport) -> None:
 
 
 LOST_SHOWN = 4
-"""Number of lost parameters that are named; --json has all."""
+"""Number of lost parameters that are printed; --json lists all."""
 FACTORS_PANEL = "Factors"
 ImportLayout = Literal["mammoth"]
 

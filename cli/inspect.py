@@ -230,7 +230,7 @@ def verify(
     Exit codes: 0 all checks passed, 1 a check failed, 2 a file is not a bundle.
     """
     if model is None and (weights or image_size):
-        raise KfacpackError("--weights and --image-size need a model; give it with --model")
+        raise KfacpackError("--weights and --image-size need a model; pass it with --model")
     bases = BaseModels(model, weights, image_size)
     verified: list[Verification] = []
     unreadable: list[UnreadableOutput] = []

@@ -373,7 +373,7 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
 
 
 def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
-    """Returns the tasks on whose examples the drift is measured: all of one bundle each, or those with --data."""
+    """Returns the tasks on whose examples the drift is measured: all with an unmerged bundle, or those with --data."""
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:
         raise KfacpackError("--measured: the drift is measured on the examples of one task, but every bundle is merged")
@@ -383,7 +383,7 @@ def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *,
 
 def _require_new_task(loaded: Mapping[str, object], task: str, file: File) -> None:
     if task in loaded:
-        raise KfacpackError(f"{file}: another file also belongs to task {printable(task)!r}; give one file per task")
+        raise KfacpackError(f"{file}: another file also belongs to task {printable(task)!r}; pass one file per task")
 
 
 def _evaluation_sets(
@@ -399,7 +399,7 @@ def _evaluation_sets(
     registered = {**TASKS, **PUBLISHED}
     if unknown := [name for name in names if name not in folders and base_task_name(name) not in registered]:
         name = printable(unknown[0])
-        raise KfacpackError(f"unknown task {name!r}; give the folder of its data: --data {name}=DIR")
+        raise KfacpackError(f"unknown task {name!r}; pass the folder of its data: --data {name}=DIR")
     tasks = [load_task_option(name, folders.get(name), None, model, quiet=quiet) for name in names]
     return [EvaluationSet.of(task, split, examples) for task in tasks]
 

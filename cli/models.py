@@ -44,7 +44,7 @@ class FamilyOutput(TypedDict):
     f: str
     """The output whose curvature is estimated."""
     head: str
-    """How classes become logits."""
+    """Method by which logits of classes are computed."""
 
 
 class DownloadedModelOutput(TypedDict):
@@ -100,7 +100,7 @@ def models(
         print_json(properties) if as_json else _print_properties(properties)
         return
     if weights or image_size:
-        raise KfacpackError("--weights and --image-size need a model; give its name as the argument")
+        raise KfacpackError("--weights and --image-size need a model; pass its name as the argument")
     lists: ModelListOutput = {
         "embedded": list(_embedded()),
         "families": list(_families()),

@@ -107,10 +107,10 @@ def tasks(
     from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
     if split is not None and sheet is None:
-        raise KfacpackError("--split selects the images that --sheet draws; give --sheet FILE.png as well")
+        raise KfacpackError("--split selects the images that --sheet draws; pass --sheet FILE.png as well")
     if name is None:
         if flag := next((flag for flag, value in (("--sheet", sheet), ("--data", data)) if value), None):
-            raise KfacpackError(f"{flag} needs a task; give its name as the argument")
+            raise KfacpackError(f"{flag} needs a task; pass its name as the argument")
         embedded = [load() for load in TASKS.values()]
         published = list(PUBLISHED.values())
         if as_json:

@@ -1,4 +1,4 @@
-"""Training loops in `examples`: the penalty lowers the drift on the other task, and its own task is learnt."""
+"""Training loops in `examples`: the penalty lowers the drift on the other task, and the trained task is learnt."""
 
 from __future__ import annotations
 

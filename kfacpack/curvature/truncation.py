@@ -144,7 +144,7 @@ class BlockMetric:
                     # The bias is a column of A, which is left out.
                     B_part = B.dense(torch.float64)[top : top + height, top : top + height]
                     A_part = A.dense(torch.float64)[left : left + width, left : left + width]
-                    yield self._oriented(B_part, A_part, weight, piece)
+                    yield self._orient(B_part, A_part, weight, piece)
                 continue
             (matrix,) = block.structure.sides[0]
             rows, columns = torch.arange(top, top + height), torch.arange(left, left + width)
@@ -154,13 +154,13 @@ class BlockMetric:
                 continue
             if plain.dim() == 1:
                 row, column = _leading_pair(plain[index].reshape(height, width))
-                yield self._oriented(row.diag(), column.diag(), 1.0, piece)
+                yield self._orient(row.diag(), column.diag(), 1.0, piece)
             else:
                 G = plain[index][:, index].reshape(height, width, height, width)
                 R, C = _leading_pair(G.permute(0, 2, 1, 3).reshape(height * height, width * width))
-                yield self._oriented(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
+                yield self._orient(R.reshape(height, height), C.reshape(width, width), 1.0, piece)
 
-    def _oriented(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
+    def _orient(self, B: Tensor, A: Tensor, weight: float, piece: Piece) -> KroneckerTerm:
         """Returns a term in the orientation of the parameter, for all of its rows."""
         R, C = (A, B) if piece.view == "transposed" else (B, A)
         if piece.rows is not None:

@@ -76,7 +76,7 @@ class SweepStage(MeasurementStage):
         return (self.vector,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the values of α and the examples, and what determines a head that the vector does not contain."""
+        """Returns the values of α, the examples and, if the vector contains no head, the settings of the head."""
         head = {} if self.vector.has_head else {"head": self.context.plan.model.head}
         splits = [self.split, *(["train"] if head else [])]
         return {

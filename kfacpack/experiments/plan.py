@@ -240,8 +240,8 @@ class MethodSection(PlanSection):
         except KfacpackError as error:
             raise ValueError(str(error)) from error
         if self.compress and not self.needs_bundles:
-            using = [name for name, method in METHODS.items() if method.needs_bundles]
-            raise ValueError(f"compress is for methods that use bundles: {', '.join(using)}; got method {self.name!r}")
+            names = [name for name, method in METHODS.items() if method.needs_bundles]
+            raise ValueError(f"compress is for methods that use bundles: {', '.join(names)}; got method {self.name!r}")
         return self
 
 
@@ -473,6 +473,6 @@ def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None
         return None
     for task in tasks:
         if task not in vectors:
-            return f"no checkpoint of task {task!r}; expected one of each task of the plan: {', '.join(tasks)}"
+            return f"no checkpoint of task {task!r}; expected one for each task of the plan: {', '.join(tasks)}"
     unknown = next((task for task in vectors if task not in tasks), None)
     return f"unknown task {unknown!r}; expected the plan's tasks: {', '.join(tasks)}" if unknown else None

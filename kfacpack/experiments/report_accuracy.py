@@ -27,7 +27,7 @@ from kfacpack.experiments.results_schema import (
 _MAX_NORMALISED = 3
 """Number of merge methods up to which the tables by task also have normalised accuracies."""
 _MOSTLY_RECOVERED = 0.75
-"""Share of the accuracy lost by adding above which vectors are said to be addable as they are."""
+"""Recovered fraction from which the report states that the vectors of an arm can be added."""
 
 
 def headline(results: Results) -> list[Cell]:
@@ -98,8 +98,8 @@ def summary(results: Results) -> Section:
         title="Summary",
         how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
         "of one model with all vectors. “Normalised” is the mean over tasks of the ratio of the two. “Recovered” is "
-        "the share of the accuracy lost by adding, in the arm without a penalty, that this arm does not lose. "
-        "“Removed” is the share of its margin over chance that a task loses when its vector is subtracted.",
+        "the fraction by which this arm reduces the accuracy loss from adding, compared with the arm without a "
+        "penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted.",
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )

@@ -165,7 +165,7 @@ def spectra(results: Results) -> Section | None:
     return Section(
         id="spectra",
         title="Spectra of the factors",
-        how_to_read="A steep line belongs to a factor that is dominated by few directions, which compresses well.",
+        how_to_read="A steep line means that few directions dominate the factor, so that it compresses well.",
         pictures=[picture],
         tables=[table],
     )

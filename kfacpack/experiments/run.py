@@ -212,7 +212,7 @@ def _files_key(path: Path, written: str) -> str:
         # The weights of an adapter are read with the configuration beside them.
         files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
     if not any(file.suffix == ".safetensors" for file in files):
-        raise KfacpackError(f"{written}: no safetensors file there; expected a checkpoint, a folder or a PEFT adapter")
+        raise KfacpackError(f"{written}: no safetensors file; expected a checkpoint, a folder or a PEFT adapter")
     return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()
 
 

@@ -99,7 +99,7 @@ def layers_of(model: Model) -> list[MammothLayer]:
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(TOWER)}
     embedding = shapes.get(f"{TOWER}positional_embedding")
     if embedding is None or len(embedding) != 2 or f"{TOWER}class_embedding" not in shapes:
-        problem = f"{model.name} has no vision tower of the kind that factors are published for"
+        problem = f"{model.name} has no vision tower for which factors are published"
         raise KfacpackError(f"{problem}, which is CLIP's ViT: ViT-B-32/openai, ViT-B-16/openai, ViT-L-14/openai")
     layers = [_layer(name, shape, shapes, embedding[0]) for name, shape in shapes.items()]
     return [layer for layer in layers if layer is not None]

@@ -2,7 +2,7 @@
 
 The dispatch mode runs below autograd, where a model is a sequence of operations on plain tensors, whatever modules,
 casts, fused layers or custom functions it consists of. Every operation is computed once, together with its tangent:
-its change along τ. Autograd records the operation and does not see the tangent.
+its change along τ. Autograd records the operation but not the tangent.
 
 Most tangents come from torch's forward mode. Matrix products and convolutions have a rule here because torch's
 derivative does redundant work; fused attention kernels have one because torch has no forward-mode derivative for them.

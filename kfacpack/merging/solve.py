@@ -151,10 +151,10 @@ def solve_block(
 
 def clipped(structure: BlockStructure) -> BlockStructure:
     """Returns a structure whose matrices have no negative eigenvalues; keeps matrices declared PSD, unless all are."""
-    every = all(matrix.psd for _, matrix in structure.matrices())
+    all_psd = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:
-        if matrix.psd and not every:
+        if matrix.psd and not all_psd:
             return matrix
         parts = []
         for blocks in matrix.operator(torch.float64).blocks(matrix.side):
@@ -351,25 +351,25 @@ class _System:
             _NotPositiveError: If a direction p with pᵀ M p ≤ 0 is found.
         """
         precondition = self._preconditioner()
-        goal = self.settings.tolerance * float(self.right.norm())
+        threshold = self.settings.tolerance * float(self.right.norm())
         solution, iterations = torch.zeros_like(self.right), 0
         residual = self.right.clone()
         for _ in range(_MAX_RESTARTS):
             start = float(residual.norm())
-            iterations = self._iterate(solution, residual, precondition, goal, iterations)
+            iterations = self._iterate(solution, residual, precondition, threshold, iterations)
             # In float32 the updated residual departs from the true one, from which the iteration then starts again.
             torch.sub(self.right, self.apply(solution), out=residual)
             error = float(residual.norm())
-            if error <= goal or iterations >= self.settings.iterations or error > 0.5 * start:
+            if error <= threshold or iterations >= self.settings.iterations or error > 0.5 * start:
                 break
         return solution, iterations
 
     def _iterate(
-        self, solution: Tensor, residual: Tensor, precondition: LinearMap, goal: float, iterations: int
+        self, solution: Tensor, residual: Tensor, precondition: LinearMap, threshold: float, iterations: int
     ) -> int:
         """Updates solution and residual in place until the residual is small; returns the number of iterations."""
         direction, product = torch.zeros_like(residual), 0.0
-        while float(residual.norm()) > goal and iterations < self.settings.iterations:
+        while float(residual.norm()) > threshold and iterations < self.settings.iterations:
             step = precondition(residual)
             before, product = product, _dot(residual, step)
             direction.mul_(product / before if before else 0.0).add_(step)

@@ -184,7 +184,7 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for another f than the model's: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for a different f from the model's: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
@@ -240,7 +240,7 @@ class Regularizer:
 
         Raises:
             TaskVectorError: If τ does not fit the bundles, or its tensors cannot hold a `.grad`.
-            KfacpackError: If `grads` is not a mutable mapping, or a gradient has another shape than its parameter.
+            KfacpackError: If `grads` is not a mutable mapping, or a gradient does not have the shape of its parameter.
         """
         covered = self._covered(tau)
         if grads is None:
@@ -407,14 +407,14 @@ class FactorPlacement:
         self, block: CurvatureBlock, stream: torch.cuda.Stream | None
     ) -> tuple[Operators, torch.cuda.Event | None]:
         """Returns a block's operators on the device and, for a copy on a stream, the event that completes it."""
-        operators = self._in_storage(block)
+        operators = self._stored_operators(block)
         if self._storage_device == self.device:
             return operators, None
         with torch.cuda.stream(stream):
             copies = {key: operator.to(self.device) for key, operator in operators.items()}
         return copies, None if stream is None else stream.record_event()
 
-    def _in_storage(self, block: CurvatureBlock) -> Operators:
+    def _stored_operators(self, block: CurvatureBlock) -> Operators:
         for _, matrix in block.structure.matrices():
             if id(matrix) not in self._operators:
                 operator = matrix.operator(self.dtype, self._storage_device)

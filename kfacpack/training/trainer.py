@@ -182,7 +182,7 @@ class Trainer:
     data_penalty: DataPenalty | None = None
     """Data penalty; cannot be combined with `regularizer`."""
     autocast: torch.dtype | None = None
-    """Compute dtype of the model, if it is not its own; τ stays float32."""
+    """Compute dtype of the model. Defaults to that of its weights; τ is always float32."""
     base: Base | None = None
     """Identity by `identify_base`, if it was computed already; it is not computed again."""
 

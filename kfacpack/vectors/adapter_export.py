@@ -40,7 +40,7 @@ ApproximationMethod = Literal["factors", "svd", "metric"]
 
 
 class LinearVectorWarning(UserWarning):
-    """Warns that a vector of the linearised model is exported as weights that are added."""
+    """Issued when a vector of the linearised model is exported: the adapter changes the weights of the model itself."""
 
 
 @dataclass(frozen=True)
@@ -204,10 +204,10 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
         raise KfacpackError(f"{name}: covers no parameter of the vector; expected a bundle of {about.base.name}")
     for parameter in common:
         if own[parameter.name] != parameter:
-            problem = f"belongs to another base model than the vector: the parameter {parameter.name!r} differs"
+            problem = f"belongs to a different base model from the vector: the parameter {parameter.name!r} differs"
             raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated with {about.base.name}")
     if change := function_difference(about.function, curvature.about.function):
-        raise KfacpackError(f"{name}: was estimated for a different function f than the vector: {change}")
+        raise KfacpackError(f"{name}: was estimated for a different function f from the vector: {change}")
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:

@@ -272,7 +272,7 @@ def refine(
     Raises:
         KfacpackError: If a setting is invalid, if bundles are missing, superfluous or incompatible, or if the bundles
             of the other tasks contain a task of the vector.
-        TaskVectorError: If a bundle has another base model or f than the vector.
+        TaskVectorError: If the base model or f of a bundle differs from that of the vector.
 
     Example:
         >>> refined = kp.refine("cars.safetensors", "cars.kfac", ["dtd.kfac", "svhn.kfac"])
@@ -282,7 +282,7 @@ def refine(
     if not isinstance(vector, TaskVector | str | os.PathLike):
         raise KfacpackError(f"expected a task vector or a path, got {type(vector).__name__}")
     tau = vector if isinstance(vector, TaskVector) else TaskVector.load(vector)
-    bundles = _matched(tau, _as_list(own), _as_list(reg), method)
+    bundles = _match_bundles(tau, _as_list(own), _as_list(reg), method)
     inputs = [MethodInput(alpha, tau, tau.digest) for alpha in (1.0, 0.0)]
     solved = method.solve(inputs, bundles, on_progress)
     digests = tuple(bundle.input.curvature.digest for bundle in bundles)
@@ -300,7 +300,9 @@ def _as_list(bundles: Mergeable | Iterable[Mergeable]) -> list[Mergeable]:
     return list(bundles)
 
 
-def _matched(tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod) -> list[MatchedBundle]:
+def _match_bundles(
+    tau: TaskVector, own: list[Mergeable], reg: list[Mergeable], method: RefineMethod
+) -> list[MatchedBundle]:
     """Checks the bundles and returns those of the vector for index 0, and those of the other tasks for index 1."""
     require_tasks(tau, "the vector")
     for name, bundles in (("own", own), ("reg", reg)):
@@ -325,7 +327,7 @@ def _check_other(tau: TaskVector, item: MergeInput) -> None:
         for task in tau.tasks:
             if parent.task is not None and share_classes(parent.task, task):
                 raise KfacpackError(
-                    f"{item.name}: contains {parent.task!r}, but the vector is of {task!r}, which would be taken out "
-                    f"of itself. Pass bundles of other tasks; to leave a task out of a merged bundle: kfacpack merge "
+                    f"{item.name}: contains {parent.task!r}, but the vector is of {task!r}, whose effect must be "
+                    f"kept. Pass bundles of other tasks; to leave a task out of a merged bundle: kfacpack merge "
                     f"--without {parent.task}"
                 )

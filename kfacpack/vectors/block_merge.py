@@ -77,7 +77,7 @@ class FactoredBlock:
                     pair = vector.factors(piece.parameter)
                     if pair is None:
                         return None
-                    pieces.append(_placed(pair, piece, join, shapes))
+                    pieces.append(_place_factors(pair, piece, join, shapes))
             joined.append(concatenated(pieces))
         U, V = concatenated(joined)
         if U.shape[1] * (join.rows + join.columns) >= join.rows * join.columns:
@@ -106,8 +106,8 @@ class FactoredBlock:
         for weight, structure, target in terms:
             products = []
             for own, B, A in zip(structure.weights, *structure.sides, strict=True):
-                small_B, trace_B = _projected(B, self.left)
-                small_A, trace_A = _projected(A, self.right.T)
+                small_B, trace_B = _project(B, self.left)
+                small_A, trace_A = _project(A, self.right.T)
                 products.append((small_B, small_A, own))
                 mean += weight * own * trace_B * trace_A / (self.join.rows * self.join.columns)
             reduced.append(SolveTerm(weight, Kronecker(tuple(products)), target))
@@ -124,7 +124,7 @@ class FactoredBlock:
         )
         for piece in self.join.pieces:
             if piece.parameter in self.present:
-                yield piece.parameter, _extracted((left, right), piece, self.shapes)
+                yield piece.parameter, _extract_factors((left, right), piece, self.shapes)
 
 
 def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     return torch.cat([U for U, _ in pairs], 1), torch.cat([V for _, V in pairs])
 
 
-def _placed(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:
+def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:
     """Returns the factors of a (rows, columns) matrix that has a parameter at its place and is zero elsewhere."""
     U, V = pair
     if piece.rows is not None:
@@ -154,8 +154,8 @@ def _placed(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) ->
     return placed_U, placed_V
 
 
-def _extracted(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a parameter, the inverse of `_placed`; rows outside of the piece are zero."""
+def _extract_factors(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
+    """Returns the factors of a parameter, the inverse of `_place_factors`; rows outside of the piece are zero."""
     shape = shapes[piece.parameter]
     height, width = piece.matrix_shape(shape)
     top, left = piece.at
@@ -173,7 +173,7 @@ def _extracted(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
     return U, V
 
 
-def _projected(matrix: Matrix, basis: Tensor) -> tuple[Matrix, float]:
+def _project(matrix: Matrix, basis: Tensor) -> tuple[Matrix, float]:
     """Returns Qᵀ M Q for an orthonormal basis Q (n, k), and the trace of M."""
     dtype = torch.float32 if matrix.side > WIDE_SIDE else torch.float64
     operator = matrix.operator(dtype, torch.device("cpu"))

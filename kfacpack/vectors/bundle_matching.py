@@ -87,7 +87,7 @@ def match_bundles(
     Raises:
         KfacpackError: If a vector lacks a bundle, a bundle belongs to no vector or to several, or a bundle does not
             record its task or the size of its dataset.
-        TaskVectorError: If a bundle has another base model or f than the vectors.
+        TaskVectorError: If the base model or f of a bundle differs from that of the vectors.
     """
     for item in inputs:
         check_same_model(vectors[0], item)
@@ -141,7 +141,7 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
         raise TaskVectorError(f"{item.name}: covers no parameter of the vectors, such as {first!r}; {models}")
     for parameter in common:
         if parameters[parameter.name] != parameter:
-            problem = f"has another base model than the vectors: the parameter {parameter.name!r} differs"
+            problem = f"has a different base model from the vectors: the parameter {parameter.name!r} differs"
             remedy = "Estimate the bundle with the weights that the vectors were trained from"
             raise TaskVectorError(f"{item.name}: {problem} ({models}). {remedy}")
 

@@ -204,7 +204,7 @@ class WeightsFolder(ABC):
                 raise BundleError(self.name, problem, f"{index}: weight_map", CONVERT)
             location = self.find(file)
             if location is None:
-                problem = f"the shard {file} is missing, which {index} lists"
+                problem = f"the shard {file}, listed in {index}, is missing"
                 raise BundleError(self.name, problem, None, "Download the checkpoint again")
             locations.append(location)
         tensors = FileTensors(self.name, locations)
@@ -265,12 +265,12 @@ class HubWeightsFolder(WeightsFolder):
         return reference
 
     def other_weights(self) -> list[str]:
-        """Returns the usual names of pickles that the repository has."""
+        """Returns the names of pickles in the repository, among the usual ones."""
         return [file for file in ("pytorch_model.bin", "adapter_model.bin") if self.find(file)]
 
 
 def open_folder(source: str | os.PathLike[str]) -> WeightsFolder | None:
-    """Returns the folder that a source names, or None if it names a file of weights.
+    """Opens the folder of a source; returns None if the source is a weights file.
 
     Args:
         source: A path or an `hf://` address.

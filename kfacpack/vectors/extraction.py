@@ -109,7 +109,7 @@ def extract_storage(
     """Computes the task vector of a fine-tuned model; see `TaskVector.from_checkpoint`."""
     tasks = _tasks(task)
     source = _open(finetuned)
-    weights = BaseWeights(load_model(base) if isinstance(base, str) else _checked(base))
+    weights = BaseWeights(load_model(base) if isinstance(base, str) else _require_model(base))
     if isinstance(source, Adapter):
         changes = _adapter_changes(source, weights, on_note, on_progress)
     else:
@@ -138,7 +138,7 @@ def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
         raise KfacpackError(f"task {printable(str(task))!r}: {first_problem(error)[1]}") from error
 
 
-def _checked(base: Any) -> Model:
+def _require_model(base: Any) -> Model:
     if not isinstance(base, Model):
         raise KfacpackError(f"expected a model from kp.load_model or the name of a model, got {type(base).__name__}")
     return base
@@ -241,7 +241,7 @@ _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 
 
 def _may_be_missing(name: str, match: NameMatch, weights: BaseWeights) -> bool:
-    """Returns whether a parameter may be absent: outside a tower that is published alone, or a whole frozen part."""
+    """Returns whether a parameter may be missing: outside of a published vision tower, or in a missing frozen part."""
     for tower in TOWERS:
         if all(present.startswith(tower) for present in match.tensors):
             return not name.startswith(tower)
@@ -366,5 +366,5 @@ def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], o
         on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to keep them")
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
-        problem = f"the difference has {ratio:.0%} of the norm of the base model's weights"
+        problem = f"the norm of the difference is {ratio:.0%} of that of the base model's weights"
         on_note(f"{problem}; check that the checkpoint was fine-tuned from {weights.name}")

@@ -158,12 +158,12 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
         index = index[~torch.isin(index, kept)]
     if not len(index):
         return change, None
-    wanted = target.flatten()[index].double()
-    value = (wanted - base.flatten()[index].double()) - change.flatten()[index].double()
+    exact = target.flatten()[index].double()
+    value = (exact - base.flatten()[index].double()) - change.flatten()[index].double()
     partial = base.flatten()[index].double() + change.flatten()[index].double()
     # The first expression rounds in float64 where the exponents are far apart; this one is then exact.
-    value = torch.where(partial + value == wanted, value, wanted - partial)
-    value[(wanted == 0) & wanted.signbit()] += _NEGATIVE_ZERO
+    value = torch.where(partial + value == exact, value, exact - partial)
+    value[(exact == 0) & exact.signbit()] += _NEGATIVE_ZERO
     remainder = index, value
     if not torch.equal(_bits(add_change(base, change, remainder)), _bits(target)):
         raise TaskVectorError("the difference of the weights cannot be represented: it overflows or is not finite")

@@ -417,7 +417,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
     shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
     if missing := [name for name in shapes if name not in specs]:
         problem = f"has no tensor {missing[0]!r}; {len(missing)} of the {len(shapes)} covered parameters are missing"
-        raise BundleError(path, problem, None, "Expected a task vector under the model's own parameter names")
+        raise BundleError(path, problem, None, "Expected a task vector with the model's parameter names")
     for name, shape in shapes.items():
         dtype = TORCH_TYPES.get(specs[name].dtype)
         if specs[name].shape != shape or dtype is None or not dtype.is_floating_point:

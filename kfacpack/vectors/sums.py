@@ -130,8 +130,8 @@ def _check_unshared(one: AboutVector, other: AboutVector, names: str, parameter:
     for key in ("family", "name", "revision"):
         values = getattr(one.base, key), getattr(other.base, key)
         if values[0] != values[1]:
-            names_differ = f"the {key} of the base model is {values[0]} and {values[1]}"
-            raise TaskVectorError(f"{difference}, and {names_differ}, so it may be another model")
+            mismatch = f"the {key} of the base model is {values[0]} and {values[1]}"
+            raise TaskVectorError(f"{difference}, and {mismatch}, so it may be another model")
 
 
 def joint_base(bases: Iterable[Base]) -> Base:
@@ -144,14 +144,14 @@ def joint_base(bases: Iterable[Base]) -> Base:
     parameters = {parameter.name: parameter for parameter in first.parameters}
     for base in others:
         if any(parameter.name not in parameters for parameter in base.parameters):
-            parameters = _inserted(parameters, base.parameters)
+            parameters = _insert_missing(parameters, base.parameters)
     if len(parameters) == len(first.parameters):
         return first
     listed = tuple(parameters.values())
     return first.model_copy(update={"parameters": listed, "sha256": base_digest(listed)})
 
 
-def _inserted(parameters: Mapping[str, Parameter], others: Iterable[Parameter]) -> dict[str, Parameter]:
+def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parameter]) -> dict[str, Parameter]:
     """Inserts the parameters that are missing, each after the one that precedes it in the other list."""
     order = list(parameters.values())
     position = 0

@@ -351,7 +351,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         about, base = self._terms[0][1].about, self._changes.base
         if function and (change := function_difference(about.function, function)):
             problem = f"this vector was trained for a different function f than the model's: {change}"
-            raise TaskVectorError(f"{problem}. Load the model as it was for training, at the same image size")
+            raise TaskVectorError(f"{problem}. Load the model as in training, with the same image size")
         for parameter in base.parameters:
             if change := difference(parameter, weights):
                 problem = f"parameter {parameter.name!r} {change}"

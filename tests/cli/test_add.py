@@ -175,7 +175,7 @@ WRONG = {
     ),
     "one of them": (["one", "two"], ["--method", "tsv", "--alpha", 1, "--alpha=-1e39"], "would be -1e+39"),
     "no number": (["one"], ["--alpha", "much"], "as a number"),
-    "weights of nothing": (["one"], ["--weights", "random"], "give --save-model"),
+    "weights of nothing": (["one"], ["--weights", "random"], "pass --save-model"),
     "other weights": (
         ["one"],
         ["--save-model", "MODEL.safetensors", "--weights", "random"],

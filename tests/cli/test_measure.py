@@ -186,7 +186,7 @@ def test_spectra_and_its_table(artifacts):
             ["localisation", "both.safetensors"],
             "both.safetensors: expected a vector of one task, got 2: morning, evening",
         ),
-        (["localisation", "morning.safetensors", "morning.safetensors"], "task 'morning'; give one file per task"),
+        (["localisation", "morning.safetensors", "morning.safetensors"], "task 'morning'; pass one file per task"),
         (["localisation", "morning.kfac"], "morning.kfac"),
         (["drift", "morning.safetensors", "--bundle", "both.kfac"], "both.kfac: expected a bundle of one task"),
         (["localisation", "morning.safetensors"], "--data morning=DIR"),

@@ -93,7 +93,7 @@ def test_a_sheet_is_a_png(tmp_path, pictures):
         (["nothing"], "unknown task 'nothing'. Run `kfacpack tasks` for a list"),
         (["--sheet", "out.png"], "--sheet needs a task"),
         (["--data", "."], "--data needs a task"),
-        (["faces", "--split", "test"], "--split selects the images that --sheet draws; give --sheet FILE.png"),
+        (["faces", "--split", "test"], "--split selects the images that --sheet draws; pass --sheet FILE.png"),
         (
             ["faces", "--sheet", "out.png", "--split", "dev"],
             "unknown split 'dev'; expected one of train, validation, test",

@@ -1,4 +1,4 @@
-"""Task vectors and bundles of the small model of kit.py, and what merge methods with bundles compute, densely."""
+"""Task vectors and bundles of the small model of kit.py, and dense references for merge methods with bundles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of task vectors: PEFT loads them, and no weight has a larger error in the bundle than plain SVD."""
+"""LoRA adapters of task vectors: PEFT loads them, and no error in the bundle exceeds that of a truncated SVD."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def with_peft(module, folder):
     make_torchvision_importable()
     peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
-        # A module with both Linear and Conv1D: PEFT corrects the setting of each layer and says so.
+        # A module with both Linear and Conv1D: PEFT corrects the setting of each layer, with a warning.
         warnings.filterwarnings("ignore", "fan_in_fan_out")
         return peft.PeftModel.from_pretrained(copy.deepcopy(module), folder).eval()
 

@@ -304,8 +304,8 @@ def test_invalid_settings(wrong, facts):
         kp.add([vector(0)], "curvature", bundles=[bundle(0)], **wrong)
 
 
-def test_refine_refuses_the_own_task_among_the_others():
-    with refused(kp.KfacpackError, "'task 0'", "out of itself", "--without"):
+def test_refine_refuses_its_own_task_among_the_others():
+    with refused(kp.KfacpackError, "'task 0'", "other tasks", "--without"):
         kp.refine(vector(0), bundle(0), [kp.merge([bundle(1), of_task("task 0", 10, seed=60)])])
     with refused(kp.KfacpackError, "reg", "got none"):
         kp.refine(vector(0), bundle(0), [])

@@ -126,7 +126,7 @@ def _image_size(config: Any, name: str) -> int:
 
 
 class ImagePreprocessing(NamedTuple):
-    """The content of preprocessor_config.json: how an image becomes pixels."""
+    """The image preprocessing that preprocessor_config.json defines."""
 
     resize: int | tuple[int, int]
     """Length of the shorter edge after resizing, or height and width."""
@@ -259,7 +259,7 @@ def _is_absent(repository: str, file: str) -> bool:
 
 
 def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[Any, frozenset[str]]:
-    """Loads the module for images of a size, and returns the names of the parameters that the weights lack."""
+    """Loads the module for an image size; also returns the names of the parameters that the weights lack."""
     from transformers import CLIPModel, CLIPVisionModelWithProjection
 
     vision = _vision_config(config)
@@ -277,7 +277,7 @@ def _load_module(config: Any, request: ModelRequest, image_size: int) -> tuple[A
     if missing and missing != tower:
         problem = f"has a part of the text tower, but {min(missing)!r} is missing"
         raise KfacpackError(f"{request.weights or request.name}: {problem}")
-    return (module if vision.image_size == image_size else _resized(module, image_size)), missing
+    return (module if vision.image_size == image_size else _resize(module, image_size)), missing
 
 
 def _size_in_file(path: Path, vision: Any) -> int:
@@ -287,8 +287,8 @@ def _size_in_file(path: Path, vision: Any) -> int:
     return isqrt(spec.shape[0] - 1) * int(vision.patch_size) if spec else int(vision.image_size)
 
 
-def _resized(module: Any, image_size: int) -> Any:
-    """Returns the module for another image size; position embeddings are resampled as by open_clip."""
+def _resize(module: Any, image_size: int) -> Any:
+    """Returns the module for another image size; position embeddings are resampled as in open_clip."""
     config = copy.deepcopy(module.config)
     _vision_config(config).image_size = image_size
     state = module.state_dict()

@@ -51,7 +51,7 @@ class EncoderFamily:
             return normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
 
         def prepare(examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-            """Tokenizes a sentence (one column) or a pair of sentences (two columns), as BERT reads them."""
+            """Tokenizes a sentence (one column) or a pair of sentences (two columns), in the input format of BERT."""
             columns = text_columns(examples, f"hf:{name}", task)
             if len(columns) > 2:
                 problem = f"expects one text or a pair, but examples of {task!r} have {', '.join(columns)}"

@@ -121,8 +121,8 @@ class RegMeanMethod(BlockMethod):
             return None
         terms = []
         for weight, B, A in zip(structure.weights, *structure.sides, strict=True):
-            ones = Diagonal.of(torch.ones(B.side, dtype=torch.float64))
-            terms.append((ones, _shrunk(A, self.shrink) if self.shrink else A, weight))
+            identity = Diagonal.of(torch.ones(B.side, dtype=torch.float64))
+            terms.append((identity, _shrink_off_diagonal(A, self.shrink) if self.shrink else A, weight))
         return Kronecker(tuple(terms))
 
 
@@ -205,7 +205,7 @@ class RefineMethod(MergeMethod):
         """Refines all parameters, one block at a time.
 
         Args:
-            inputs: The vector, and the vector with α = 0, which the other tasks' curvature pulls to.
+            inputs: The vector, and the same vector with α = 0, the target for the other tasks.
             bundles: The bundles of the vector, for index 0, and those of the other tasks, for index 1.
             on_progress: Called with the number of blocks done and their total.
         """
@@ -223,7 +223,7 @@ def parameter_shapes(vector: MethodInput) -> dict[str, tuple[int, ...]]:
     return {parameter.name: parameter.shape for parameter in vector.tensors.about.base.parameters}
 
 
-def _shrunk(matrix: Matrix, share: float) -> Matrix:
+def _shrink_off_diagonal(matrix: Matrix, share: float) -> Matrix:
     """Returns a matrix whose off-diagonal entries are multiplied by 1 − share."""
     import torch
 
