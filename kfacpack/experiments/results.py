@@ -178,8 +178,8 @@ def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
         arms: The `arms` of `results.json`.
 
     Returns:
-        One entry for each arm and merge method. `recovered` is the share of the accuracy lost by adding in the baseline
-        arm that an arm does not lose; None without a baseline, or if the baseline loses nothing.
+        One entry for each arm and merge method. `recovered` is the fraction by which an arm reduces the accuracy loss
+        from adding, compared with the baseline arm; None without a baseline, or if the baseline has no loss.
     """
     lines = [_line(arm, method) for arm in arms for method in arm["seeds"][0]["added"]]
     baseline = next((line for line in lines if line["arm"] == BASELINE), None)

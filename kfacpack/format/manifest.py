@@ -317,7 +317,7 @@ class About(Entry):
     base: Base
     function: Function
     output_scale: OutputScale | None = None
-    """Scale of f on the examples, to which a penalty relates the drift of f. New in 1.1."""
+    """Scale of f on the examples, by which penalties divide the drift of f. New in 1.1."""
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
     source: Source | None = None

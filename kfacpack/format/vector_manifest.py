@@ -167,7 +167,7 @@ class MethodEntry(Entry):
         return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
 
     def multiplied(self, factor: float) -> MethodEntry:
-        """Returns the entry of the result times a factor, by the square of which the objective changes.
+        """Returns the entry of the result times a factor; the objective is multiplied by the square of the factor.
 
         Args:
             factor: The factor.

@@ -188,7 +188,7 @@ def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
         (["-o", "/no/such/folder/t.safetensors"], "/no/such/folder"),
         (
             ["--model", "timm:vit_tiny_patch16_224", "--weights", "random", "--reg", "BUNDLE"],
-            "was estimated for another f",
+            "was estimated for a different f",
         ),
     ],
     ids=lambda value: " ".join(value[:2]) if isinstance(value, list) else None,

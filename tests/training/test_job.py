@@ -417,7 +417,7 @@ def test_invalid_training_runs_are_refused(other, tmp_path):
         job().run(tmp_path / "nowhere" / "t.safetensors")
     wide = toy_model()
     function = wide.function.model_copy(update={"normalized": True})
-    with refused(kp.KfacpackError, "input 1", "another f", "embedding of width 6; normalised embedding of width 6"):
+    with refused(kp.KfacpackError, "input 1", "different f", "embedding of width 6; normalised embedding of width 6"):
         job(model=replace(wide, function=function), regularizer=kp.Regularizer(other))
 
 

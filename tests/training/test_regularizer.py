@@ -292,7 +292,7 @@ def test_another_model_or_another_f_is_refused():
     state["norm.bias"] = state["norm.bias"] + 1
     with refused(kp.KfacpackError, "input 1: was estimated for small", "'norm.bias' has sha256"):
         regularizer.check(state)
-    with refused(kp.KfacpackError, "another f", "normalised embedding of width 4; logits of width 9"):
+    with refused(kp.KfacpackError, "different f", "normalised embedding of width 4; logits of width 9"):
         regularizer.check(state, kp.Function(output="logits", normalized=False, width=9))
     with refused(
         kp.KfacpackError, "input 1 and input 2", "normalised embedding of width 4; normalised embedding of width 2"
@@ -314,7 +314,7 @@ def test_a_kfacpack_model_is_checked_with_its_own_f():
     model = replace(kp.load_model("tiny"), module=Holder(), function=curvature.about.function)
     regularizer = kp.Regularizer(curvature)
     regularizer.check(model)
-    with refused(kp.KfacpackError, "another f", "normalised embedding of width 4; logits of width 9"):
+    with refused(kp.KfacpackError, "different f", "normalised embedding of width 4; logits of width 9"):
         regularizer.check(replace(model, function=kp.Function(output="logits", normalized=False, width=9)))
     state["norm.bias"] = state["norm.bias"] + 1
     with refused(kp.KfacpackError, "'norm.bias' has sha256"):

@@ -399,7 +399,7 @@ def test_bad_input_is_refused_and_nothing_is_written(tmp_path):
     with refused(kp.KfacpackError, "covers no parameter", "small"):
         kp.export_lora(vector, tmp_path / "lora", rank=1, bundle=small_curvature(), model=module)
     other = small_curvature(seed=1)
-    with refused(kp.KfacpackError, "another base model", "one.weight"):
+    with refused(kp.KfacpackError, "different base model", "one.weight"):
         kp.export_lora(of_curvature(small_curvature()), tmp_path / "lora", rank=1, bundle=other, model=Small())
     function = kp.Function(output="embedding", normalized=False, width=4)
     changed = kp.Curvature(other.blocks, other.about.model_copy(update={"function": function}))
