@@ -272,7 +272,7 @@ def test_a_vector_of_another_image_size_is_refused(vectors):
         (["--individual", "morning=0"], "invalid accuracy 0; expected a number above 0"),
         (["--individual", "morning=1", "--individual", "morning=1"], "'morning' is given twice"),
         (["--individual", "nowhere.json"], "nowhere.json: no such file; expected the file of a vector, TASK=0.93"),
-        (["--individual", "SUM"], "expected a vector of one task, got 2: morning, evening"),
+        (["--individual", "SUM"], "expected a vector of one task, got 2 (morning, evening)"),
         (["--individual", "SHORT"], "'morning' was evaluated on 3 examples, expected 12"),
         (["--individual", "SWEEP"], "expected the output of eval --json for one α"),
         (["--individual", "LIST"], "expected the output of eval --json for one α"),

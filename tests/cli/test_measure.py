@@ -184,7 +184,7 @@ def test_spectra_and_its_table(artifacts):
         (["weight", "morning.safetensors"], "weight"),
         (
             ["localisation", "both.safetensors"],
-            "both.safetensors: expected a vector of one task, got 2: morning, evening",
+            "both.safetensors: expected a vector of one task, got 2 (morning, evening)",
         ),
         (["localisation", "morning.safetensors", "morning.safetensors"], "task 'morning'; pass one file per task"),
         (["localisation", "morning.kfac"], "morning.kfac"),

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from toys import Attentive, ToyTask, on_device, toy_model
 
 import kfacpack as kp
-from kfacpack.evaluation import bundle_quality, disentanglement, localisation
+from kfacpack.evaluation import bundle_quality, disentanglement
 from kfacpack.evaluation.accuracy import EvaluationSet
 from kfacpack.evaluation.edited_model import output_changes
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry
@@ -91,6 +91,6 @@ def emulate_device(monkeypatch):
     def changes(*args):
         return (on_device(*pair) for pair in output_changes(*args))
 
-    for module in (bundle_quality, disentanglement, localisation):
+    for module in (bundle_quality, disentanglement):
         monkeypatch.setattr(module, "output_changes", changes)
     monkeypatch.setattr(Linearized, "outputs", lambda self, *args: on_device(*plain(self, *args)))

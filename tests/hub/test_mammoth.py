@@ -156,7 +156,7 @@ CHANGES = {
         lambda sums: {name: matrix for name, matrix in sums.items() if name != LAYER},
         (LAYER, "no factors", "_ggT.pt"),
     ),
-    "unknown layer": ("ffT", lambda sums: {**sums, "more": torch.eye(2)}, ("'more'", "another model")),
+    "unknown layer": ("ffT", lambda sums: {**sums, "more": torch.eye(2)}, ("'more'", "ViT-tiny-test")),
     "shape": ("aaT", with_layer(lambda m: torch.eye(32)), (LAYER, "[32, 32]", "[33, 33]")),
     "whole numbers": ("ggT", with_layer(lambda m: m.long()), (LAYER, "I64")),
     "not finite": ("ggT", with_layer(lambda m: m * torch.nan), (LAYER, "NaN")),

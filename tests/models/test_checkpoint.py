@@ -105,7 +105,7 @@ def test_failed_saves_leave_no_files(tiny_clip, t5_folder, tmp_path, monkeypatch
     with refused(KfacpackError, tmp_path / "model.bin", ".safetensors"):
         image.checkpoint.save(tmp_path / "model.bin")
     (tmp_path / "file").write_text("mine")
-    with refused(KfacpackError, tmp_path / "file", "checkpoint is a folder"):
+    with refused(KfacpackError, tmp_path / "file", "new folder"):
         text.checkpoint.save(tmp_path / "file")
     with refused(KfacpackError, tmp_path / "nowhere" / "model", "could not be written", "No such file"):
         text.checkpoint.save(tmp_path / "nowhere" / "model")
