@@ -230,9 +230,9 @@ evaluation:
   alphas: 0:2:0.1     # scale of the sum of the vectors; 1 adds them as they are, without tuning
   examples: 200       # test examples per task
   negation: {{control: {control}, keep: 0.95}}
-  disentanglement: {{examples: 100}}
+  disentanglement: {{examples: 50}}
   localisation: {{examples: 100}}
-  drift: {{examples: 100, layer_examples: 4}}
+  drift: {{examples: 50, layer_examples: 2}}
   spectra: true
 """
 
