@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from hashlib import sha256
 from pathlib import Path
 
 import torch
+from merge import hashing
 from promises import all_hold
 from tower import tower
 
@@ -77,17 +77,6 @@ def write_inputs(folder: Path, layers: int, tasks: int) -> tuple[list[Path], lis
         vectors.append(folder / f"task{task}.safetensors")
         kp.TaskVector(tensors, about).save(vectors[-1])
     return vectors, bundles
-
-
-def hashing(paths: list[Path]) -> float:
-    """One thread, one pass over the files, a megabyte at a time."""
-    start = time.perf_counter()
-    for path in paths:
-        content = sha256()
-        with path.open("rb") as file:
-            while chunk := file.read(2**20):
-                content.update(chunk)
-    return time.perf_counter() - start
 
 
 def merge(vectors: list[Path], bundles: list[Path], output: Path) -> tuple[float, int, dict]:
