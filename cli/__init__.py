@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable
 
 
 def run() -> None:
-    """Entry point of the shell command. Imports nothing else before it handles Ctrl-C."""
+    """Entry point of the shell command. Imports nothing else before it handles Ctrl-C and SIGTERM."""
     try:
+        # The default action of SIGTERM ends the process without removing temporary files, and with another exit code.
+        if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
         _load_app()()
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -203,6 +203,24 @@ def test_an_interruption_exits_with_130(bundle, monkeypatch):
     assert run("inspect", bundle).exit_code == 130
 
 
+def test_sigterm_exits_with_130_and_removes_temporary_files(bundle, tmp_path):
+    program = (
+        "import os, signal, tempfile, kfacpack_cli.inspect as module\n"
+        "def terminated(*arguments):\n"
+        "    with tempfile.TemporaryDirectory(dir=os.environ['FOLDER']):\n"
+        "        os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "module.Bundle = terminated\n"
+        "from kfacpack_cli import run; run()"
+    )
+    (tmp_path / "temporary").mkdir()
+    environment = os.environ | {"FOLDER": str(tmp_path / "temporary")}
+    words = [sys.executable, "-c", program, "inspect", str(bundle)]
+    result = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60)
+    assert result.returncode == 130, result.stderr
+    assert "Traceback" not in result.stderr
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
 def test_version():
     assert run("--version").stdout == f"kfacpack {kp.__version__}\n"
 
