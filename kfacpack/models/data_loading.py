@@ -31,6 +31,8 @@ BatchIndices: TypeAlias = tuple[int, Sequence[int]]
 
 MAX_WORKERS = 4
 """Maximum number of worker processes when the number is chosen automatically."""
+WORKERS_LIMIT = 256
+"""Maximum number of worker processes that can be requested. All of them are started, even if there are few batches."""
 _requested_workers: int | None = 0
 
 
@@ -38,15 +40,15 @@ def use_workers(count: int | None) -> None:
     """Sets the number of worker processes that prepare batches.
 
     Args:
-        count: Number of processes; 0 prepares batches in this process. None chooses automatically: at most
-            `MAX_WORKERS` if images have to be decoded from files, otherwise 0.
+        count: Number of processes, at most `WORKERS_LIMIT`; 0 prepares batches in this process. None chooses
+            automatically: at most `MAX_WORKERS` if images have to be decoded from files, otherwise 0.
 
     Raises:
-        KfacpackError: If `count` is negative.
+        KfacpackError: If `count` is negative or larger than `WORKERS_LIMIT`.
     """
     global _requested_workers
-    if count is not None and count < 0:
-        raise KfacpackError(f"workers {count}: expected a non-negative number")
+    if count is not None and not 0 <= count <= WORKERS_LIMIT:
+        raise KfacpackError(f"workers {count}: expected a number from 0 to {WORKERS_LIMIT}")
     _requested_workers = count
 
 

@@ -149,6 +149,8 @@ def test_workers_are_used_automatically_only_for_image_files(folder, monkeypatch
     assert module._num_workers([([{"text": "words"}], "texts")]) == 0
     with refused(KfacpackError, "workers -1"):
         use_workers(-1)
+    with refused(KfacpackError, "workers 257", "256"):
+        use_workers(257)
 
 
 def test_ctrl_c_stops_after_the_step_and_leaves_no_process(folder, tmp_path):
