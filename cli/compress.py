@@ -120,7 +120,7 @@ def compress(
         raise KfacpackError("no output file; pass -o SMALL.kfac, or --dry-run to show only the size and the errors")
     source = Bundle(bundle)
     if output is not None:
-        check_output(output, [bundle])
+        check_output(output, [bundle, *([vector] if vector else [])])
     curvature = from_bundle(source)
     tau = read_vector_tensors(vector, curvature) if vector else None
     show = not (quiet or as_json)

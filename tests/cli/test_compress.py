@@ -107,6 +107,18 @@ def test_the_same_command_gives_the_same_bytes(bundle, tmp_path):
     assert (tmp_path / "a.kfac").read_bytes() == (tmp_path / "b.kfac").read_bytes()
 
 
+def test_the_vector_is_never_overwritten(bundle, tmp_path):
+    vector = tmp_path / "tau.safetensors"
+    save_file(random_tau(kp.load(bundle)), vector)
+    content = vector.read_bytes()
+    (hard_link := tmp_path / "same.safetensors").hardlink_to(vector)
+    for output in (vector, hard_link):
+        result = run("compress", bundle, "int8", "--vector", vector, "-o", output)
+        assert result.exit_code == 2
+        assert str(output) in result.stderr.replace("\n", "")
+        assert vector.read_bytes() == content
+
+
 def test_bad_input_is_refused_and_nothing_is_written(bundle, tmp_path):
     tau = random_tau(kp.load(bundle))
     first = next(iter(tau))
