@@ -45,6 +45,7 @@ from .options import (
     TASK,
     WEIGHTS,
     WORKERS,
+    check_output,
     default_output,
     examples_option,
     load_model_option,
@@ -128,6 +129,9 @@ def estimate(
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
+    target = output or default_output(task, ".kfac")
+    if not dry_run:
+        check_output(target, [weights] if weights else [])
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
     torch_device = distributed.local_device(device)
     with distributed.process_group(torch_device):
@@ -145,7 +149,7 @@ def estimate(
             if distributed.rank() == 0 and (as_json or not quiet):
                 print_json(asdict(forecast)) if as_json else _print_forecast(forecast)
             return
-        _run(run, output or default_output(task, ".kfac"), resume, show=show, as_json=as_json)
+        _run(run, target, resume, show=show, as_json=as_json)
 
 
 class EstimateOutput(TypedDict):

@@ -242,7 +242,7 @@ def evaluate(
     if csv:
         if csv.is_dir():
             raise KfacpackError(f"{csv}: is a folder; expected a file")
-        check_output(csv, [file for file in (vector, *(individual or ())) if file])
+        check_output(csv, [file for file in (vector, weights, *(individual or ())) if file])
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
     from kfacpack.evaluation.accuracy import EvaluationSet, vector_head

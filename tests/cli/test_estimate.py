@@ -56,6 +56,18 @@ def bundle(tmp_path):
     return tmp_path / "estimate.kfac"
 
 
+@pytest.mark.parametrize("command", [("estimate", "-o"), ("eval", "--csv")])
+def test_the_weights_are_never_overwritten(command, pictures, tmp_path):
+    weights = tmp_path / "weights.safetensors"
+    weights.write_bytes(b"weights")
+    name, option = command
+    arguments = ["--model", "timm:test_vit", "--weights", weights, "--task", "light", "--data", pictures]
+    result = run(name, *arguments, option, weights, code=2)
+    assert str(weights) in result.stderr.replace("\n", "")
+    assert "input" in result.stderr
+    assert weights.read_bytes() == b"weights"
+
+
 def test_a_bundle_from_a_folder_of_pictures(pictures, bundle):
     result = run("estimate", *SMALL, "--task", "light", "--data", pictures, "-o", bundle, "--json")
     output = json.loads(result.stdout)
