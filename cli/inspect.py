@@ -1,11 +1,13 @@
-"""`kfacpack inspect`: shows what a bundle contains. `kfacpack verify`: checks that it is intact and valid."""
+"""`kfacpack inspect`: shows what a bundle or task vector contains. `kfacpack verify`: checks bundles."""
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from rich.panel import Panel
@@ -14,13 +16,15 @@ from typing_extensions import TypedDict
 
 from kfacpack.curvature.verification import verify as verify_bundle
 from kfacpack.errors import KfacpackError, abbreviate, printable
+from kfacpack.format.container import VECTOR, Container
 from kfacpack.format.identity import weights_of_file
 from kfacpack.format.reader import Bundle, CheckResult
 from kfacpack.format.reference import header_of, locate
 from kfacpack.format.schema import LAYOUTS
 from kfacpack.format.units import human_bytes
-from kfacpack.hub.card import bundle_summary, relative_error
+from kfacpack.hub.card import bundle_summary, relative_error, vector_summary
 
+from .add import print_solved
 from .console import checks_bar, key_value_table, out, plain_table, print_json, print_line, show_error
 from .options import AS_JSON, IMAGE_SIZE, MODEL_PANEL, QUIET, RUN_PANEL, WEIGHTS, File, load_model_option, option
 
@@ -29,6 +33,8 @@ if TYPE_CHECKING:
 
     from kfacpack.curvature.verification import Verification
     from kfacpack.format.manifest import DenseEntry, FloatType, KroneckerEntry, Manifest
+    from kfacpack.format.vector_manifest import MethodEntry
+    from kfacpack.vectors.storage import FileVector
 
     AnyBlockEntry = KroneckerEntry | DenseEntry
 
@@ -38,16 +44,32 @@ MAX_BLOCKS = 2000
 
 
 def inspect(
-    bundle: File = typer.Argument(..., metavar="FILE.kfac", help="Bundle to inspect."),
-    blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the parameters, form and size of every block."),
+    file: File = typer.Argument(..., metavar="FILE", help="Bundle (.kfac) or task vector (.safetensors) to inspect."),
+    blocks: bool = option(
+        RUN_PANEL,
+        False,
+        "--blocks",
+        help="List the parameters, form and size of every block; for a task vector, every parameter and the report of "
+        "the blocks that a merge method solved.",
+    ),
+    norms: bool = option(
+        RUN_PANEL, False, "--norms", help="Task vectors: read the tensors, and show the norms of the changes."
+    ),
     as_json: bool = AS_JSON,
 ) -> None:
-    """Show what a bundle contains, without reading its tensors.
+    """Show what a bundle or task vector contains, without reading its tensors.
 
-    Only the header is read, or downloaded from hf://OWNER/REPO/FILE.kfac, so this is quick for files of any size.
-    `kfacpack verify` checks the tensors. --json prints the whole manifest.
+    Only the header is read, or downloaded from hf://OWNER/REPO/FILE, so this is quick for files of any size. With
+    --norms, the tensors of a task vector are read and their hashes are checked. `kfacpack verify` checks the tensors of
+    a bundle. --json prints the whole manifest.
     """
-    opened = Bundle(header_of(bundle))
+    container = Container(file if norms else header_of(file))
+    if VECTOR.manifest in container.metadata:
+        _inspect_vector(container, blocks=blocks, norms=norms, as_json=as_json)
+        return
+    if norms:
+        raise KfacpackError(f"{file}: --norms needs a task vector; the size of a bundle's matrices is not a norm of f")
+    opened = Bundle(container)
     if as_json:
         print_json(_as_json(opened))
         return
@@ -59,7 +81,7 @@ def inspect(
 
 
 class InspectOutput(TypedDict):
-    """Output of `kfacpack inspect --json`."""
+    """Output of `kfacpack inspect --json` for a bundle."""
 
     path: str
     sha256: str
@@ -71,6 +93,40 @@ class InspectOutput(TypedDict):
     """Number of weights that the bundle covers."""
     manifest: dict[str, Any]
     """The manifest as it is stored in the file. The file format has a JSON Schema for it."""
+
+
+class VectorParameterOutput(TypedDict):
+    """The change of one parameter."""
+
+    name: str
+    shape: list[int]
+    form: Literal["dense", "factored", "unchanged"]
+    rank: int | None
+    """Rank of the factors; 0 if the parameter does not change, null for a dense change."""
+    remainder: int | None
+    """Number of entries that need a remainder to be exact; null if there are none."""
+    bytes: int
+    norm: float | None
+    """Frobenius norm of the change; null without `--norms`."""
+
+
+class VectorInspectOutput(TypedDict):
+    """Output of `kfacpack inspect --json` for a task vector."""
+
+    path: str
+    sha256: str
+    """Digest of the vector."""
+    bytes: int
+    dense_bytes: int
+    """Bytes of the dense changes in float32."""
+    weights: int
+    """Number of weights that the vector covers."""
+    norm: float | None
+    """Norm of the vector; null without `--norms`."""
+    parameters: list[VectorParameterOutput]
+    manifest: dict[str, Any]
+    """The manifest as it is stored in the file: base model, f, regime, tasks, heads, addends, checkpoints, and the
+    method of a merge with the report of every block."""
 
 
 def _as_json(bundle: Bundle) -> InspectOutput:
@@ -120,8 +176,7 @@ def _print_blocks(bundle: Bundle) -> None:
         if others:
             table.add_row(Text(f"  + {abbreviate(dict.fromkeys(others))}", style="dim", overflow="fold"))
     out.print(table)
-    if (more := len(bundle.manifest.blocks) - MAX_BLOCKS) > 0:
-        print_line(f"{more} more blocks; --json lists all of them", style="dim")
+    _print_omitted(len(bundle.manifest.blocks), "blocks")
 
 
 def _forms(bundle: Bundle, block: AnyBlockEntry) -> str:
@@ -147,6 +202,90 @@ def _bytes(bundle: Bundle, block: AnyBlockEntry, counted: set[str]) -> int:
 
 def _weights(block: AnyBlockEntry) -> int:
     return block.join.rows * block.join.columns
+
+
+def _inspect_vector(container: Container, *, blocks: bool, norms: bool, as_json: bool) -> None:
+    """Shows a task vector."""
+    # Imported here so that inspecting a bundle does not wait for torch.
+    from kfacpack.vectors.storage import FileVector
+
+    vector = FileVector(container)
+    file = vector.file
+    parameters = list(_vector_parameters(vector, norms=norms))
+    norm = sum((parameter["norm"] or 0.0) ** 2 for parameter in parameters) ** 0.5 if norms else None
+    if as_json:
+        weights = sum(prod(parameter["shape"]) for parameter in parameters)
+        output: VectorInspectOutput = {
+            "path": str(file.path),
+            "sha256": file.digest,
+            "bytes": file.nbytes,
+            "dense_bytes": 4 * weights,
+            "weights": weights,
+            "norm": norm,
+            "parameters": parameters,
+            "manifest": file.manifest_json,
+        }
+        print_json(output)
+        return
+    rows = [*vector_summary(file), *([] if norm is None else [("norm", f"{norm:.4g}")])]
+    title = Text(printable(file.path.name))
+    out.print(Panel(key_value_table(rows), title=title, title_align="left", expand=False))
+    if method := file.manifest.method:
+        print_solved(method)
+    if blocks:
+        _print_parameters(parameters)
+        if method and method.blocks:
+            _print_solved_blocks(method)
+    else:
+        print_line("--blocks lists every parameter, --norms shows norms, --json prints everything", style="dim")
+
+
+def _vector_parameters(vector: FileVector, *, norms: bool) -> Iterator[VectorParameterOutput]:
+    """Yields a description of the change of each parameter."""
+    manifest, tensors = vector.file.manifest, vector.file.tensors
+    storage = {entry.name: entry for entry in manifest.storage}
+    for number, parameter in enumerate(manifest.base.parameters):
+        entry = storage.get(parameter.name)
+        specs = entry.specs(number, parameter.shape) if entry else {parameter.name: ("F32", parameter.shape)}
+        rank = entry.rank if entry else None
+        yield {
+            "name": parameter.name,
+            "shape": list(parameter.shape),
+            "form": "dense" if rank is None else "factored" if rank else "unchanged",
+            "rank": rank,
+            "remainder": entry.remainder if entry else None,
+            "bytes": sum(tensors[name].nbytes for name in specs),
+            "norm": float(vector.read(parameter.name).double().norm()) if norms else None,
+        }
+
+
+def _print_parameters(parameters: Sequence[VectorParameterOutput]) -> None:
+    with_norm = any(parameter["norm"] is not None for parameter in parameters)
+    table = plain_table("parameter", "shape", "form", numbers=("bytes", *(("norm",) if with_norm else ())))
+    for parameter in parameters[:MAX_BLOCKS]:
+        form = f"factors of rank {parameter['rank']}" if parameter["rank"] else parameter["form"]
+        form += f", remainder of {parameter['remainder']:,}" if parameter["remainder"] else ""
+        shape = "×".join(map(str, parameter["shape"])) or "scalar"
+        norm = [] if parameter["norm"] is None else [f"{parameter['norm']:.3g}"]
+        table.add_row(Text(parameter["name"], overflow="fold"), shape, form, human_bytes(parameter["bytes"]), *norm)
+    out.print(table)
+    _print_omitted(len(parameters), "parameters")
+
+
+def _print_solved_blocks(method: MethodEntry) -> None:
+    table = plain_table("block", numbers=("iterations", "residual", "objective before", "after"))
+    for block in method.blocks[:MAX_BLOCKS]:
+        numbers = f"{block.iterations}", f"{block.residual:.2g}", f"{block.before:.4g}", f"{block.after:.4g}"
+        repaired = " (negative eigenvalues set to zero)" if block.repaired else ""
+        name = Text(f"{block.name}{repaired}", overflow="fold")
+        table.add_row(name, *(numbers if block.curvature else ("prior", "", "", "")))
+    out.print(table)
+    _print_omitted(len(method.blocks), "blocks")
+
+
+def _print_omitted(count: int, kind: str) -> None:
+    if (more := count - MAX_BLOCKS) > 0:
+        print_line(f"{more} more {kind}; --json lists all of them", style="dim")
 
 
 MAX_FAILURES = 5

@@ -47,7 +47,7 @@ from .format.manifest import (
 )
 from .format.reader import Bundle
 from .format.reference import Reference
-from .format.vector_manifest import AboutVector, MethodEntry, SolvedBlock
+from .format.vector_manifest import AboutVector, CheckpointEntry, MethodEntry, SolvedBlock
 from .hub.importer import ImportResult
 from .hub.mammoth import import_mammoth
 from .hub.push import PushResult, push
@@ -78,6 +78,7 @@ __all__ = [
     "BlockStructure",
     "Bundle",
     "BundleError",
+    "CheckpointEntry",
     "Container",
     "CorruptTensor",
     "Curvature",

@@ -50,7 +50,7 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 OUTPUTS: dict[str, dict[str, Any]] = {
     "estimate": {"": estimate.EstimateOutput, "--dry-run": Forecast},
-    "inspect": {"": inspect.InspectOutput},
+    "inspect": {"": inspect.InspectOutput, "VECTOR.safetensors": inspect.VectorInspectOutput},
     "verify": {"": inspect.VerifyOutput},
     "compress": {"": compress.CompressOutput},
     "merge": {"": merge.MergeOutput},

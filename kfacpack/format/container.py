@@ -24,7 +24,7 @@ from reprlib import Repr
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kfacpack.errors import BundleError
-from kfacpack.format.hub_client import header_descriptor, local_copy
+from kfacpack.format.hub_client import commit_of_copy, header_descriptor, local_copy
 from kfacpack.format.reference import FileLocation, Reference, is_reference, locate
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ VECTOR = SealKeys(
     "kfacpack.vector",
     "kfacpack.vector.sha256",
     "task vector",
-    "Task vectors are added by `kfacpack add`, negated by `kfacpack negate` and used by `kfacpack eval --vector`",
+    "Task vectors are added by `kfacpack add`, shown by `kfacpack inspect` and used by `kfacpack eval --vector`",
     frozenset({"factors", "remainders"}),
 )
 KINDS = (BUNDLE, VECTOR)
@@ -82,6 +82,7 @@ MAX_HEADER_BYTES = 8 * 2**20
 MAX_JSON_VALUES = 2**18
 MAX_DIMENSION = 2**40
 _MAX_DIGITS = 1000
+_CHUNK = 2**20
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8,
@@ -144,6 +145,7 @@ class Container:
         nbytes: Size of the file in bytes.
         header: The length prefix and the header, verbatim.
         metadata: The header's `__metadata__`.
+        commit: Commit of a file on the Hub; None for a local file, and if only the header was downloaded.
 
     Args:
         path: A path or an `hf://` reference.
@@ -156,7 +158,7 @@ class Container:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = locate(path)
         try:
-            self._descriptor = _open_descriptor(self.path)
+            self._descriptor, self.commit = _open_descriptor(self.path)
             weakref.finalize(self, os.close, self._descriptor)
             if not stat.S_ISREG(os.fstat(self._descriptor).st_mode):
                 folder = stat.S_ISDIR(os.fstat(self._descriptor).st_mode)
@@ -232,20 +234,40 @@ class Container:
             raise self._unreadable(name, f"expected {len(data)} bytes, got {done}")
         return data
 
+    def file_digest(self) -> str:
+        """Returns the SHA-256 of the whole file as hexadecimal digits.
+
+        Raises:
+            BundleError: If the file was modified or cannot be read.
+        """
+        content, buffer, position = sha256(), memoryview(bytearray(_CHUNK)), 0
+        try:
+            while count := _read_at(self._descriptor, buffer, position):
+                content.update(buffer[:count])
+                position += count
+        except OSError as error:
+            raise BundleError(self.path, f"cannot be read: {error}", None, download_again(self.path)) from error
+        self._require_unchanged()
+        return content.hexdigest()
+
     def _unreadable(self, name: str, reason: str) -> BundleError:
         return BundleError(self.path, f"cannot be read: {reason}", f"tensor {name!r}", download_again(self.path))
 
-    def _require_unchanged(self, name: str) -> None:
+    def _require_unchanged(self, name: str | None = None) -> None:
         if self._file_state() != self._state:
             problem = "the file was modified in place since it was opened"
-            raise BundleError(self.path, problem, f"tensor {name!r}", "Open it again; replace files by renaming")
+            where = f"tensor {name!r}" if name else None
+            raise BundleError(self.path, problem, where, "Open it again; replace files by renaming")
 
 
-def _open_descriptor(path: FileLocation) -> int:
+def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:
+    """Opens a file and returns its descriptor and its commit on the Hub."""
     if isinstance(path, Reference) and path.header_only:
-        return header_descriptor(path, MAX_HEADER_BYTES)
+        return header_descriptor(path, MAX_HEADER_BYTES), None
+    local = local_copy(path) if isinstance(path, Reference) else path
+    commit = commit_of_copy(path, local) if isinstance(path, Reference) else None
     # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
-    return os.open(local_copy(path) if isinstance(path, Reference) else path, os.O_RDONLY | os.O_NONBLOCK)
+    return os.open(local, os.O_RDONLY | os.O_NONBLOCK), commit
 
 
 def _read_at(descriptor: int, target: memoryview, position: int) -> int:

@@ -271,6 +271,20 @@ def local_copy(reference: Reference, *, checked: bool = False) -> Path:
     return path
 
 
+def commit_of_copy(reference: Reference, path: Path) -> str | None:
+    """Returns the commit that a file in huggingface_hub's cache belongs to.
+
+    Args:
+        reference: The file.
+        path: Its copy, from `local_copy`.
+
+    Returns:
+        The commit, or None if the path is not that of a cached file.
+    """
+    folder = path.parents[reference.file.count("/")]  # the cache stores files in snapshots/COMMIT
+    return folder.name if COMMIT.fullmatch(folder.name) else None
+
+
 def header_descriptor(reference: Reference, max_length: int) -> int:
     """Opens a safetensors file of which only the header is downloaded.
 

@@ -6,7 +6,8 @@ of these are float32.
 
 Since version 1.1, the change of parameter k (in the order of `base`, from 0) may be stored as factors `FACTORS.k.U`, of
 shape (m, r), and `FACTORS.k.V`, of shape (r, n), in place of the dense tensor. A dense tensor may have a remainder,
-`REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). Files that use neither are of version 1.0.
+`REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). A vector that was extracted also lists its checkpoint.
+Files without any of these are of version 1.0.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from kfacpack.format.manifest import (
     Source,
     Text,
 )
+from kfacpack.format.reference import SCHEME, parse_address
 
 VERSION = "1.1"
-"""Version of files with factors or remainders; files without them are of version 1.0."""
+"""Version of files with factors, remainders or checkpoints; files without them are of version 1.0."""
 HEAD = "kfacpack.head"
 """Prefix of the names of a head's tensors, which no parameter may have."""
 FACTORS = "kfacpack.factors"
@@ -57,6 +59,7 @@ RegimeName = Literal["linear", "full", "attention"]
 HeadOrigin = Literal["text", "prototypes", "words"]
 Feature = Literal["factors", "remainders"]
 """Features of version 1.1."""
+CheckpointKind = Literal["weights", "adapter"]
 Setting = StrictBool | StrictInt | StrictFloat | Text
 
 
@@ -97,6 +100,34 @@ class Addend(Entry):
     sha256: Digest
     coefficient: StrictFloat
     tasks: Annotated[tuple[Name, ...], FailFast()] = ()
+
+
+class FileEntry(Entry):
+    """A file of a checkpoint and the SHA-256 of its bytes."""
+
+    name: Name
+    """Name of the file, without folders."""
+    sha256: Digest
+
+
+class CheckpointEntry(Entry):
+    """A fine-tuned checkpoint or adapter that a vector was extracted from. It contains no path of a local machine."""
+
+    name: Name
+    """Name of the local file or folder, or `hf://owner/repo[/path]`."""
+    kind: CheckpointKind
+    revision: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
+    """Commit of a checkpoint on the Hub."""
+    files: Annotated[tuple[FileEntry, ...], FailFast(), Field(min_length=1)]
+    """The files that determine the vector: the weights and, for an adapter, its config."""
+
+    @property
+    def location(self) -> str:
+        """The name with the commit, as a reference to the Hub is written."""
+        if not self.revision or not (address := parse_address(self.name)):
+            return self.name
+        path = f"/{address.path}" if address.path else ""
+        return f"{SCHEME}{address.repository}@{self.revision}{path}"
 
 
 class SolvedBlock(Entry):
@@ -191,6 +222,8 @@ class AboutVector(Entry):
     """The vectors that were added or merged; empty for a vector that was trained in one run."""
     method: MethodEntry | None = None
     """The method that merged the addends; None if they were added, or if there are none."""
+    checkpoints: Annotated[tuple[CheckpointEntry, ...], FailFast()] = ()
+    """The checkpoints that the vector, or the vectors in it, were extracted from."""
 
     @model_validator(mode="after")
     def _check_names(self) -> AboutVector:
@@ -248,6 +281,9 @@ class ParameterStorage(Entry):
         }
 
 
+_KEYS_OF_1_1 = ("requires", "storage", "checkpoints")
+
+
 class StoredTensor(Entry):
     """A tensor of the file and the SHA-256 of its bytes."""
 
@@ -293,7 +329,7 @@ class VectorManifest(AboutVector):
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leaves out keys of version 1.1 that are empty, so that files without its features stay the same."""
-        return {key: value for key, value in handler(self).items() if value or key not in ("requires", "storage")}
+        return {key: value for key, value in handler(self).items() if value or key not in _KEYS_OF_1_1}
 
     def specs(self) -> dict[str, Spec]:
         """Returns the dtype and shape of every tensor of the file by name."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kfacpack.format.manifest import Base, Function, Source
     from kfacpack.format.reader import Bundle
-    from kfacpack.format.vector_manifest import VectorManifest
+    from kfacpack.format.vector_manifest import CheckpointEntry, VectorManifest
     from kfacpack.hub.artifacts import Artifact
     from kfacpack.vectors.storage import VectorFile
 
@@ -67,7 +67,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
 
 
 def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
-    """Summarises a task vector for `pull` and model cards.
+    """Summarises a task vector for `inspect`, `pull` and model cards.
 
     Yields:
         Label and value.
@@ -83,6 +83,8 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
             f"{'+'.join(addend.tasks) or addend.sha256[:12]} × {addend.coefficient:.4g}" for addend in manifest.addends
         )
         yield "merged", f"{method}: {abbreviate(parts)}"
+    if manifest.checkpoints:
+        yield "extracted from", abbreviate(map(_summarise_checkpoint, manifest.checkpoints))
     yield from _summarise_model(manifest.base, manifest.function)
     yield "regime", REGIME_DESCRIPTIONS.get(manifest.regime, manifest.regime)
     for task in manifest.tasks if len(manifest.tasks) == 1 else ():
@@ -92,13 +94,22 @@ def vector_summary(file: VectorFile) -> Iterator[tuple[str, str]]:
             penalty = f"penalty of {bundles} bundle{'s' if bundles > 1 else ''}" if bundles else "without a penalty"
             seed = [] if task.training.seed is None else [f"seed {task.training.seed}"]
             yield "training", abbreviate([penalty, *seed, *settings])
-    if heads := [task.name for task in manifest.tasks if task.head]:
+    if heads := [
+        f"{task.name} ({task.head.origin}, {len(task.head.classes)} classes)" for task in manifest.tasks if task.head
+    ]:
         yield "heads", abbreviate(heads)
     if manifest.storage:
         yield "storage", ", ".join(_summarise_storage(manifest))
     yield "size", f"{human_bytes(file.nbytes)}, {len(manifest.base.parameters)} parameters"
     yield "content", f"sha256 {file.digest}"
     yield "format", f"{manifest.version}" + (f", written by {manifest.producer}" if manifest.producer else "")
+
+
+def _summarise_checkpoint(checkpoint: CheckpointEntry) -> str:
+    """Returns the location of a checkpoint and the beginning of the digest of its first file."""
+    more = f" and {len(checkpoint.files) - 1} more files" if len(checkpoint.files) > 2 else ""
+    kind = "adapter " if checkpoint.kind == "adapter" else ""
+    return f"{kind}{checkpoint.location} (sha256 {checkpoint.files[0].sha256[:16]}…{more})"
 
 
 def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:

@@ -76,6 +76,8 @@ class Adapter:
     """Layers with A and B, by the name of the layer."""
     replaced: Mapping[str, str]
     """Parameters that the adapter replaces, and the names of their tensors in the file."""
+    config_sha256: str
+    """SHA-256 of the config file."""
 
     def factors(self, layer: AdapterLayer, module: nn.Module, shape: tuple[int, ...]) -> Factors:
         """Returns the change of a layer's weight as factors.
@@ -132,9 +134,10 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
     Raises:
         BundleError: If the adapter is not a LoRA, uses a variant that is not supported, or is incomplete.
     """
-    config = folder.json(ADAPTER_CONFIG)
-    if config is None:
+    content = folder.json_with_digest(ADAPTER_CONFIG)
+    if content is None:
         return None
+    config, digest = content
     _check_config(folder.name, config)
     location = folder.find(ADAPTER_WEIGHTS)
     if location is None:
@@ -168,7 +171,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
     if not layers and not replaced:
         raise BundleError(folder.name, "the adapter has no tensors")
     base = config.get("base_model_name_or_path")
-    return Adapter(tensors, base if isinstance(base, str) and base else None, layers, replaced)
+    return Adapter(tensors, base if isinstance(base, str) and base else None, layers, replaced, digest)
 
 
 def _check_config(name: str, config: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class CheckpointTensors(ABC):
     """Location of the checkpoint, for messages."""
     specs: Mapping[str, Spec]
     """safetensors dtype and shape by tensor name."""
+    containers: tuple[Container, ...] = ()
+    """The open files; empty for a state dict in memory."""
 
     @abstractmethod
     def read(self, name: str) -> Tensor:
@@ -97,8 +100,8 @@ class FileTensors(CheckpointTensors):
         self.name = name
         self._containers: dict[str, Container] = {}
         self.specs = {}
-        for file in files:
-            container = Container(file)
+        self.containers = tuple(map(Container, files))
+        for file, container in zip(files, self.containers, strict=True):
             for kind in (VECTOR, BUNDLE):
                 if kind.manifest in container.metadata:
                     raise BundleError(file, f"is a {kind.kind}, expected the weights of a model", None, kind.usage)
@@ -152,6 +155,14 @@ class WeightsFolder(ABC):
         Raises:
             BundleError: If the file cannot be read.
         """
+        return content[0] if (content := self.json_with_digest(file)) else None
+
+    def json_with_digest(self, file: str) -> tuple[dict[str, Any], str] | None:
+        """Reads a JSON object, and returns it with the SHA-256 of the file; see `json`.
+
+        Args:
+            file: Name of the file.
+        """
         location = self.find(file)
         if location is None:
             return None
@@ -163,7 +174,7 @@ class WeightsFolder(ABC):
         except OSError as error:
             raise BundleError(location, error.strerror or str(error)) from error
         # Configs of other libraries contain nulls, which the parser of manifests refuses.
-        return parse_json(location, text, file, nulls=True)
+        return parse_json(location, text, file, nulls=True), sha256(text).hexdigest()
 
     def weights(self) -> FileTensors:
         """Opens the weights: the shards of an index, or a single file.

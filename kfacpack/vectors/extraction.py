@@ -13,17 +13,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from kfacpack.errors import KfacpackError, TaskVectorError, abbreviate, printable
-from kfacpack.format.manifest import Source, first_problem
-from kfacpack.format.vector_manifest import AboutVector, TaskEntry
+from kfacpack.format.manifest import Name, Source, first_problem
+from kfacpack.format.reference import SCHEME, expand_user, is_reference, parse_address
+from kfacpack.format.vector_manifest import AboutVector, CheckpointEntry, CheckpointKind, FileEntry, TaskEntry
 from kfacpack.models.families import load_model
 from kfacpack.models.functional import select_parameters
 from kfacpack.models.model import Model
 from kfacpack.vectors.adapters import Adapter, AdapterLayer, open_adapter
 from kfacpack.vectors.checkpoints import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     TOWERS,
     CheckpointTensors,
     NameMatch,
@@ -124,8 +127,12 @@ def extract_storage(
         name: no_change(tuple(weights.state[name].shape)) for name in weights.default if name not in set(changed)
     }
     about = AboutVector(
-        base=weights.model.base(covered), function=weights.model.function, regime="full", tasks=tasks
-    )  # fmt: skip
+        base=weights.model.base(covered),
+        function=weights.model.function,
+        regime="full",
+        tasks=tasks,
+        checkpoints=_checkpoints(finetuned, source),
+    )
     return InMemoryVector(changes.tensors, about, {}, {**changes.factors, **unchanged}, changes.remainders)
 
 
@@ -136,6 +143,46 @@ def _tasks(task: str | None) -> tuple[TaskEntry, ...]:
         return (TaskEntry(source=Source(task=task)),)
     except ValidationError as error:
         raise KfacpackError(f"task {printable(str(task))!r}: {first_problem(error)[1]}") from error
+
+
+def _checkpoints(finetuned: FineTuned, source: CheckpointTensors | Adapter) -> tuple[CheckpointEntry, ...]:
+    """Returns the entry of the checkpoint for the manifest; nothing for weights in memory."""
+    tensors = source.tensors if isinstance(source, Adapter) else source
+    if not isinstance(finetuned, str | os.PathLike) or not tensors.containers:
+        return ()
+    files = [
+        FileEntry(name=_recorded_name(container.path.name), sha256=container.file_digest())
+        for container in tensors.containers
+    ]
+    if isinstance(source, Adapter):
+        files.append(FileEntry(name=ADAPTER_CONFIG, sha256=source.config_sha256))
+    kind: CheckpointKind = "adapter" if isinstance(source, Adapter) else "weights"
+    commit = tensors.containers[0].commit
+    name = _checkpoint_name(finetuned, is_folder=isinstance(source, Adapter))
+    return (CheckpointEntry(name=name, kind=kind, revision=commit, files=tuple(files)),)
+
+
+def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> str:
+    """Returns the name of a file or folder without its location, or an address on the Hub without its revision.
+
+    Args:
+        finetuned: The path or address that the user passed.
+        is_folder: Whether the checkpoint is a folder, even if the path is that of its weights.
+    """
+    if is_reference(finetuned) and (address := parse_address(os.fspath(finetuned))):
+        kind, path = "datasets/" if address.kind == "dataset" else "", (address.path or "").strip("/")
+        path = path.removesuffix(ADAPTER_WEIGHTS).rstrip("/") if is_folder else path
+        return _recorded_name(f"{SCHEME}{kind}{address.repository}" + (f"/{path}" if path else ""))
+    local = expand_user(finetuned).resolve()
+    return _recorded_name(local.parent.name if is_folder and not local.is_dir() else local.name)
+
+
+def _recorded_name(name: str) -> str:
+    """Returns a name if a manifest may contain it; an unusual file name must not prevent extraction."""
+    try:
+        return TypeAdapter[str](Name).validate_python(name)
+    except ValidationError:
+        return "unnamed"
 
 
 def _require_model(base: Any) -> Model:

@@ -177,7 +177,7 @@ class FileVector(VectorStorage):
         path: The file.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str] | Container):
         self.file = VectorFile(path)
         manifest = self.file.manifest
         self.about = manifest.about()
@@ -384,7 +384,7 @@ def _manifest(about: AboutVector, changes: ParameterChanges) -> VectorManifest:
             storage.append(ParameterStorage(name=parameter.name, remainder=len(remainder[0])))
     fields = {key: getattr(about, key) for key in AboutVector.model_fields}
     manifest = VectorManifest(
-        version=VERSION if storage else "1.0",
+        version=VERSION if storage or about.checkpoints else "1.0",
         producer=f"kfacpack {version('kfacpack')}",
         requires=tuple(sorted({entry.feature for entry in storage})),
         storage=tuple(storage),

@@ -187,7 +187,14 @@ def about_sum(terms: WeightedVectors) -> AboutVector:
         return first
     method = first.method.multiplied(terms[0][0]) if first.method and len(terms) == 1 else None
     base = joint_base(storage.about.base for _, storage in terms)
-    changes = {"base": base, "tasks": _tasks(terms), "addends": _addends(terms), "method": method}
+    checkpoints = dict.fromkeys(checkpoint for _, storage in terms for checkpoint in storage.about.checkpoints)
+    changes = {
+        "base": base,
+        "tasks": _tasks(terms),
+        "addends": _addends(terms),
+        "method": method,
+        "checkpoints": tuple(checkpoints),
+    }
     return first.model_copy(update=changes)
 
 

@@ -211,7 +211,7 @@ def test_bundles_and_vectors_are_not_confused(three, tmp_path):
     for command in (["add", three[0], bundle], ["negate", bundle]):
         result = run(*command, "-o", tmp_path / "new.safetensors", code=2).stderr
         assert f"{bundle}: is a bundle, expected a task vector. Bundles are merged by `kfacpack merge`" in result
-    for command in (["merge", bundle, three[0], "-o", tmp_path / "new.kfac"], ["inspect", three[0]]):
+    for command in (["merge", bundle, three[0], "-o", tmp_path / "new.kfac"], ["verify", three[0]]):
         result = run(*command, code=2).stderr
         assert f"{three[0]}: is a task vector, expected a bundle. Task vectors are added by `kfacpack add`" in result
     assert not list(tmp_path.glob("new*"))
@@ -315,3 +315,49 @@ def test_refine(three, bundles, tmp_path):
     assert not run("refine", three[0], *selected, "--iterations", 1, "-o", output, "-q").output
     wrong = [*bundle_options(bundles, "one", option="--own"), *bundle_options(bundles, "one", option="--reg")]
     assert "one.kfac" in run("refine", three[0], *wrong, "-o", output, code=2).stderr
+
+
+def test_inspect_shows_a_merged_vector_and_its_blocks(three, bundles, tmp_path):
+    output = tmp_path / "merged.safetensors"
+    run("add", *three, "--method", "curvature", *bundle_options(bundles, "one", "two", "three"), "-o", output)
+    method = kp.TaskVector.load(output).about.method
+    assert method.solved
+    summary = run("inspect", output).stdout
+    for fact in (
+        "one, two, three",
+        "curvature",
+        f"{len(method.solved)} blocks solved",
+        kp.TaskVector.load(output).digest,
+    ):
+        assert fact in " ".join(summary.split()), fact
+    assert method.solved[0].name not in summary
+    listed = run("inspect", output, "--blocks").stdout
+    for block in method.blocks:
+        assert block.name in listed
+    shown = json.loads(run("inspect", output, "--json").stdout)
+    assert [block["name"] for block in shown["manifest"]["method"]["blocks"]] == [block.name for block in method.blocks]
+
+
+def test_inspect_reads_tensors_only_for_norms(three, tmp_path):
+    vector, damaged = kp.TaskVector.load(three[0]), tmp_path / "damaged.safetensors"
+    shown = json.loads(run("inspect", three[0], "--norms", "--json").stdout)
+    assert shown["sha256"] == vector.digest
+    assert [parameter["name"] for parameter in shown["parameters"]] == list(vector)
+    for parameter in shown["parameters"]:
+        assert parameter["norm"] == pytest.approx(float(vector[parameter["name"]].norm()), rel=1e-5)
+    total = torch.cat([vector[name].flatten() for name in vector])
+    assert (shown["weights"], shown["dense_bytes"]) == (len(total), 4 * len(total))
+    assert shown["norm"] == pytest.approx(float(total.norm()), rel=1e-5)
+    assert sum(parameter["bytes"] for parameter in shown["parameters"]) < shown["bytes"] == three[0].stat().st_size
+    raw = bytearray(three[0].read_bytes())
+    raw[-1] ^= 1  # in the last tensor, which belongs to the head
+    raw[8 + int.from_bytes(raw[:8], "little") + 4] ^= 1  # in the first tensor
+    damaged.write_bytes(raw)
+    unread = json.loads(run("inspect", damaged, "--json").stdout)
+    assert unread["norm"] is None
+    assert {parameter["norm"] for parameter in unread["parameters"]} == {None}
+    assert "SHA-256" in run("inspect", damaged, "--norms", code=2).stderr
+
+
+def test_norms_of_a_bundle_are_refused(bundles):
+    assert "task vector" in run("inspect", bundles / "one.kfac", "--norms", code=2).stderr

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from hashlib import sha256
 
 import pytest
 import torch
@@ -55,6 +56,10 @@ def test_extract_and_save_the_model_again(tuned, tmp_path):
     assert json.loads(evaluated.stdout)["tasks"]["digits"]["examples"] == 16
     assert run("extract", tuned, "-o", tmp_path / "q.safetensors", "--quiet").output == ""
     assert kp.TaskVector.load(tmp_path / "q.safetensors").tasks == ()
+
+
+def manifest_of(path):
+    return json.loads(run("inspect", path, "--json").stdout)["manifest"]
 
 
 def test_json(tuned, tmp_path):
@@ -154,10 +159,24 @@ def test_checkpoints_and_adapters_on_the_hub(hub, disconnect, bert_folder, tmp_p
     vectors = {}
     for place in ("owner/adapter", "owner/adapter@main", "owner/merged", "owner/all/adapter", "owner/all/merged"):
         output = json.loads(run("extract", f"hf://{place}", *base, "-o", tmp_path / "t.safetensors").stdout)
-        vectors[place] = output["sha256"], kp.TaskVector.load(tmp_path / "t.safetensors").rank(weight)
-    assert vectors["owner/adapter"] == vectors["owner/adapter@main"] == vectors["owner/all/adapter"]
-    assert vectors["owner/merged"] == vectors["owner/all/merged"]
+        tau = kp.TaskVector.load(tmp_path / "t.safetensors")
+        vectors[place] = output["sha256"], tau.rank(weight), manifest_of(tmp_path / "t.safetensors")
+    assert vectors["owner/adapter"] == vectors["owner/adapter@main"]
     assert (vectors["owner/adapter"][1], vectors["owner/merged"][1]) == (2, None)
+    for name in ("adapter", "merged"):
+        places = [vectors[place][2] for place in (f"owner/{name}", f"owner/all/{name}")]
+        recorded = [manifest.pop("checkpoints")[0] for manifest in places]
+        assert places[0] == places[1]  # including the digests of all tensors
+        assert [checkpoint["name"] for checkpoint in recorded] == [f"hf://owner/{name}", f"hf://owner/all/{name}"]
+        branches = [hub.repos[repository].branches["main"] for repository in (f"owner/{name}", "owner/all")]
+        assert [checkpoint["revision"] for checkpoint in recorded] == branches
+        content = hub.files(f"owner/{name}")
+        for checkpoint in recorded:
+            assert len(checkpoint["files"]) == sum(file.endswith(".safetensors") for file in content) + (
+                name == "adapter"
+            )
+            for file in checkpoint["files"]:
+                assert file["sha256"] == sha256(content[file["name"]]).hexdigest()
     hub.put("owner/pickle", {"pytorch_model.bin": b"\x80", "config.json": b"{}"})
     assert "pickle" in run("extract", "hf://owner/pickle", *base, "-o", tmp_path / "p.safetensors", code=2).stderr
     hub.put("owner/partial", {k: v for k, v in hub.files("owner/merged").items() if "00002" not in k})
@@ -191,3 +210,38 @@ def test_outputs_that_are_folders_are_refused_before_any_work(tuned, tmp_path):
         assert result.stderr.count("\n") == 1
     assert "CHECKPOINT" in run("extract", "", "-o", tmp_path / "x.safetensors", code=2).stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_inspect_shows_an_extracted_vector(tuned, tmp_path):
+    output = tmp_path / "t.safetensors"
+    extracted = json.loads(run("extract", tuned, "--task", "t", "-o", output, "--json").stdout)
+    shown = json.loads(run("inspect", output, "--json").stdout)
+    forms = [parameter["form"] for parameter in shown["parameters"]]
+    assert (forms.count("dense"), forms.count("unchanged")) == (extracted["dense"], extracted["unchanged"])
+    assert sum(parameter["remainder"] is not None for parameter in shown["parameters"]) == extracted["remainders"]
+    digest = sha256(tuned.read_bytes()).hexdigest()
+    assert shown["manifest"]["checkpoints"] == [
+        {"name": tuned.name, "kind": "weights", "files": [{"name": tuned.name, "sha256": digest}]}
+    ]
+    for words in (("inspect", output), ("inspect", output, "--blocks")):
+        text = run(*words).stdout
+        assert tuned.name in text
+        assert digest[:16] in text
+        assert str(tuned.parent) not in text
+    assert str(tuned.parent).encode() not in output.read_bytes()
+
+
+def test_a_sum_lists_the_checkpoints_of_its_addends(tuned, tmp_path):
+    other = tmp_path / "other.safetensors"
+    save_file({name: 1.01 * value if value.dim() == 2 else value for name, value in load_file(tuned).items()}, other)
+    for name, source in (("one", tuned), ("two", other)):
+        run("extract", source, "--task", name, "-o", tmp_path / f"{name}.safetensors")
+    both = [tmp_path / "one.safetensors", tmp_path / "two.safetensors"]
+    names = [tuned.name, "other.safetensors"]
+    for method in ("sum", "ties"):
+        run("add", *both, "--method", method, "-o", tmp_path / "both.safetensors")
+        assert [entry["name"] for entry in manifest_of(tmp_path / "both.safetensors")["checkpoints"]] == names
+    run("negate", both[0], "-o", tmp_path / "negated.safetensors")
+    assert [entry["name"] for entry in manifest_of(tmp_path / "negated.safetensors")["checkpoints"]] == names[:1]
+    one = kp.TaskVector.load(both[0])
+    assert [entry.name for entry in (one + kp.TaskVector.load(both[1]) - 0.5 * one).about.checkpoints] == names

@@ -86,6 +86,8 @@ def test_bundles(folder, tmp_path):
     check("estimate", *common, "--compress", "int8", "-o", tmp_path / "b.kfac")
     check("estimate", *common, "--dry-run", form="--dry-run")
     check("inspect", one)
+    for options in ((), ("--norms",)):
+        check("inspect", folder / "digits.safetensors", *options, form="VECTOR.safetensors")
     check("compress", one, "block:8+int8", "--vector", folder / "digits.safetensors", "-o", tmp_path / "c.kfac")
     check("compress", one, "int8", "--dry-run")
     check("merge", one, two, "-o", tmp_path / "d.kfac")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from dataclasses import replace
+from hashlib import sha256
 
 import pytest
 import torch
@@ -263,3 +264,15 @@ def test_ranks_that_are_too_large_are_stored_dense(bert, tmp_path):
     tau, _ = extracted(bert, tmp_path)
     assert tau.rank("encoder.layer.0.attention.self.query.weight") is None
     check_against_peft(bert, wrapped, tau)
+
+
+def test_the_config_of_an_adapter_is_recorded_as_well(bert, tmp_path):
+    adapted(bert, tmp_path / "adapter", **CONFIGS["plain"])
+    tau, _ = extracted(bert, tmp_path / "adapter")
+    (checkpoint,) = tau.about.checkpoints
+    names = ("adapter_model.safetensors", "adapter_config.json")
+    assert (checkpoint.name, checkpoint.kind) == ("adapter", "adapter")
+    assert {file.name: file.sha256 for file in checkpoint.files} == {
+        name: sha256((tmp_path / "adapter" / name).read_bytes()).hexdigest() for name in names
+    }
+    assert extracted(bert, tmp_path / "adapter" / names[0])[0].about.checkpoints == tau.about.checkpoints

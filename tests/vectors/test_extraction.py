@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import copy
 import json
+from hashlib import sha256
 
 import pytest
 import torch
 from kit import refused
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from vectors.stock_training import batch_of, finetuned, same_bits, same_weights
 
 import kfacpack as kp
+from kfacpack.format.vector_manifest import CheckpointEntry, FileEntry
+from kfacpack.vectors.storage import VectorFile
 
 
 @pytest.fixture(scope="module", params=["open_clip", "timm", "hf", "t5"])
@@ -198,7 +202,12 @@ def test_heads_of_classifiers_are_left_out(bert_folder, tmp_path):
     classifier.save_pretrained(tmp_path / "shards", max_shard_size="5KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
     sharded, _ = extracted(model, tmp_path / "shards", task="nli")
-    assert sharded.digest == tau.digest
+    manifests = []
+    for vector in (tau, sharded):
+        vector.save(tmp_path / "tau.safetensors")
+        manifests.append(VectorFile(tmp_path / "tau.safetensors").manifest_json)
+        assert len(manifests[-1].pop("checkpoints")) == 1
+    assert manifests[0] == manifests[1]  # with the digests of all tensors
 
 
 def test_a_timm_head_with_other_classes_is_left_out():
@@ -308,3 +317,83 @@ def test_a_model_may_be_named(tmp_path):
     assert torch.equal(tau.apply(model.module).state_dict()["visual.proj"], state["visual.proj"])
     tau.save(tmp_path / "tau.safetensors")
     assert "no tasks" not in repr(kp.TaskVector.load(tmp_path / "tau.safetensors"))
+
+
+def recorded_files(tau: kp.TaskVector) -> dict[str, str]:
+    return {file.name: file.sha256 for checkpoint in tau.about.checkpoints for file in checkpoint.files}
+
+
+def test_the_checkpoint_is_recorded_by_its_name_and_the_digests_of_its_files(bert_folder, tmp_path, monkeypatch):
+    model = kp.load_model(f"hf:{bert_folder}")
+    tuned = finetuned(model)
+    folder = tmp_path / "private" / "shards"
+    tuned.save_pretrained(folder, max_shard_size="5KB")
+    expected = {path.name: sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    assert len(expected) > 2
+    tau, _ = extracted(model, folder)
+    assert recorded_files(tau) == expected
+    assert [(entry.name, entry.kind, entry.revision) for entry in tau.about.checkpoints] == [
+        ("shards", "weights", None)
+    ]
+    monkeypatch.chdir(folder)
+    for place in (".", str(folder) + "/", "../shards"):
+        assert extracted(model, place)[0].digest == tau.digest
+    tau.save(tmp_path / "tau.safetensors")
+    assert kp.TaskVector.load(tmp_path / "tau.safetensors").about == tau.about
+    assert b"private" not in (tmp_path / "tau.safetensors").read_bytes()
+
+
+def test_weights_in_memory_have_no_checkpoint(pair, tmp_path):
+    model, tuned = pair
+    for source in (tuned, tuned.state_dict()):
+        assert extracted(model, source)[0].about.checkpoints == ()
+
+
+def test_a_file_with_an_unusual_name_is_extracted(pair, tmp_path):
+    model, tuned = pair
+    path = tmp_path / "a\u200bb.safetensors"  # manifests refuse hidden characters
+    save_file({name: value.clone() for name, value in tuned.state_dict().items()}, path)
+    tau, _ = extracted(model, path)
+    assert same_weights(tau.apply(model.module), tuned)
+    assert [file.sha256 for file in tau.about.checkpoints[0].files] == [sha256(path.read_bytes()).hexdigest()]
+
+
+def test_other_vectors_are_written_as_before(tmp_path):
+    """The key is absent without checkpoints, and a dense vector with one is of version 1.1."""
+    model = kp.load_model("tiny")
+    about = kp.AboutVector(base=model.base(["visual.proj"]), function=model.function, regime="full", tasks=())
+    change = {"visual.proj": torch.ones(128, 128)}
+    kp.TaskVector(change, about).save(tmp_path / "plain.safetensors")
+    entry = CheckpointEntry(name="a", kind="weights", files=(FileEntry(name="a", sha256="0" * 64),))
+    kp.TaskVector(change, about.model_copy(update={"checkpoints": (entry,)})).save(tmp_path / "listed.safetensors")
+    plain, listed = (VectorFile(tmp_path / f"{name}.safetensors").manifest_json for name in ("plain", "listed"))
+    assert "checkpoints" not in plain
+    assert plain["version"] == "1.0"
+    assert listed == {**plain, "version": "1.1", "checkpoints": listed["checkpoints"]}
+
+
+@pytest.mark.parametrize(
+    "checkpoint",
+    [
+        {"name": "/home/user/a", "kind": "weights", "files": [{"name": "a", "sha256": "0" * 64}]},
+        {"name": "a", "kind": "pickle", "files": [{"name": "a", "sha256": "0" * 64}]},
+        {"name": "a", "kind": "weights", "files": []},
+        {"name": "a", "kind": "weights", "files": [{"name": "a", "sha256": "0" * 40}]},
+        {"name": "hf://owner/a", "kind": "weights", "revision": "main", "files": [{"name": "a", "sha256": "0" * 64}]},
+    ],
+)
+def test_invalid_entries_are_refused(checkpoint):
+    with pytest.raises(ValidationError):
+        CheckpointEntry.model_validate(checkpoint)
+
+
+def test_the_prompt_style_does_not_change_the_vector(t5_folder, tmp_path):
+    """Prompts determine inputs and label words; a vector without a head depends on neither."""
+    digests = set()
+    for style in ("t5", "flan"):
+        model = kp.load_model(f"t5:{t5_folder}", prompts=style)
+        state = {
+            name: value.clone() for name, value in finetuned(kp.load_model(f"t5:{t5_folder}")).state_dict().items()
+        }
+        digests.add(extracted(model, state, task="nli")[0].digest)
+    assert len(digests) == 1
