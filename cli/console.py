@@ -12,13 +12,21 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -175,6 +183,65 @@ def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], Non
     """Draws a progress bar with a status text; yields `update(done, total, status)`."""
     with _bar(name, TextColumn("{task.fields[status]}", markup=False), show=show, status="") as update:
         yield lambda done, total, status: update(completed=done, total=total, status=status)
+
+
+class StageRows:
+    """Progress of a plan: a row for all stages with the time left, and one for each running stage.
+
+    Args:
+        costs: The relative cost of each pending stage, by key.
+        total: Number of all stages.
+        show: Whether to draw the rows, if stderr is a terminal.
+    """
+
+    def __init__(self, costs: Mapping[str, float], total: int, *, show: bool):
+        self._costs = costs
+        self._total = total
+        self._done = total - len(costs)
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[status]}", markup=False),
+        )
+        self._bars = Progress(*columns, console=err, transient=True) if show and err.is_terminal else None
+
+    def __enter__(self) -> StageRows:
+        if self._bars:
+            self._bars.start()
+            self._all = self._bars.add_task(self._title, total=sum(self._costs.values()), status="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    @property
+    def _title(self) -> str:
+        return f"{self._done}/{self._total} stages"
+
+    @contextmanager
+    def row(self, name: str, key: str) -> Iterator[Callable[[int, int, str], None]]:
+        """Draws the row of a stage; yields `update(done, total, status)`."""
+        if not self._bars:
+            yield lambda done, total, status: None
+            return
+        bars, cost = self._bars, self._costs.get(key, 0.0)
+        row, before = bars.add_task(printable(name), total=None, status=""), [0.0]
+
+        def update(done: int, total: int, status: str) -> None:
+            bars.update(row, completed=done, total=total, status=printable(status))
+            share = cost * done / max(total, 1)
+            bars.advance(self._all, max(0.0, share - before[0]))
+            before[0] = max(before[0], share)
+
+        try:
+            yield update
+            self._done += 1
+            bars.update(self._all, advance=cost - before[0], description=self._title)
+        finally:
+            bars.remove_task(row)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.units import human_bytes, human_seconds
 
 from .console import (
+    StageRows,
     name_cell,
     out,
     percent,
@@ -28,9 +30,8 @@ from .console import (
     show_warnings,
     steps_bar,
     stop_on_interrupt,
-    work_bar,
 )
-from .options import AS_JSON, DEVICE, QUIET, RUN_PANEL, WORKERS, option, output_option
+from .options import AS_JSON, DEVICE, JOBS, QUIET, RUN_PANEL, WORKERS, option, output_option
 
 if TYPE_CHECKING:
     from kfacpack.experiments.plan import Plan
@@ -92,6 +93,10 @@ def run(
         RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
     ),
     as_json: bool = AS_JSON,
+    jobs: int | None = JOBS,
+    events: bool = option(
+        RUN_PANEL, False, "--events", help="Print what happens to each stage to stderr, as JSON lines."
+    ),
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
@@ -100,6 +105,9 @@ def run(
     File names contain a hash of everything that determines the content. A second run therefore computes only what has
     changed, and an interrupted run continues where it stopped. The results are in DIR/results.json, the report is
     DIR/report.html; both list the commands that write the files.
+
+    Independent stages run at the same time in worker processes. DIR/events.jsonl records what ran where. The results
+    do not depend on --jobs.
 
     `kfacpack demo` writes a plan to start from.
     """
@@ -110,11 +118,22 @@ def run(
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
-    execute_run(parsed, text, output or Path(plan.stem), device, dry_run=dry_run, as_json=as_json, quiet=quiet)
+    root = output or Path(plan.stem)
+    execute_run(parsed, text, root, device, jobs=jobs, dry_run=dry_run, as_json=as_json, quiet=quiet, events=events)
 
 
 def execute_run(
-    plan: Plan, text: str, root: Path, device: str, *, dry_run: bool, as_json: bool, quiet: bool, is_demo: bool = False
+    plan: Plan,
+    text: str,
+    root: Path,
+    device: str,
+    *,
+    jobs: int | None,
+    dry_run: bool,
+    as_json: bool,
+    quiet: bool,
+    events: bool = False,
+    is_demo: bool = False,
 ) -> None:
     """Runs a plan and prints its results.
 
@@ -123,9 +142,11 @@ def execute_run(
         text: Its YAML source.
         root: Output folder.
         device: The option --device.
+        jobs: The option --jobs.
         dry_run: Whether to print the stages and their estimated time instead.
         as_json: Whether to print JSON.
         quiet: Whether to print only errors.
+        events: Whether to print events to stderr.
         is_demo: Whether to explain what is computed and what to conclude.
     """
     start = time.perf_counter()
@@ -134,11 +155,17 @@ def execute_run(
         require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
-    from kfacpack.experiments.report import report
-    from kfacpack.experiments.run import Run, peak_bytes
+    from kfacpack.experiments.run import Run
 
-    show = not (quiet or as_json)
-    planned = Run(plan, text, root, local_device(device))
+    with Run(plan, text, root, local_device(device), 1 if dry_run else jobs) as planned:
+        _execute(planned, start, dry_run=dry_run, as_json=as_json, quiet=quiet, events=events, is_demo=is_demo)
+
+
+def _execute(
+    planned: Run, start: float, *, dry_run: bool, as_json: bool, quiet: bool, events: bool, is_demo: bool
+) -> None:
+    """Executes a checked plan; `start` is the time at which the command started."""
+    plan, root, show = planned.plan, planned.root, not (quiet or as_json)
     for task in () if quiet else plan.tasks:
         for notice in planned.graph.context.task(task.name).notices(plan.model.name):
             show_note(f"warning: {notice}")
@@ -146,13 +173,19 @@ def execute_run(
         if as_json or not quiet:
             _print_forecast(planned, as_json=as_json)
         return
+    from kfacpack.experiments.report import report
     from kfacpack.training.metrics import PenaltyWarning
 
     with (
         show_warnings(PenaltyWarning, show=not quiet),
         stop_on_interrupt(f"finished stages are kept in {root}; repeat the command to continue") as stopped,
+        StageRows(
+            {stage.key: stage.cost() for stage in planned.pending()}, len(planned.stages), show=show and not events
+        ) as rows,
     ):
-        results = planned.execute(_stage_reporter(show, is_demo), stopped)
+        results = planned.execute(
+            _stage_reporter(rows, explain=show and is_demo), stopped, _print_event if events else _ignore_event
+        )
     page = report(root, root / "report.html")
     if as_json:
         print_json(results)
@@ -162,7 +195,7 @@ def execute_run(
         print_summary(results, DEMO_SHARES if is_demo else SHARES)
         if is_demo:
             _print_conclusion(root)
-        usage = f"{human_seconds(time.perf_counter() - start)}, at most {human_bytes(peak_bytes())} of memory"
+        usage = f"{human_seconds(time.perf_counter() - start)}, at most {human_bytes(planned.peak_bytes)} of memory"
         print_line(f"wrote {page} and {root / 'results.json'}: {usage}")
         _print_open(page)
 
@@ -180,16 +213,24 @@ def _print_open(page: Path) -> None:
     print_line(f"next: open {page} in a browser", style="dim")
 
 
-def _stage_reporter(show: bool, explain: bool) -> StageDisplay:
+def _print_event(event: dict[str, Any]) -> None:
+    print(json.dumps(event, ensure_ascii=False), file=sys.stderr, flush=True)
+
+
+def _ignore_event(event: dict[str, Any]) -> None:
+    pass
+
+
+def _stage_reporter(rows: StageRows, *, explain: bool) -> StageDisplay:
     """Returns a context manager per stage that draws its progress bar."""
     explained: set[str] = set()
 
     @contextmanager
     def watch(stage: Stage, number: int, total: int) -> Iterator[StageCallback]:
-        if explain and show and stage.kind not in explained:
+        if explain and stage.kind not in explained:
             explained.add(stage.kind)
             print_line(f"  {stage.kind:<15}{stage.purpose}")
-        with work_bar(f"{number}/{total} {stage.kind}/{stage.name}", show=show) as advance:
+        with rows.row(f"{stage.kind}/{stage.name}", stage.key) as advance:
             yield advance
 
     return watch
@@ -277,6 +318,7 @@ def demo(
     output: Path = output_option("DIR", Path("demo"), "Output folder."),
     all_tasks: bool = option(RUN_PANEL, False, "--all", help="Use all eight tasks instead of three."),
     device: str = DEVICE,
+    jobs: int | None = JOBS,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -307,8 +349,8 @@ def demo(
     if show:
         tasks = ", ".join(task.name for task in plan.tasks)
         _print_lines(INTRODUCTION.format(count=len(plan.tasks), tasks=tasks, plan=path))
-    use_idle_cores()
-    execute_run(plan, text, output, device, dry_run=False, as_json=as_json, quiet=quiet, is_demo=True)
+    jobs = jobs or idle_jobs()
+    execute_run(plan, text, output, device, jobs=jobs, dry_run=False, as_json=as_json, quiet=quiet, is_demo=True)
     if show:
         _print_lines(CLOSING.format(output=output, plan=path))
 
@@ -339,15 +381,15 @@ def _print_lines(text: str) -> None:
         print_line(line)
 
 
-def use_idle_cores() -> None:
-    """Limits torch to the cores that other programs leave idle.
+def idle_jobs() -> int | None:
+    """Returns the number of worker processes that leaves the cores that other programs use to them.
 
-    A parallel operation waits for its slowest thread: on busy cores, two threads take longer than one.
+    None, the default of --jobs, if all cores are idle or the system does not tell.
     """
-    import torch
+    from kfacpack.estimation.distributed import usable_cores
 
-    if (idle := _idle_cores()) is not None:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), round(idle))))
+    idle = _idle_cores()
+    return None if idle is None or round(idle) >= usable_cores() else max(1, round(idle))
 
 
 def _idle_cores(seconds: float = 0.5) -> float | None:

@@ -143,6 +143,15 @@ WORKERS = option(
     metavar="N",
     help="Processes that load and transform examples. [default: up to 4 for image files]",
 )
+JOBS = option(
+    RUN_PANEL,
+    None,
+    "--jobs",
+    min=1,
+    metavar="N",
+    help="Processes that compute independent stages, no more than fit into memory. [default: one per GPU; on a CPU one "
+    "per core for models under 50M parameters, otherwise one]",
+)
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")
 AS_JSON = option(RUN_PANEL, False, "--json", help="Print the result as JSON.")
 QUIET = option(RUN_PANEL, False, "--quiet", "-q", help="Print only errors.")
@@ -232,7 +241,7 @@ def load_task_option(name: str, data: str | None, columns: str | None, model: st
 
 def model_arguments(base: Base) -> tuple[str, ...]:
     """Returns the `--model` argument that a suggested command needs for a bundle or vector of this base model."""
-    from kfacpack.hub.model_ids import model_option
+    from kfacpack.hub.card import model_option
 
     model = model_option(base) or "MODEL"
     return () if model == MODEL_NAME.default else ("--model", model)

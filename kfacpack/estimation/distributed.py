@@ -1,16 +1,23 @@
-"""Distributed runs: process groups, ranks, devices, and sums over all processes."""
+"""Several processes: process groups, ranks, devices, sums over all processes, and the number of jobs and threads."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from kfacpack.errors import KfacpackError
+
+SMALL_MODEL = 50_000_000
+"""Models with fewer parameters run with one thread per process on a CPU: more threads hardly make them faster."""
+_LIBRARY_BYTES = 1_000_000_000
+_MODEL_COPIES = 8
+"""The memory forecast of a worker: its libraries, and the model with vectors, gradients and optimizer state."""
 
 
 def rank() -> int:
@@ -98,3 +105,62 @@ def barrier() -> None:
     """Waits for all processes."""
     if world_size() > 1:
         dist.barrier()
+
+
+def usable_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _requested_threads() -> int | None:
+    """Returns the value of OMP_NUM_THREADS, if it is a positive number."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) if first.isdecimal() and int(first) > 0 else None
+
+
+def threads_per_job(device: torch.device, parameters: int, jobs: int) -> int:
+    """Returns the number of threads of a process that computes stages.
+
+    Rounding depends on the number of threads. For small models on a CPU it is therefore independent of `jobs`.
+    """
+    if requested := _requested_threads():
+        return requested
+    if device.type == "cpu" and parameters < SMALL_MODEL:
+        return 1
+    return max(1, usable_cores() // jobs)
+
+
+def devices_of(device: torch.device) -> list[torch.device]:
+    """Returns the devices of the workers: all GPUs for `cuda` without an index, otherwise the device itself."""
+    if device.type == "cuda" and device.index is None:
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [device]
+
+
+def choose_jobs(requested: int | None, device: torch.device, parameters: int, model_bytes: int) -> int:
+    """Returns the number of processes: the requested or the default number, but no more than fit into memory.
+
+    Args:
+        requested: The requested number; None for one per GPU, for one per core with a small model on a CPU (fewer if
+            OMP_NUM_THREADS is larger than 1), and otherwise for one.
+        device: Device of the plan's model.
+        parameters: Number of parameters of the model.
+        model_bytes: Size of the model in memory.
+    """
+    jobs = requested or 1
+    if requested is None and device.type == "cuda":
+        jobs = len(devices_of(device))
+    elif requested is None and device.type == "cpu" and parameters < SMALL_MODEL:
+        jobs = usable_cores() // (_requested_threads() or 1)
+    available = _available_bytes()
+    fitting = jobs if available is None else available // (_LIBRARY_BYTES + _MODEL_COPIES * model_bytes)
+    return max(1, min(jobs, fitting))
+
+
+def _available_bytes() -> int | None:
+    """Returns the memory that new processes can use, or None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, ValueError, StopIteration):
+        return None

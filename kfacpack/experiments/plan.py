@@ -308,6 +308,7 @@ class Plan(PlanSection):
     arms: Annotated[dict[ShortText, ArmSection], Field(min_length=1)]
     evaluation: EvaluationSection = EvaluationSection()
     _folder: Path = PrivateAttr(default=Path())
+    _source_name: str = PrivateAttr(default="plan")
     _locate: Callable[[KeyPath], str] | None = PrivateAttr(default=None)
 
     @field_validator("model", mode="before")
@@ -416,8 +417,19 @@ class Plan(PlanSection):
         self._folder = folder
         return self
 
-    def with_locations(self, locate: Callable[[KeyPath], str]) -> Plan:
-        """Sets the function that describes a location by file, line and key, and returns the plan."""
+    @property
+    def folder(self) -> Path:
+        """The folder that relative paths start from."""
+        return self._folder
+
+    @property
+    def source_name(self) -> str:
+        """Name of the plan's file in error messages."""
+        return self._source_name
+
+    def with_locations(self, name: str, locate: Callable[[KeyPath], str]) -> Plan:
+        """Sets the file name and the function that describes a location by file, line and key; returns the plan."""
+        self._source_name = name
         self._locate = locate
         return self
 

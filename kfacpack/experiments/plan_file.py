@@ -99,7 +99,7 @@ def parse(text: str, name: str) -> Plan:
         return f"{name}, line {lines[present]}: {printable(key)}" if key else f"{name}, line {lines[present]}"
 
     try:
-        plan = Plan.model_validate(content, strict=False).with_locations(locate)
+        plan = Plan.model_validate(content, strict=False).with_locations(name, locate)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         # For an invalid key, pydantic appends the label `[key]` to the location.

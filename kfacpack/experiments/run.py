@@ -12,7 +12,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.distributed import local_device
+from kfacpack.estimation.distributed import choose_jobs, local_device, threads_per_job, usable_cores
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.evaluation.accuracy import EvaluationSet
 from kfacpack.evaluation.edited_model import OutputCache
+from kfacpack.experiments.jobs import Scheduler, WorkerPool
 from kfacpack.experiments.plan_file import read_plan
 from kfacpack.experiments.results import results
 from kfacpack.experiments.stage import StageProgress
@@ -155,6 +157,22 @@ class RunContext:
                     self._checkpoints[arm, task] = _files_key(self.plan.resolve_path(source), source)
         return self._checkpoints[arm, task]
 
+    def shared_keys(self) -> dict[str, Any]:
+        """Returns the hashes on which the keys of stages depend, as JSON; other processes need not compute them."""
+        return {
+            "model": self.model_key,
+            "environment": self.environment,
+            "data": [[*key, value] for key, value in self._fingerprints.items()],
+            "checkpoints": [[*key, value] for key, value in self._checkpoints.items()],
+        }
+
+    def use_keys(self, keys: dict[str, Any]) -> None:
+        """Takes the hashes that `shared_keys` returned in another process."""
+        self.model_key = keys["model"]
+        self.environment = keys["environment"]
+        self._fingerprints = {(task, split): value for task, split, value in keys["data"]}
+        self._checkpoints = {(arm, task): value for arm, task, value in keys["checkpoints"]}
+
     def check(self) -> None:
         """Checks tasks, model and heads before any stage runs.
 
@@ -216,7 +234,7 @@ def _files_key(path: Path, written: str) -> str:
     return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()
 
 
-RESULTS, TIMES = "results.json", "times.json"
+RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _PROBE_EXAMPLES = 32
 """Number of examples on which the speed of the model is measured."""
 
@@ -228,6 +246,7 @@ def run(
     device: str = "auto",
     show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
     stopped: Callable[[], bool] = lambda: False,
+    jobs: int | None = 1,
 ) -> dict[str, Any]:
     """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
 
@@ -238,6 +257,8 @@ def run(
         device: Device of the model; `"auto"` is the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager with the progress callback.
         stopped: Returns True when the run is to stop. A second call resumes.
+        jobs: Number of processes that compute independent stages; with 1, stages run in this process. None chooses
+            the number as `kfacpack run` does. The results do not depend on it.
 
     Returns:
         The content of `results.json`.
@@ -252,7 +273,8 @@ def run(
     """
     parsed, text = read_plan(Path(plan))
     root = Path(plan).stem if output is None else output
-    return Run(parsed, text, Path(root), local_device(device)).execute(show, stopped)
+    with Run(parsed, text, Path(root), local_device(device), jobs) as planned:
+        return planned.execute(show, stopped)
 
 
 class Run:
@@ -263,19 +285,48 @@ class Run:
         text: The plan's YAML text, which is recorded in the results.
         root: Folder of the run.
         device: Device of the model.
+        jobs: Number of processes that compute stages, see `choose_jobs`. If there are several, they may be started by
+            the constructor, and the object must be used as a context, which ends them.
 
     Raises:
-        KfacpackError: If a task or the model cannot be used as the plan specifies.
+        KfacpackError: If a task or the model cannot be used as the plan specifies, or `jobs` is not positive.
     """
 
-    def __init__(self, plan: Plan, text: str, root: Path, device: torch.device):
+    def __init__(self, plan: Plan, text: str, root: Path, device: torch.device, jobs: int | None = 1):
+        if jobs is not None and jobs < 1:
+            raise KfacpackError(f"jobs {jobs}: expected a positive number")
         self.plan = plan
         self.text = text
         self.root = root
-        context = RunContext(plan, device)
-        context.check()
-        self.graph = StageGraph(context, root)
-        self.stages = self.graph.in_order()
+        self._peaks: dict[int, int] = {}
+        with ExitStack() as stack:
+            self._pool = stack.enter_context(WorkerPool(plan, text, root, device))
+            if not (root / RESULTS).exists():
+                # Importing torch takes seconds, in which the plan is checked. Unused workers are ended later.
+                known_small = device.type == "cpu" and plan.model.name in EMBEDDED_MODELS
+                early = jobs or (choose_jobs(None, device, 0, 0) if known_small else 1)
+                self._pool.resize(min(early, usable_cores()) if early > 1 else 0)
+            context = RunContext(plan, device)
+            context.check()
+            self.graph = StageGraph(context, root)
+            self.stages = self.graph.in_order()
+            tensors = list(context.model.module.parameters())
+            size = sum(tensor.numel() for tensor in tensors)
+            model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            self.jobs = choose_jobs(jobs, device, size, model_bytes)
+            self.threads = threads_per_job(device, size, self.jobs)
+            self._cleanup = stack.pop_all()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cleanup.close()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak memory of this process plus that of the workers."""
+        return peak_bytes() + sum(self._peaks.values())
 
     def pending(self) -> list[Stage]:
         """Returns the stages whose files are missing or damaged."""
@@ -302,12 +353,14 @@ class Run:
         self,
         show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
         stopped: Callable[[], bool] = lambda: False,
+        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> dict[str, Any]:
         """Computes the missing files and writes `results.json` and `times.json`.
 
         Args:
             show: Called for each stage that is executed; returns a context manager with the progress callback.
             stopped: Returns True when the run is to stop, which may be in the middle of a stage.
+            on_event: Receives what happens to each stage, as written to `events.jsonl`.
 
         Returns:
             The content of `results.json`.
@@ -322,21 +375,57 @@ class Run:
                 (self.root / kind).mkdir(exist_ok=True)
             times = _read_times(self.root / TIMES)
             executed: set[str] = set()
-            for number, stage in enumerate(self.stages, start=1):
-                if stage.done:
-                    continue
-                if stopped():
-                    raise Interrupted
-                stage_start = time.perf_counter()
-                with show(stage, number, len(self.stages)) as progress:
-                    stage.make(StageProgress(progress, stopped))
+            events = (self.root / EVENTS).open("a", encoding="utf-8")
+
+            def record(event: dict[str, Any]) -> None:
+                event = {"time": round(time.time(), 3), **event}
+                events.write(json.dumps(event, ensure_ascii=False) + "\n")
+                events.flush()
+                on_event(event)
+
+            def finished(stage: Stage, seconds: float) -> None:
                 executed.add(stage.key)
-                times[stage.key] = time.perf_counter() - stage_start
+                times[stage.key] = seconds
                 self._write_times(times, executed, start)
+
+            pending = self.pending()
+            jobs = min(self.jobs, len(pending))
+            with events, _threads(self.threads):
+                if jobs > 1:
+                    self._pool.resize(jobs)
+                    self._pool.configure(self.graph.context, self.threads)
+                    scheduler = Scheduler(self.stages, self._pool, show, stopped, finished, record, self._peaks)
+                    scheduler.run()
+                else:
+                    self._pool.resize(0)
+                    self._execute_here(show, stopped, finished, record)
+                self._pool.resize(0)
             content = results(self.graph, self.text)
             write_atomically(self.root / RESULTS, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
             self._write_times(times, executed, start)
         return content
+
+    def _execute_here(
+        self,
+        show: StageDisplay,
+        stopped: Callable[[], bool],
+        finished: Callable[[Stage, float], None],
+        record: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """Computes the missing files one after the other, in this process."""
+        for number, stage in enumerate(self.stages, start=1):
+            if stage.done:
+                continue
+            if stopped():
+                raise Interrupted
+            where = {"stage": f"{stage.kind}/{stage.name}", "worker": 0, "device": str(self.graph.context.device)}
+            record({"event": "started", **where})
+            start = time.perf_counter()
+            with show(stage, number, len(self.stages)) as progress:
+                stage.make(StageProgress(progress, stopped))
+            seconds = time.perf_counter() - start
+            record({"event": "finished", **where, "seconds": round(seconds, 3)})
+            finished(stage, seconds)
 
     def _write_times(self, times: dict[str, float], executed: set[str], start: float) -> None:
         content = {
@@ -351,7 +440,7 @@ class Run:
                 if stage.key in times
             ],
             "seconds": round(time.perf_counter() - start, 3),
-            "peak_bytes": peak_bytes(),
+            "peak_bytes": self.peak_bytes,
         }
         write_atomically(self.root / TIMES, (json.dumps(content, indent=1) + "\n").encode())
 
@@ -368,6 +457,17 @@ def peak_bytes() -> int:
     """Returns the peak resident memory of this process in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Sets the number of threads of torch."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -13,8 +13,7 @@ from kfacpack.format.container import BUNDLE, VECTOR, Container
 from kfacpack.format.manifest import Base, Source
 from kfacpack.format.reader import Bundle, check_tensors
 from kfacpack.format.reference import header_of
-from kfacpack.hub.card import bundle_summary, vector_summary
-from kfacpack.hub.model_ids import data_option, model_option
+from kfacpack.hub.card import bundle_summary, data_option, model_option, vector_summary
 from kfacpack.vectors.storage import VectorFile
 
 if TYPE_CHECKING:

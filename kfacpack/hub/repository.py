@@ -15,8 +15,7 @@ from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, loca
 from kfacpack.format.reference import REPOSITORY, SCHEME, Reference
 from kfacpack.format.writer import replace_atomically
 from kfacpack.hub.artifacts import SUFFIXES, Artifact
-from kfacpack.hub.card import BASE_TAG, TAGS, TASK_TAG
-from kfacpack.hub.model_ids import model_from_option
+from kfacpack.hub.card import BASE_TAG, TAGS, TASK_TAG, model_from_option
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo

@@ -52,6 +52,11 @@ def use_workers(count: int | None) -> None:
     _requested_workers = count
 
 
+def requested_workers() -> int | None:
+    """Returns the number of worker processes that `use_workers` has set."""
+    return _requested_workers
+
+
 def batches(
     model: Model, sources: Sequence[SplitSource], indices: Iterable[BatchIndices]
 ) -> Generator[Batch, None, None]:

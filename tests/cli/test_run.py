@@ -151,14 +151,18 @@ def test_the_demo_explains_itself_on_one_screen(finished, monkeypatch):
         assert f"{row.added:.1%}" in printed
 
 
-@pytest.mark.parametrize(("idle", "threads"), [(1.9, 2), (0.8, 1), (0.0, 1), (8.0, 2), (None, 2)])
-def test_the_demo_uses_idle_cores(idle, threads, monkeypatch):
-    used = []
+@pytest.mark.parametrize(("idle", "jobs"), [(1.9, None), (0.8, 1), (0.0, 1), (8.0, None), (None, None)])
+def test_the_demo_uses_idle_cores(idle, jobs, monkeypatch):
     monkeypatch.setattr(experiments, "_idle_cores", lambda: idle)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
-    monkeypatch.setattr("torch.set_num_threads", used.append)
-    experiments.use_idle_cores()
-    assert used == ([] if idle is None else [threads])
+    monkeypatch.setattr("kfacpack.estimation.distributed.usable_cores", lambda: 2)
+    assert experiments.idle_jobs() == jobs
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1", "two"])
+def test_a_wrong_number_of_jobs_is_refused(tmp_path, jobs):
+    (tmp_path / "plan.yaml").write_text(TEXT)
+    assert run("run", tmp_path / "plan.yaml", "-o", tmp_path / "out", "--jobs", jobs).exit_code == 2
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("without_report")
