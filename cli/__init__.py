@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
+from typing import TextIO
 
 
 def run() -> None:
@@ -13,9 +15,15 @@ def run() -> None:
         # The default action of SIGTERM ends the process without removing temporary files, and with another exit code.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
+        sys.stdout, sys.stderr = sys.stdout or _null_stream(), sys.stderr or _null_stream()
         _load_app()()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _null_stream() -> TextIO:
+    """Returns a stream for a descriptor that the caller has closed. Output files must not reuse such a descriptor."""
+    return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
 def _load_app() -> Callable[[], None]:

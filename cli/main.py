@@ -6,6 +6,7 @@ Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupt
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -73,7 +74,8 @@ class CommandGroup(PlainHelp, TyperGroup):
             show_error(str(error))
             raise typer.Exit(2) from error
         except OSError as error:
-            show_error(f"could not write the output: {error.strerror or error}")
+            path = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+            show_error(f"{path}could not write the output: {error.strerror or error}")
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interruption:
             show_error("interrupted")
@@ -156,12 +158,39 @@ for panel, commands in COMMANDS.items():
         app.command(name, cls=PlainCommand, help=text, rich_help_panel=panel)(_with_hub_bars(command))
 
 
+class _OutputDescriptor(io.FileIO):
+    """The descriptor of stdout or stderr. A failed write ends the command.
+
+    The default action of SIGPIPE is not used: it would also end the process, without a message, when a server or a
+    worker process closes its connection.
+    """
+
+    def write(self, data: Any) -> int:
+        """Writes bytes.
+
+        Raises:
+            SystemExit: If they cannot be written. A pipe that its reader has closed, as `| head` does, is no error;
+                the exit code is the one that shells report for SIGPIPE.
+        """
+        try:
+            return super().write(data)
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())  # Python flushes the stream again when it exits
+            if isinstance(error, BrokenPipeError):
+                raise SystemExit(128 + signal.SIGPIPE) from None
+            show_error(f"could not write the output: {error.strerror}")
+            raise SystemExit(2) from None
+
+
+def _wrap_stream(stream: Any) -> Any:
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    buffer = io.BufferedWriter(_OutputDescriptor(stream.fileno(), "w", closefd=False))
+    # Characters such as Δ and ─ that an output encoding lacks are replaced by question marks.
+    return io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=stream.line_buffering)
+
+
 def run_app() -> None:
     """Runs the command line."""
-    # If the reader closes a pipe (as `| head` does), exit silently like other programs.
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    # Characters such as Δ and ─ that an output encoding lacks are replaced by question marks.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
+    sys.stdout, sys.stderr = _wrap_stream(sys.stdout), _wrap_stream(sys.stderr)
     app(prog_name="kfacpack")

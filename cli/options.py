@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,7 +262,8 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
         allow_folder: Whether the output may be a folder that exists; its content is checked elsewhere.
 
     Raises:
-        KfacpackError: If the path is on the Hub, is a folder or an input, or is in a folder that does not exist.
+        KfacpackError: If the path is on the Hub, is a folder or an input, or is in a folder that does not exist or is
+            not writable.
     """
     if is_reference(output):
         raise KfacpackError(f"{output}: cannot write to the Hub; write a file and publish it with `kfacpack push`")
@@ -272,3 +274,5 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
         raise KfacpackError(f"{output}: is a folder, expected the name of a file to write")
     if not output.absolute().parent.is_dir():
         raise KfacpackError(f"{output}: no such folder: {str(output.parent)!r}. Create it or write to another folder")
+    if not os.access(output.absolute().parent, os.W_OK):
+        raise KfacpackError(f"{output}: the folder {str(output.parent)!r} is not writable. Write to another folder")

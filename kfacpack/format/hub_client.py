@@ -183,7 +183,7 @@ def _refusal_by_status(error: HfHubHTTPError, request: _HubRequest) -> tuple[str
     if status == 403:
         remedy = "Log in with an account that has permission (uploads need a token with write access): hf auth login"
         return f"permission denied for {repository}{message}", remedy
-    if status == 412:
+    if status in (409, 412):
         return f"{repository} was changed in the meantime{message}", "Try again with its current state"
     if _is_busy(status):
         return f"the Hub returned status {status}{message}", request.with_alternative("Try again later")

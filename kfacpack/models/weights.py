@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kfacpack.curvature.matrices.components import raw_bytes, spec_of
-from kfacpack.errors import KfacpackError, first_line
+from kfacpack.errors import BundleError, KfacpackError, first_line
 from kfacpack.format.container import Container
 from kfacpack.format.hub_client import hub_errors
 from kfacpack.format.writer import replace_atomically, tensor_offsets
@@ -200,8 +200,10 @@ class CheckpointFolder(Checkpoint):
                 partial.replace(path)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
-        except OSError as error:
-            raise KfacpackError(f"{path}: could not be written: {error.strerror or error}") from error
+        except Exception as error:  # safetensors and tokenizers raise errors of their own if a disk is full
+            cause = error.__cause__ if isinstance(error, BundleError) else error  # it names a file in `partial`
+            problem = first_line(getattr(cause, "strerror", None) or cause)
+            raise KfacpackError(f"{path}: could not be written: {problem}") from error
 
 
 def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:

@@ -7,9 +7,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from io import RawIOBase
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
 
 from kfacpack.errors import KfacpackError
 
@@ -40,19 +40,19 @@ class Metrics:
 class MetricsLog:
     """Appends metrics to an open JSON Lines file."""
 
-    def __init__(self, file: TextIO):
-        self._file = file
+    def __init__(self, file: RawIOBase, path: Path):
+        self._file, self._path = file, path
 
     def add(self, metrics: Metrics) -> None:
-        """Writes the metrics of one step and flushes the file.
+        """Writes the metrics of one step.
 
         Raises:
             KfacpackError: If the file cannot be written.
         """
         try:
-            print(json.dumps(asdict(metrics)), file=self._file, flush=True)
+            self._file.write(f"{json.dumps(asdict(metrics))}\n".encode())
         except OSError as error:
-            raise _write_error(self._file.name, error) from error
+            raise _write_error(self._path, error) from error
 
 
 class PenaltyWarning(UserWarning):
@@ -158,12 +158,12 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
         warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
     try:
         path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        file = path.open("a", encoding="utf-8")
+        file = path.open("ab", buffering=0)  # closing a buffered file writes again, and fails again
     except OSError as error:
         raise _write_error(path, error) from error
     with file:
-        yield MetricsLog(file)
+        yield MetricsLog(file, path)
 
 
-def _write_error(path: str | Path, error: OSError) -> KfacpackError:
+def _write_error(path: Path, error: OSError) -> KfacpackError:
     return KfacpackError(f"{path}: cannot be written: {error.strerror}")
