@@ -11,15 +11,14 @@ from dataclasses import dataclass, field
 from glob import escape
 from hashlib import sha256
 from pathlib import Path
-from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from kfacpack.curvature.matrices.components import raw_bytes
-from kfacpack.errors import KfacpackError
+from kfacpack.curvature.matrices.components import raw_bytes, spec_of
+from kfacpack.errors import BundleError, KfacpackError
+from kfacpack.format.writer import write_plain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,15 +76,14 @@ class PartialFile:
         tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
         metadata = json.dumps({"request": self.request, "batches": done, "sha256": digests}, sort_keys=True)
+        specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
         try:
-            # If the process is killed, safetensors leaves a file with a random name; in a folder it can be found.
-            self._folder.mkdir(exist_ok=True)
-            save_file(tensors, self._folder / "state", {_KEY: metadata})
-            (self._folder / "state").replace(self.path)
-            rmtree(self._folder)
-        except (OSError, SafetensorError) as error:
-            rmtree(self._folder, ignore_errors=True)
-            raise KfacpackError(f"{self.path}: cannot save the state of {self.description}: {error}") from error
+            with write_plain(self.path, specs, {_KEY: metadata}) as write:
+                for name, tensor in tensors.items():
+                    write(name, raw_bytes(tensor))
+        except BundleError as error:
+            problem = f"cannot save the state of {self.description}: {error.problem}"
+            raise KfacpackError(f"{self.path}: {problem}") from error
         self._last_save = time.monotonic()
         self._save_seconds = self._last_save - start
 
@@ -133,14 +131,8 @@ class PartialFile:
         return 0
 
     def remove(self) -> None:
-        """Removes the file, if it exists, and incomplete copies that a killed process left."""
+        """Removes the file, if it exists."""
         self.path.unlink(missing_ok=True)
-        rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def _folder(self) -> Path:
-        """Folder in which the file is written before it is moved to its path."""
-        return self.path.with_name(f".{self.path.name}")
 
     def _compare(self, saved: dict[str, Any]) -> None:
         """Checks that the file was saved with the same settings."""

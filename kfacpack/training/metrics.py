@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from kfacpack.errors import KfacpackError
+from kfacpack.format.writer import write_atomically
 
 _MIN_STEPS = 10
 """Shorter runs are not checked, because their losses are too noisy."""
@@ -156,8 +157,9 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
     if len(kept) != done:
         problem = f"contains {len(kept)} of {done} completed steps" if kept else "is missing or empty"
         warnings.warn(f"{path}: {problem}; continuing from step {done + 1}", MetricsWarning, stacklevel=4)
+    # A new file, so that another run with the same output does not append to it.
+    write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
     try:
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
         file = path.open("ab", buffering=0)  # closing a buffered file writes again, and fails again
     except OSError as error:
         raise _write_error(path, error) from error
