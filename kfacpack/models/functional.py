@@ -23,12 +23,13 @@ Forward: TypeAlias = Callable[..., Any]
 """A function from the arguments in a batch to f."""
 
 
-def call_model(forward: Forward, batch: ModelInput) -> Tensor:
+def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> Tensor:
     """Calls a model on a batch and checks its output.
 
     Args:
         forward: Function from a batch to f.
         batch: A tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        finite: Whether to check that f is finite, which waits for the device.
 
     Returns:
         f, of shape (N, C).
@@ -53,9 +54,19 @@ def call_model(forward: Forward, batch: ModelInput) -> Tensor:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         problem = f"expected the model to return f as floats of shape (examples, width), got {output}"
         raise KfacpackError(f"{problem}. Select f with 'forward', such as forward=lambda x: model(x).pooler_output")
+    if finite:
+        require_finite(f)
+    return f
+
+
+def require_finite(f: Tensor) -> None:
+    """Checks that f is finite.
+
+    Raises:
+        NotFiniteError: If f contains NaN or Inf.
+    """
     if not bool(f.detach().isfinite().all()):
         raise NotFiniteError("f contains NaN or Inf; check the inputs, or use another dtype for the model")
-    return f
 
 
 def map_tensors(batch: ModelInput, function: Callable[[Tensor], Tensor]) -> Any:
