@@ -92,6 +92,43 @@ def to_device(batch: ModelInput, device: torch.device) -> Any:
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
 
 
+class TensorPack:
+    """Several tensors in one byte buffer on the CPU, so that one copy moves all of them to a device.
+
+    Tensors with the widest elements come first, so that all are aligned without padding.
+
+    Args:
+        tensors: The tensors; they are copied.
+        pin: Whether to allocate pinned memory, from which a GPU can copy asynchronously.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, pin: bool):
+        self._places: list[tuple[int, torch.dtype, torch.Size]] = [
+            (0, tensor.dtype, tensor.shape) for tensor in tensors
+        ]
+        end = 0
+        for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].dtype.itemsize):
+            self._places[index] = end, tensors[index].dtype, tensors[index].shape
+            end += tensors[index].nbytes
+        self.nbytes = end
+        """Size of the buffer."""
+        self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
+        """All values, as bytes."""
+        for view, tensor in zip(self.views(self.buffer), tensors, strict=True):
+            view.copy_(tensor)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Returns the tensors as views of a copy of the buffer.
+
+        Args:
+            buffer: A byte tensor on any device that begins with the content of `buffer`.
+        """
+        return [
+            buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for start, dtype, shape in self._places
+        ]
+
+
 def padding_mask(batch: ModelInput) -> Tensor | None:
     """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if it has none."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
