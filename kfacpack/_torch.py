@@ -369,25 +369,26 @@ def unsafe_view_operator() -> Any:
 # Many tensors at once
 
 
-def add_to_each(tensors: Sequence[Tensor], values: Sequence[Tensor], factor: float = 1.0) -> None:
-    """Adds `factor` times a value to each tensor in place, on a GPU in a few kernels.
+def add_each(targets: Sequence[Tensor], tensors: Sequence[Tensor], factor: float = 1.0) -> None:
+    """Adds `factor` times each tensor to the corresponding target in place, on a GPU in a few kernels.
 
     Calls `torch._foreach_add_`. Known to work with torch 2.13.
 
     Args:
-        tensors: Tensors to add to, without common elements.
-        values: One value of the same shape for each tensor.
+        targets: Tensors to add to, without common elements.
+        tensors: One tensor of the same shape for each target.
         factor: Multiplier.
     """
-    torch._foreach_add_(list(tensors), list(values), alpha=factor)
+    if targets:
+        torch._foreach_add_(list(targets), list(tensors), alpha=factor)
 
 
-def copy_to_each(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copies a value of the same shape to each tensor in place, on a GPU in a few kernels.
+def copy_each(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copies each tensor to the corresponding target, of the same shape, on a GPU in a few kernels.
 
     Calls `torch._foreach_copy_`. Known to work with torch 2.13.
     """
-    torch._foreach_copy_(list(tensors), list(values))
+    torch._foreach_copy_(list(targets), list(tensors))
 
 
 def set_to_zero(tensors: Sequence[Tensor]) -> None:

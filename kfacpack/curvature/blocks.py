@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kfacpack._torch import add_to_each
+from kfacpack._torch import add_each
 from kfacpack.format.manifest import DenseEntry, KroneckerEntry, Term
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def accumulate(
         else:
             # Contiguous, because kernels for many tensors need equal strides.
             parts = values.contiguous().unbind()
-            add_to_each(targets, [parts[index] for index in chosen], factor)
+            add_each(targets, [parts[index] for index in chosen], factor)
 
 
 def join_layout(join: Join, shapes: ParameterShapes) -> Hashable:

@@ -125,7 +125,9 @@ class Regularizer:
         self.every = every
         self._weights, self._preset = dict(weights or {}), preset
         self._device = torch.device(device) if device is not None else None
-        self._dtype, self._precision = dtype, precision
+        self._dtype = dtype
+        self.precision = precision
+        """Precision of the products; None for that of the computation."""
         self._offload = offload
         self._factors: FactorPlacement | None = None
         self._shapes = {p.name: p.shape for curvature in self.curvatures for p in curvature.about.base.parameters}
@@ -149,7 +151,7 @@ class Regularizer:
             "preset": self._preset,
             "weights": weights or None,
             "left_out": self._left_out,
-            "penalty_precision": self._precision,
+            "penalty_precision": self.precision,
         }
         return {key: value for key, value in settings.items() if value is not None}
 
@@ -324,7 +326,7 @@ class Regularizer:
             grads: Gradients to add to, by parameter name.
             factors: Factors to use instead of those in the requested precision.
         """
-        dtype, tf32 = self._dtype_for(tau), self._precision == "tf32" and factors is None
+        dtype, tf32 = self._dtype_for(tau), self.precision == "tf32" and factors is None
         factors = factors or self._factors_for(tau)
         batches = [batch for batch in self._batches if not batch.parameters.isdisjoint(tau)]
         values = [torch.zeros((), dtype=dtype, device=factors.device)]
@@ -344,7 +346,7 @@ class Regularizer:
 
     def _factors_for(self, tau: Mapping[str, Tensor]) -> FactorPlacement:
         device = self._device or next(iter(tau.values())).device
-        dtype = torch.bfloat16 if self._precision == "bf16" else self._dtype_for(tau)
+        dtype = torch.bfloat16 if self.precision == "bf16" else self._dtype_for(tau)
         if self._factors is None or (self._factors.device, self._factors.dtype) != (device, dtype):
             self._factors = FactorPlacement(dtype, device, offload=self._offload)
         return self._factors
