@@ -183,19 +183,22 @@ class Linearized:
         point = self._linearization(batch, tau, keeps_graph=False)
         return point.f, point.change
 
-    def at(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Linearization:
+    def at(self, batch: ModelInput, tau: Mapping[str, Tensor], *, finite: bool = True) -> Linearization:
         """Returns f and J τ together with the graph of f, for training loops that do not use autograd themselves.
 
         Args:
             batch: As for `__call__`.
             tau: As for `__call__`.
+            finite: Whether to check that f is finite, which waits for the device.
 
         Raises:
             KfacpackError: As for `__call__`.
         """
-        return self._linearization(batch, tau, keeps_graph=True)
+        return self._linearization(batch, tau, keeps_graph=True, finite=finite)
 
-    def _linearization(self, batch: ModelInput, tau: Mapping[str, Tensor], *, keeps_graph: bool) -> Linearization:
+    def _linearization(
+        self, batch: ModelInput, tau: Mapping[str, Tensor], *, keeps_graph: bool, finite: bool = True
+    ) -> Linearization:
         """Replays the program of this call if there is one; otherwise calls the model, and may record the call."""
         check_task_vector(tau, self._shapes, "lin")
         dtypes = {name: value.dtype for name, value in tau.items()}
@@ -204,7 +207,7 @@ class Linearized:
             tangents = {name: _tangent(tau[name], parameter) for name, parameter in parameters.items()}
             device = next(iter(parameters.values())).device
             arguments = map_tensors(batch, lambda tensor: _detached(tensor).to(device, non_blocking=True))
-            run = partial(self._run_model, arguments, tangents, keeps_graph=keeps_graph)
+            run = partial(self._run_model, arguments, tangents, keeps_graph=keeps_graph, finite=finite)
             key = signature(keeps_graph, tau, arguments, device) if self._traces else None
             if key is None:
                 return Linearization(*run(), dtypes)
@@ -228,7 +231,8 @@ class Linearized:
                 return Linearization(*run(), dtypes)
             if entry.verified:
                 f, change, saved = program.forward(inputs)
-                require_finite(f)
+                if finite:
+                    require_finite(f)
                 return Linearization(f, change, ReplayedGradient(program, saved), dtypes)
             replayed = program.forward(inputs)[:2]
             f, change, backward = run()
@@ -244,7 +248,13 @@ class Linearized:
             entry.accept(program, state, recorder.refusal)
 
     def _run_model(
-        self, arguments: Any, tangents: Mapping[str, Tensor], recorder: Recorder | None = None, *, keeps_graph: bool
+        self,
+        arguments: Any,
+        tangents: Mapping[str, Tensor],
+        recorder: Recorder | None = None,
+        *,
+        keeps_graph: bool,
+        finite: bool,
     ) -> tuple[Tensor, Tensor | None, Gradient]:
         """Calls the model in eval mode; returns f, J τ and the function that computes gradients."""
         parameters = {name: self._parameters[name] for name in tangents}
@@ -264,7 +274,8 @@ class Linearized:
                 with recorder.watching():
                     f, change = self._forward_with_tangent(arguments, tangents, keeps_graph=keeps_graph, recorded=True)
                     recorder.end_forward(f, change)
-            require_finite(f)
+            if finite:
+                require_finite(f)
             return f.detach(), change, GraphGradient(f, edges)
 
     def _forward_with_tangent(
