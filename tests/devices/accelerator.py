@@ -41,7 +41,7 @@ _PACKAGE = re.compile(r".*/kfacpack/(?!tests/)(.*\.py)$")
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
 
 
-class Unavailable(Exception):
+class UnavailableError(Exception):
     """The device cannot be built here; the message says why."""
 
 
@@ -61,10 +61,10 @@ def load() -> ctypes.CDLL:
     """Builds the device, unless that has been done for this torch version, and registers it.
 
     Raises:
-        Unavailable: If there is no compiler or no ninja.
+        UnavailableError: If there is no compiler or no ninja.
     """
     if problem := missing_tool():
-        raise Unavailable(problem)
+        raise UnavailableError(problem)
     torch.utils.rename_privateuse1_backend(NAME)
     library = _build()
     library.standin_register()
@@ -185,9 +185,8 @@ class Record:
         return sum(event.bytes for event in self.uploads)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.kernels} kernels, {len(self.uploads)} uploads, {len(self.downloads)} downloads, {len(self.waits)} waits"
-        ]
+        copies = f"{len(self.uploads)} uploads, {len(self.downloads)} downloads"
+        lines = [f"{self.kernels} kernels, {copies}, {len(self.waits)} waits"]
         counted = Counter((event.kind, event.place, event.cause) for event in self.events)
         lines += [f"{count:6} {kind:9} {place}  {cause}" for (kind, place, cause), count in sorted(counted.items())]
         return "\n".join(lines)

@@ -27,7 +27,7 @@ def device() -> torch.device:
     if DEVICE == "standin":
         try:
             accelerator.load()
-        except accelerator.Unavailable as problem:
+        except accelerator.UnavailableError as problem:
             pytest.skip(str(problem))
     try:
         return torch.empty(0, device=DEVICE).device

@@ -82,7 +82,7 @@ def test_negation_and_spectra(pair):
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "dare"])
 def test_merged_vectors(pair, method):
-    """Vectors and bundles come from models on the two devices. The random choice of "dare" depends on all their bits."""
+    """Vectors and bundles come from models on the two devices; the random choice of "dare" depends on every bit."""
     results = []
     for model in pair:
         bundles = list(bundles_of(model).values()) if METHODS[method].needs_bundles else None
