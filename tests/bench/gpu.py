@@ -1,6 +1,6 @@
 """What `make gpu` runs: the device tests and the costs of kfacpack on one device, as a page to attach to an issue.
 
-    python tests/bench/gpu.py [--device cuda|mps|standin|cpu] [--out gpu] [--layers 12 --width 768 --batch 128] [--skip-tests]
+    python tests/bench/gpu.py [--device cuda|mps|standin|cpu] [--out gpu] [--layers 12 --width 768] [--batch 128]
 
 Writes report.md, report.html and report.json. The model is transformers' CLIP vision tower with random weights, of
 ViT-B/32 size on a GPU, and small on the CPU and the stand-in, where only the program is tested. Without `--device`,
