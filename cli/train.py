@@ -14,7 +14,7 @@ from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.format.vector_manifest import HeadKind, RegimeName
 from kfacpack.models.prompts import PromptStyle
-from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_ON_DATA, Preset
+from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_ON_DATA, PenaltyPrecision, Preset
 
 from .console import (
     examples_bar,
@@ -82,6 +82,8 @@ class TrainOutput(TypedDict):
     """Loss of the last batch; null if no step was run."""
     penalty: float | None
     """Penalty at the last step; null without a penalty."""
+    penalty_error: tuple[float, float] | None
+    """Relative errors of the penalty and of its gradient; null without `--penalty-precision`."""
     accuracy: float | None
     """Accuracy on the last batch."""
     seconds: float
@@ -124,8 +126,14 @@ def train(
     preset: Preset | None = option(
         PENALTY_PANEL, None, "--preset", help="tak: the strength, scaling and group weights of the paper."
     ),
+    penalty_precision: PenaltyPrecision | None = option(
+        PENALTY_PANEL,
+        None,
+        "--penalty-precision",
+        help="Precision of the products with the factors; the error is reported. [default: float32]",
+    ),
     offload: bool = option(
-        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU and move one block at a time."
+        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU and move those of a few blocks at a time."
     ),
     reg_data: list[str] | None = option(
         PENALTY_PANEL,
@@ -206,6 +214,7 @@ def train(
         "weights": _parse_weights(weight or ()),
         "preset": preset,
         "reg_every": reg_every,
+        "penalty_precision": penalty_precision,
         "offload": offload,
     }
     check_penalty_options(reg or (), reg_data or (), **penalty)
@@ -292,6 +301,7 @@ def _run(
     if distributed.rank() != 0:
         return
     seconds, last = time.perf_counter() - start, advance.last
+    error = trainer.penalty_error(vector)
     if as_json:
         result: TrainOutput = {
             "path": str(output),
@@ -305,6 +315,7 @@ def _run(
             "unpenalised": list(trainer.unpenalised),
             "loss": last.loss if last else None,
             "penalty": last.penalty if last else None,
+            "penalty_error": error,
             "accuracy": last.accuracy if last else None,
             "seconds": seconds,
         }
@@ -317,5 +328,8 @@ def _run(
         if last:
             penalty = "" if last.penalty is None else f", penalty {last.penalty:.3g}"
             print_line(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
+        if error and trainer.regularizer:
+            errors = f"relative error {error.value:.2g}, of its gradient {error.gradient:.2g}"
+            print_line(f"penalty with {trainer.regularizer.precision} products: {errors}")
         task = ("--task", trainer.task.name, *data_options)
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task)

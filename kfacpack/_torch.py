@@ -366,6 +366,48 @@ def unsafe_view_operator() -> Any:
     return torch.ops.aten._unsafe_view.default
 
 
+# Many tensors at once
+
+
+def add_each(targets: Sequence[Tensor], tensors: Sequence[Tensor], factor: float = 1.0) -> None:
+    """Adds `factor` times each tensor to the corresponding target in place, on a GPU in a few kernels.
+
+    Calls `torch._foreach_add_`. Known to work with torch 2.13.
+
+    Args:
+        targets: Tensors to add to, without common elements.
+        tensors: One tensor of the same shape for each target.
+        factor: Multiplier.
+    """
+    if targets:
+        torch._foreach_add_(list(targets), list(tensors), alpha=factor)
+
+
+def copy_each(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copies each tensor to the corresponding target, of the same shape, on a GPU in a few kernels.
+
+    Calls `torch._foreach_copy_`. Known to work with torch 2.13.
+    """
+    torch._foreach_copy_(list(targets), list(tensors))
+
+
+def set_to_zero(tensors: Sequence[Tensor]) -> None:
+    """Sets all tensors to zero in place, on a GPU in a few kernels.
+
+    Calls `torch._foreach_zero_`. Known to work with torch 2.13.
+    """
+    torch._foreach_zero_(list(tensors))
+
+
+def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the largest magnitude in tensors of one device, as a 0-d float32 tensor; not finite if one is not.
+
+    Calls `torch._foreach_norm`. Known to work with torch 2.13.
+    """
+    norms = torch._foreach_norm(list(tensors), float("inf"))
+    return torch.stack([norm.float() for norm in norms]).amax()
+
+
 # Tensors and the state of autograd
 
 

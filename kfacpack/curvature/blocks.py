@@ -8,7 +8,7 @@ the last column next to its weight; the rows of a fused projection may belong to
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kfacpack._torch import add_each
 from kfacpack.format.manifest import DenseEntry, KroneckerEntry, Term
 
 if TYPE_CHECKING:
@@ -39,18 +40,36 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
     Returns:
         ΔW, (rows, columns), in the promoted dtype of the tensors, at least float32.
     """
-    tensors = [tau[piece.parameter] for piece in join.pieces if piece.parameter in tau]
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    if len(join.pieces) == 1 and tensors:
-        return _as_matrix(tensors[0], join.pieces[0]).to(dtype)
-    # The pieces tile the matrix, so it needs no initialisation if none is missing.
-    allocate = torch.empty if len(tensors) == len(join.pieces) else torch.zeros
-    delta = allocate((join.rows, join.columns), dtype=dtype, device=tensors[0].device)
-    for piece in join.pieces:
-        if piece.parameter in tau:
-            _region(delta, piece, shapes).copy_(_as_matrix(tau[piece.parameter], piece))
+    return gather_stack(tau, [join], shapes)[0]
+
+
+def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: ParameterShapes) -> Tensor:
+    """Joins parameters into the matrices ΔW of several blocks.
+
+    Args:
+        tau: Changes of parameters, by name; at least one of the blocks. Missing parameters are zero.
+        joins: Position of each parameter in the matrix of each block; all have the same `layout`.
+        shapes: Shapes of the parameters, by name.
+
+    Returns:
+        ΔW of each block, (blocks, rows, columns), in the promoted dtype of the tensors, at least float32.
+    """
+    names = [piece.parameter for join in joins for piece in join.pieces]
+    tensors = [tau[name] for name in names if name in tau]
+    dtype, device = torch.float32, tensors[0].device
+    for tensor_dtype in {tensor.dtype for tensor in tensors}:
+        dtype = torch.promote_types(dtype, tensor_dtype)
+    if len(tensors) < len(names):
+        zeros = {name: torch.zeros(shapes[name], dtype=dtype, device=device) for name in names if name not in tau}
+        tau = {**tau, **zeros}
+    # Corresponding pieces of all blocks, position by position.
+    positions = list(zip(*(join.pieces for join in joins), strict=True))
+    if len(positions) == 1:
+        return _stack_pieces(tau, positions[0]).to(dtype)
+    # The pieces tile the matrix, so it needs no initialisation.
+    delta = torch.empty((len(joins), joins[0].rows, joins[0].columns), dtype=dtype, device=device)
+    for pieces in positions:
+        _region(delta, pieces[0], shapes).copy_(_stack_pieces(tau, pieces))
     return delta
 
 
@@ -78,44 +97,74 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
     return parameters
 
 
-def accumulate(delta: Tensor, join: Join, shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float) -> None:
-    """Adds `factor` times the parameters of a block to `sums`, in place.
+def accumulate(
+    delta: Tensor, joins: Sequence[Join], shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float
+) -> None:
+    """Adds `factor` times the parameters of several blocks to `sums`, in place.
 
     Args:
-        delta: ΔW, (rows, columns).
-        join: Position of each parameter in the matrix.
+        delta: ΔW of each block, (blocks, rows, columns).
+        joins: Position of each parameter in the matrix of each block, as for `gather_stack`. No two blocks may cover
+            the same elements of a parameter.
         shapes: Shapes of the parameters, by name.
         sums: Tensors to add to, by name. Parameters that are not in it are skipped.
         factor: Multiplier.
     """
-    for piece in join.pieces:
-        if piece.parameter in sums:
-            values = _piece_values(delta, piece, shapes)
-            parameter = sums[piece.parameter]
-            target = parameter if piece.rows is None else parameter[piece.rows[0] : piece.rows[1]]
-            target.add_(values.reshape(target.shape).to(target.device), alpha=factor)
+    for pieces in zip(*(join.pieces for join in joins), strict=True):
+        chosen = [index for index, piece in enumerate(pieces) if piece.parameter in sums]
+        if not chosen:
+            continue
+        targets = [_rows_of(sums[pieces[index].parameter], pieces[index]) for index in chosen]
+        values = _piece_values(delta, pieces[0], shapes).to(targets[0].device)
+        values = values.reshape(len(joins), *targets[0].shape)
+        if len(joins) == 1:
+            targets[0].add_(values[0], alpha=factor)
+        else:
+            # Contiguous, because kernels for many tensors need equal strides.
+            parts = values.contiguous().unbind()
+            add_each(targets, [parts[index] for index in chosen], factor)
+
+
+def join_layout(join: Join, shapes: ParameterShapes) -> Hashable:
+    """Returns a key that is equal for joins with pieces of equal shapes at equal positions.
+
+    Args:
+        join: The join.
+        shapes: Shapes of the parameters, by name.
+    """
+    pieces = tuple(
+        (piece.at, piece.view, piece.matrix_shape(shapes[piece.parameter]), shapes[piece.parameter][1:])
+        for piece in join.pieces
+    )
+    return join.rows, join.columns, pieces
 
 
 def _region(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
-    """Returns the view of ΔW that a piece covers."""
+    """Returns the view of ΔW, (..., rows, columns), that a piece covers."""
     height, width = piece.matrix_shape(shapes[piece.parameter])
     top, left = piece.at
-    return delta[top : top + height, left : left + width]
+    return delta[..., top : top + height, left : left + width]
 
 
 def _piece_values(delta: Tensor, piece: Piece, shapes: ParameterShapes) -> Tensor:
     """Returns the values of a piece, with the dimensions in the order of its parameter."""
     region = _region(delta, piece, shapes)
-    return region.T if piece.view == "transposed" else region
+    return region.mT if piece.view == "transposed" else region
 
 
-def _as_matrix(tensor: Tensor, piece: Piece) -> Tensor:
-    if piece.rows is not None:
-        tensor = tensor[piece.rows[0] : piece.rows[1]]
-    if piece.view == "column":
-        return tensor.reshape(-1, 1)
-    matrix = tensor.reshape(tensor.shape[0], -1)
-    return matrix.T if piece.view == "transposed" else matrix
+def _rows_of(tensor: Tensor, piece: Piece) -> Tensor:
+    """Returns the rows of a parameter that a piece covers."""
+    return tensor if piece.rows is None else tensor[piece.rows[0] : piece.rows[1]]
+
+
+def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
+    """Returns the values of pieces of equal layout as matrices, (pieces, height, width); one piece is not copied."""
+    tensors = [_rows_of(tau[piece.parameter], piece) for piece in pieces]
+    stacked = torch.stack(tensors) if len(tensors) > 1 else tensors[0][None]
+    if pieces[0].view == "column":
+        return stacked.reshape(len(tensors), -1, 1)
+    matrices = stacked.reshape(len(tensors), stacked.shape[1], -1)
+    return matrices.mT if pieces[0].view == "transposed" else matrices
 
 
 class BlockStructure(ABC):
@@ -126,11 +175,11 @@ class BlockStructure(ABC):
         """Computes G ΔW.
 
         Args:
-            delta: ΔW, (rows, columns).
+            delta: ΔW, (rows, columns); with leading dimensions if `multiply` supports them.
             multiply: Computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
 
         Returns:
-            G ΔW, (rows, columns).
+            G ΔW, in the shape of ΔW.
         """
 
     @abstractmethod
@@ -240,7 +289,7 @@ class Kronecker(BlockStructure):
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
         """Computes Σ weight · B ΔW A."""
         # A is symmetric, so ΔW A = (A ΔWᵀ)ᵀ.
-        products = ((multiply(B, multiply(A, delta.T).T), weight) for B, A, weight in self.terms)
+        products = ((multiply(B, multiply(A, delta.mT).mT), weight) for B, A, weight in self.terms)
         return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
@@ -316,7 +365,7 @@ class Whole(BlockStructure):
 
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
         """Computes G times the flattened ΔW, in the shape of ΔW."""
-        return multiply(self.matrix, delta.reshape(-1, 1)).reshape(delta.shape)
+        return multiply(self.matrix, delta.reshape(*delta.shape[:-2], -1, 1)).reshape(delta.shape)
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         """Yields the matrix, as "G"."""

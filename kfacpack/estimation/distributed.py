@@ -11,10 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kfacpack._torch import copy_each
 from kfacpack.errors import KfacpackError
 
 SMALL_MODEL = 50_000_000
 """Models with fewer parameters run with one thread per process on a CPU: more threads hardly make them faster."""
+BUCKET_BYTES = 2**25
+"""Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
 _LIBRARY_BYTES = 1_000_000_000
 _MODEL_COPIES = 8
 """The memory forecast of a worker: its libraries, and the model with vectors, gradients and optimizer state."""
@@ -89,16 +92,32 @@ def broadcast(tensors: Iterable[Tensor]) -> None:
 
 
 def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], object]) -> None:
-    """Calls `communicate` on every tensor, on a device that the backend supports."""
+    """Calls `communicate` on buckets of tensors, on a device that the backend supports."""
     if world_size() == 1:
         return
     on_device = dist.get_backend() == "nccl"
-    for tensor in tensors:
+    for bucket in _buckets(tensors):
+        flat = bucket[0] if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
         # Gloo supports CPU tensors only, so tensors on a device without NCCL are copied to the CPU and back.
-        buffer = tensor.cuda() if on_device else tensor.cpu()
+        buffer = flat.cuda() if on_device else flat.cpu()
         communicate(buffer)
-        if buffer is not tensor:
-            tensor.copy_(buffer)
+        if len(bucket) > 1:
+            parts = buffer.to(flat.device).split([tensor.numel() for tensor in bucket])
+            copy_each(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])
+        elif buffer is not flat:
+            flat.copy_(buffer)
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups tensors of one dtype and device into buckets of limited size, in an order that only shapes determine."""
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
+        if bucket and sum(other.nbytes for other in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield list(bucket)
+            bucket.clear()
+        bucket.append(tensor)
+    yield from open_buckets.values()
 
 
 def barrier() -> None:

@@ -60,6 +60,10 @@ class PartialFile:
     _last_save: float = field(default_factory=time.monotonic)
     _save_seconds: float = 0.0
 
+    def is_due(self) -> bool:
+        """Returns whether enough time has passed since the last save."""
+        return time.monotonic() - self._last_save >= max(self.every, _MIN_INTERVAL * self._save_seconds)
+
     def save(self, work: Resumable, done: int, *, now: bool = False) -> None:
         """Saves the work if enough time has passed since the last save.
 
@@ -71,9 +75,9 @@ class PartialFile:
         Raises:
             KfacpackError: If the file cannot be written.
         """
-        start = time.monotonic()
-        if not now and start - self._last_save < max(self.every, _MIN_INTERVAL * self._save_seconds):
+        if not (now or self.is_due()):
             return
+        start = time.monotonic()
         tensors = {name: tensor.cpu().contiguous() for name, tensor in work.tensors()}
         digests = {name: _digest(tensor) for name, tensor in tensors.items()}
         metadata = json.dumps({"request": self.request, "batches": done, "sha256": digests}, sort_keys=True)

@@ -142,19 +142,21 @@ class Linearized:
             point = self._compute(batch, tau, self._torch_jvp, torch.no_grad())
         return point.f, point.change
 
-    def at(self, batch: ModelInput, tau: Mapping[str, Tensor]) -> Linearization:
+    def at(self, batch: ModelInput, tau: Mapping[str, Tensor], *, finite: bool = True) -> Linearization:
         """Returns f and J τ together with the graph of f, for training loops that do not use autograd themselves.
 
         Args:
             batch: As for `__call__`.
             tau: As for `__call__`.
+            finite: Whether to check that f is finite, which waits for the device.
 
         Raises:
             KfacpackError: As for `__call__`.
         """
         if self._fast:
             hooks = saved_tensors_hooks(_save_tensor, _load_tensor)
-            return self._compute(batch, tau, partial(self._forward_with_tangent, keeps_graph=True), hooks)
+            compute = partial(self._forward_with_tangent, keeps_graph=True, finite=finite)
+            return self._compute(batch, tau, compute, hooks)
         return self._compute(batch, tau, self._torch_jvp, torch.enable_grad())
 
     def _compute(
@@ -177,12 +179,12 @@ class Linearized:
             return Linearization(f, change, edges, {name: value.dtype for name, value in tau.items()})
 
     def _forward_with_tangent(
-        self, batch: Any, tangents: Mapping[str, Tensor], *, keeps_graph: bool
+        self, batch: Any, tangents: Mapping[str, Tensor], *, keeps_graph: bool, finite: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Returns f with its graph, and J τ computed alongside by `JvpMode`."""
         tangent_map = TangentMap({self._parameters[name]: tangent for name, tangent in tangents.items()})
         with JvpMode(tangent_map, keeps_graph=keeps_graph):
-            f = call_model(self._forward, batch)
+            f = call_model(self._forward, batch, finite=finite)
         if (change := tangent_map.get(f)) is None:
             require_tracked(f)
         return f, change

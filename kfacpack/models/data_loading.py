@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from hashlib import sha256
+from itertools import chain, tee
 from typing import Any, TypeAlias
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError, NotFiniteError, first_line, printable
-from kfacpack.models.functional import at_least_float32, call_model, tensors_of
+from kfacpack.models.functional import BatchMover, at_least_float32, call_model, tensors_of
 from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.task import Example, Split, batched
 
@@ -58,7 +59,7 @@ def requested_workers() -> int | None:
 
 
 def batches(
-    model: Model, sources: Sequence[SplitSource], indices: Iterable[BatchIndices]
+    model: Model, sources: Sequence[SplitSource], indices: Iterable[BatchIndices], *, pin_memory: bool = True
 ) -> Generator[Batch, None, None]:
     """Yields one prepared batch for each entry of `indices`, in order.
 
@@ -68,6 +69,7 @@ def batches(
         model: Model that prepares the examples.
         sources: Splits to read from, with their tasks' names.
         indices: Source and example indices of each batch. They are read slightly ahead and may be infinite.
+        pin_memory: Whether to return tensors in pinned memory if the model is on a CUDA device.
 
     Raises:
         KfacpackError: If an example cannot be read, or a worker process exited unexpectedly.
@@ -82,7 +84,7 @@ def batches(
         worker_init_fn=_init_worker,
         # `prepare` is a closure, which cannot be pickled but is inherited by a forked process.
         multiprocessing_context="fork" if workers else None,
-        pin_memory=next(model.module.parameters()).device.type == "cuda",
+        pin_memory=pin_memory and next(model.module.parameters()).device.type == "cuda",
         generator=torch.Generator(),  # the loader draws a base seed; do not advance the user's global generator
     )
     try:
@@ -96,6 +98,36 @@ def batches(
         problem = f"a worker process exited unexpectedly: {first_line(error)}"
         remedy = "Without worker processes, less memory is needed: --workers 0 (use_workers(0))"
         raise KfacpackError(f"{problem}. {remedy}") from error
+
+
+def step_batches(
+    model: Model,
+    sources: Sequence[SplitSource],
+    steps: Iterable[Sequence[BatchIndices]],
+    labels: Callable[[Sequence[int]], Tensor] | None = None,
+) -> Generator[list[Any], None, None]:
+    """Yields the batches of each step on the model's device. One copy moves all of them.
+
+    Close the generator if it is not exhausted, so that its worker processes exit.
+
+    Args:
+        model: Model that prepares the examples.
+        sources: Splits to read from, with their tasks' names.
+        steps: Source and example indices of the batches of each step. They are read ahead and may be infinite.
+        labels: Returns the labels of examples, (N,), on the CPU. If it is given, pairs of a batch and its labels are
+            yielded.
+
+    Raises:
+        KfacpackError: As for `batches`.
+    """
+    move = BatchMover(next(model.module.parameters()).device)
+    ahead, steps = tee(steps)
+    with closing(batches(model, sources, chain.from_iterable(ahead), pin_memory=False)) as loader:
+        for parts in steps:
+            prepared = [next(loader) for _ in parts]
+            if labels is not None:
+                prepared = [(batch, labels(numbers)) for batch, (_, numbers) in zip(prepared, parts, strict=True)]
+            yield list(move(prepared))
 
 
 class _BatchDataset(Dataset[Any]):

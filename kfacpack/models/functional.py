@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
@@ -24,12 +24,17 @@ Forward: TypeAlias = Callable[..., Any]
 """A function from the arguments in a batch to f."""
 
 
-def call_model(forward: Forward, batch: ModelInput) -> Tensor:
+NOT_FINITE = "f contains NaN or Inf; check the inputs, or use another dtype for the model"
+"""The problem of an f that is not finite."""
+
+
+def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> Tensor:
     """Calls a model on a batch and checks its output.
 
     Args:
         forward: Function from a batch to f.
         batch: A tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
+        finite: Whether to check that f is finite, which waits for the device.
 
     Returns:
         f, of shape (N, C).
@@ -54,9 +59,19 @@ def call_model(forward: Forward, batch: ModelInput) -> Tensor:
         output = f"{f.dtype} of shape {list(f.shape)}" if isinstance(f, Tensor) else type(f).__name__
         problem = f"expected the model to return f as floats of shape (examples, width), got {output}"
         raise KfacpackError(f"{problem}. Select f with 'forward', such as forward=lambda x: model(x).pooler_output")
-    if not bool(f.detach().isfinite().all()):
-        raise NotFiniteError("f contains NaN or Inf; check the inputs, or use another dtype for the model")
+    if finite:
+        require_finite(f)
     return f
+
+
+def require_finite(f: Tensor) -> None:
+    """Checks that f is finite.
+
+    Raises:
+        NotFiniteError: If f contains NaN or Inf.
+    """
+    if not bool(f.detach().isfinite().all()):
+        raise NotFiniteError(NOT_FINITE)
 
 
 def map_tensors(batch: ModelInput, function: Callable[[Tensor], Tensor]) -> Any:
@@ -91,6 +106,91 @@ def batch_size_of(batch: ModelInput) -> int | None:
 def to_device(batch: ModelInput, device: torch.device) -> Any:
     """Returns the batch with its tensors on a device."""
     return map_tensors(batch, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class TensorPack:
+    """Several tensors in one byte buffer on the CPU, so that one copy moves all of them to a device.
+
+    Tensors with the widest elements come first, so that all are aligned without padding.
+
+    Args:
+        tensors: The tensors; they are copied.
+        pin: Whether to allocate pinned memory, from which a GPU can copy asynchronously.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], *, pin: bool):
+        self._specs = [(tensor.dtype, tensor.shape) for tensor in tensors]
+        self._starts, end = [0] * len(tensors), 0
+        for index in sorted(range(len(tensors)), key=lambda index: -tensors[index].itemsize):
+            self._starts[index], end = end, end + tensors[index].nbytes
+        self.nbytes = end
+        """Size of the buffer."""
+        self.buffer = torch.empty(end, dtype=torch.uint8, pin_memory=pin)
+        """All values, as bytes."""
+        for view, tensor in zip(self.views(self.buffer), tensors, strict=True):
+            view.copy_(tensor)
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Returns the tensors as views of a copy of the buffer.
+
+        Args:
+            buffer: A byte tensor on any device that begins with the content of `buffer`.
+        """
+        return [
+            buffer[start : start + shape.numel() * dtype.itemsize].view(dtype).view(shape)
+            for start, (dtype, shape) in zip(self._starts, self._specs, strict=True)
+        ]
+
+
+class BatchMover:
+    """Moves batches to a device, all tensors of a batch in one copy.
+
+    On CUDA devices, the copy runs on a stream of its own, from pinned memory, while earlier work is computed.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self, batch: ModelInput) -> Any:
+        """Returns the batch with its tensors on the device; they may share memory."""
+        tensors = tensors_of(batch)
+        if not tensors or all(tensor.device == self._device for tensor in tensors):
+            return batch
+        pack = TensorPack(tensors, pin=self._stream is not None)
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            buffer = pack.buffer.to(self._device, non_blocking=True)
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            buffer.record_stream(current)
+        views = iter(pack.views(buffer))
+        return map_tensors(batch, lambda tensor: next(views))
+
+
+class DeferredValues:
+    """The values of a tensor, to be read when later work has been started, so that the device is never idle.
+
+    Args:
+        tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts at once.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._values, self._copied = tensor, None
+        if tensor.is_cuda:
+            self._values = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._values.copy_(tensor, non_blocking=True)
+            self._copied = torch.cuda.current_stream(tensor.device).record_event()
+
+    def read(self) -> list[float]:
+        """Returns the values; waits until they are computed."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        values: list[float] = self._values.tolist()
+        return values
 
 
 def padding_mask(batch: ModelInput) -> Tensor | None:

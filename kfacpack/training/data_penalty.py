@@ -18,7 +18,7 @@ import torch
 from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import OutputScale
 from kfacpack.merging.inputs import weighted_scale
-from kfacpack.models.data_loading import batches, outputs
+from kfacpack.models.data_loading import outputs, step_batches
 from kfacpack.training.optimizer import BatchOrder
 from kfacpack.training.penalty_weights import resolve_strength
 
@@ -59,7 +59,7 @@ class DataPenalty:
         self._seed, self._batch_size = seed, batch_size
         self.output_scale = 1.0
         """Scale of f over the tasks, which divides the penalty; 1 if f is normalised."""
-        self._upcoming: Generator[Batch, None, None] | None = None
+        self._upcoming: Generator[list[Batch], None, None] | None = None
         self._next: tuple[int, int | None] = 0, None
 
     def measure_output_scale(self, model: Model) -> None:
@@ -103,17 +103,16 @@ class DataPenalty:
             micro_batch_size: Examples per forward pass. Defaults to all.
 
         Returns:
-            The value, a 0-d float64 tensor on the CPU.
+            The value, a 0-d tensor on the device of the model.
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
-        value = torch.zeros((), dtype=torch.float64)
-        next_batches = self._batches_from(step, regime.model, micro_batch_size)
-        for _ in self._parts(step, micro_batch_size):
-            change, result = regime.drift(next(next_batches), tau)
-            value += weight * float(change.square().sum())
+        values = [torch.zeros((), device=next(iter(tau.values())).device)]
+        for batch in next(self._batches_from(step, regime.model, micro_batch_size)):
+            change, result = regime.drift(batch, tau)
+            values.append(weight * change.square().sum())
             result.add_gradient(2 * weight * change, gradients)
         self._next = step + 1, micro_batch_size
-        return value
+        return torch.stack(values).sum()
 
     def close(self) -> None:
         """Stops the workers that prepare the batches of the next steps."""
@@ -127,11 +126,10 @@ class DataPenalty:
         task = int(generator.choice(len(self._splits), p=self._shares))
         return [(task, part) for part in self._orders[task].own(step, micro_batch_size)]
 
-    def _batches_from(self, step: int, model: Model, micro_batch_size: int | None) -> Iterator[Batch]:
-        """Returns the batches from a step on. Consecutive steps share an iterator, which prepares batches ahead."""
+    def _batches_from(self, step: int, model: Model, micro_batch_size: int | None) -> Iterator[list[Batch]]:
+        """Returns the batches of steps from one on. Consecutive steps share an iterator, which prepares them ahead."""
         if self._upcoming is None or self._next != (step, micro_batch_size):
             self.close()
             sources = list(zip(self._splits, self.tasks, strict=True))
-            parts = (part for next_step in count(step) for part in self._parts(next_step, micro_batch_size))
-            self._upcoming = batches(model, sources, parts)
+            self._upcoming = step_batches(model, sources, (self._parts(k, micro_batch_size) for k in count(step)))
         return self._upcoming

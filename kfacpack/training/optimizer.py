@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from kfacpack._torch import largest_magnitude, set_to_zero
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.linearization.linearize import Linearized
@@ -222,7 +223,9 @@ class AdamWState:
     def __init__(self, parameters: Mapping[str, Tensor], settings: TrainingSettings):
         self.tau = zeros_like_parameters(parameters)
         self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.tau.items()}
-        self._optimizer = torch.optim.AdamW(list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay)
+        self._optimizer = torch.optim.AdamW(
+            list(self.tau.values()), lr=0.0, weight_decay=settings.weight_decay, foreach=True
+        )
         # torch creates the moments in its first step, but a resumed run needs them earlier.
         for tensor in self.tau.values():
             self._optimizer.state[tensor] = {
@@ -240,19 +243,18 @@ class AdamWState:
 
     def clear(self) -> None:
         """Sets the gradients to zero."""
-        for gradient in self.gradients.values():
-            gradient.zero_()
+        set_to_zero(list(self.gradients.values()))
 
-    def gradients_are_finite(self) -> bool:
-        """Returns whether no gradient contains NaN or Inf."""
-        return _all_finite(self.gradients)
+    def largest_gradient(self) -> Tensor:
+        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; not finite if they contain NaN."""
+        return largest_magnitude(list(self.gradients.values()))
 
-    def gradients_are_zero(self) -> bool:
-        """Returns whether all gradients are zero."""
-        return not any(bool(gradient.any()) for gradient in self.gradients.values())
+    def largest_change(self) -> Tensor:
+        """Returns the same of τ. In float32, the dtype of vector files, it may overflow."""
+        return largest_magnitude(list(self.tau.values()))
 
-    def step(self, lr: float) -> bool:
-        """Takes one step; returns whether τ is finite afterwards in float32, the dtype of vector files."""
+    def step(self, lr: float) -> None:
+        """Takes one step."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         for name, tensor in self.tau.items():
@@ -260,8 +262,3 @@ class AdamWState:
         self._optimizer.step()
         for tensor in self.tau.values():
             tensor.grad = None
-        return _all_finite(self.tau)
-
-
-def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
-    return bool(torch.stack([tensor.abs().amax().float() for tensor in tensors.values()]).isfinite().all())

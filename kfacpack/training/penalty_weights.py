@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 Preset = Literal["tak"]
+PenaltyPrecision = Literal["tf32", "bf16"]
 MAX_RATE = 1e18
 """Upper limit of learning rate, weight decay, λ and group weights.
 

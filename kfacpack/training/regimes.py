@@ -70,11 +70,14 @@ class Regime(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
-        """Returns f of a batch at θ0 + τ."""
+        """Returns f of a batch at θ0 + τ. It is not checked for NaN or Inf, which would wait for the device."""
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
-        """Returns the change of f by τ, (N, C), and the forward result whose gradient is that of the change."""
+        """Returns the change of f by τ, (N, C), and the forward result whose gradient is that of the change.
+
+        The change is not checked for NaN or Inf.
+        """
 
 
 class LinearForward(ForwardResult):
@@ -101,11 +104,11 @@ class LinearRegime(Regime):
 
     def forward(self, batch: Batch, tau: Tau) -> LinearForward:
         """Returns f + J τ of a batch."""
-        return LinearForward(self._linearized.at(batch, tau))
+        return LinearForward(self._linearized.at(batch, tau, finite=False))
 
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, LinearForward]:
         """Returns J τ, (N, C), and the forward result."""
-        point = self._linearized.at(batch, tau)
+        point = self._linearized.at(batch, tau, finite=False)
         return at_least_float32(point.change), LinearForward(point)
 
 
@@ -151,7 +154,7 @@ class FullRegime(Regime):
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, FullForward]:
         """Returns f(θ0 + τ) − f(θ0), (N, C), and the forward result at θ0 + τ."""
         with torch.no_grad(), eval_mode(self.model.module, {}):
-            base_output = at_least_float32(call_model(self.model.forward, batch).detach())
+            base_output = at_least_float32(call_model(self.model.forward, batch, finite=False).detach())
         result = self.forward(batch, tau)
         return result.f - base_output, result
 
@@ -165,7 +168,7 @@ class _FunctionalModule(nn.Module):
         self._forward = model.forward
 
     def forward(self, batch: Batch) -> Tensor:
-        return call_model(self._forward, batch)
+        return call_model(self._forward, batch, finite=False)
 
 
 ATTENTION = re.compile(r"(^|\.|_)(self_?|encdec|cross_?)?(attn|attention)(\.|_|$)", re.IGNORECASE)

@@ -2,9 +2,8 @@
 
     H = G τ  (B ΔW A for Kronecker factors)     value = λ/s <τ, H>     gradient = 2 λ/s H     s = scale of f
 
-G is symmetric, so the gradient needs no computation beyond that of the value, and no graph.
-
-The factors are all on the compute device, or are streamed to it block by block.
+G is symmetric, so the gradient needs no computation beyond that of the value, and no graph. Blocks of equal shape and
+form are computed together; see `factor_placement`.
 """
 
 from __future__ import annotations
@@ -12,29 +11,34 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from kfacpack.curvature.blocks import accumulate, gather
+from kfacpack.curvature.blocks import accumulate, gather_stack
 from kfacpack.curvature.curvature import Curvature, covered_parameters, weights_of_model
 from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
 from kfacpack.format.identity import base_task_name, difference, function_difference, share_classes
 from kfacpack.merging.inputs import MergeInput, check_addable, mean_output_scale
 from kfacpack.merging.subtract import merge_without
 from kfacpack.models.model import Model
-from kfacpack.training.penalty_weights import Preset, block_factors, check_weights, published_strength, resolve_strength
+from kfacpack.training.factor_placement import FactorPlacement, plan_batches
+from kfacpack.training.penalty_weights import (
+    PenaltyPrecision,
+    Preset,
+    block_factors,
+    check_weights,
+    published_strength,
+    resolve_strength,
+)
 
 if TYPE_CHECKING:
-    from kfacpack.curvature.blocks import CurvatureBlock, Multiply
-    from kfacpack.curvature.matrices.matrix import Operator
+    from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.format.manifest import Base, Function
     from kfacpack.merging.inputs import Mergeable
-
-    Operators = dict[int, Operator]
-    """Operators by the `id` of their matrix."""
 
 
 class OwnTaskWarning(UserWarning):
@@ -43,6 +47,15 @@ class OwnTaskWarning(UserWarning):
 
 class OutputScaleWarning(UserWarning):
     """Issued if a bundle does not record the scale of f and f is not normalised, so that λ depends on that scale."""
+
+
+class PrecisionError(NamedTuple):
+    """Relative errors of a penalty whose products have a reduced precision."""
+
+    value: float
+    """|v' - v| / v of the value v."""
+    gradient: float
+    """‖g' - g‖ / ‖g‖ of the gradient g over all parameters."""
 
 
 class Regularizer:
@@ -57,9 +70,12 @@ class Regularizer:
         weights: Factors by group. Groups are "norm", "token", "projection", and operations as named in the manifest.
         preset: "tak" for the published weighting and scaling; `weights` takes precedence over its weights.
         every: Number of steps between penalties, for training loops that use `due`.
-        offload: Whether to keep factors on the CPU and copy them to the device one block at a time.
+        offload: Whether to keep factors on the CPU in their stored form and copy them to the device a few blocks at a
+            time.
         device: Device of the computation. Defaults to the device of τ.
         dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
+        precision: Precision of the products with factors: "bf16" also keeps the factors in bfloat16, "tf32" uses TF32
+            on GPUs that have it. Defaults to that of `dtype`. `precision_error` measures the effect.
         exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
             was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
@@ -82,6 +98,7 @@ class Regularizer:
         offload: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        precision: PenaltyPrecision | None = None,
         exclude_task: str | None = None,
     ):
         sources = [bundles] if isinstance(bundles, Curvature | str | os.PathLike) else list(bundles)
@@ -90,6 +107,8 @@ class Regularizer:
             raise KfacpackError("a regularizer needs at least one bundle, got 0")
         if preset not in (None, "tak"):
             raise KfacpackError(f"unknown preset {preset!r}; expected 'tak'")
+        if precision not in (None, "tf32", "bf16"):
+            raise KfacpackError(f"unknown precision {precision!r}; expected 'tf32' or 'bf16'")
         if every < 1:
             raise KfacpackError(f"every {every}: expected at least 1 step")
         self.digests = tuple(bundle.curvature.digest for bundle in inputs)
@@ -107,17 +126,19 @@ class Regularizer:
         self._weights, self._preset = dict(weights or {}), preset
         self._device = torch.device(device) if device is not None else None
         self._dtype = dtype
+        self.precision = precision
+        """Precision of the products; None for that of the computation."""
         self._offload = offload
         self._factors: FactorPlacement | None = None
         self._shapes = {p.name: p.shape for curvature in self.curvatures for p in curvature.about.base.parameters}
-        self._blocks: list[CurvatureBlock] = []
-        self._block_weights: dict[int, float] = {}
+        penalised: list[tuple[CurvatureBlock, float]] = []
         for original, reduced in pairs:
             # Only the original records the number of positions; a subtraction loses it.
             factors = block_factors(original.curvature, weights, preset)
-            penalised = [block for block in reduced.curvature.blocks if factors[block.name]]
-            self._blocks += penalised
-            self._block_weights |= {id(block): factors[block.name] for block in penalised}
+            penalised += [(block, factors[block.name]) for block in reduced.curvature.blocks if factors[block.name]]
+        self._batches = plan_batches(
+            [block for block, _ in penalised], [weight for _, weight in penalised], self._shapes
+        )
 
     @property
     def settings(self) -> dict[str, float | int | str]:
@@ -130,6 +151,7 @@ class Regularizer:
             "preset": self._preset,
             "weights": weights or None,
             "left_out": self._left_out,
+            "penalty_precision": self.precision,
         }
         return {key: value for key, value in settings.items() if value is not None}
 
@@ -269,38 +291,86 @@ class Regularizer:
             problem = f"the tensors of a {type(tau).__name__} are created at each access and keep no .grad"
             raise TaskVectorError(f"{problem}. Pass a dict that gradients are added to: add_grad(tau, grads)")
 
+    def precision_error(self, tau: Mapping[str, Tensor]) -> PrecisionError:
+        """Measures the error that `precision` causes, compared with products in the dtype of the computation.
+
+        Args:
+            tau: See `value`.
+
+        Returns:
+            The relative errors; 0 if the penalty is zero.
+
+        Raises:
+            TaskVectorError: If τ does not fit the bundles.
+        """
+        covered = self._covered(tau)
+        exact, rounded = ({name: torch.zeros_like(tensor) for name, tensor in covered.items()} for _ in range(2))
+        factors = self._factors_for(covered)
+        expected = self._compute(covered, exact, FactorPlacement(self._dtype_for(covered), factors.device, keep=False))
+        value = self._compute(covered, rounded)
+        difference = [(rounded[name] - exact[name]).norm() for name in covered]
+        norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
+        return PrecisionError(
+            float((value - expected).abs() / expected) if expected else 0.0,
+            float(torch.stack(difference).norm() / norm) if norm else 0.0,
+        )
+
     @torch.no_grad()
-    def _compute(self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None) -> Tensor:
-        """Returns the value and adds the gradient to `grads`, if given; τ has been checked."""
-        factors = self._factors_for(tau)
-        blocks = [block for block in self._blocks if any(name in tau for name in block.parameters)]
-        values = [torch.zeros((), dtype=factors.dtype, device=factors.device)]
+    def _compute(
+        self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None, factors: FactorPlacement | None = None
+    ) -> Tensor:
+        """Returns the value and adds the gradient to `grads`, if given; τ has been checked.
+
+        Args:
+            tau: τ by parameter name.
+            grads: Gradients to add to, by parameter name.
+            factors: Factors to use instead of those in the requested precision.
+        """
+        dtype, tf32 = self._dtype_for(tau), self.precision == "tf32" and factors is None
+        factors = factors or self._factors_for(tau)
+        batches = [batch for batch in self._batches if not batch.parameters.isdisjoint(tau)]
+        values = [torch.zeros((), dtype=dtype, device=factors.device)]
         # An autocast context of the caller must not lower the precision of the penalty.
-        with torch.autocast(factors.device.type, enabled=False):
-            for block, multiply in factors.place_blocks(blocks):
-                delta = gather(tau, block.join, self._shapes).to(factors.device, factors.dtype)
-                H = block.structure.apply(delta, multiply)
-                strength = self.strength / self.output_scale * self._block_weights[id(block)]
+        with torch.autocast(factors.device.type, enabled=False), _tf32_products(enabled=tf32):
+            for batch, operators in factors.place(batches):
+                delta = gather_stack(tau, batch.joins, self._shapes).to(factors.device, dtype)
+                H = batch.apply(delta.to(factors.dtype), operators).to(dtype)
+                strength = self.strength / self.output_scale * batch.weight
                 values.append(strength * torch.dot(delta.reshape(-1), H.reshape(-1)))
                 if grads is not None:
-                    accumulate(H, block.join, self._shapes, grads, 2 * strength)
+                    accumulate(H, batch.joins, self._shapes, grads, 2 * strength)
         return torch.stack(values).sum()
 
     def _covered(self, tau: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return covered_parameters(tau, self._shapes, "regularizer")
 
     def _factors_for(self, tau: Mapping[str, Tensor]) -> FactorPlacement:
-        first = next(iter(tau.values()))
-        device = self._device or first.device
-        dtype = self._dtype or torch.promote_types(torch.float32, first.dtype)
+        device = self._device or next(iter(tau.values())).device
+        dtype = torch.bfloat16 if self.precision == "bf16" else self._dtype_for(tau)
         if self._factors is None or (self._factors.device, self._factors.dtype) != (device, dtype):
             self._factors = FactorPlacement(dtype, device, offload=self._offload)
         return self._factors
+
+    def _dtype_for(self, tau: Mapping[str, Tensor]) -> torch.dtype:
+        return self._dtype or torch.promote_types(torch.float32, next(iter(tau.values())).dtype)
 
     def _resolve_strength(self, strength: float | None, preset: Preset | None) -> float:
         if strength is None and preset:
             return published_strength(self.curvatures[0].about.base)
         return resolve_strength(strength)
+
+
+@contextmanager
+def _tf32_products(*, enabled: bool) -> Iterator[None]:
+    """Temporarily allows TF32 in products of float32 matrices."""
+    previous = torch.get_float32_matmul_precision()
+    if enabled:
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        if enabled:
+            torch.set_float32_matmul_precision(previous)
 
 
 class _Penalty(torch.autograd.Function):
@@ -369,68 +439,3 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
 
 def _own_task_message(task: str, problem: str) -> str:
     return f"the penalty also restricts {task!r} itself, the task being trained: {problem}"
-
-
-class FactorPlacement:
-    """Unpacks matrices on first use and keeps them ready for multiplication.
-
-    A matrix that several blocks share is unpacked once. With `offload`, matrices stay on the CPU, in pinned memory if
-    the compute device is a GPU, and those of the next block are copied while the current block is computed.
-
-    Args:
-        dtype: Dtype of the unpacked matrices.
-        device: Compute device.
-        offload: Whether to keep matrices on the CPU between uses.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device, *, offload: bool):
-        self.dtype = dtype
-        self.device = device
-        self._storage_device = torch.device("cpu") if offload else device
-        self._operators: Operators = {}
-
-    def place_blocks(self, blocks: Sequence[CurvatureBlock]) -> Iterator[tuple[CurvatureBlock, Multiply]]:
-        """Yields each block with a function that multiplies its matrices, `multiply(matrix, x)`."""
-        streams = self._storage_device != self.device and self.device.type == "cuda"
-        stream = torch.cuda.Stream(self.device) if streams else None
-        next_operators = self._on_device(blocks[0], stream) if blocks else None
-        for number, block in enumerate(blocks):
-            assert next_operators is not None
-            operators, copied = next_operators
-            # Start the next copy before this block is computed, so that they overlap.
-            next_operators = self._on_device(blocks[number + 1], stream) if number + 1 < len(blocks) else None
-            if copied is not None:
-                _wait_for_copy(operators, copied, self.device)
-            yield block, _multiply(operators)
-
-    def _on_device(
-        self, block: CurvatureBlock, stream: torch.cuda.Stream | None
-    ) -> tuple[Operators, torch.cuda.Event | None]:
-        """Returns a block's operators on the device and, for a copy on a stream, the event that completes it."""
-        operators = self._stored_operators(block)
-        if self._storage_device == self.device:
-            return operators, None
-        with torch.cuda.stream(stream):
-            copies = {key: operator.to(self.device) for key, operator in operators.items()}
-        return copies, None if stream is None else stream.record_event()
-
-    def _stored_operators(self, block: CurvatureBlock) -> Operators:
-        for _, matrix in block.structure.matrices():
-            if id(matrix) not in self._operators:
-                operator = matrix.operator(self.dtype, self._storage_device)
-                pin = self._storage_device != self.device and self.device.type == "cuda"
-                self._operators[id(matrix)] = operator.pinned() if pin else operator
-        return {id(matrix): self._operators[id(matrix)] for _, matrix in block.structure.matrices()}
-
-
-def _multiply(operators: Operators) -> Multiply:
-    return lambda matrix, x: operators[id(matrix)](x)
-
-
-def _wait_for_copy(operators: Operators, copied: torch.cuda.Event, device: torch.device) -> None:
-    """Makes the compute stream wait for the copy and marks the memory as used by it."""
-    current = torch.cuda.current_stream(device)
-    current.wait_event(copied)
-    for operator in operators.values():
-        for tensor in operator.tensors:
-            tensor.record_stream(current)

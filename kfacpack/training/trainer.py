@@ -3,11 +3,16 @@
 Every process runs the same trainer. Of each step's batch, process r of n takes every n-th example; gradients are summed
 over processes, and all continue with the same τ. So up to rounding, the result depends neither on the number of
 processes nor on how many examples are computed at once.
+
+The results of a step (loss, accuracy, penalty, and whether all values are finite) are read in one transfer. On a device
+that computes asynchronously, this happens after the next step has been started, so that the device is not idle while
+the host waits. A state is stored, and a vector written, only after the results of its last step have been checked.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -22,13 +27,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kfacpack.curvature.matrices.components import raw_bytes
-from kfacpack.errors import KfacpackError, NotFiniteError, printable
+from kfacpack.errors import KfacpackError, printable
 from kfacpack.estimation import distributed
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
+from kfacpack.estimation.tracing import SYNCHRONOUS_DEVICES
 from kfacpack.format.manifest import Base, Source, base_digest
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry, Training
-from kfacpack.models.data_loading import batches, fingerprint
-from kfacpack.models.functional import to_device
+from kfacpack.models.data_loading import fingerprint, step_batches
+from kfacpack.models.functional import NOT_FINITE, DeferredValues, to_device
 from kfacpack.models.heads import Head, require_several_classes
 from kfacpack.tasks.task import own_classes
 from kfacpack.training.metrics import (
@@ -50,7 +56,7 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Split, Task
     from kfacpack.training.data_penalty import DataPenalty
     from kfacpack.training.regimes import Regime
-    from kfacpack.training.regularizer import Regularizer
+    from kfacpack.training.regularizer import PrecisionError, Regularizer
 
 
 def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Base:
@@ -155,6 +161,19 @@ def _head_digest(head: Head) -> str:
     return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class StartedStep:
+    """A step that was started, and whose results are read later."""
+
+    step: int
+    """Index of the step, from 0."""
+    lr: float
+    """Learning rate of the step."""
+    values: DeferredValues
+    """Sums over all processes of: losses, correct predictions, parts whose f is not finite, data penalty, requests to
+    stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the step."""
+
+
 _LR_EXAMPLES = 32
 """Number of examples from which a learning rate is derived."""
 
@@ -219,7 +238,9 @@ class Trainer:
         if self.settings.lr is not None:
             return self.settings.lr
         numbers = self._order.batch(0)[:_LR_EXAMPLES]
-        return find_learning_rate(self.regime, self._own_head, self._batch(numbers), self._labels(numbers))
+        return find_learning_rate(
+            self.regime, self._own_head, self._batch(numbers), self._labels(numbers).to(self.head.weight.device)
+        )
 
     @cached_property
     def _own_head(self) -> Head:
@@ -250,7 +271,8 @@ class Trainer:
             output: File to write.
             resume: Whether to resume an interrupted run with the same output.
             every: Seconds between two stored states.
-            on_progress: Called after each step with its metrics and the number of steps.
+            on_progress: Called after each step with its metrics and the number of steps; on a GPU, when the next step
+                has been started.
             stopped: Checked after each step; once it returns True, the state is stored and `Interrupted` is raised.
 
         Returns:
@@ -268,21 +290,41 @@ class Trainer:
         build_task_vector(self, state.tau, base)
         partial = PartialFile(_partial_path(output), "a training run", resume_request(self, base), every)
         done = self._begin(partial, state, resume=resume)
-        first = distributed.rank() == 0
-        parts = ((0, part) for step in range(done, self.steps) for part in self._own_parts(step))
+        first, alone = distributed.rank() == 0, distributed.world_size() == 1
+        asynchronous = self.head.weight.device.type not in SYNCHRONOUS_DEVICES
+        steps = ([(0, part) for part in self._own_parts(step)] for step in range(done, self.steps))
         with (
             open_metrics_log(metrics_path(output), done) if first else nullcontext() as log,
-            closing(batches(model, [(self.split, self.task.name)], parts)) as loader,
+            closing(step_batches(model, [(self.split, self.task.name)], steps, self._labels)) as loader,
             closing(self.data_penalty) if self.data_penalty else nullcontext(),
         ):
+            started: deque[StartedStep] = deque()
+            requests = False, False
+
+            def finish(*, unread: int = 0) -> None:
+                """Checks and records the results of all started steps, except the last `unread` ones."""
+                nonlocal requests
+                while len(started) > unread:
+                    metrics, *requests = self._results(started.popleft())
+                    if log:
+                        log.add(metrics)
+                    on_progress(metrics, self.steps)
+
             for step in range(done, self.steps):
-                metrics, stop = self._step(step, state, loader, stopped)
-                if log:
-                    log.add(metrics)
-                on_progress(metrics, self.steps)
-                stop = stop or (distributed.world_size() == 1 and stopped())
-                if first:
-                    partial.save(state, step + 1, now=stop)
+                try:
+                    # Several processes have to stop, and to read the results for a save, at the same step. So they act
+                    # on requests that were sent with the results.
+                    sent = (False, False) if alone else (stopped(), first and partial.is_due())
+                    started.append(self._start_step(step, state, loader, *sent))
+                except Exception:
+                    finish()  # reports the previous step if it diverged, and records it otherwise
+                    raise
+                finish(unread=1 if asynchronous else 0)
+                stop, save = (stopped(), partial.is_due()) if alone else requests
+                if stop or save or step + 1 == self.steps:
+                    finish()
+                if first and (stop or save):
+                    partial.save(state, step + 1, now=True)
                 if stop:
                     raise Interrupted
         vector = build_task_vector(self, state.tau, base)
@@ -303,6 +345,17 @@ class Trainer:
             family=base.family, name=base.name, revision=base.revision, sha256=base_digest(trained), parameters=trained
         )
 
+    def penalty_error(self, vector: TaskVector) -> PrecisionError | None:
+        """Returns the errors of the curvature penalty at a vector; None if it is computed in full precision.
+
+        Args:
+            vector: A task vector of this run.
+        """
+        if self.regularizer is None or self.regularizer.precision is None:
+            return None
+        device = self.head.weight.device
+        return self.regularizer.precision_error({name: vector[name].to(device) for name in vector})
+
     def _check_penalty(self, path: Path) -> None:
         penalty = self.regularizer or self.data_penalty
         if penalty and (problem := penalty_problem(read_metrics(path), penalty.strength)):
@@ -320,43 +373,56 @@ class Trainer:
     def _own_parts(self, step: int) -> list[Sequence[int]]:
         return self._order.own(step, self.settings.micro_batch_size)
 
-    def _step(
-        self, step: int, state: AdamWState, loader: Iterator[Batch], stopped: Callable[[], bool]
-    ) -> tuple[Metrics, bool]:
-        """Takes one step; returns its metrics and whether any process is to stop, in which case all do."""
-        numbers = self._order.batch(step)
+    def _start_step(
+        self, step: int, state: AdamWState, loader: Iterator[list[Any]], stop: bool, save: bool
+    ) -> StartedStep:
+        """Starts one step without waiting for its results; `stop` and `save` are requests to all processes."""
+        device, batches = self.head.weight.device, next(loader)
         state.clear()
-        loss, correct, drift = (torch.zeros((), dtype=torch.float64) for _ in range(3))
-        try:
-            for part in self._own_parts(step):
-                batch = to_device(next(loader), self.head.weight.device)
-                part_loss, part_correct = self._add_loss_gradient(part, batch, state)
-                loss += part_loss
-                correct += part_correct
-            if self.data_penalty:
-                with self._autocast_context():
-                    drift += self.data_penalty.add_grad(
-                        step, self.regime, state.tau, state.gradients, self.settings.micro_batch_size
-                    )
-        except NotFiniteError as error:
-            raise self._step_error(step, str(error), lr_involved=step > 0) from error
-        stop = torch.tensor(float(distributed.world_size() > 1 and stopped()))
-        distributed.all_reduce_sum([loss, correct, drift, stop, *state.gradients.values()])
-        penalty = float(drift) if self.data_penalty else None
+        # The losses, the correct predictions, and the parts with an f that is not finite.
+        sums = [torch.zeros(3, device=device)]
+        sums += [self._add_loss_gradient(batch, labels, state) for batch, labels in batches]
+        drift = torch.zeros((), device=device)
+        if self.data_penalty:
+            with self._autocast_context():
+                drift = self.data_penalty.add_grad(
+                    step, self.regime, state.tau, state.gradients, self.settings.micro_batch_size
+                )
+        requests = [torch.full((), float(request), device=device) for request in (stop, save)]
+        results = torch.cat([torch.stack(sums).sum(0), torch.stack([drift.float(), *requests])])
+        distributed.all_reduce_sum([results, *state.gradients.values()])
+        penalty = results[3]
         if self.regularizer and self.regularizer.due(step):
-            penalty = float(self.regularizer.add_grad(state.tau, state.gradients))
-        mean_loss, accuracy = float(loss) / len(numbers), float(correct) / len(numbers)
-        if not (isfinite(mean_loss) and isfinite(penalty or 0.0)):
-            problem = f"the loss is {mean_loss:.3g} and the penalty {penalty or 0.0:.3g}"
-            raise self._step_error(step, problem, lr_involved=step > 0)
-        if not state.gradients_are_finite():
-            raise self._step_error(step, "the gradient contains NaN or Inf", lr_involved=step > 0)
-        if step == 0 and state.gradients_are_zero():
-            require_influence(self.regime, self._batch(numbers[:1]))
+            penalty = self.regularizer.add_grad(state.tau, state.gradients)
+        gradient = state.largest_gradient()
         lr = self.lr * self.settings.lr_factor(step, self.steps)
-        if not state.step(lr):
+        state.step(lr)
+        others = torch.stack([penalty.float(), gradient, state.largest_change()])
+        return StartedStep(step, lr, DeferredValues(torch.cat([results, others])))
+
+    def _results(self, started: StartedStep) -> tuple[Metrics, bool, bool]:
+        """Returns the metrics of a step, and whether a process asked to stop and to save.
+
+        Raises:
+            KfacpackError: If a value is NaN or Inf, or f does not depend on the parameters.
+        """
+        step, numbers = started.step, self._order.batch(started.step)
+        loss, correct, failed, _, stop, save, value, gradient, change = started.values.read()
+        mean_loss, accuracy = loss / len(numbers), correct / len(numbers)
+        has_penalty = self.data_penalty or (self.regularizer and self.regularizer.due(step))
+        if failed:
+            raise self._step_error(step, NOT_FINITE, lr_involved=step > 0)
+        if not (isfinite(mean_loss) and isfinite(value)):
+            problem = f"the loss is {mean_loss:.3g} and the penalty {value:.3g}"
+            raise self._step_error(step, problem, lr_involved=step > 0)
+        if not isfinite(gradient):
+            raise self._step_error(step, "the gradient contains NaN or Inf", lr_involved=step > 0)
+        if step == 0 and gradient == 0:
+            require_influence(self.regime, self._batch(numbers[:1]))
+        if not isfinite(change):
             raise self._step_error(step, "τ contains NaN or Inf after the step", lr_involved=True)
-        return Metrics(step + 1, mean_loss, accuracy, penalty, lr), bool(stop)
+        metrics = Metrics(step + 1, mean_loss, accuracy, value if has_penalty else None, started.lr)
+        return metrics, bool(stop), bool(save)
 
     def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
         """Returns the error of a failed step; while τ is zero, the learning rate cannot be the cause."""
@@ -370,9 +436,12 @@ class Trainer:
             remedy = "a smaller --lr (lr) may help" if lr_involved else not_lr
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
-    def _add_loss_gradient(self, part: Sequence[int], batch: Batch, state: AdamWState) -> tuple[float, int]:
-        """Adds the gradient of the loss of a part; returns the sum of losses and the number of correct predictions."""
-        labels = self._labels(part)
+    def _add_loss_gradient(self, batch: Batch, labels: Tensor, state: AdamWState) -> Tensor:
+        """Adds the gradient of the loss of a part.
+
+        Returns:
+            The sum of losses, the number of correct predictions, and 1 if f contains NaN or Inf, else 0; (3,).
+        """
         with self._autocast_context():
             result = self.regime.forward(batch, state.tau)
         f = result.f.requires_grad_()
@@ -380,7 +449,8 @@ class Trainer:
         loss = cross_entropy(logits, labels, reduction="sum")
         (u,) = torch.autograd.grad(loss, f)
         result.add_gradient(u / self.settings.batch_size, state.gradients)
-        return float(loss.detach()), int((logits.argmax(1) == labels).sum())
+        failed = ~f.detach().isfinite().all()
+        return torch.stack([loss.detach().float(), (logits.argmax(1) == labels).sum().float(), failed.float()])
 
     def _autocast_context(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -388,8 +458,8 @@ class Trainer:
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        """Returns labels as indices into the classes of `_own_head`."""
-        labels = torch.tensor([self.split.label(number) for number in numbers], device=self.head.weight.device)
+        """Returns labels as indices into the classes of `_own_head`, on the CPU."""
+        labels = torch.tensor([self.split.label(number) for number in numbers], dtype=torch.int64)
         own = own_classes(self.task)
         return labels if own is None else labels - own.start
 

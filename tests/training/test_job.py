@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
@@ -15,6 +16,7 @@ from toys import CLASSES, NoFloat64, ToyTask, on_device, toy_model
 
 import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
+from kfacpack.training import trainer as trainer_module
 from kfacpack.training.data_penalty import DataPenalty
 from kfacpack.training.metrics import MetricsWarning, metrics_path
 from kfacpack.training.optimizer import TrainingSettings
@@ -200,32 +202,78 @@ def test_a_run_on_other_data_of_the_same_name_and_size_is_not_resumed(tmp_path):
     job(data_penalty=penalty).run(tmp_path / "held.safetensors", resume=True)
 
 
+@pytest.fixture(params=["cpu", "asynchronous"])
+def reading(request, monkeypatch):
+    """Results are read at once, as on a CPU, or when the next step has been started, as on a GPU."""
+    if request.param == "asynchronous":
+        monkeypatch.setattr(trainer_module, "SYNCHRONOUS_DEVICES", ())
+    return request.param
+
+
 @pytest.mark.parametrize("poison", ["loss", "gradient", "f"])
-def test_nan_or_inf_stops_training_and_keeps_the_last_stored_state(tmp_path, poison):
-    settings, steps = replace(SETTINGS, steps=9), []
+def test_nan_or_inf_stops_training_and_keeps_the_last_stored_state(tmp_path, poison, reading):
+    settings, calls, steps = replace(SETTINGS, steps=9), [], []
     trainer = job("full", settings)
     learn = trainer._add_loss_gradient
     words = {"loss": "the loss is nan", "gradient": "the gradient contains NaN", "f": "f contains NaN"}
 
-    def fail(chosen, batch, state):
-        lost, right = learn(chosen, batch, state)
-        if len(steps) != 5:
-            return lost, right
-        if poison == "gradient":
-            next(iter(state.gradients.values()))[0] = float("inf")
-        if poison == "f":
+    def fail(batch, labels, state):
+        calls.append(None)
+        if len(calls) == 6 and poison == "f":
             next(iter(state.tau.values())).fill_(float("nan"))
-            learn(chosen, batch, state)
-        return (float("nan") if poison == "loss" else lost), right
+        sums = learn(batch, labels, state)
+        if len(calls) == 6 and poison == "gradient":
+            next(iter(state.gradients.values()))[0] = float("inf")
+        if len(calls) == 6 and poison == "loss":
+            sums[0] = float("nan")
+        return sums
 
     trainer._add_loss_gradient = fail
     with refused(kp.KfacpackError, "step 6: ", words[poison], "smaller --lr"):
         trainer.run(
             tmp_path / "t.safetensors", every=0.0, on_progress=lambda metrics, total: steps.append(metrics.step)
         )
+    assert steps == [1, 2, 3, 4, 5]
+    assert len((tmp_path / "t.metrics.jsonl").read_text().splitlines()) == 5
     assert not (tmp_path / "t.safetensors").exists()
     again = job("full", settings).run(tmp_path / "t.safetensors", resume=True)
     assert again.digest == job("full", settings).run(tmp_path / "whole.safetensors").digest
+
+
+def test_steps_are_recorded_if_the_next_one_fails(tmp_path, reading):
+    """The data of step 5 cannot be read; an interval of 0 stores the state of step 4."""
+    model, calls = toy_model(), []
+    head = kp.head_for(model, ToyTask())
+
+    def fail(examples, task):
+        calls.append(None)
+        if len(calls) == 6:  # the first call computes the fingerprint of the data
+            raise kp.KfacpackError("cannot be read")
+        return model.prepare(examples, task)
+
+    with refused(kp.KfacpackError, "cannot be read"):
+        job(model=replace(model, prepare=fail), head=head).run(tmp_path / "t.safetensors", every=0.0)
+    lines = [json.loads(line) for line in (tmp_path / "t.metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert job().run(tmp_path / "t.safetensors", resume=True).digest == job().run(tmp_path / "whole.safetensors").digest
+    assert (tmp_path / "t.metrics.jsonl").read_text() == (tmp_path / "whole.metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_results_that_are_read_late_give_the_same_files(other, tmp_path, monkeypatch, micro_batch_size):
+    """Also after an interruption; a state is stored at a step whose results have been read."""
+    settings = replace(SETTINGS, micro_batch_size=micro_batch_size)
+    job(settings=settings, regularizer=kp.Regularizer(other, 3.0)).run(tmp_path / "whole.safetensors")
+    monkeypatch.setattr(trainer_module, "SYNCHRONOUS_DEVICES", ())
+    seen: list[int] = []
+    for stop in (4, 5, None):
+        late = job(settings=settings, regularizer=kp.Regularizer(other, 3.0))
+        arguments = {"on_progress": lambda metrics, total: seen.append(metrics.step), "resume": stop != 4}
+        with nullcontext() if stop is None else pytest.raises(Interrupted):
+            late.run(tmp_path / "late.safetensors", stopped=lambda stop=stop: stop in seen, **arguments)
+        assert seen == list(range(1, len(seen) + 1))
+    for name in ("safetensors", "metrics.jsonl"):
+        assert (tmp_path / f"late.{name}").read_bytes() == (tmp_path / f"whole.{name}").read_bytes()
 
 
 def test_a_vector_that_overflows_at_its_last_step_is_not_written(tmp_path):

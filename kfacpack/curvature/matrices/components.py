@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _TILE = 512
 """Side of the tiles in which large matrices are traversed."""
+_SMALL_SIDE = 64
+"""Matrices up to this side are unpacked by one gather on the CPU as well."""
 
 
 def pack(full: Tensor) -> Tensor:
@@ -90,13 +92,17 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
     Returns:
         The full matrix, (..., n, n), in the dtype of `scale` if there is one, else of `packed`.
     """
-    if packed.device.type != "cpu" or not _has_storage(packed):
-        if scale is not None:
-            packed = packed * scale[..., row_indices(side).to(scale.device)]
+    if packed.device.type != "cpu" or not _has_storage(packed) or side <= _SMALL_SIDE:
         # One gather is faster than n small copies, each of which would launch a kernel.
-        i, j = torch.meshgrid(*(torch.arange(side, device=packed.device),) * 2, indexing="ij")
-        high, low = torch.maximum(i, j), torch.minimum(i, j)
-        return packed[..., high * (high + 1) // 2 + low]
+        i = torch.arange(side, dtype=torch.int32, device=packed.device)
+        high = torch.maximum(i[:, None], i)
+        index = high * (high + 1) // 2 + torch.minimum(i[:, None], i)
+        full = packed.index_select(-1, index.reshape(-1)).unflatten(-1, (side, side))
+        if scale is None:
+            return full
+        return full * torch.where(i[:, None] >= i, scale[..., :, None], scale[..., None, :])
+    if scale is not None and scale.dtype is torch.bfloat16:
+        return unpack(packed, side, scale.float()).to(scale.dtype)  # numpy cannot multiply bfloat16
     full = packed.new_empty((*packed.shape[:-1], side, side), dtype=packed.dtype if scale is None else scale.dtype)
     source, target = _numpy_view(packed), _numpy_view(full)
     factors = None if scale is None else _numpy_view(scale)

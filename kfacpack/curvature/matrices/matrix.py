@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import isfinite, nan, sqrt
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -80,7 +80,10 @@ def _subspace_iteration(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 class Operator(ABC):
-    """The map x -> M x, (n, k) -> (n, k), with tensors that are already read, unpacked and converted."""
+    """The map x -> M x, (n, k) -> (n, k), with tensors that are already read, unpacked and converted.
+
+    Several operators of one form can be stacked: the map is then (m, n, k) -> (m, n, k), one matrix for each x.
+    """
 
     is_diagonal: ClassVar[bool] = False
     """Whether M is a diagonal matrix."""
@@ -111,23 +114,47 @@ class Operator(ABC):
         """
         return torch.cat([part.diagonal(dim1=-2, dim2=-1).flatten() for part in self.blocks(side)])
 
-    def to(self, device: torch.device) -> Self:
-        """Returns the operator on another device. Copies from pinned memory are asynchronous."""
-        return self._with_tensors(tensor.to(device, non_blocking=True) for tensor in self.tensors)
+    @classmethod
+    def stack(cls, operators: Sequence[Self]) -> Self:
+        """Returns the operator of m matrices of equal shape; a single one is not copied."""
+        columns = zip(*(operator.tensors for operator in operators), strict=True)
+        first, *others = operators
+        return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)
 
-    def pinned(self) -> Self:
-        """Returns the operator in pinned memory, from which a GPU can copy asynchronously."""
-        return self._with_tensors(tensor.pin_memory() for tensor in self.tensors)
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """Returns the same operator with other tensors, of the same dtypes."""
+        other = copy.copy(self)
+        other.tensors = tuple(tensors)
+        return other
 
     def matches(self, dtype: torch.dtype, device: torch.device | None) -> bool:
         """Returns whether the operator can multiply tensors of this dtype on this device."""
         values = self.tensors[-1]
         return values.dtype == dtype and values.device == device
 
-    def _with_tensors(self, tensors: Iterable[Tensor]) -> Self:
-        other = copy.copy(self)
-        other.tensors = tuple(tensors)
-        return other
+
+class StoredOperator(Operator):
+    """Multiplies by a matrix whose tensors are kept as they are stored. They are unpacked for each product.
+
+    Args:
+        matrix: The matrix, with valid values.
+        dtype: Floating-point tensors with wider elements are converted to this dtype.
+        device: Device of the tensors; None for the device that they are on.
+    """
+
+    def __init__(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | None = None):
+        matrix.require_valid()
+        self._matrix, self._names = matrix, tuple(matrix.components.specs)
+        stored = (matrix.components[name] for name in self._names)
+        super().__init__(*(tensor.to(device=device, dtype=_narrower(tensor.dtype, dtype)) for tensor in stored))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns M x."""
+        return self._matrix.unpacked(dict(zip(self._names, self.tensors, strict=True)), x.dtype)(x)
+
+
+def _narrower(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return dtype if stored.is_floating_point and stored.itemsize > dtype.itemsize else stored
 
 
 class Matrix(ABC):
@@ -145,6 +172,8 @@ class Matrix(ABC):
     """Name of the form in the file format."""
     structure: ClassVar[Literal["dense", "diagonal"]] = "dense"
     """Structure of a block whose whole G is one matrix of this form."""
+    stackable: ClassVar[bool] = True
+    """Whether operators of matrices with equal components can be stacked."""
     rounding_keeps_psd: ClassVar[bool] = False
     """Whether the matrix stays positive semi-definite when its values are rounded."""
 
@@ -178,6 +207,17 @@ class Matrix(ABC):
 
     @abstractmethod
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
+
+    def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
+        """Returns an operator made of components of this form, on their device, without synchronising with it.
+
+        Args:
+            tensors: Valid components of one matrix, or of several matrices with a leading dimension.
+            dtype: Dtype of the tensors to multiply.
+        """
+        matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
+        matrix.skip_validation()
+        return matrix._make_operator(dtype)
 
     def resident(self, dtype: torch.dtype, device: torch.device) -> Self:
         """Returns the same matrix with its operator for `dtype` kept on `device`; the components are shared.
@@ -314,6 +354,11 @@ class Matrix(ABC):
         """
         values = self.float_values(torch.promote_types(torch.float32, dtype)).to(dtype)
         return self._with_components(InMemoryTensors(data=values, **self._index_components()), self.psd)
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the values are stored as int8."""
+        return "scale" in self.components.specs
 
     @property
     def may_be_int8(self) -> bool:

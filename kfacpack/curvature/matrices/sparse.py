@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Sparse(Matrix):
     """
 
     form = "sparse"
+    stackable = False
 
     @classmethod
     def from_dense(cls, matrix: Tensor, fraction: float) -> Sparse:
@@ -77,10 +78,17 @@ class Sparse(Matrix):
         return cls(side, components, psd=False)
 
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator:
-        # A dense matrix is filled in once per operator, so only the cost of the product counts.
-        if 2 * self.entries * _SPARSE_COST > self.side**2:
+        # A dense matrix is filled in once per operator, so only the cost of the product counts. Sparse products need
+        # at least float32.
+        if 2 * self.entries * _SPARSE_COST > self.side**2 or dtype.itemsize < 4:
             return DenseOperator(self._full(dtype, device))
         return self._sparse_operator(dtype, device)
+
+    def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
+        """Returns an operator that multiplies by a full (n, n) tensor; a sparse one would have to be sorted first."""
+        matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
+        matrix.skip_validation()
+        return DenseOperator(matrix._full(dtype))
 
     def matmul(self, x: Tensor) -> Tensor:
         """Returns M x, by a dense product if filling in the matrix for one product is faster."""

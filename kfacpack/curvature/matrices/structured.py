@@ -32,7 +32,7 @@ class DiagonalOperator(Operator):
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
         (factors,) = self.tensors
-        return factors[:, None] * x
+        return factors[..., None] * x
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
         """Returns the values as n blocks, (n, 1, 1)."""
@@ -106,12 +106,12 @@ class BlockDiagonalOperator(Operator):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
-        heights = [blocks.shape[0] * blocks.shape[1] for blocks in self.tensors]
+        heights = [blocks.shape[-3] * blocks.shape[-2] for blocks in self.tensors]
         parts = [
-            (blocks @ rows.reshape(*blocks.shape[:2], -1)).reshape(rows.shape)
-            for blocks, rows in zip(self.tensors, x.split(heights), strict=True)
+            (blocks @ rows.reshape(*blocks.shape[:-1], -1)).reshape(rows.shape)
+            for blocks, rows in zip(self.tensors, x.split(heights, dim=-2), strict=True)
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
         """Returns the longer and the shorter blocks."""
@@ -157,7 +157,7 @@ class BlockDiagonal(Matrix):
     @property
     def count(self) -> int:
         """Number of blocks."""
-        return self.components.specs["data"][1][0]
+        return self.components.specs["data"][1][-2]
 
     def blocks(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
         """Returns the blocks, (K, s, s), the shorter ones padded with zeros.
@@ -173,7 +173,7 @@ class BlockDiagonal(Matrix):
         blocks, longer = self.blocks(dtype, device), self.side % self.count
         if not longer:
             return BlockDiagonalOperator(blocks)
-        return BlockDiagonalOperator(blocks[:longer], blocks[longer:, :-1, :-1].contiguous())
+        return BlockDiagonalOperator(blocks[..., :longer, :, :], blocks[..., longer:, :-1, :-1].contiguous())
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns M as an (n, n) tensor."""
@@ -218,7 +218,7 @@ class LowRankOperator(Operator):
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
         u, w = self.tensors
-        return u @ (w[:, None] * (u.T @ x))
+        return u @ (w[..., None] * (u.mT @ x))
 
     def diagonal(self, side: int) -> Tensor:
         """Returns the diagonal of M without forming M."""
@@ -310,4 +310,6 @@ class LowRank(Matrix):
         return torch.arange(self.side)[:, None]
 
     def _factors(self, dtype: torch.dtype, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
-        return self.float_values(dtype, device), self.components["weights"].to(device=device, dtype=dtype)
+        data, scale = self.stored_values(dtype, device)
+        u = data if scale is None else data.to(dtype) * scale[..., None]
+        return u, self.components["weights"].to(device=device, dtype=dtype)

@@ -1,0 +1,275 @@
+"""Batches of blocks that the penalty applies together, and the operators of their matrices on the compute device.
+
+Blocks whose parameters and matrices have equal shapes and forms are stacked: ΔW is (blocks, rows, columns), and one
+product multiplies all of them. Stacks are limited in size; products of large blocks take longer than the calls that
+start them, so that stacking them would only take memory.
+
+Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in the form they are stored in, and
+are unpacked for each product. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
+blocks are copied in one transfer to one of two buffers on the device, while the blocks in the other buffer are
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kfacpack.curvature.blocks import join_layout
+from kfacpack.curvature.matrices.matrix import StoredOperator
+from kfacpack.models.functional import TensorPack
+
+if TYPE_CHECKING:
+    from kfacpack.curvature.blocks import CurvatureBlock, Multiply, ParameterShapes
+    from kfacpack.curvature.matrices.matrix import Matrix, Operator
+    from kfacpack.format.manifest import Join
+
+STACK_ELEMENTS = 2**21
+"""Maximum number of elements of a stack of ΔW, if it has more than one block."""
+SHARING_ELEMENTS = 2**24
+"""Maximum number of elements of a stack whose blocks all share a matrix, which is then unpacked or copied once."""
+
+
+@dataclass(frozen=True)
+class BlockBatch:
+    """Blocks of equal shape, form and weight."""
+
+    blocks: tuple[CurvatureBlock, ...]
+    weight: float
+    """Factor of the penalty of each block."""
+
+    @cached_property
+    def joins(self) -> list[Join]:
+        """The joins of the blocks."""
+        return [block.join for block in self.blocks]
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of the parameters of all blocks."""
+        return frozenset(name for block in self.blocks for name in block.parameters)
+
+    @cached_property
+    def stacks(self) -> dict[int, tuple[Matrix, ...]]:
+        """Matrices to stack, by the `id` of the first block's matrix in the same place.
+
+        If every s consecutive blocks share a matrix, as the projections of an attention layer do, it is contained once.
+        """
+        columns = zip(*(_matrices(block) for block in self.blocks), strict=True)
+        return {id(column[0]): column[:: _shared_run(column)] for column in columns}
+
+    def apply(self, delta: Tensor, operators: Mapping[int, Operator]) -> Tensor:
+        """Computes G ΔW of each block.
+
+        Args:
+            delta: (blocks, rows, columns).
+            operators: Operator of each of `stacks`, by the same key.
+
+        Returns:
+            (blocks, rows, columns).
+        """
+        return self.blocks[0].structure.apply(delta, self._multiply(operators))
+
+    def _multiply(self, operators: Mapping[int, Operator]) -> Multiply:
+        def multiply(matrix: Matrix, x: Tensor) -> Tensor:
+            operator, count = operators[id(matrix)], len(self.stacks[id(matrix)])
+            if not matrix.stackable:
+                return operator(x[0])[None]
+            if count == len(x):
+                return operator(x)
+            # Blocks that share a matrix are one product with more columns: (blocks, n, k) -> (count, n, s k).
+            _, side, width = x.shape
+            product = operator(x.mT.reshape(count, -1, side).mT)
+            return product.mT.reshape(len(x), width, side).mT
+
+        return multiply
+
+
+def plan_batches(
+    blocks: Sequence[CurvatureBlock], weights: Sequence[float], shapes: ParameterShapes
+) -> list[BlockBatch]:
+    """Groups blocks into batches.
+
+    Args:
+        blocks: The blocks.
+        weights: Factor of the penalty of each block.
+        shapes: Shapes of the parameters, by name.
+    """
+    groups: dict[Hashable, list[CurvatureBlock]] = {}
+    covered: dict[Hashable, set[Hashable]] = {}
+    for block, weight in zip(blocks, weights, strict=True):
+        key: Hashable = (weight, join_layout(block.join, shapes), _form(block))
+        pieces = {(piece.parameter, piece.rows) for piece in block.join.pieces}
+        # Gradients of a batch are added at once, so that no element may occur twice.
+        while pieces & covered.setdefault(key, set()):
+            key = (key, "next")
+        covered[key] |= pieces
+        groups.setdefault(key, []).append(block)
+    weight_of = {id(block): weight for block, weight in zip(blocks, weights, strict=True)}
+    return [
+        BlockBatch(tuple(part), weight_of[id(part[0])]) for group in groups.values() for part in _limited_parts(group)
+    ]
+
+
+def _limited_parts(group: Sequence[CurvatureBlock]) -> Iterator[Sequence[CurvatureBlock]]:
+    """Divides blocks of equal shape into parts of limited size, with blocks that share a matrix in the same part."""
+    run = max(_shared_run(column) for column in zip(*map(_matrices, group), strict=True))
+    elements = group[0].join.rows * group[0].join.columns
+    size = STACK_ELEMENTS // elements // run * run or (run if run * elements <= SHARING_ELEMENTS else 1)
+    return (group[start : start + size] for start in range(0, len(group), size))
+
+
+def _matrices(block: CurvatureBlock) -> list[Matrix]:
+    return [matrix for _, matrix in block.structure.matrices()]
+
+
+def _form(block: CurvatureBlock) -> Hashable:
+    """Returns a key that is equal for blocks whose operators can be stacked."""
+    matrices = tuple(
+        (type(matrix), matrix.side, tuple(matrix.components.specs.items())) if matrix.stackable else id(matrix)
+        for matrix in _matrices(block)
+    )
+    return type(block.structure), block.structure.weights, matrices
+
+
+def _shared_run(matrices: Sequence[Matrix]) -> int:
+    """Returns s if every s consecutive matrices are the same object, and s is the largest such number."""
+    ids = [id(matrix) for matrix in matrices]
+    run = next((index for index, key in enumerate(ids) if key != ids[0]), len(ids))
+    uniform = len(ids) % run == 0 and all(len(set(ids[k : k + run])) == 1 for k in range(0, len(ids), run))
+    return run if uniform else 1
+
+
+class FactorPlacement:
+    """Provides the operators of batches of blocks on the compute device.
+
+    Args:
+        dtype: Dtype of the products.
+        device: Compute device.
+        offload: Whether to keep matrices on the CPU between uses. Has no effect if the compute device is the CPU.
+        keep: Whether to keep the operators on the device after their first use.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, offload: bool = False, keep: bool = True):
+        self.dtype = dtype
+        self.device = device
+        self._offload = offload and device.type != "cpu"
+        self._keep = keep
+        self._operators: dict[Hashable, Operator] = {}
+        self._stream: FactorStream | None = None
+
+    def place(self, batches: Sequence[BlockBatch]) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
+        """Yields each batch with its operators, by the keys of `BlockBatch.stacks`."""
+        if self._offload:
+            self._stream = self._stream or FactorStream(self.dtype, self.device)
+            yield from self._stream.place(batches)
+            return
+        for batch in batches:
+            yield batch, {key: self._operator(stack) for key, stack in batch.stacks.items()}
+            if not self._keep:
+                self._operators.clear()
+
+    def _operator(self, stack: tuple[Matrix, ...]) -> Operator:
+        key = tuple(map(id, stack))
+        if key not in self._operators:
+            parts = [self._single_operator(matrix) for matrix in stack]
+            self._operators[key] = parts[0].stack(parts) if stack[0].stackable else parts[0]
+        return self._operators[key]
+
+    def _single_operator(self, matrix: Matrix) -> Operator:
+        if matrix.is_int8:
+            return StoredOperator(matrix, self.dtype, self.device)
+        return matrix.operator(self.dtype, self.device)
+
+
+@dataclass(frozen=True)
+class _HostFactors:
+    """The stored matrices of a batch of blocks in one buffer on the CPU."""
+
+    pack: TensorPack
+    assemble: Callable[[Sequence[Tensor]], dict[int, Operator]]
+    """Returns the operators of the batch, from the tensors of the pack on the device."""
+
+
+class FactorStream:
+    """Copies the matrices of one batch of blocks after the other to two buffers on a device.
+
+    On CUDA devices, copies run on a stream of their own, from pinned memory. A copy waits until the blocks that were in
+    its buffer are computed, and blocks wait until their copy is complete. The buffers live as long as this object, and
+    all uses are ordered by events, so that the memory is never reused too early.
+
+    Args:
+        dtype: Dtype of the products.
+        device: Compute device.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        self._dtype = dtype
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._host: dict[int, tuple[BlockBatch, _HostFactors]] = {}
+        self._buffers: list[Tensor] = []
+        self._released: list[torch.cuda.Event | None] = [None, None]
+
+    def place(self, batches: Sequence[BlockBatch]) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
+        """Yields each batch with its operators, which are valid until the next one is requested."""
+        factors = [self._host_factors(batch) for batch in batches]
+        self._reserve(max((host.pack.nbytes for host in factors), default=0))
+        copied = [self._start_copy(host, slot) for slot, host in enumerate(factors[:2])]
+        for number, (batch, host) in enumerate(zip(batches, factors, strict=True)):
+            slot = number % 2
+            if self._stream is not None:
+                torch.cuda.current_stream(self._device).wait_event(copied[slot])  # type: ignore[arg-type]
+            yield batch, host.assemble(host.pack.views(self._buffers[slot]))
+            if self._stream is not None:
+                self._released[slot] = torch.cuda.current_stream(self._device).record_event()
+            if number + 2 < len(factors):
+                copied[slot] = self._start_copy(factors[number + 2], slot)
+
+    def _reserve(self, size: int) -> None:
+        """Allocates the two buffers, or larger ones."""
+        if self._buffers and self._buffers[0].numel() >= size:
+            return
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
+        if self._stream is not None:
+            # The memory may still be in use by earlier work of the stream that it was allocated on.
+            self._released = [torch.cuda.current_stream(self._device).record_event()] * 2
+
+    def _start_copy(self, host: _HostFactors, slot: int) -> torch.cuda.Event | None:
+        stream, released = self._stream, self._released[slot]
+        if stream is not None and released is not None:
+            stream.wait_event(released)
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            self._buffers[slot][: host.pack.nbytes].copy_(host.pack.buffer, non_blocking=True)
+        return None if stream is None else stream.record_event()
+
+    def _host_factors(self, batch: BlockBatch) -> _HostFactors:
+        if id(batch) not in self._host:
+            self._host[id(batch)] = batch, self._pack(batch)
+        return self._host[id(batch)][1]
+
+    def _pack(self, batch: BlockBatch) -> _HostFactors:
+        stored = {
+            key: [StoredOperator(matrix.for_storage(), self._dtype, torch.device("cpu")) for matrix in stack]
+            for key, stack in batch.stacks.items()
+        }
+        stacked = {
+            key: parts[0].stack(parts) if batch.stacks[key][0].stackable else parts[0] for key, parts in stored.items()
+        }
+        pack = TensorPack([t for operator in stacked.values() for t in operator.tensors], pin=self._stream is not None)
+        templates = {key: operator.with_tensors(()) for key, operator in stacked.items()}
+        counts = {key: len(operator.tensors) for key, operator in stacked.items()}
+
+        def assemble(tensors: Sequence[Tensor]) -> dict[int, Operator]:
+            remaining = iter(tensors)
+            return {
+                key: template.with_tensors(next(remaining) for _ in range(counts[key]))
+                for key, template in templates.items()
+            }
+
+        return _HostFactors(pack, assemble)
