@@ -10,6 +10,8 @@ READY_DOCS := $(VENV)/ready-docs
 
 export TMPDIR := $(VENV)/tmp
 export KFACPACK_CACHE := $(VENV)/cache
+# Where the stand-in device of tests/devices is built.
+export TORCH_EXTENSIONS_DIR := $(VENV)/cache/extensions
 # Material's notice about its successor.
 export NO_MKDOCS_2_WARNING := 1
 export PIP_NO_CACHE_DIR := 1
@@ -19,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test check docs bench golden wheel installcheck compat oldest newest clean
+.PHONY: help demo test check docs bench gpu golden wheel installcheck compat oldest newest clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -55,6 +57,10 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
 
+gpu: $(READY) ## run the device tests and benches on the GPU, or on its stand-in, and write gpu/report.html
+	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
+	$(BIN)/python tests/bench/gpu.py --out gpu
+
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py
 
@@ -76,7 +82,7 @@ newest:
 	$(NEWEST_PYTHON) tests/environments/compat.py newest $(VENV)/newest
 
 clean: ## remove everything that make has created
-	rm -rf $(VENV) build dist demo site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist demo gpu site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	mkdir -p $(TMPDIR)

@@ -72,22 +72,19 @@ def sentence_pairs(folder: Path) -> Path:
     return folder
 
 
+def model_arguments(name: str, folder: Path) -> list[object]:
+    """Returns the options that select a model and data for it; writes those of T5 into the folder."""
+    if name not in T5:
+        return ["--model", name, "--task", "materials"]
+    (folder / name).mkdir()
+    (folder / "pairs").mkdir()
+    model, data = t5_folder(folder / name, T5[name]), sentence_pairs(folder / "pairs")
+    return ["--model", model, "--task", "pairs", "--data", data]
+
+
 def row(name: str, folder: Path, examples: int, batch_size: int, libraries: int) -> str:
     """Returns the row of one model; `libraries` is the memory of a process for `tiny`."""
-    if name in T5:
-        (folder / name).mkdir()
-        (folder / "pairs").mkdir()
-        arguments = [
-            "--model",
-            t5_folder(folder / name, T5[name]),
-            "--task",
-            "pairs",
-            "--data",
-            sentence_pairs(folder / "pairs"),
-        ]
-    else:
-        arguments = ["--model", name, "--task", "materials"]
-    arguments = ["estimate", *arguments, "--weights", "random", "--batch-size", batch_size]
+    arguments = ["estimate", *model_arguments(name, folder), "--weights", "random", "--batch-size", batch_size]
     predicted, _ = kfacpack(*arguments, "--examples", DRY_RUN_EXAMPLES, "--dry-run")
     small, _ = kfacpack(*arguments, "--examples", DRY_RUN_EXAMPLES, "--dry-run", "--compress", "block:8+int8")
     _, measured = kfacpack(*arguments, "--examples", examples, "-o", folder / f"{name}.kfac")

@@ -6,6 +6,7 @@ module to eval mode. f has shape (N, C): N examples, width C.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from fnmatch import fnmatchcase
@@ -259,8 +260,9 @@ def select_parameters(
         The parameters by name, in state-dict order.
 
     Raises:
-        KfacpackError: If no parameter is selected, or a pattern matches none.
+        KfacpackError: If no parameter is selected, a pattern matches none, or the module is sharded.
     """
+    require_unsharded(model)
     named: dict[str, Tensor] = {
         name: p
         for name, p in model.named_parameters(remove_duplicate=False)
@@ -287,6 +289,36 @@ def select_parameters(
             raise KfacpackError(f"no parameter matches {pattern!r}; {available}")
     chosen = {first[id(p)] for name, p in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return {name: p for name, p in named.items() if name in chosen}
+
+
+def require_unsharded(model: nn.Module) -> None:
+    """Rejects a module whose parameters are divided among processes.
+
+    Such parameters are gathered only while their layer computes. Curvature and tangents refer to whole parameters, and
+    would silently miss those of other processes.
+
+    Args:
+        model: The module.
+
+    Raises:
+        KfacpackError: If the module is wrapped by FSDP, or a parameter is a `DTensor` (FSDP2, tensor parallelism).
+    """
+    remedy = (
+        "Each process needs the whole model: use data parallelism without sharding, and --offload, --micro-batch-size "
+        'and compressed bundles if memory is short; see "A model that does not fit" in docs/how-to/several-gpus.md'
+    )
+    # Neither class exists in a process that has not imported its module, and importing them takes seconds.
+    wrapper: Any = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
+    if any(isinstance(module, wrapper) for module in model.modules()):
+        problem = "the parameters of a module in FullyShardedDataParallel are sharded; expected whole parameters"
+        raise KfacpackError(f"{problem}. {remedy}")
+    sharded: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, sharded):
+            placements = ", ".join(map(str, parameter.placements))
+            found = f"a DTensor over {parameter.device_mesh.size()} processes, placed as {placements}"
+            shape = list(parameter.shape)
+            raise KfacpackError(f"parameter {name!r}: expected a whole tensor of shape {shape}, got {found}. {remedy}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:

@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from curvlinops import KFACLinearOperator
 from peers import CONTENDERS, OUTPUT, PEERS, ContenderResult, plain
 from promises import all_hold
 from torch import nn
@@ -153,6 +152,8 @@ def promises(key: str, seconds: dict[Any, float], peaks: dict[Any, int], peers: 
 
 
 def main(names: list[str], rounds: int, layers: int, width: int) -> int:
+    from curvlinops import KFACLinearOperator
+
     peaks = {(key, name): peak_elsewhere(key, name, layers, width) for key in MODELS for name in names}
     models: dict[str, nn.Module] = {key: Embedding(make(layers, width)) for key, make in MODELS.items()}
     seconds, covered = times(models, names, rounds)

@@ -1,7 +1,8 @@
 """The contenders of estimate.py. Each takes a model and its batches and returns the factors that it computed.
 
 The model maps x to f (N, C). A peer gets the layers that it supports; the others are frozen. Its optional passes over
-the data are switched off: check_deterministic and the counting of examples in curvlinops, files in kronfluence.
+the data are switched off: check_deterministic and the counting of examples in curvlinops, files in kronfluence. The
+package of a peer is imported when it runs.
 """
 
 from __future__ import annotations
@@ -11,12 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from curvlinops import KFACLinearOperator
-from kronfluence.analyzer import prepare_model
-from kronfluence.arguments import FactorArguments
-from kronfluence.factor.covariance import fit_covariance_matrices_with_loader
-from kronfluence.task import Task
-from kronfluence.utils.state import State
 from torch import nn
 
 import kfacpack as kp
@@ -75,6 +70,8 @@ def linear_parameters(model: nn.Module) -> list[str]:
 
 
 def curvlinops_hooks(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
+    from curvlinops import KFACLinearOperator
+
     layers = linear_layers(model)
     model = only(model, layers)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -98,32 +95,36 @@ def curvlinops_hooks(model: nn.Module, batches: list[torch.Tensor]) -> Contender
 
 
 def kronfluence(model: nn.Module, batches: list[torch.Tensor]) -> ContenderResult:
+    from kronfluence.analyzer import prepare_model
+    from kronfluence.arguments import FactorArguments
+    from kronfluence.factor.covariance import fit_covariance_matrices_with_loader
+    from kronfluence.task import Task
+    from kronfluence.utils.state import State
+
     layers = linear_layers(model)
-    task = Sampled(layers)
+
+    class Sampled(Task):
+        """The gradient of <s, f> for random s, at the layers that kronfluence can track."""
+
+        def compute_train_loss(self, batch: torch.Tensor, model: nn.Module, sample: bool = False) -> torch.Tensor:
+            f = model(batch)
+            return (torch.randn_like(f) * f).sum()
+
+        def compute_measurement(self, batch: torch.Tensor, model: nn.Module) -> torch.Tensor:
+            raise NotImplementedError
+
+        def get_influence_tracked_modules(self) -> list[str]:
+            return layers
+
+    task = Sampled()
     covered = sum(p.numel() for layer in layers for p in model.get_submodule(layer).parameters())
     model = prepare_model(only(model, layers), task)
+    state = State(cpu=batches[0].device.type == "cpu")
     fit: Any = fit_covariance_matrices_with_loader
-    _, factors = fit(model, State(cpu=True), task, batches, FactorArguments(strategy="kfac"), disable_tqdm=True)
+    _, factors = fit(model, state, task, batches, FactorArguments(strategy="kfac"), disable_tqdm=True)
     matrices = [factor for group in factors.values() for factor in group.values() if factor.ndim == 2]
     assert len(matrices) == 2 * len(layers), "kronfluence left layers out"
     return ContenderResult(matrices, covered)
-
-
-class Sampled(Task):
-    """The task for kronfluence: the gradient of <s, f> for random s, at the layers that it can track."""
-
-    def __init__(self, layers: list[str]) -> None:
-        self.layers = layers
-
-    def compute_train_loss(self, batch: torch.Tensor, model: nn.Module, sample: bool = False) -> torch.Tensor:
-        f = model(batch)
-        return (torch.randn_like(f) * f).sum()
-
-    def compute_measurement(self, batch: torch.Tensor, model: nn.Module) -> torch.Tensor:
-        raise NotImplementedError
-
-    def get_influence_tracked_modules(self) -> list[str]:
-        return self.layers
 
 
 def linear_layers(model: nn.Module) -> list[str]:
@@ -134,7 +135,8 @@ def linear_layers(model: nn.Module) -> list[str]:
 def only(model: nn.Module, layers: list[str]) -> nn.Module:
     """Copies the modules, because peers wrap and freeze them; shares the data; only these layers are trainable."""
     trainable = {id(parameter) for layer in layers for parameter in model.get_submodule(layer).parameters()}
-    shared = {id(p): nn.Parameter(p.data, requires_grad=id(p) in trainable) for p in model.parameters()}
+    shared: dict[int, torch.Tensor] = {id(buffer): buffer for buffer in model.buffers()}
+    shared |= {id(p): nn.Parameter(p.data, requires_grad=id(p) in trainable) for p in model.parameters()}
     return copy.deepcopy(model, shared)
 
 
