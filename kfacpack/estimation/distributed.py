@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
 """Threads per stage on a CPU, for models with fewer parameters: more threads hardly make small models faster."""
@@ -41,13 +41,21 @@ def process_group(device: torch.device) -> Iterator[None]:
 
     Args:
         device: Device of this process: NCCL is used on CUDA devices, Gloo on others.
+
+    Raises:
+        KfacpackError: If the other processes cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _is_distributed():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)  # used by .cuda() and NCCL
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:  # ValueError: a variable of the launcher is missing
+        problem = f"process {os.environ.get('RANK')}: cannot reach the others: {first_line(error)}"
+        remedy = "Check the address and port that were passed to torchrun (--rdzv-endpoint) on every machine"
+        raise KfacpackError(f"{problem}. {remedy}") from error
     try:
         yield
     finally:
@@ -97,7 +105,8 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
     for tensor in tensors:
         # Gloo supports CPU tensors only, so tensors on a device without NCCL are copied to the CPU and back.
         buffer = tensor.cuda() if on_device else tensor.cpu()
-        communicate(buffer)
+        with _report_lost_process():
+            communicate(buffer)
         if buffer is not tensor:
             tensor.copy_(buffer)
 
@@ -105,7 +114,19 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
 def barrier() -> None:
     """Waits for all processes."""
     if world_size() > 1:
-        dist.barrier()
+        with _report_lost_process():
+            dist.barrier()
+
+
+@contextmanager
+def _report_lost_process() -> Iterator[None]:
+    """Converts errors of Gloo and NCCL, which are RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = f"process {rank()} of {world_size()}: another process was lost: {first_line(error)}"
+        remedy = "Its own output shows why. Start all processes again with --resume"
+        raise ProcessLostError(f"{problem}. {remedy}") from error
 
 
 def usable_cores() -> int:

@@ -8,6 +8,8 @@ folder of the run, and writes the files that the actor returns. The nodes of the
 from __future__ import annotations
 
 import glob
+import logging
+import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from kfacpack.experiments.run import RunContext
     from kfacpack.experiments.stage import Stage
 
+_CONNECT_SECONDS = 10.0
 _STATUS_SECONDS = 1.0
 _NODES_SECONDS = 5.0
 """Intervals in which the progress of stages and the nodes of the cluster are requested."""
@@ -65,7 +68,7 @@ class StageActor:
         try:
             torch.set_num_threads(self._keys["threads"])
             context = open_context(self._setup, self._device, self._keys["threads"])
-            node = ray.util.get_node_ip_address()
+            node = str(ray.util.get_node_ip_address())
             _require_same_keys(context, self._keys, node)
             context.use_keys(self._keys)
             root = Path(self._folder.name)
@@ -194,6 +197,23 @@ class RayWorker(StageWorker):
         self.actor.stop.remote()
 
 
+def _connect(address: str) -> None:
+    """Connects this process to a cluster.
+
+    Raises:
+        KfacpackError: If there is none at this address.
+    """
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal() and "/" not in host:
+            # Ray itself tries for minutes.
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        remedy = "Start a cluster with `ray start --head`, or use --ray local"
+        raise KfacpackError(f"--ray {address}: no cluster: {first_line(error)}. {remedy}") from error
+
+
 class RayPool(WorkerPool):
     """The workers of a run on a Ray cluster.
 
@@ -225,15 +245,15 @@ class RayPool(WorkerPool):
         self._next_status = self._next_nodes = 0.0
         self._connected = not ray.is_initialized()
         if self._connected:
-            try:
-                ray.init(address, log_to_driver=False, logging_level="ERROR")
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                remedy = "Start a cluster with `ray start --head`, or use --ray local"
-                raise KfacpackError(f"--ray {address}: no cluster: {first_line(error)}. {remedy}") from error
+            _connect(address)
         keys = {**context.shared_keys(), "threads": context.threads, "kfacpack": version("kfacpack")}
         self._arguments = ray.put(setup), self._device, ray.put(keys)
-        options = {"num_cpus": context.threads, "num_gpus": self._resources.get("GPU", 0), "max_concurrency": 3}
-        self._actor_class = ray.remote(memory=self._resources["memory"], **options)(StageActor)
+        self._actor_class: Any = ray.remote(StageActor).options(  # type: ignore[attr-defined]
+            num_cpus=context.threads,
+            num_gpus=self._resources.get("GPU", 0),
+            memory=self._resources["memory"],
+            max_concurrency=3,  # `compute`, `status` and `stop`
+        )
 
     @property
     def workers(self) -> Sequence[StageWorker]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kfacpack.curvature.matrices.components import raw_bytes
-from kfacpack.errors import KfacpackError, NotFiniteError, printable
+from kfacpack.errors import KfacpackError, NotFiniteError, ProcessLostError, printable
 from kfacpack.estimation import distributed
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
 from kfacpack.format.manifest import Base, Source, base_digest
@@ -276,7 +276,12 @@ class Trainer:
             closing(self.data_penalty) if self.data_penalty else nullcontext(),
         ):
             for step in range(done, self.steps):
-                metrics, stop = self._step(step, state, loader, stopped)
+                try:
+                    metrics, stop = self._step(step, state, loader, stopped)
+                except ProcessLostError:
+                    if first:  # the state is still that of the step before
+                        partial.save(state, step, now=True)
+                    raise
                 if log:
                     log.add(metrics)
                 on_progress(metrics, self.steps)

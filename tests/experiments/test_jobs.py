@@ -28,13 +28,13 @@ from kfacpack.experiments import jobs
 from kfacpack.experiments.jobs import JobsWarning, Scheduler, StageWorker, WorkerPool, critical_paths, worker_devices
 from kfacpack.experiments.plan_file import parse
 from kfacpack.experiments.results import RESULTS, RunRecord, StageEvent
-from kfacpack.experiments.run import Run, RunContext
+from kfacpack.experiments.run import Run, RunContext, _exclusive_lock
 from kfacpack.experiments.worker import compute
 
 TEXT = """\
 name: short
-model: {name: tiny, head: prototypes}
-tasks: [digits, weaves]
+model: {name: tiny, head: text}
+tasks: [faces, weaves]
 curvature: {examples: 4, batch_size: 4}
 training: {steps: 2, batch_size: 4}
 arms:
@@ -128,7 +128,7 @@ def schedule(root, **accidents):
     """Runs the plan in this process, with accidents by kind of stage; returns the pool, the displays and the events."""
     run, pool, show, events = run_of(root), LocalPool(accidents), Record(), []
     for kind in {stage.kind for stage in run.stages}:
-        (root / kind).mkdir(exist_ok=True)
+        (root / kind).mkdir(parents=True, exist_ok=True)
     with (root / "events.jsonl").open("a") as file:
         record = RunRecord(root, run.stages, file, events.append, lambda: 0)
         try:
@@ -168,7 +168,7 @@ def test_an_error_of_a_stage_is_that_of_a_sequential_run(tmp_path, monkeypatch, 
         with pytest.raises((KfacpackError, OSError)) as problem:
             execute(tmp_path / str(number))
         caught.append((type(problem.value), str(problem.value)))
-        assert [event["event"] for event in events_of(tmp_path / str(number))][-1] == "failed"
+        assert [event["event"] for event in events_of(tmp_path / str(number))].count("failed") == 1
     assert caught[0] == caught[1] == (type(error), str(error))
 
 
@@ -292,7 +292,7 @@ def wait_for(condition, seconds=60):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -309,8 +309,6 @@ def command(tmp_path):
 def test_killed_processes_and_signals(expected, command, tmp_path):
     """A worker is killed; the command is terminated; the command is killed; the last call completes the run."""
     out = tmp_path / "out"
-    with Python("-c", PROBE) as probe:
-        assert probe.wait().returncode == 0
     with command("--jobs", 2, "-q") as process:
         wait_for(lambda: (out / "events.jsonl").exists() and "bundles/" in (out / "events.jsonl").read_text())
         victim = workers_of(process.pid)[0]
@@ -333,12 +331,9 @@ def test_killed_processes_and_signals(expected, command, tmp_path):
     assert json.loads(result.stdout) == json.loads(expected)
     names = finished_in(out)
     assert len(names) == len(set(names)), "nothing was computed twice"
-    printed = [json.loads(line) for line in result.stderr.splitlines()]
+    printed = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
     assert printed == events_of(out)[-len(printed) :]
     assert {event["worker"] for event in printed} == {1, 2}
-
-
-PROBE = "import torch; assert torch.get_num_threads() == 1"
 
 
 def test_a_full_disk_ends_the_run_and_a_second_run_continues(expected, command, tmp_path):
@@ -350,10 +345,47 @@ def test_a_full_disk_ends_the_run_and_a_second_run_continues(expected, command, 
     assert result.returncode == 2
     assert "File too large" in result.stderr
     assert not list((tmp_path / "out").glob("bundles/*.kfac"))
-    with kp_run(tmp_path, jobs=1) as content:
-        assert json.dumps(content, indent=1, ensure_ascii=False) + "\n" == expected.decode()
+    assert kp.run(tmp_path / "plan.yaml", tmp_path / "out") == json.loads(expected)
 
 
-@contextmanager
-def kp_run(folder, **options):
-    yield kp.run(folder / "plan.yaml", folder / "out", **options)
+def test_two_runs_in_one_folder_are_refused(command, tmp_path):
+    with _exclusive_lock(tmp_path / "out"), command("--jobs", 2, "-q") as process:
+        result = process.wait(60)
+    assert result.returncode == 2
+    assert "another run" in result.stderr
+    assert not list((tmp_path / "out").glob("*/*"))
+
+
+def test_a_wrong_ray_cluster_is_reported(tmp_path):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    with refused(KfacpackError, "--ray 127.0.0.1:1", "ray start --head"), run_of(tmp_path, ray="127.0.0.1:1") as run:
+        run.execute()
+
+
+def test_a_ray_cluster(expected, command, tmp_path, monkeypatch):
+    """Three nodes; the driver is killed, and later a node; nothing but the running stages is computed again."""
+    pytest.importorskip("ray", reason="needs the extra ray")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    out = tmp_path / "out"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        nodes = [cluster.add_node(num_cpus=1, wait=False) for _ in range(2)]
+        with command("--ray", cluster.address, "--jobs", 1, "-q") as driver:
+            wait_for(lambda: list(out.glob("bundles/*.kfac")))
+            driver.send_signal(signal.SIGKILL)
+            driver.wait(60)
+        before = finished_in(out)
+        with command("--ray", cluster.address, "-q") as driver:
+            wait_for(lambda: '"worker": 3' in (out / "events.jsonl").read_text())
+            cluster.remove_node(nodes[0], allow_graceful=False)
+            result = driver.wait(120)
+        assert result.returncode == 0, result.stderr
+    finally:
+        cluster.shutdown()
+    assert (out / RESULTS).read_bytes() == expected
+    names = finished_in(out)
+    assert len(names) == len(set(names))
+    assert names[: len(before)] == before
+    assert [event["event"] for event in events_of(out)].count("retried") <= 1
