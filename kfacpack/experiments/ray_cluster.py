@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import re
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from kfacpack.errors import KfacpackError, first_line
+from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.estimation.distributed import worker_bytes
 from kfacpack.experiments.jobs import StageWorker, WorkerPool
 from kfacpack.experiments.worker import compute, failure, open_context
@@ -197,6 +198,12 @@ class RayWorker(StageWorker):
         self.actor.stop.remote()
 
 
+def _summary(error: RayError) -> str:
+    """Returns the first line of an error, and the last one, which is that of its cause."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    return printable(" … ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else type(error).__name__
+
+
 def _connect(address: str) -> None:
     """Connects this process to a cluster.
 
@@ -309,7 +316,7 @@ class RayPool(WorkerPool):
         except RayTaskError as error:
             return [{"event": "failed", "kind": "Exception", "text": str(error), "number": None, "file": None}]
         except RayError as error:
-            return [{"event": "lost", "reason": f"was lost: {first_line(error)}"}]
+            return [{"event": "lost", "reason": f"was lost: {_summary(error)}"}]
         if reference == worker.opening:
             if value["event"] == "failed":
                 return [value]

@@ -10,11 +10,13 @@ import subprocess
 import time
 import warnings
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import jsonschema
 import pytest
 import torch
+from image_folders import write_images
 from json_pages import schema
 from kfacpack_cli.console import StageRows
 from kit import refused
@@ -360,6 +362,31 @@ def test_a_wrong_ray_cluster_is_reported(tmp_path):
     pytest.importorskip("ray", reason="needs the extra ray")
     with refused(KfacpackError, "--ray 127.0.0.1:1", "ray start --head"), run_of(tmp_path, ray="127.0.0.1:1") as run:
         run.execute()
+
+
+def test_a_node_with_other_versions_or_files_is_refused(tmp_path):
+    pytest.importorskip("ray", reason="needs the extra ray")
+    from kfacpack.experiments.ray_cluster import _require_same_keys
+
+    write_images(tmp_path / "mine", {split: {"red": 1, "blue": 1} for split in ("train", "validation", "test")})
+    plan = parse(TEXT.replace("weaves]", "{name: mine, data: mine}]"), "plan").based_at(tmp_path)
+    context = RunContext(plan, CPU)
+    context.data_key("mine", "train")
+    keys = {**context.shared_keys(), "kfacpack": version("kfacpack")}
+
+    def check(**changed):
+        _require_same_keys(RunContext(plan, CPU), {**keys, **changed}, "10.0.0.7")
+
+    check()
+    for changed, problem in (
+        ({"kfacpack": "0.0.1"}, "kfacpack is"),
+        ({"environment": {**keys["environment"], "torch": "1.0"}}, "torch is"),
+        ({"environment": {**keys["environment"], "threads": "64"}}, "threads is"),
+        ({"model": "other"}, "the model"),
+        ({"data": [["mine", "train", "other"]]}, "the train split of mine"),
+    ):
+        with refused(KfacpackError, "10.0.0.7", problem, "all nodes"):
+            check(**changed)
 
 
 def test_a_ray_cluster(expected, command, tmp_path, monkeypatch):
