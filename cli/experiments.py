@@ -265,7 +265,9 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
         print_line(f"{stage.kind}/{stage.name}  about {human_seconds(seconds[stage.key])}")
     finished = len(planned.stages) - len(pending)
     total = human_seconds(sum(seconds.values()))
-    print_line(f"{len(pending)} stages to run, {finished} finished; about {total}, extrapolated from one batch")
+    print_line(
+        f"{len(pending)} stages to run, {finished} finished; about {total} in one process, extrapolated from one batch"
+    )
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:

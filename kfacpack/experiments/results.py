@@ -7,6 +7,7 @@ of workers. `RunRecord` writes what does: `events.jsonl` and `times.json`.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -326,6 +327,15 @@ class RunRecord:
             "peak_bytes": self._peak_bytes(),
         }
         write_atomically(self._path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def open_events(root: Path) -> IO[str]:
+    """Opens `events.jsonl` for appending, and removes a last line that a full disk has cut off."""
+    path = root / EVENTS
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
 
 
 def _read_times(path: Path) -> dict[str, float]:

@@ -30,7 +30,7 @@ from kfacpack.evaluation.accuracy import EvaluationSet
 from kfacpack.evaluation.edited_model import OutputCache
 from kfacpack.experiments.jobs import ProcessPool, Scheduler, WorkerPool, choose_jobs
 from kfacpack.experiments.plan_file import read_plan
-from kfacpack.experiments.results import EVENTS, RESULTS, RunRecord, StageEvent, results
+from kfacpack.experiments.results import RESULTS, RunRecord, StageEvent, open_events, results
 from kfacpack.experiments.stage import StageProgress
 from kfacpack.experiments.stage_graph import StageGraph
 from kfacpack.experiments.worker import run_setup
@@ -369,7 +369,7 @@ class Run:
         return [stage for stage in self.stages if not stage.done]
 
     def forecast(self) -> dict[str, float]:
-        """Estimates the duration of each pending stage from the speed of one batch.
+        """Estimates the duration of each pending stage, if it runs alone, from the speed of one batch.
 
         Returns:
             Seconds by stage key.
@@ -379,9 +379,10 @@ class Run:
         examples = context.evaluation_set(task)
         numbers = examples.numbers[:_PROBE_EXAMPLES]
         clock = [time.perf_counter()]
-        for _ in range(2):  # the first pass is a warm-up
-            for _numbers, _f in outputs(context.model, examples.split, task, numbers, len(numbers)):
-                clock.append(time.perf_counter())
+        with _threads(context.threads):
+            for _ in range(2):  # the first pass is a warm-up
+                for _numbers, _f in outputs(context.model, examples.split, task, numbers, len(numbers)):
+                    clock.append(time.perf_counter())
         seconds_per_example = (clock[-1] - clock[-2]) / len(numbers)
         return {stage.key: stage.cost() * seconds_per_example for stage in self.pending()}
 
@@ -408,7 +409,7 @@ class Run:
         with _exclusive_lock(self.root):
             for kind in {stage.kind for stage in self.stages}:
                 (self.root / kind).mkdir(exist_ok=True)
-            with (self.root / EVENTS).open("a", encoding="utf-8") as events, _threads(self.graph.context.threads):
+            with open_events(self.root) as events, _threads(self.graph.context.threads):
                 record = RunRecord(self.root, self.stages, events, on_event, lambda: self.peak_bytes)
                 if pool := self._start_workers():
                     Scheduler(self.stages, pool, show, stopped, record, self._peaks).run()

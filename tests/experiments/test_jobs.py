@@ -29,7 +29,7 @@ from kfacpack.estimation.resume import Interrupted
 from kfacpack.experiments import jobs
 from kfacpack.experiments.jobs import JobsWarning, Scheduler, StageWorker, WorkerPool, critical_paths, worker_devices
 from kfacpack.experiments.plan_file import parse
-from kfacpack.experiments.results import RESULTS, RunRecord, StageEvent
+from kfacpack.experiments.results import RESULTS, RunRecord, StageEvent, open_events
 from kfacpack.experiments.run import Run, RunContext, _exclusive_lock
 from kfacpack.experiments.worker import compute
 
@@ -275,6 +275,13 @@ def test_the_number_of_threads_is_recorded_and_part_of_the_key(tmp_path):
     for options in ({"jobs": 0}, {"threads": -1}):
         with refused(KfacpackError, *options, "positive"):
             run_of(tmp_path, **options)
+
+
+def test_an_event_that_a_full_disk_has_cut_off_is_removed(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "started"}\n{"event": "fin')
+    with open_events(tmp_path) as file:
+        file.write('{"event": "started"}\n')
+    assert (tmp_path / "events.jsonl").read_text() == '{"event": "started"}\n' * 2
 
 
 def workers_of(pid):
