@@ -41,7 +41,7 @@ _POLL_SECONDS = 0.1
 
 
 class JobsWarning(UserWarning):
-    """Issued when a run uses fewer worker processes than requested, or more threads than there are cores.
+    """Issued when a run uses fewer workers than requested, uses more threads than there are cores, or waits for a node.
 
     Example:
         >>> with warnings.catch_warnings():

@@ -13,6 +13,7 @@ import re
 import socket
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -26,7 +27,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.estimation.distributed import worker_bytes
-from kfacpack.experiments.jobs import StageWorker, WorkerPool
+from kfacpack.experiments.jobs import JobsWarning, StageWorker, WorkerPool
 from kfacpack.experiments.worker import compute, failure, open_context
 from kfacpack.format.writer import write_atomically
 from kfacpack.tasks.data_sources import is_dataset_address
@@ -341,6 +342,9 @@ class RayPool(WorkerPool):
             for node in ray.nodes()
             if node["Alive"]
         ]
+        if not sum(fitting) and not self._workers:
+            wanted = ", ".join(f"{amount} {name}" for name, amount in self._resources.items())
+            warnings.warn(f"waiting for a Ray node with {wanted}", JobsWarning, stacklevel=2)
         numbers = {worker.number for worker in self._workers}
         free = (number for number in count(1) if number not in numbers)
         while len(self._workers) < min(self._limit, max(1, sum(fitting))):
