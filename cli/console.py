@@ -238,6 +238,10 @@ class StageRows:
 
         try:
             yield update
+        except BaseException:
+            bars.update(self._all, advance=-before[0])  # the stage has to be computed again
+            raise
+        else:
             self._done += 1
             bars.update(self._all, advance=cost - before[0], description=self._title)
         finally:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,10 +32,11 @@ from .console import (
     steps_bar,
     stop_on_interrupt,
 )
-from .options import AS_JSON, DEVICE, JOBS, QUIET, RUN_PANEL, WORKERS, option, output_option
+from .options import AS_JSON, DEVICE, EVENTS, JOBS, QUIET, RUN_PANEL, THREADS, WORKERS, option, output_option
 
 if TYPE_CHECKING:
     from kfacpack.experiments.plan import Plan
+    from kfacpack.experiments.results import StageEvent
     from kfacpack.experiments.run import Run, StageCallback, StageDisplay
     from kfacpack.experiments.stage import Stage
 
@@ -94,9 +96,15 @@ def run(
     ),
     as_json: bool = AS_JSON,
     jobs: int | None = JOBS,
-    events: bool = option(
-        RUN_PANEL, False, "--events", help="Print what happens to each stage to stderr, as JSON lines."
+    threads: int | None = THREADS,
+    ray: str | None = option(
+        RUN_PANEL,
+        None,
+        "--ray",
+        metavar="ADDRESS",
+        help="Compute the stages on a Ray cluster: its address, auto for a running one, or local.",
     ),
+    events: bool = EVENTS,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
 ) -> None:
@@ -106,8 +114,8 @@ def run(
     changed, and an interrupted run continues where it stopped. The results are in DIR/results.json, the report is
     DIR/report.html; both list the commands that write the files.
 
-    Independent stages run at the same time in worker processes. DIR/events.jsonl records what ran where. The results
-    do not depend on --jobs.
+    Independent stages run at the same time in worker processes, or on a Ray cluster. DIR/events.jsonl records what ran
+    where, DIR/logs has the output of the workers. The results do not depend on --jobs.
 
     `kfacpack demo` writes a plan to start from.
     """
@@ -118,73 +126,74 @@ def run(
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
-    root = output or Path(plan.stem)
-    execute_run(parsed, text, root, device, jobs=jobs, dry_run=dry_run, as_json=as_json, quiet=quiet, events=events)
+    options = Execution(device, jobs, threads, ray, dry_run, as_json, quiet, events)
+    execute_run(parsed, text, output or Path(plan.stem), options)
 
 
-def execute_run(
-    plan: Plan,
-    text: str,
-    root: Path,
-    device: str,
-    *,
-    jobs: int | None,
-    dry_run: bool,
-    as_json: bool,
-    quiet: bool,
-    events: bool = False,
-    is_demo: bool = False,
-) -> None:
+@dataclass(frozen=True)
+class Execution:
+    """The options of `run` and `demo` that say how a plan is executed."""
+
+    device: str
+    jobs: int | None
+    threads: int | None
+    ray: str | None = None
+    dry_run: bool = False
+    as_json: bool = False
+    quiet: bool = False
+    events: bool = False
+    is_demo: bool = False
+    """Whether to explain what is computed and what to conclude."""
+
+
+def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
     """Runs a plan and prints its results.
 
     Args:
         plan: The plan.
         text: Its YAML source.
         root: Output folder.
-        device: The option --device.
-        jobs: The option --jobs.
-        dry_run: Whether to print the stages and their estimated time instead.
-        as_json: Whether to print JSON.
-        quiet: Whether to print only errors.
-        events: Whether to print events to stderr.
-        is_demo: Whether to explain what is computed and what to conclude.
+        options: The options of the command.
     """
     start = time.perf_counter()
-    if not dry_run:
+    if not options.dry_run:
         # Checked first: the report is written after everything has been computed.
         require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
+    from kfacpack.experiments.jobs import JobsWarning
     from kfacpack.experiments.run import Run
 
-    with Run(plan, text, root, local_device(device), 1 if dry_run else jobs) as planned:
-        _execute(planned, start, dry_run=dry_run, as_json=as_json, quiet=quiet, events=events, is_demo=is_demo)
+    device, jobs = local_device(options.device), 1 if options.dry_run else options.jobs
+    with (
+        show_warnings(JobsWarning, show=not options.quiet),
+        Run(plan, text, root, device, jobs, options.threads, options.ray) as planned,
+    ):
+        _execute(planned, start, options)
 
 
-def _execute(
-    planned: Run, start: float, *, dry_run: bool, as_json: bool, quiet: bool, events: bool, is_demo: bool
-) -> None:
+def _execute(planned: Run, start: float, options: Execution) -> None:
     """Executes a checked plan; `start` is the time at which the command started."""
+    as_json, quiet, is_demo = options.as_json, options.quiet, options.is_demo
     plan, root, show = planned.plan, planned.root, not (quiet or as_json)
     for task in () if quiet else plan.tasks:
         for notice in planned.graph.context.task(task.name).notices(plan.model.name):
             show_note(f"warning: {notice}")
-    if dry_run:
+    if options.dry_run:
         if as_json or not quiet:
             _print_forecast(planned, as_json=as_json)
         return
     from kfacpack.experiments.report import report
     from kfacpack.training.metrics import PenaltyWarning
 
+    costs = {stage.key: stage.cost() for stage in planned.pending()}
     with (
         show_warnings(PenaltyWarning, show=not quiet),
         stop_on_interrupt(f"finished stages are kept in {root}; repeat the command to continue") as stopped,
-        StageRows(
-            {stage.key: stage.cost() for stage in planned.pending()}, len(planned.stages), show=show and not events
-        ) as rows,
+        StageRows(costs, len(planned.stages), show=show and not options.events) as rows,
     ):
         results = planned.execute(
-            _stage_reporter(rows, explain=show and is_demo), stopped, _print_event if events else _ignore_event
+            _stage_reporter(rows, explain=show and is_demo), stopped, _print_event if options.events else _ignore_event
         )
     page = report(root, root / "report.html")
     if as_json:
@@ -213,11 +222,11 @@ def _print_open(page: Path) -> None:
     print_line(f"next: open {page} in a browser", style="dim")
 
 
-def _print_event(event: dict[str, Any]) -> None:
+def _print_event(event: StageEvent) -> None:
     print(json.dumps(event, ensure_ascii=False), file=sys.stderr, flush=True)
 
 
-def _ignore_event(event: dict[str, Any]) -> None:
+def _ignore_event(event: StageEvent) -> None:
     pass
 
 
@@ -256,7 +265,9 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
         print_line(f"{stage.kind}/{stage.name}  about {human_seconds(seconds[stage.key])}")
     finished = len(planned.stages) - len(pending)
     total = human_seconds(sum(seconds.values()))
-    print_line(f"{len(pending)} stages to run, {finished} finished; about {total}, extrapolated from one batch")
+    print_line(
+        f"{len(pending)} stages to run, {finished} finished; about {total} in one process, extrapolated from one batch"
+    )
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:
@@ -319,7 +330,9 @@ def demo(
     all_tasks: bool = option(RUN_PANEL, False, "--all", help="Use all eight tasks instead of three."),
     device: str = DEVICE,
     jobs: int | None = JOBS,
+    threads: int | None = THREADS,
     as_json: bool = AS_JSON,
+    events: bool = EVENTS,
     quiet: bool = QUIET,
 ) -> None:
     """Run an example: vectors of three tasks on a small CLIP model, trained with and without the penalty.
@@ -350,7 +363,8 @@ def demo(
         tasks = ", ".join(task.name for task in plan.tasks)
         _print_lines(INTRODUCTION.format(count=len(plan.tasks), tasks=tasks, plan=path))
     jobs = jobs or idle_jobs()
-    execute_run(plan, text, output, device, jobs=jobs, dry_run=False, as_json=as_json, quiet=quiet, is_demo=True)
+    options = Execution(device, jobs, threads, as_json=as_json, quiet=quiet, events=events, is_demo=True)
+    execute_run(plan, text, output, options)
     if show:
         _print_lines(CLOSING.format(output=output, plan=path))
 

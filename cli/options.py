@@ -150,9 +150,19 @@ JOBS = option(
     "--jobs",
     min=1,
     metavar="N",
-    help="Processes that compute independent stages, no more than fit into memory. [default: one per GPU; on a CPU one "
-    "per core for models under 50M parameters, otherwise one]",
+    help="Processes that compute independent stages, no more than fit into memory. [default: one per GPU; on a CPU as "
+    "many as have --threads cores each]",
 )
+THREADS = option(
+    RUN_PANEL,
+    None,
+    "--threads",
+    min=1,
+    metavar="N",
+    help="Threads of each stage, on which rounding depends. [default: OMP_NUM_THREADS; on a CPU 1 for models under 50M "
+    "parameters, 4 under 500M, otherwise 16]",
+)
+EVENTS = option(RUN_PANEL, False, "--events", help="Print what happens to each stage to stderr, as JSON lines.")
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")
 AS_JSON = option(RUN_PANEL, False, "--json", help="Print the result as JSON.")
 QUIET = option(RUN_PANEL, False, "--quiet", "-q", help="Print only errors.")

@@ -12,6 +12,7 @@ from .errors import (
     KfacpackError,
     MatrixError,
     NotFiniteError,
+    ProcessLostError,
     SubtractionError,
     TaskVectorError,
     VerificationError,
@@ -24,6 +25,7 @@ from .evaluation.bundle_quality import drift, spectra
 from .evaluation.disentanglement import disentanglement, localisation
 from .evaluation.interference import InterferenceResult, interference
 from .evaluation.sweep import sweep
+from .experiments.jobs import JobsWarning
 from .experiments.report import report
 from .experiments.run import run
 from .format.container import Container
@@ -95,6 +97,7 @@ __all__ = [
     "ImportResult",
     "InterferenceResult",
     "Interrupted",
+    "JobsWarning",
     "Join",
     "KfacpackError",
     "Kronecker",
@@ -120,6 +123,7 @@ __all__ = [
     "Parameter",
     "PenaltyWarning",
     "Piece",
+    "ProcessLostError",
     "PullResult",
     "PushResult",
     "Reference",

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from kfacpack.errors import KfacpackError
 
-Extra = Literal["demo", "report", "timm"]
+Extra = Literal["demo", "ray", "report", "timm"]
 """An optional part of kfacpack, as in `pip install 'kfacpack[report]'`."""
 
 MINIMUM = {
@@ -40,6 +40,7 @@ MINIMUM = {
     "transformers": "4.56.0",
     "typer": "0.20.0",
     "timm": "1.0.17",
+    "ray": "2.60.0",
     "jinja2": "3.1.0",
     "matplotlib": "3.8.0",
     "fonttools": "4.43.0",
@@ -51,6 +52,7 @@ MINIMUM = {
 
 EXTRAS: dict[Extra, tuple[str, ...]] = {
     "demo": ("scikit-learn", "scikit-image", "mlxtend", "fonttools", "matplotlib", "jinja2"),
+    "ray": ("ray",),
     "report": ("matplotlib", "jinja2"),
     "timm": ("timm",),
 }

@@ -113,6 +113,10 @@ class HubError(KfacpackError):
         return type(self), (self.target, self.problem, self.remedy)
 
 
+class ProcessLostError(KfacpackError):
+    """Raised when another process of a distributed run has ended or does not answer."""
+
+
 class VerificationError(KfacpackError):
     """Raised when a file fails verification. The command line exits with code 1."""
 

@@ -32,12 +32,14 @@ def bounds(requirements: list[str]) -> dict[str, str]:
 def test_bounds_are_those_of_the_project():
     project = toml()
     extras = project["optional-dependencies"]
-    assert bounds(project["dependencies"] + extras["demo"] + extras["report"] + extras["timm"]) == MINIMUM
+    assert (
+        bounds(project["dependencies"] + extras["demo"] + extras["ray"] + extras["report"] + extras["timm"]) == MINIMUM
+    )
     assert set(bounds(extras["demo"] + extras["report"])) == set(EXTRAS["demo"])
     assert set(bounds(extras["report"])) == set(EXTRAS["report"])
-    assert set(bounds(extras["timm"])) == set(EXTRAS["timm"])
-    optional = {package for packages in EXTRAS.values() for package in packages}
-    assert optional.isdisjoint(bounds(project["dependencies"]))
+    assert all(set(bounds(extras[name])) == set(EXTRAS[name]) for name in ("ray", "timm"))
+    packages = {package for packages in EXTRAS.values() for package in packages}
+    assert packages.isdisjoint(bounds(project["dependencies"]))
 
 
 def test_the_oldest_versions_are_the_bounds():

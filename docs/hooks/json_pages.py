@@ -33,6 +33,7 @@ from kfacpack.estimation.accumulator import Forecast
 from kfacpack.evaluation.interference import InterferenceResult
 from kfacpack.evaluation.negation import NegationOutput
 from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, SweepOutput
+from kfacpack.experiments.results import StageEvent
 from kfacpack.experiments.results_schema import (
     DisentanglementResult,
     DriftResult,
@@ -74,9 +75,9 @@ OUTPUTS: dict[str, dict[str, Any]] = {
         "interference": InterferenceResult,
         "spectra": SpectraResult,
     },
-    "run": {"": Results, "--dry-run": experiments.RunForecastOutput},
+    "run": {"": Results, "--dry-run": experiments.RunForecastOutput, "--events": StageEvent},
     "report": {"": experiments.ReportOutput},
-    "demo": {"": Results},
+    "demo": {"": Results, "--events": StageEvent},
     "push": {"": hub.PushOutput},
     "pull": {"": hub.PullOutput, "--list": hub.ListingOutput},
     "search": {"": hub.SearchOutput},

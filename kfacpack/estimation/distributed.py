@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -12,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kfacpack._torch import copy_each
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
-SMALL_MODEL = 50_000_000
-"""Models with fewer parameters run with one thread per process on a CPU: more threads hardly make them faster."""
+THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
+"""Threads per stage on a CPU, for models with fewer parameters: more threads hardly make small models faster."""
 BUCKET_BYTES = 2**25
 """Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
 _LIBRARY_BYTES = 1_000_000_000
 _MODEL_COPIES = 8
-"""The memory forecast of a worker: its libraries, and the model with vectors, gradients and optimizer state."""
+_CGROUP = ("max", "current")
 
 
 def rank() -> int:
@@ -43,13 +44,21 @@ def process_group(device: torch.device) -> Iterator[None]:
 
     Args:
         device: Device of this process: NCCL is used on CUDA devices, Gloo on others.
+
+    Raises:
+        KfacpackError: If the other processes cannot be reached.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or _is_distributed():
         yield
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)  # used by .cuda() and NCCL
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    except (RuntimeError, ValueError) as error:  # ValueError: a variable of the launcher is missing
+        problem = f"process {os.environ.get('RANK')}: cannot reach the others: {first_line(error)}"
+        remedy = "Check the address and port that were passed to torchrun (--rdzv-endpoint) on every machine"
+        raise KfacpackError(f"{problem}. {remedy}") from error
     try:
         yield
     finally:
@@ -100,7 +109,8 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
         flat = bucket[0] if len(bucket) == 1 else torch.cat([tensor.reshape(-1) for tensor in bucket])
         # Gloo supports CPU tensors only, so tensors on a device without NCCL are copied to the CPU and back.
         buffer = flat.cuda() if on_device else flat.cpu()
-        communicate(buffer)
+        with _report_lost_process():
+            communicate(buffer)
         if len(bucket) > 1:
             parts = buffer.to(flat.device).split([tensor.numel() for tensor in bucket])
             copy_each(bucket, [part.view(tensor.shape) for part, tensor in zip(parts, bucket, strict=True)])
@@ -123,7 +133,19 @@ def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def barrier() -> None:
     """Waits for all processes."""
     if world_size() > 1:
-        dist.barrier()
+        with _report_lost_process():
+            dist.barrier()
+
+
+@contextmanager
+def _report_lost_process() -> Iterator[None]:
+    """Converts errors of Gloo and NCCL, which are RuntimeErrors."""
+    try:
+        yield
+    except RuntimeError as error:
+        problem = f"process {rank()} of {world_size()}: another process was lost: {first_line(error)}"
+        remedy = "Its own output shows why. Start all processes again with --resume"
+        raise ProcessLostError(f"{problem}. {remedy}") from error
 
 
 def usable_cores() -> int:
@@ -137,16 +159,23 @@ def _requested_threads() -> int | None:
     return int(first) if first.isdecimal() and int(first) > 0 else None
 
 
-def threads_per_job(device: torch.device, parameters: int, jobs: int) -> int:
-    """Returns the number of threads of a process that computes stages.
+def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
+    """Returns the number of threads with which a stage of a plan is computed.
 
-    Rounding depends on the number of threads. For small models on a CPU it is therefore independent of `jobs`.
+    Rounding depends on the number of threads, so it does not depend on the number of processes: the results of a plan
+    are the same with one process and with several.
+
+    Args:
+        device: Device of the model.
+        parameters: Number of parameters of the model.
+        requested: The requested number. None for OMP_NUM_THREADS if it is set, otherwise for a number chosen from the
+            size of the model (`THREADS`), and no more than there are cores. Processes of GPUs share the cores evenly.
     """
-    if requested := _requested_threads():
-        return requested
-    if device.type == "cpu" and parameters < SMALL_MODEL:
-        return 1
-    return max(1, usable_cores() // jobs)
+    if chosen := requested or _requested_threads():
+        return chosen
+    if device.type == "cuda":
+        return max(1, usable_cores() // max(1, torch.cuda.device_count()))
+    return min(usable_cores(), next(threads for size, threads in THREADS if parameters < size))
 
 
 def devices_of(device: torch.device) -> list[torch.device]:
@@ -156,30 +185,25 @@ def devices_of(device: torch.device) -> list[torch.device]:
     return [device]
 
 
-def choose_jobs(requested: int | None, device: torch.device, parameters: int, model_bytes: int) -> int:
-    """Returns the number of processes: the requested or the default number, but no more than fit into memory.
-
-    Args:
-        requested: The requested number; None for one per GPU, for one per core with a small model on a CPU (fewer if
-            OMP_NUM_THREADS is larger than 1), and otherwise for one.
-        device: Device of the plan's model.
-        parameters: Number of parameters of the model.
-        model_bytes: Size of the model in memory.
-    """
-    jobs = requested or 1
-    if requested is None and device.type == "cuda":
-        jobs = len(devices_of(device))
-    elif requested is None and device.type == "cpu" and parameters < SMALL_MODEL:
-        jobs = usable_cores() // (_requested_threads() or 1)
-    available = _available_bytes()
-    fitting = jobs if available is None else available // (_LIBRARY_BYTES + _MODEL_COPIES * model_bytes)
-    return max(1, min(jobs, fitting))
+def default_jobs(device: torch.device, threads: int) -> int:
+    """Returns the default number of processes: one per GPU; on a CPU, as many as have `threads` cores each."""
+    if device.type == "cuda":
+        return len(devices_of(device))
+    return max(1, usable_cores() // threads) if device.type == "cpu" else 1
 
 
-def _available_bytes() -> int | None:
+def worker_bytes(model_bytes: int) -> int:
+    """Returns the memory forecast of a worker: its libraries, and the model with vectors, gradients and optimizer."""
+    return _LIBRARY_BYTES + _MODEL_COPIES * model_bytes
+
+
+def available_bytes() -> int | None:
     """Returns the memory that new processes can use, or None if the system does not tell."""
-    try:
+    limits = []
+    with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, ValueError, StopIteration):
-        return None
+        limits.append(next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")))
+    with suppress(OSError, ValueError):  # a container, unless its limit is "max"
+        maximum, current = (Path(f"/sys/fs/cgroup/memory.{name}").read_text(encoding="ascii") for name in _CGROUP)
+        limits.append(max(0, int(maximum) - int(current)))
+    return min(limits, default=None)

@@ -200,7 +200,8 @@ class TaskEstimate:
                 if stopped():
                     partial.save(accumulator, number, now=True)
                     raise Interrupted
-                partial.save(accumulator, number)
+                # Before the sums of all processes are added up in place, which fails if one of them is lost.
+                partial.save(accumulator, number, now=distributed.world_size() > 1 and number == len(own_batches))
             curvature = finish_curvature(accumulator, self.options, base, self.model.function, self._source())
         if self.options.compress:
             curvature, self.report = compress_result(curvature, self.options)

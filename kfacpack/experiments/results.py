@@ -1,31 +1,40 @@
-"""Collects the results of a run into the content of `results.json`.
+"""Collects the results of a run into the content of `results.json`, and records its progress.
 
-The content depends neither on the clock nor on how often the run was interrupted.
+The content of `results.json` depends neither on the clock, nor on how often the run was interrupted, nor on the number
+of workers. `RunRecord` writes what does: `events.jsonl` and `times.json`.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import platform
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Literal
+
+from typing_extensions import NotRequired, TypedDict
 
 from kfacpack.evaluation.sweep import as_table, best, evaluation_result, normalized
 from kfacpack.experiments.artifact_stages import CompressStage
 from kfacpack.experiments.plan import BASELINE
 from kfacpack.experiments.results_schema import FORMAT
 from kfacpack.format.reader import Bundle
+from kfacpack.format.writer import write_atomically
 from kfacpack.vectors.methods import METHODS
 
 if TYPE_CHECKING:
     from kfacpack.experiments.artifact_stages import EstimateStage, MergeStage
     from kfacpack.experiments.measurement_stages import SweepStage
     from kfacpack.experiments.plan import ArmSection, MethodSection, NegationSection
+    from kfacpack.experiments.stage import Stage
     from kfacpack.experiments.stage_graph import ArmRun, StageGraph
 
-
+RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
 """Differences below this are rounding errors of means; one example in ten million is a hundred times larger."""
 
@@ -233,3 +242,105 @@ def _mean(values: Iterable[float | None]) -> float | None:
 def spread(values: list[float]) -> float:
     """Returns the sample standard deviation; 0 for a single value."""
     return stdev(values) if len(values) > 1 else 0.0
+
+
+class StageEvent(TypedDict):
+    """A line of `events.jsonl`, which `--events` also prints to stderr."""
+
+    time: float
+    """Seconds since 1970."""
+    event: Literal["started", "finished", "retried", "failed", "interrupted"]
+    """retried: the worker died, and the stage is computed again. failed: the run ends. interrupted: the state of the
+    stage was saved."""
+    stage: str
+    """Kind and name, such as bundles/digits.kronecker.seed-0."""
+    worker: int
+    """Number of the worker, from 1; 0 if the stage runs in the process of the command."""
+    device: str
+    node: NotRequired[str]
+    """Address of the machine, on a Ray cluster."""
+    seconds: NotRequired[float]
+    """Duration of a finished stage."""
+    error: NotRequired[str]
+    """Why the stage was retried or has failed."""
+    log: NotRequired[str]
+    """Log file of the worker of a stage that was retried or has failed."""
+
+
+class RunRecord:
+    """Writes what happens to the stages of a run: `events.jsonl`, and the durations in `times.json`.
+
+    Args:
+        root: Folder of the run.
+        stages: All stages of the run.
+        events: The open `events.jsonl`.
+        on_event: Receives each event.
+        peak_bytes: Returns the peak memory of the run.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        stages: Sequence[Stage],
+        events: IO[str],
+        on_event: Callable[[StageEvent], None],
+        peak_bytes: Callable[[], int],
+    ):
+        self._path = root / TIMES
+        self._stages = stages
+        self._events = events
+        self._on_event = on_event
+        self._peak_bytes = peak_bytes
+        self._start = time.perf_counter()
+        self._seconds = _read_times(self._path)
+        self._executed: set[str] = set()
+
+    def event(self, event: str, stage: Stage, location: Mapping[str, Any], **more: Any) -> None:
+        """Records what happened to a stage; see `StageEvent` for the arguments."""
+        name = f"{stage.kind}/{stage.name}"
+        content: Any = {"time": round(time.time(), 3), "event": event, "stage": name, **location, **more}
+        self._events.write(json.dumps(content, ensure_ascii=False) + "\n")
+        self._events.flush()
+        self._on_event(content)
+
+    def finished(self, stage: Stage, seconds: float, location: Mapping[str, Any]) -> None:
+        """Records that a stage is finished."""
+        self.event("finished", stage, location, seconds=round(seconds, 3))
+        self._executed.add(stage.key)
+        self._seconds[stage.key] = seconds
+        self.write_times()
+
+    def write_times(self) -> None:
+        """Writes the durations of all stages, including those of earlier calls."""
+        content = {
+            "stages": [
+                {
+                    "name": f"{stage.kind}/{stage.name}",
+                    "key": stage.key,
+                    "seconds": round(self._seconds[stage.key], 3),
+                    "reused": stage.key not in self._executed,
+                }
+                for stage in self._stages
+                if stage.key in self._seconds
+            ],
+            "seconds": round(time.perf_counter() - self._start, 3),
+            "peak_bytes": self._peak_bytes(),
+        }
+        write_atomically(self._path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def open_events(root: Path) -> IO[str]:
+    """Opens `events.jsonl` for appending, and removes a last line that a full disk has cut off."""
+    path = root / EVENTS
+    content = path.read_bytes() if path.exists() else b""
+    if content and not content.endswith(b"\n"):
+        os.truncate(path, content.rfind(b"\n") + 1)
+    return path.open("a", encoding="utf-8")
+
+
+def _read_times(path: Path) -> dict[str, float]:
+    """Reads the durations of earlier calls; an unreadable file is ignored because nothing depends on it."""
+    try:
+        return {stage["key"]: float(stage["seconds"]) for stage in json.loads(path.read_bytes())["stages"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}

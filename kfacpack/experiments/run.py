@@ -21,17 +21,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kfacpack._compat import require
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.distributed import choose_jobs, local_device, threads_per_job, usable_cores
+from kfacpack.estimation.distributed import default_jobs, local_device, stage_threads, usable_cores
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.evaluation.accuracy import EvaluationSet
 from kfacpack.evaluation.edited_model import OutputCache
-from kfacpack.experiments.jobs import Scheduler, WorkerPool
+from kfacpack.experiments.jobs import ProcessPool, Scheduler, WorkerPool, choose_jobs
 from kfacpack.experiments.plan_file import read_plan
-from kfacpack.experiments.results import results
+from kfacpack.experiments.results import RESULTS, RunRecord, StageEvent, open_events, results
 from kfacpack.experiments.stage import StageProgress
 from kfacpack.experiments.stage_graph import StageGraph
+from kfacpack.experiments.worker import run_setup
 from kfacpack.format.hub_client import commit_of, digest_of_file
 from kfacpack.format.reference import is_reference
 from kfacpack.format.writer import write_atomically
@@ -62,11 +64,13 @@ class RunContext:
     Args:
         plan: The plan to execute.
         device: Device of the model.
+        threads: Number of threads of each stage; None for the default, see `stage_threads`.
     """
 
-    def __init__(self, plan: Plan, device: torch.device):
+    def __init__(self, plan: Plan, device: torch.device, threads: int | None = None):
         self.plan = plan
         self.device = device
+        self._requested_threads = threads
         self._tasks: dict[str, Task] = {}
         self._heads: dict[str, Head] = {}
         self._evaluation_sets: dict[tuple[str, str, str], EvaluationSet] = {}
@@ -102,13 +106,25 @@ class RunContext:
 
     @cached_property
     def environment(self) -> dict[str, str]:
-        """The torch version and the kind of device, on which rounding depends.
+        """The torch version, the kind of device and the threads of a CPU, on which rounding depends.
 
         Two devices of the same kind are considered equal. The compute dtype is part of `model_key`.
         """
         kind = self.device.type
         device = f"{kind}, {torch.cuda.get_device_name(self.device)}" if kind == "cuda" else kind
-        return {"torch": str(torch.__version__), "device": device}
+        threads = {"threads": str(self.threads)} if kind == "cpu" else {}
+        return {"torch": str(torch.__version__), "device": device, **threads}
+
+    @cached_property
+    def threads(self) -> int:
+        """Number of threads of each stage."""
+        size = sum(parameter.numel() for parameter in self.model.module.parameters())
+        return stage_threads(self.device, size, self._requested_threads)
+
+    @property
+    def model_bytes(self) -> int:
+        """Size of the model in memory."""
+        return sum(parameter.nbytes for parameter in self.model.module.parameters())
 
     def task(self, name: str) -> Task:
         """Returns the task `name` of the plan.
@@ -234,7 +250,6 @@ def _files_key(path: Path, written: str) -> str:
     return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()
 
 
-RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _PROBE_EXAMPLES = 32
 """Number of examples on which the speed of the model is measured."""
 
@@ -247,6 +262,8 @@ def run(
     show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
     stopped: Callable[[], bool] = lambda: False,
     jobs: int | None = 1,
+    threads: int | None = None,
+    ray: str | None = None,
 ) -> dict[str, Any]:
     """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
 
@@ -259,6 +276,11 @@ def run(
         stopped: Returns True when the run is to stop. A second call resumes.
         jobs: Number of processes that compute independent stages; with 1, stages run in this process. None chooses
             the number as `kfacpack run` does. The results do not depend on it.
+        threads: Number of threads of each stage, on which rounding depends; by default chosen from the size of the
+            model, or OMP_NUM_THREADS.
+        ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster, `"local"` starts one
+            on this machine. `jobs` is then the maximum number of workers, None for as many as the cluster has
+            resources for.
 
     Returns:
         The content of `results.json`.
@@ -273,7 +295,7 @@ def run(
     """
     parsed, text = read_plan(Path(plan))
     root = Path(plan).stem if output is None else output
-    with Run(parsed, text, Path(root), local_device(device), jobs) as planned:
+    with Run(parsed, text, Path(root), local_device(device), jobs, threads, ray) as planned:
         return planned.execute(show, stopped)
 
 
@@ -285,37 +307,51 @@ class Run:
         text: The plan's YAML text, which is recorded in the results.
         root: Folder of the run.
         device: Device of the model.
-        jobs: Number of processes that compute stages, see `choose_jobs`. If there are several, they may be started by
-            the constructor, and the object must be used as a context, which ends them.
+        jobs: Number of processes that compute stages, no more than fit into memory; None for the default, see
+            `default_jobs`. If there are several, they may be started by the constructor, and the object must be used
+            as a context, which ends them.
+        threads: Number of threads of each stage; None for the default, see `stage_threads`.
+        ray: Address of a Ray cluster that computes the stages, see `RayPool`; None for processes on this machine.
 
     Raises:
-        KfacpackError: If a task or the model cannot be used as the plan specifies, or `jobs` is not positive.
+        KfacpackError: If a task or the model cannot be used as the plan specifies, `jobs` or `threads` is not
+            positive, or Ray is not installed.
     """
 
-    def __init__(self, plan: Plan, text: str, root: Path, device: torch.device, jobs: int | None = 1):
-        if jobs is not None and jobs < 1:
-            raise KfacpackError(f"jobs {jobs}: expected a positive number")
+    def __init__(
+        self,
+        plan: Plan,
+        text: str,
+        root: Path,
+        device: torch.device,
+        jobs: int | None = 1,
+        threads: int | None = None,
+        ray: str | None = None,
+    ):
+        for name, value in (("jobs", jobs), ("threads", threads)):
+            if value is not None and value < 1:
+                raise KfacpackError(f"{name} {value}: expected a positive number")
+        if ray is not None:
+            require(extra="ray", feature="--ray")
         self.plan = plan
         self.text = text
         self.root = root
         self._peaks: dict[int, int] = {}
-        with ExitStack() as stack:
-            self._pool = stack.enter_context(WorkerPool(plan, text, root, device))
-            if not (root / RESULTS).exists():
+        self._ray = ray
+        self._requested_jobs = jobs
+        with ExitStack() as self._cleanup:
+            self._pool = self._cleanup.enter_context(ProcessPool(run_setup(plan, text), root, device))
+            if ray is None and not (root / RESULTS).exists():
                 # Importing torch takes seconds, in which the plan is checked. Unused workers are ended later.
                 known_small = device.type == "cpu" and plan.model.name in EMBEDDED_MODELS
-                early = jobs or (choose_jobs(None, device, 0, 0) if known_small else 1)
+                early = jobs or (default_jobs(device, stage_threads(device, 0, threads)) if known_small else 1)
                 self._pool.resize(min(early, usable_cores()) if early > 1 else 0)
-            context = RunContext(plan, device)
+            context = RunContext(plan, device, threads)
             context.check()
             self.graph = StageGraph(context, root)
             self.stages = self.graph.in_order()
-            tensors = list(context.model.module.parameters())
-            size = sum(tensor.numel() for tensor in tensors)
-            model_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            self.jobs = choose_jobs(jobs, device, size, model_bytes)
-            self.threads = threads_per_job(device, size, self.jobs)
-            self._cleanup = stack.pop_all()
+            self.jobs = 1 if ray is not None else choose_jobs(context, jobs)
+            self._cleanup = self._cleanup.pop_all()
 
     def __enter__(self) -> Run:
         return self
@@ -333,7 +369,7 @@ class Run:
         return [stage for stage in self.stages if not stage.done]
 
     def forecast(self) -> dict[str, float]:
-        """Estimates the duration of each pending stage from the speed of one batch.
+        """Estimates the duration of each pending stage, if it runs alone, from the speed of one batch.
 
         Returns:
             Seconds by stage key.
@@ -343,9 +379,10 @@ class Run:
         examples = context.evaluation_set(task)
         numbers = examples.numbers[:_PROBE_EXAMPLES]
         clock = [time.perf_counter()]
-        for _ in range(2):  # the first pass is a warm-up
-            for _numbers, _f in outputs(context.model, examples.split, task, numbers, len(numbers)):
-                clock.append(time.perf_counter())
+        with _threads(context.threads):
+            for _ in range(2):  # the first pass is a warm-up
+                for _numbers, _f in outputs(context.model, examples.split, task, numbers, len(numbers)):
+                    clock.append(time.perf_counter())
         seconds_per_example = (clock[-1] - clock[-2]) / len(numbers)
         return {stage.key: stage.cost() * seconds_per_example for stage in self.pending()}
 
@@ -353,7 +390,7 @@ class Run:
         self,
         show: StageDisplay = lambda stage, number, total: nullcontext(StageProgress.progress),
         stopped: Callable[[], bool] = lambda: False,
-        on_event: Callable[[dict[str, Any]], None] = lambda event: None,
+        on_event: Callable[[StageEvent], None] = lambda event: None,
     ) -> dict[str, Any]:
         """Computes the missing files and writes `results.json` and `times.json`.
 
@@ -369,88 +406,59 @@ class Run:
             Interrupted: If `stopped` returned True. Finished stages are kept, and a second call resumes.
             KfacpackError: If the folder cannot be written or another run uses it.
         """
-        start = time.perf_counter()
         with _exclusive_lock(self.root):
             for kind in {stage.kind for stage in self.stages}:
                 (self.root / kind).mkdir(exist_ok=True)
-            times = _read_times(self.root / TIMES)
-            executed: set[str] = set()
-            events = (self.root / EVENTS).open("a", encoding="utf-8")
-
-            def record(event: dict[str, Any]) -> None:
-                event = {"time": round(time.time(), 3), **event}
-                events.write(json.dumps(event, ensure_ascii=False) + "\n")
-                events.flush()
-                on_event(event)
-
-            def finished(stage: Stage, seconds: float) -> None:
-                executed.add(stage.key)
-                times[stage.key] = seconds
-                self._write_times(times, executed, start)
-
-            pending = self.pending()
-            jobs = min(self.jobs, len(pending))
-            with events, _threads(self.threads):
-                if jobs > 1:
-                    self._pool.resize(jobs)
-                    self._pool.configure(self.graph.context, self.threads)
-                    scheduler = Scheduler(self.stages, self._pool, show, stopped, finished, record, self._peaks)
-                    scheduler.run()
+            with open_events(self.root) as events, _threads(self.graph.context.threads):
+                record = RunRecord(self.root, self.stages, events, on_event, lambda: self.peak_bytes)
+                if pool := self._start_workers():
+                    Scheduler(self.stages, pool, show, stopped, record, self._peaks).run()
+                    pool.close()
                 else:
-                    self._pool.resize(0)
-                    self._execute_here(show, stopped, finished, record)
-                self._pool.resize(0)
+                    self._execute_here(show, stopped, record)
             content = results(self.graph, self.text)
             write_atomically(self.root / RESULTS, (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
-            self._write_times(times, executed, start)
+            record.write_times()
         return content
 
-    def _execute_here(
-        self,
-        show: StageDisplay,
-        stopped: Callable[[], bool],
-        finished: Callable[[Stage, float], None],
-        record: Callable[[dict[str, Any]], None],
-    ) -> None:
+    def _start_workers(self) -> WorkerPool | None:
+        """Starts the workers; returns None if the stages are to be computed in this process."""
+        pending = len(self.pending())
+        jobs = min(self.jobs, pending)
+        self._pool.resize(jobs if jobs > 1 else 0)
+        if self._ray is not None and pending:
+            from kfacpack.experiments.ray_cluster import RayPool
+
+            setup = run_setup(self.plan, self.text)
+            pool = RayPool(
+                self._ray, setup, self.root, self.graph.context, min(self._requested_jobs or pending, pending)
+            )
+            return self._cleanup.enter_context(pool)
+        if jobs < 2:
+            return None
+        self._pool.configure(self.graph.context)
+        return self._pool
+
+    def _execute_here(self, show: StageDisplay, stopped: Callable[[], bool], record: RunRecord) -> None:
         """Computes the missing files one after the other, in this process."""
+        where = {"worker": 0, "device": str(self.graph.context.device)}
         for number, stage in enumerate(self.stages, start=1):
             if stage.done:
                 continue
             if stopped():
                 raise Interrupted
-            where = {"stage": f"{stage.kind}/{stage.name}", "worker": 0, "device": str(self.graph.context.device)}
-            record({"event": "started", **where})
+            record.event("started", stage, where)
             start = time.perf_counter()
-            with show(stage, number, len(self.stages)) as progress:
-                stage.make(StageProgress(progress, stopped))
-            seconds = time.perf_counter() - start
-            record({"event": "finished", **where, "seconds": round(seconds, 3)})
-            finished(stage, seconds)
-
-    def _write_times(self, times: dict[str, float], executed: set[str], start: float) -> None:
-        content = {
-            "stages": [
-                {
-                    "name": f"{stage.kind}/{stage.name}",
-                    "key": stage.key,
-                    "seconds": round(times[stage.key], 3),
-                    "reused": stage.key not in executed,
-                }
-                for stage in self.stages
-                if stage.key in times
-            ],
-            "seconds": round(time.perf_counter() - start, 3),
-            "peak_bytes": self.peak_bytes,
-        }
-        write_atomically(self.root / TIMES, (json.dumps(content, indent=1) + "\n").encode())
-
-
-def _read_times(path: Path) -> dict[str, float]:
-    """Reads the durations of earlier calls; an unreadable file is ignored because nothing depends on it."""
-    try:
-        return {stage["key"]: float(stage["seconds"]) for stage in json.loads(path.read_bytes())["stages"]}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+            try:
+                with show(stage, number, len(self.stages)) as progress:
+                    stage.make(StageProgress(progress, stopped))
+            except Interrupted:
+                record.event("interrupted", stage, where)
+                raise
+            except Exception as error:
+                record.event("failed", stage, where, error=str(error))
+                raise
+            record.finished(stage, time.perf_counter() - start, where)
 
 
 def peak_bytes() -> int:

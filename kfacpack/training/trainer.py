@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from kfacpack.curvature.matrices.components import raw_bytes
-from kfacpack.errors import KfacpackError, printable
+from kfacpack.errors import KfacpackError, ProcessLostError, printable
 from kfacpack.estimation import distributed
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, require_writable_folder
 from kfacpack.estimation.tracing import SYNCHRONOUS_DEVICES
@@ -316,8 +316,10 @@ class Trainer:
                     # on requests that were sent with the results.
                     sent = (False, False) if alone else (stopped(), first and partial.is_due())
                     started.append(self._start_step(step, state, loader, *sent))
-                except Exception:
+                except Exception as error:
                     finish()  # reports the previous step if it diverged, and records it otherwise
+                    if first and isinstance(error, ProcessLostError):
+                        partial.save(state, step, now=True)  # the state is still that of the previous step
                     raise
                 finish(unread=1 if asynchronous else 0)
                 stop, save = (stopped(), partial.is_due()) if alone else requests

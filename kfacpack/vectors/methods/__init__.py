@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 
 from kfacpack.vectors.methods.curvature import ActMatMethod, CurvatureMethod, FisherMethod, RegMeanMethod
-from kfacpack.vectors.methods.dare import DareMethod
-from kfacpack.vectors.methods.iso import IsoCtsMethod, IsoMethod
+from kfacpack.vectors.methods.iso import IsoCtsMethod, IsoMethod, TsvMethod
 from kfacpack.vectors.methods.method import MergeMethod, SumMethod
-from kfacpack.vectors.methods.ties import TiesMethod
-from kfacpack.vectors.methods.tsv import TsvMethod
+from kfacpack.vectors.methods.ties import DareMethod, TiesMethod
 
 METHODS: dict[str, type[MergeMethod]] = {
     method.name: method

@@ -1,13 +1,18 @@
-"""TIES (Yadav et al., 2023): trim, elect signs, and sum the entries that agree.
+"""Methods that leave out entries: TIES and DARE.
 
-For each vector, the share `keep` of its entries that are largest in magnitude is kept, counted over all its
-parameters together (entries equal to the smallest of these are kept as well). For each entry of the model, the sign
-of Σ α_t τ_t over the kept entries is elected; entries of that sign are summed and the others left out. If the sum is
-zero, no sign is elected and the result is zero.
+TIES (Yadav et al., 2023) trims, elects signs, and sums the entries that agree. For each vector, the share `keep` of its
+entries that are largest in magnitude is kept, counted over all its parameters together (entries equal to the smallest
+of these are kept as well). For each entry of the model, the sign of Σ α_t τ_t over the kept entries is elected; entries
+of that sign are summed and the others left out. If the sum is zero, no sign is elected and the result is zero.
 
-The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). Here it is
-their sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`, the result is that of the
-paper and α is its λ.
+The paper takes the mean of the entries that agree and multiplies it by λ (1 without validation data). Here it is their
+sum, so that vectors that do not overlap are added as in task arithmetic. With `mean`, the result is that of the paper
+and α is its λ.
+
+DARE (Yu et al., 2024) drops entries of each vector at random and rescales the others. Each entry is dropped with
+probability `drop` and the others are divided by 1 − drop, so that the expectation is τ; then the vectors are summed.
+Which entries are dropped depends only on the seed, the vector's digest and the parameter's name, not on the other
+vectors or their order.
 """
 
 from __future__ import annotations
@@ -122,3 +127,31 @@ def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
     index = int(torch.searchsorted(from_above, n))
     before = int(from_above[index - 1]) if index else 0
     return len(counts) - 1 - index, n - before
+
+
+@dataclass(frozen=True)
+class DareMethod(MergeMethod):
+    """Sum of vectors with randomly dropped entries."""
+
+    name = "dare"
+    help = "Drops entries at random, rescales the others and sums."
+    scale = (
+        "α is the scaling coefficient of task arithmetic, with which the paper merges the dropped and rescaled vectors"
+    )
+
+    drop: float = setting(0.9, "Probability of dropping an entry; the paper's p.", interval="[0, 1)")
+    seed: int = setting(0, "Seed of the random choice of the dropped entries.", interval=f"[0, {2**64 - 1}]")
+
+    def parameter(self, inputs: Sequence[MethodInput], name: str) -> Tensor:
+        """Merges one parameter."""
+        import torch
+
+        from kfacpack._random import CounterRandom
+
+        total = torch.zeros(())
+        for vector in inputs:
+            part = vector.read(name)
+            dropped = CounterRandom(f"dare/{self.seed}/{vector.digest}/{name}").bernoulli(self.drop, tuple(part.shape))
+            part[torch.from_numpy(dropped).to(part.device)] = 0.0
+            total = total.to(part.device) + part / (1 - self.drop)
+        return total

@@ -1,0 +1,352 @@
+"""The workers of a Ray cluster.
+
+A worker is a Ray actor with the resources of one stage: its threads as CPUs, a GPU if the model is on one, and the
+memory of the forecast. Files travel through Ray's object store: the scheduler reads the inputs of a stage from the
+folder of the run, and writes the files that the actor returns. The nodes of the cluster need no common file system.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+import re
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from kfacpack.errors import KfacpackError, first_line, printable
+from kfacpack.estimation.distributed import worker_bytes
+from kfacpack.experiments.jobs import JobsWarning, StageWorker, WorkerPool
+from kfacpack.experiments.worker import compute, failure, open_context
+from kfacpack.format.writer import write_atomically
+from kfacpack.tasks.data_sources import is_dataset_address
+
+if TYPE_CHECKING:
+    from kfacpack.experiments.run import RunContext
+    from kfacpack.experiments.stage import Stage
+
+_CONNECT_SECONDS = 10.0
+_STATUS_SECONDS = 1.0
+_NODES_SECONDS = 5.0
+"""Intervals in which the progress of stages and the nodes of the cluster are requested."""
+
+
+class StageActor:
+    """The program of a worker, in a process of the cluster.
+
+    Args:
+        setup: The plan and the other settings of the run; see `run_setup`.
+        device: Device of the model, among those that Ray assigns to the actor.
+        keys: The hashes that were computed by the scheduler, and the number of threads.
+    """
+
+    def __init__(self, setup: Mapping[str, Any], device: str, keys: dict[str, Any]):
+        self._setup, self._device, self._keys = setup, device, keys
+        self._folder = TemporaryDirectory(prefix="kfacpack-")
+        self._stop = threading.Event()
+        self._progress: tuple[int, int, str] = (0, 1, "")
+
+    def open(self) -> dict[str, Any]:
+        """Loads the model, and checks that this node computes what the scheduler would.
+
+        Returns:
+            The message for the scheduler: ready or failed.
+        """
+        import torch
+
+        from kfacpack.experiments.stage_graph import StageGraph
+
+        try:
+            torch.set_num_threads(self._keys["threads"])
+            context = open_context(self._setup, self._device, self._keys["threads"])
+            node = str(ray.util.get_node_ip_address())
+            _require_same_keys(context, self._keys, node)
+            context.use_keys(self._keys)
+            root = Path(self._folder.name)
+            self._stages = {stage.key: stage for stage in StageGraph(context, root).in_order()}
+            for kind in {stage.kind for stage in self._stages.values()}:
+                (root / kind).mkdir()
+            return {"event": "ready", "node": node}
+        except Exception as error:
+            return failure(error)
+
+    def compute(
+        self, key: str, names: Sequence[str], *contents: bytes
+    ) -> tuple[dict[str, Any], list[str], dict[str, bytes]]:
+        """Computes a stage.
+
+        Args:
+            key: Key of the stage.
+            names: Files that the stage needs and that were not sent before, relative to the folder of the run.
+            *contents: Their contents.
+
+        Returns:
+            The message for the scheduler, the texts of warnings, and the files that were written.
+        """
+        import torch
+
+        torch.set_num_threads(self._keys["threads"])  # of this thread
+        stage, root, texts = self._stages[key], Path(self._folder.name), list[str]()
+        self._progress = (0, 1, "")
+        try:
+            for name, content in zip(names, contents, strict=True):
+                (root / name).write_bytes(content)
+        except OSError as error:
+            return failure(error), texts, {}
+
+        def on_progress(done: int, total: int, status: str) -> None:
+            self._progress = (done, total, status)
+
+        message = compute(stage, on_progress, self._stop.is_set, texts.append)
+        return message, texts, {str(path.relative_to(root)): path.read_bytes() for path in _own_files(stage)}
+
+    def status(self) -> tuple[int, int, str]:
+        """Returns the progress of the current stage."""
+        return self._progress
+
+    def stop(self) -> None:
+        """Lets the current stage save its state."""
+        self._stop.set()
+
+    def close(self) -> None:
+        """Removes the files of this actor."""
+        self._folder.cleanup()
+
+
+def _own_files(stage: Stage) -> list[Path]:
+    """Returns the existing files of a stage: its output, saved state and metrics."""
+    path = stage.path
+    return [file for file in path.parent.glob(f"{glob.escape(path.stem)}*") if file.is_file()]
+
+
+def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) -> None:
+    """Checks that versions, model and local data of this node are those of the scheduler.
+
+    Raises:
+        KfacpackError: If they differ.
+    """
+    pairs: list[tuple[str, Any, Any]] = [
+        ("kfacpack", version("kfacpack"), keys["kfacpack"]),
+        *((name, context.environment.get(name), value) for name, value in keys["environment"].items()),
+        ("the model", context.model_key, keys["model"]),
+    ]
+    for task, split, value in keys["data"]:
+        data = context.plan.task(task).data
+        if data is not None and not is_dataset_address(data):
+            pairs.append((f"the {split} split of {task}", context.data_key(task, split), value))
+    pairs += [(f"{arm}, {task}", context.checkpoint_key(arm, task), value) for arm, task, value in keys["checkpoints"]]
+    for name, value, expected in pairs:
+        if value != expected:
+            problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine of this command"
+            raise KfacpackError(f"{problem}. Install the same versions and copy the same files to all nodes")
+
+
+class RayWorker(StageWorker):
+    """An actor, from the side of the scheduler.
+
+    Args:
+        number: Number of the worker, from 1.
+        device: Kind of its device.
+        root: Folder of the run.
+        actor: The handle of the actor.
+        contents: The files in the object store, by name; shared by all workers.
+    """
+
+    def __init__(self, number: int, device: str, root: Path, actor: Any, contents: dict[str, Any]):
+        super().__init__(number, device, "the logs of Ray on its node")
+        self.ready = False
+        self.node = ""
+        self.actor = actor
+        self.opening = actor.open.remote()
+        self.result: Any = None
+        self._root = root
+        self._contents = contents
+        self._sent: set[str] = set()
+
+    @property
+    def where(self) -> str:
+        """Number and node."""
+        return f"worker {self.number}" + (f" on {self.node}" if self.node else "")
+
+    def location(self) -> dict[str, Any]:
+        """Returns the number, the device and the node."""
+        return {**super().location(), "node": self.node}
+
+    def start(self, stage: Stage) -> None:
+        """Sends the key of the stage, and the files that it needs and the actor lacks."""
+        files = [*(dependency.path for dependency in stage.inputs), *_own_files(stage)]
+        names = [str(file.relative_to(self._root)) for file in files]
+        names = [name for name in dict.fromkeys(names) if name not in self._sent]
+        for name in names:
+            if name not in self._contents:
+                self._contents[name] = ray.put((self._root / name).read_bytes())
+        self._sent.update(names)
+        self.result = self.actor.compute.remote(stage.key, names, *(self._contents[name] for name in names))
+
+    def stop(self) -> None:
+        """Calls the actor."""
+        self.actor.stop.remote()
+
+
+def _summary(error: RayError) -> str:
+    """Returns the first line of an error, and the last one, which is that of its cause."""
+    lines = [line.strip() for line in re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines() if line.strip()]
+    return printable(" … ".join(dict.fromkeys([lines[0], lines[-1]]))) if lines else type(error).__name__
+
+
+def _connect(address: str) -> None:
+    """Connects this process to a cluster.
+
+    Raises:
+        KfacpackError: If there is none at this address.
+    """
+    try:
+        host, _, port = address.rpartition(":")
+        if host and port.isdecimal() and "/" not in host:
+            # Ray itself tries for minutes.
+            socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        remedy = "Start a cluster with `ray start --head`, or use --ray local"
+        raise KfacpackError(f"--ray {address}: no cluster: {first_line(error)}. {remedy}") from error
+
+
+class RayPool(WorkerPool):
+    """The workers of a run on a Ray cluster.
+
+    There are as many as the nodes have resources for; nodes that join later are used as well.
+
+    Args:
+        address: Address of the cluster; `"auto"` for a running one, `"local"` for a new one on this machine.
+        setup: The plan and the other settings of the run; see `run_setup`.
+        root: Folder of the run.
+        context: The context of the run.
+        limit: Maximum number of workers.
+
+    Raises:
+        KfacpackError: If the cluster cannot be reached.
+    """
+
+    attempts = 4
+
+    def __init__(self, address: str, setup: Mapping[str, Any], root: Path, context: RunContext, limit: int):
+        self._workers: list[RayWorker] = []
+        self._root = root
+        self._limit = limit
+        self._device = "cuda:0" if context.device.type == "cuda" else str(context.device)
+        self._resources = {"CPU": context.threads, "memory": worker_bytes(context.model_bytes)}
+        if context.device.type == "cuda":
+            self._resources["GPU"] = 1
+        self._contents: dict[str, Any] = {}
+        self._statuses: dict[Any, RayWorker] = {}
+        self._next_status = self._next_nodes = 0.0
+        self._connected = not ray.is_initialized()
+        if self._connected:
+            _connect(address)
+        keys = {**context.shared_keys(), "threads": context.threads, "kfacpack": version("kfacpack")}
+        self._arguments = ray.put(setup), self._device, ray.put(keys)
+        self._actor_class: Any = ray.remote(StageActor).options(  # type: ignore[attr-defined]
+            num_cpus=context.threads,
+            num_gpus=self._resources.get("GPU", 0),
+            memory=self._resources["memory"],
+            max_concurrency=3,  # `compute`, `status` and `stop`
+        )
+
+    @property
+    def workers(self) -> Sequence[StageWorker]:
+        """The workers, including those that wait for resources."""
+        return self._workers
+
+    def close(self) -> None:
+        """Ends all actors, and disconnects from the cluster if the pool has connected to it."""
+        if not ray.is_initialized():
+            return
+        with suppress(RayError):
+            ray.wait([worker.actor.close.remote() for worker in self._workers] or [ray.put(0)], timeout=1)
+        for worker in self._workers:
+            ray.kill(worker.actor)
+        self._workers.clear()
+        if self._connected:
+            ray.shutdown()
+
+    def replace(self, worker: StageWorker) -> None:
+        """Starts another actor, on any node with free resources."""
+        assert isinstance(worker, RayWorker)
+        ray.kill(worker.actor)
+        self._workers.remove(worker)
+        self._next_nodes = 0.0
+
+    def messages(self, seconds: float) -> list[tuple[StageWorker, dict[str, Any]]]:
+        """Waits for messages of the actors, and writes the files of finished stages."""
+        now = time.monotonic()
+        if now >= self._next_nodes:
+            self._next_nodes = now + _NODES_SECONDS
+            self._start_workers()
+        if now >= self._next_status:
+            self._next_status = now + _STATUS_SECONDS
+            self._statuses = {worker.actor.status.remote(): worker for worker in self._workers if worker.stage}
+        pending = {worker.opening: worker for worker in self._workers if not worker.ready}
+        pending |= {worker.result: worker for worker in self._workers if worker.stage}
+        pending |= self._statuses
+        if not pending:
+            time.sleep(seconds)
+            return []
+        messages: list[tuple[StageWorker, dict[str, Any]]] = []
+        for reference in ray.wait(list(pending), timeout=seconds)[0]:
+            worker = pending[reference]
+            self._statuses.pop(reference, None)
+            if worker in self._workers:
+                messages += ((worker, message) for message in self._receive(worker, reference))
+        return messages
+
+    def _receive(self, worker: RayWorker, reference: Any) -> list[dict[str, Any]]:
+        """Returns the messages of a call that has ended."""
+        try:
+            value = ray.get(reference)
+        except RayTaskError as error:
+            return [{"event": "failed", "kind": "Exception", "text": str(error), "number": None, "file": None}]
+        except RayError as error:
+            return [{"event": "lost", "reason": f"was lost: {_summary(error)}"}]
+        if reference == worker.opening:
+            if value["event"] == "failed":
+                return [value]
+            worker.ready, worker.node = True, value["node"]
+            return []
+        if reference != worker.result:
+            done, total, status = value
+            return [{"event": "progress", "done": done, "total": total, "status": status}] if worker.stage else []
+        message, texts, files = value
+        for name, content in files.items():
+            write_atomically(self._root / name, content)
+        if message["event"] == "finished" and worker.stage:
+            for file in _own_files(worker.stage):  # a saved state that was resumed
+                if str(file.relative_to(self._root)) not in files:
+                    file.unlink()
+        return [*({"event": "warning", "text": text} for text in texts), message]
+
+    def _start_workers(self) -> None:
+        """Starts as many workers as the nodes have resources for, and at least one, which may wait for a node."""
+        fitting = [
+            min(int(node["Resources"].get(name, 0) // amount) for name, amount in self._resources.items())
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+        if not sum(fitting) and not self._workers:
+            wanted = ", ".join(f"{amount} {name}" for name, amount in self._resources.items())
+            warnings.warn(f"waiting for a Ray node with {wanted}", JobsWarning, stacklevel=2)
+        numbers = {worker.number for worker in self._workers}
+        free = (number for number in count(1) if number not in numbers)
+        while len(self._workers) < min(self._limit, max(1, sum(fitting))):
+            actor = self._actor_class.remote(*self._arguments)
+            self._workers.append(RayWorker(next(free), self._device, self._root, actor, self._contents))
