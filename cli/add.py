@@ -50,7 +50,7 @@ SAVE_MODEL = option(
     "--save-model",
     metavar="PATH",
     help="Also write the model with the vector added: a .safetensors file for open_clip and timm, a folder for clip:, "
-    "t5: and hf:. Uses --model, --weights and --image-size.",
+    "t5:, lm: and hf:. Uses --model, --weights and --image-size.",
 )
 LINEARISED_NOTE = (
     "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ and different "

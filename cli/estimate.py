@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import NotRequired, TypedDict
 
 from kfacpack.errors import KfacpackError
-from kfacpack.format.manifest import EstimateStructure, Fisher, FloatType, Probe, Sharing
+from kfacpack.format.manifest import EstimateStructure, Fisher, FloatType, Metric, Probe, Sharing
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.models.prompts import PromptStyle
@@ -88,7 +88,13 @@ def estimate(
         ESTIMATE_PANEL, "mc", "--fisher", help="mc: random probes of f. exact: all directions of f."
     ),
     samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Probes per example, with mc."),
-    probe: Probe = option(ESTIMATE_PANEL, "orthogonal", "--probe", help="Distribution of the probes, with mc."),
+    probe: Probe = option(ESTIMATE_PANEL, "orthogonal", "--probe", help="Distribution of the probes, with mc and l2."),
+    metric: Metric = option(
+        ESTIMATE_PANEL,
+        "l2",
+        "--metric",
+        help="l2: squared norm of the change of f. kl: divergence of the distribution that a language model predicts.",
+    ),
     sharing: Sharing = option(
         ESTIMATE_PANEL,
         "expand",
@@ -132,7 +138,7 @@ def estimate(
     target = output or default_output(task, ".kfac")
     if not dry_run:
         check_output(target, [weights] if weights else [])
-    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
     torch_device = distributed.local_device(device)
     with distributed.process_group(torch_device):
         show = distributed.rank() == 0 and not (quiet or as_json)

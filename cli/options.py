@@ -72,8 +72,8 @@ MODEL_NAME = option(
     "tiny",
     "--model",
     metavar="MODEL",
-    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR or "
-    "hf:NAME_OR_DIR.",
+    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR, "
+    "lm:NAME_OR_DIR or hf:NAME_OR_DIR.",
 )
 WEIGHTS = option(
     MODEL_PANEL,
@@ -89,7 +89,8 @@ PROMPTS = option(
     MODEL_PANEL,
     None,
     "--prompts",
-    help="Prompt style of a t5: model. [default: the style the model was trained with]",
+    help="Prompt style of a t5: model (t5, flan) or an lm: model (plain, chat). [default: the style the model was "
+    "trained with]",
 )
 DEVICE = option(
     MODEL_PANEL,

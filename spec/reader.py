@@ -85,21 +85,21 @@ class Bundle:
         with errors_at(self.path):
             start = 8 + int.from_bytes(raw[:8], "little")
             check(start <= min(len(raw), 8 + 2**23) and raw[8:9] == b"{", f"header: invalid length {start - 8}")
-            head, self.data, end = raw[:start], memoryview(raw)[start:], 0
-            self.tensors = parse(head[8:].decode())
+            head, self.data, self.tensors, end = raw[:start], memoryview(raw)[start:], parse(raw[8:start].decode()), 0
             self.digest: str = self.tensors["__metadata__"]["kfac.sha256"]
             seal = hashlib.sha256(head.replace(self.digest.encode(), b"0" * 64)).hexdigest()
             check(seal == self.digest and head.count(seal.encode()) == 1, "kfac.sha256: does not match the header")
             self.manifest: dict[str, Any] = parse(self.tensors.pop("__metadata__")["kfac"])
-            known = self.manifest["version"].startswith("1.") and not self.manifest.get("requires")
-            check(known, "version or requires: not supported by this reader")
+            version, unknown = self.manifest["version"], {*self.manifest.get("requires", ())} - {"metric"}
+            check(version.startswith("1.") and not unknown, "version or requires: not supported by this reader")
+            self.metric: str = self.manifest.get("metric", "l2")  # section 3.2
             for name, entry in sorted(self.tensors.items(), key=lambda item: item[1]["data_offsets"]):
                 start, end = end, end + math.prod(entry["shape"]) * np.dtype(DTYPES[entry["dtype"]]).itemsize
                 check(entry["data_offsets"] == [start, end], f"tensor {name!r}: {entry}, expected {start}, {end}")
             self.matrices = {matrix["name"]: matrix for matrix in self.manifest["matrices"]}
             listed = sorted(tensor["name"] for matrix in self.matrices.values() for tensor in matrix["tensors"])
             check(listed == sorted(self.tensors) and end == len(self.data), "tensors: not those of the manifest")
-            unknown = [n for n, m in self.matrices.items() if (m["form"], m.get("version", 1)) not in FORMS]
+            unknown = {n for n, m in self.matrices.items() if (m["form"], m.get("version", 1)) not in FORMS}
             check(not unknown, f"matrices {unknown}: unknown form")
 
     def _numbers(self, name: str, sha256: str) -> Array:

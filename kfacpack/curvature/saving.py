@@ -142,7 +142,8 @@ def _manifest(curvature: Curvature, stored: Mapping[str, Matrix], identifiers: M
     )
     about = {key: getattr(curvature.about, key) for key in About.model_fields}
     producer = f"kfacpack {version('kfacpack')}"
-    return Manifest(version=VERSION, producer=producer, matrices=entries, blocks=blocks, **about)
+    requires = ("metric",) if curvature.about.metric else ()
+    return Manifest(version=VERSION, requires=requires, producer=producer, matrices=entries, blocks=blocks, **about)
 
 
 def _tensor_name(matrix: str, component: str) -> str:
@@ -230,6 +231,7 @@ def _description(curvature: Curvature) -> dict[str, Any]:
     return {
         "scaling": about.scaling.model_dump(mode="json"),
         "function": about.function.model_dump(mode="json", exclude_none=True),
+        "metric": about.metric or "l2",
         "base": {"family": base.family, "name": base.name, "revision": base.revision, "sha256": base.sha256},
         "task": about.source.task if about.source else None,
         "bundle": curvature.digest,

@@ -15,7 +15,15 @@ from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, backwa
 from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector_for
 from kfacpack.estimation.tracing import same_output
 from kfacpack.format.manifest import OutputScale
-from kfacpack.models.functional import Forward, ModelInput, batch_size_of, call_model, map_tensors, padding_mask
+from kfacpack.models.functional import (
+    Forward,
+    ModelInput,
+    batch_size_of,
+    call_model,
+    map_tensors,
+    padding_mask,
+    rows_per_example,
+)
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -130,7 +138,7 @@ class CurvatureAccumulator:
         self._reference = reference
         shared: dict[int, FactorTally] = {}
         self._collectors = [collector_for(planned, settings, shared) for planned in plan.blocks]
-        self._examples = torch.zeros((), dtype=torch.int64)
+        self._examples, self._rows = torch.zeros(2, dtype=torch.int64).unbind()
         first = next(iter(parameters.values()))
         dtype = torch.promote_types(torch.float32, first.dtype)
         self._output_sum = torch.zeros(plan.width, dtype=dtype, device=first.device)
@@ -158,16 +166,17 @@ class CurvatureAccumulator:
                 parameter is used differently than in the first batch.
         """
         f = call_model(self._forward, batch)
-        examples, width = f.shape
+        rows, width = f.shape
+        counts = rows_per_example(batch) or [1] * rows
+        examples = len(counts)
         if width != self.plan.width:
             problem = f"f has width {width}, but had {self.plan.width} in the first batch"
             raise KfacpackError(f"{problem}; all batches must have outputs of the same width")
         if isinstance(numbers, int):
             numbers = range(numbers, numbers + examples)
-        if len(numbers) != examples:
-            raise KfacpackError(
-                f"f has {examples} rows for a batch of {len(numbers)} examples; expected one per example"
-            )
+        if len(numbers) != examples or sum(counts) != rows:
+            expected = "one per example" if max(counts) == 1 else f"{sum(counts)}, one per position of the answers"
+            raise KfacpackError(f"f has {rows} rows for a batch of {len(numbers)} examples; expected {expected}")
         if self._reference is not None and numbers[0] == self._reference[0]:
             self._require_independence(f[0].detach(), self._reference[1])
         outputs = f.detach().to(self._output_sum.dtype)
@@ -184,11 +193,13 @@ class CurvatureAccumulator:
             if node not in sinks
             for collector, _ in at_node
         )
-        passes = self._probes.passes(width)
-        for index, probe in enumerate(self._probes.draw(numbers, width)):
+        passes = self._probes.passes(width, max(counts))
+        row_numbers = [(number, row) for number, count in zip(numbers, counts, strict=True) for row in range(count)]
+        for index, probe in enumerate(self._probes.draw(row_numbers, f.detach())):
             backward_pass = BackwardPass(examples, mask, first=index == 0)
             self._backward(f, probe, collectors, sinks, backward_pass, retain=retain or index + 1 < passes)
         self._examples += examples
+        self._rows += rows
 
     @staticmethod
     def _require_independence(output: Tensor, expected: Tensor) -> None:
@@ -234,6 +245,7 @@ class CurvatureAccumulator:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all sums by name; they may be modified in place."""
         yield "examples", self._examples
+        yield "rows", self._rows
         yield "output_sum", self._output_sum
         yield "output_squares", self._output_squares
         for name, tally in self._tallies().items():
@@ -276,8 +288,8 @@ class CurvatureAccumulator:
 
     @property
     def output_scale(self) -> OutputScale:
-        """Scale of f over the examples added so far."""
-        count = self.examples
+        """Scale of f over the rows added so far."""
+        count = int(self._rows)
         square = float(self._output_squares) / count
         mean = self._output_sum.cpu().double() / count
         variance = (square - float(mean.square().sum())) * count / max(count - 1, 1)
@@ -300,13 +312,13 @@ class CurvatureAccumulator:
                 if id(tally) in matrices:
                     continue
                 # Inputs are collected once per batch, regardless of the number of probes.
-                divisor = self._examples * self._probes.divisor
+                divisor = self._rows * self._probes.divisor
                 if role == "A":
                     divisor = self._examples if self._settings.reduce else tally.positions.clamp(min=1)
                 if not tally.total.is_finite():
                     problem = f"block {collector.planned.name!r}: {role} contains NaN or Inf"
                     raise KfacpackError(f"{problem}; gradients overflowed. Use float32 or bfloat16 for the model")
-                matrices[id(tally)] = tally.total.finish(float(divisor), examples=self.examples, positions=positions)
+                matrices[id(tally)] = tally.total.finish(float(divisor), examples=int(self._rows), positions=positions)
         return [
             collector.block({role: matrices[id(tally)] for role, tally in collector.tallies().items()})
             for collector in self._collectors

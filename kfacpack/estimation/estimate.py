@@ -17,7 +17,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import CurvatureAccumulator
 from kfacpack.estimation.block_plan import plan_blocks, require_used
-from kfacpack.estimation.options import EstimateOptions
+from kfacpack.estimation.options import EstimateOptions, Probes
 from kfacpack.estimation.tracing import ModelTrace, trace_model
 from kfacpack.format.manifest import About, Function, Loss
 from kfacpack.models.functional import batch_size_of, eval_mode, select_parameters, to_device
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
-    from kfacpack.format.manifest import Base, EstimateStructure, Fisher, Probe, Sharing, Source
+    from kfacpack.format.manifest import Base, EstimateStructure, Fisher, Metric, Probe, Sharing, Source
     from kfacpack.models.functional import Forward, ModelInput
 
 
@@ -45,6 +45,7 @@ def estimate(
     structure: EstimateStructure = "kronecker",
     compress: str | None = None,
     offload: bool = False,
+    metric: Metric = "l2",
     name: str | None = None,
     function: Function | None = None,
     source: Source | None = None,
@@ -70,6 +71,8 @@ def estimate(
         structure: "kronecker", or "diagonal" for the diagonal of G in every block.
         compress: Codecs, as for `kp.compress`. With "block:K", only the K diagonal blocks of each factor are computed.
         offload: Whether to keep the sums on the CPU, regardless of the model's device.
+        metric: "l2" for the squared norm of the change of f. "kl" for the divergence of the output distribution of a
+            language model, which needs a model from `kp.load_model`.
         name: Name of the model in the bundle. Defaults to its own, or to its class.
         function: Description of f in the bundle.
         source: Description of the data in the bundle.
@@ -85,7 +88,7 @@ def estimate(
         >>> curvature.save("digits.kfac")
     """
     params = list(params) if params is not None and not isinstance(params, str) else params
-    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
     module, own_forward, frozen = unwrap_model(model)
     family, revision = "torch", None
     if isinstance(model, Model):
@@ -103,7 +106,10 @@ def estimate(
         raise KfacpackError("there are no batches to estimate from")
     device = device_of(parameters)
     with eval_mode(module, parameters), ThreadPoolExecutor(max_workers=1) as background:
-        accumulator = begin_accumulation(forward or own_forward, to_device(first, device), parameters, options, params)
+        probes = probes_of(model if forward is None else module, options)
+        accumulator = begin_accumulation(
+            forward or own_forward, to_device(first, device), parameters, options, probes, params
+        )
         name = name or type(module).__name__
         base = background.submit(identify, module, accumulator.covered, family=family, name=name, revision=revision)
         for start, batch in _own_batches(chain([first], remaining), accumulator):
@@ -130,11 +136,28 @@ def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulato
         start += size
 
 
+def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
+    """Returns the probes of an estimate, with the model's output layer if the metric needs it.
+
+    Raises:
+        KfacpackError: If the metric is `kl`, and f does not predict tokens.
+    """
+    if options.metric == "l2":
+        return options.probes
+    output_layer = model.output_layer if isinstance(model, Model) else None
+    if output_layer is None:
+        name = model.name if isinstance(model, Model) else type(model).__name__
+        problem = f"f of {name} does not predict the tokens of a vocabulary"
+        raise KfacpackError(f"metric 'kl': {problem}; use the metric 'l2', or a language model (lm:NAME)")
+    return replace(options.probes, output_layer=output_layer())
+
+
 def begin_accumulation(
     forward: Forward,
     batch: ModelInput,
     parameters: Mapping[str, Tensor],
     options: EstimateOptions,
+    probes: Probes,
     params: Iterable[str] | str | None,
     number: int = 0,
 ) -> CurvatureAccumulator:
@@ -145,6 +168,7 @@ def begin_accumulation(
         batch: The first batch.
         parameters: Selected parameters, by name.
         options: Options of the estimate.
+        probes: The probes to draw, from `probes_of`.
         params: The patterns that selected the parameters.
         number: Index of the first example of the batch.
 
@@ -158,7 +182,7 @@ def begin_accumulation(
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
     reference = (number, trace.f[0].detach()) if trace.twice and trace.example == 0 else None
     require_used(plan, params)
-    return CurvatureAccumulator(forward, plan, parameters, options.probes, settings, reference)
+    return CurvatureAccumulator(forward, plan, parameters, probes, settings, reference)
 
 
 def _trace_and_plan(
@@ -195,6 +219,7 @@ def finish_curvature(
         base=base,
         function=function,
         output_scale=accumulator.output_scale,
+        metric="kl" if options.metric == "kl" else None,
         scaling=options.scaling,
         estimate=options.manifest(accumulator.dtype),
         source=source,

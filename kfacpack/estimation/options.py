@@ -1,15 +1,20 @@
 """Options of an estimate, and the probes that they select.
 
-Probes are random directions s in which f is differentiated, with E[s sᵀ] = I: one backward pass each. The probes of an
-example depend only on the seed and on the index of the example, and not on the batch size, the number of processes, or
-the batch at which an interrupted run was resumed.
+Probes are random directions s in which f is differentiated: one backward pass each. With the metric `l2`, E[s sᵀ] = I.
+With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, p = softmax(W f) and y is drawn from p, so
+that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The probes of an example depend only on the seed and on the index of the example,
+and not on the batch size, the number of processes, or the batch at which an interrupted run was resumed.
+
+The probes of different rows of f are independent, so that one backward pass serves all rows of an example: the
+expectation of the products between rows is zero. Exact directions are not random, and take one pass per row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -25,10 +30,14 @@ from kfacpack.format.manifest import (
     EstimateStructure,
     Fisher,
     FloatType,
+    Metric,
     Probe,
     Scaling,
     Sharing,
 )
+
+RowNumber: TypeAlias = tuple[int, int]
+"""Index of an example, and of a row of f among those of the example."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,8 @@ class Probes:
     samples: int = 1
     """Number of random probes per example."""
     seed: int = 0
+    output_layer: Tensor | None = field(default=None, compare=False, repr=False)
+    """W, (vocabulary, C), with the metric `kl`; None for `l2`."""
 
     def __post_init__(self) -> None:
         if self.fisher not in ("mc", "exact"):
@@ -62,44 +73,88 @@ class Probes:
         Raises:
             KfacpackError: If more orthogonal probes are requested than f has components.
         """
-        if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width:
+        if self.fisher == "mc" and self.kind == "orthogonal" and self.samples > width and self.output_layer is None:
             problem = f"expected at most {width} orthogonal probes for an output of width {width}, got {self.samples}"
             raise KfacpackError(f"{problem}. {width} probes are exact: use fisher 'exact'")
 
-    def passes(self, width: int) -> int:
-        """Returns the number of backward passes per batch."""
-        return width if self.fisher == "exact" else self.samples
+    def passes(self, width: int, rows: int = 1) -> int:
+        """Returns the number of backward passes for a batch whose examples have at most `rows` rows."""
+        return width * rows if self.fisher == "exact" else self.samples
 
     @property
     def divisor(self) -> int:
         """Number by which the sum over the passes is divided."""
         return 1 if self.fisher == "exact" else self.samples
 
-    def draw(self, examples: Sequence[int], width: int) -> Iterator[Tensor]:
-        """Yields the probes of the examples, (N, C), one tensor per pass.
+    def draw(self, numbers: Sequence[RowNumber], f: Tensor) -> Iterator[Tensor]:
+        """Yields the probes of the rows, (P, C), one tensor per pass.
 
         Args:
-            examples: Indices of the N examples.
-            width: C.
+            numbers: Numbers of the P rows.
+            f: The rows, (P, C).
         """
+        width = f.shape[1]
         if self.fisher == "exact":
-            for k in range(width):
-                unit = torch.zeros(len(examples), width)
-                unit[:, k] = 1
-                yield unit
+            roots = None if self.output_layer is None else _metric_roots(f, self.output_layer)
+            row_of = torch.tensor([row for _, row in numbers], device=f.device)
+            for row in range(int(row_of.max()) + 1):
+                for k in range(width):
+                    directions = torch.eye(width, dtype=f.dtype, device=f.device)[k] if roots is None else roots[..., k]
+                    yield directions * (row_of == row)[:, None]
             return
-        probes = torch.stack([self._of_example(example, width) for example in examples])
+        if self.output_layer is not None:
+            uniform = torch.stack([torch.from_numpy(self._generator(row).random(self.samples)) for row in numbers])
+            yield from _sampled_probes(f, self.output_layer, uniform)
+            return
+        probes = torch.stack([self._of_row(number, width) for number in numbers])
         if self.kind == "orthogonal":
             probes = torch.linalg.qr(probes.mT).Q.mT * width**0.5
         yield from probes.unbind(1)
 
-    def _of_example(self, example: int, width: int) -> Tensor:
-        """Returns the probes of one example, (samples, C), in float64."""
-        generator = np.random.Generator(np.random.Philox(key=self.seed, counter=[0, 0, 0, example]))
-        shape = (self.samples, width)
+    def _generator(self, number: RowNumber) -> np.random.Generator:
+        example, row = number
+        return np.random.Generator(np.random.Philox(key=self.seed, counter=[0, row, 0, example]))
+
+    def _of_row(self, number: RowNumber, width: int) -> Tensor:
+        """Returns the probes of one row, (samples, C), in float64."""
+        generator, shape = self._generator(number), (self.samples, width)
         if self.kind == "rademacher":
             return torch.from_numpy(generator.integers(0, 2, shape) * 2.0 - 1.0)
         return torch.from_numpy(generator.standard_normal(shape))
+
+
+_ROWS_AT_ONCE = 256
+"""Number of rows whose distributions over the vocabulary are in memory at the same time."""
+
+
+def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterator[Tensor]:
+    """Yields Wᵀ (e_y - p) for every sample y ~ p = softmax(W f).
+
+    Args:
+        f: Rows, (P, C).
+        output_layer: W, (vocabulary, C).
+        uniform: Uniform numbers, (P, samples), from which y is computed by inversion.
+    """
+    W = output_layer.detach()
+    parts = []
+    for rows, numbers in zip(f.split(_ROWS_AT_ONCE), uniform.split(_ROWS_AT_ONCE), strict=True):
+        p = (rows.to(W) @ W.T).softmax(1, dtype=torch.promote_types(W.dtype, torch.float32))
+        cumulative = p.double().cumsum(1)
+        y = torch.searchsorted(cumulative, numbers.to(p.device) * cumulative[:, -1:]).clamp(max=len(W) - 1)
+        parts.append(W[y] - (p.to(W) @ W)[:, None])
+    yield from torch.cat(parts).unbind(1)
+
+
+def _metric_roots(f: Tensor, output_layer: Tensor) -> Tensor:
+    """Returns R, (P, C, C), with R Rᵀ = Wᵀ (diag p - p pᵀ) W for every row of f."""
+    W = output_layer.detach().double()
+    roots = []
+    for row in f.double():
+        p = (W @ row).softmax(0)
+        centred = W - p @ W
+        values, vectors = torch.linalg.eigh(centred.T @ (p[:, None] * centred))
+        roots.append((vectors * values.clamp(min=0).sqrt()).to(f))
+    return torch.stack(roots)
 
 
 _FLOAT_TYPES: dict[torch.dtype, FloatType] = {
@@ -126,6 +181,7 @@ class EstimateOptions:
     structure: EstimateStructure = "kronecker"
     compress: str | None = None
     offload: bool = False
+    metric: Metric = "l2"
 
     def __post_init__(self) -> None:
         chain, _ = self.chain, self.probes  # both check their options
@@ -136,10 +192,15 @@ class EstimateOptions:
         if self.structure == "diagonal" and chain.structure:
             problem = "a diagonal can only be compressed with fp16 or bf16"
             raise KfacpackError(f"compress {self.compress!r}: {problem}")
+        if self.metric not in ("l2", "kl"):
+            raise KfacpackError(f"metric {self.metric!r}: expected 'l2' or 'kl'")
+        if self.metric == "kl" and self.probe != "orthogonal":
+            problem = "with the metric 'kl', probes are drawn from the output distribution"
+            raise KfacpackError(f"probe {self.probe!r}: {problem}; leave the option out")
 
     @property
     def probes(self) -> Probes:
-        """The probes to draw."""
+        """The probes to draw, without the output layer that the metric `kl` needs."""
         return Probes(self.fisher, self.probe, self.samples, self.seed)
 
     @cached_property
@@ -172,4 +233,5 @@ class EstimateOptions:
         common = {"model_dtype": _FLOAT_TYPES.get(dtype), "accumulation_dtype": sum_dtype}
         if self.fisher == "exact":
             return Estimate(fisher="exact", **common)
-        return Estimate(fisher="mc", probe=self.probe, probes=self.samples, seed=self.seed, **common)
+        probe = "sampled" if self.metric == "kl" else self.probe
+        return Estimate(fisher="mc", probe=probe, probes=self.samples, seed=self.seed, **common)

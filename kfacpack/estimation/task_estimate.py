@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
-from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature
+from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature, probes_of
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
 from kfacpack.format.manifest import EstimateStructure, Source
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.accumulator import CurvatureAccumulator
-    from kfacpack.format.manifest import Base, Fisher, Probe, Sharing
+    from kfacpack.format.manifest import Base, Fisher, Metric, Probe, Sharing
     from kfacpack.format.units import OnProgress
     from kfacpack.models.functional import ModelInput
     from kfacpack.models.model import Model
@@ -59,6 +59,7 @@ def estimate_task(
     seed: int = 0,
     batch_size: int = 32,
     offload: bool = False,
+    metric: Metric = "l2",
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     on_progress: OnProgress = lambda done, total: None,
@@ -82,6 +83,8 @@ def estimate_task(
         seed: Seed for the examples and the probes.
         batch_size: Examples per forward pass.
         offload: Whether to accumulate on the CPU, regardless of the model's device.
+        metric: `"l2"` for the squared norm of the change of f, `"kl"` for the divergence of the output distribution of
+            a language model.
         output: File to write. The state of an interrupted run is saved beside it. By default, no file is written.
         resume: Whether to resume an interrupted run with the same `output`.
         on_progress: Called with the number of examples done by this process and their total.
@@ -98,7 +101,7 @@ def estimate_task(
         >>> curvature = kp.estimate_task("tiny", "digits", examples=64)
         >>> curvature.save("digits.kfac")
     """
-    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload)
+    options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
     run = TaskEstimate(
         resolve_model(model),
         load_task(task) if isinstance(task, str) else task,
@@ -237,7 +240,13 @@ class TaskEstimate:
         first = self._batch(self.indices[: self.batch_size])
         with eval_mode(self.model.module, self.parameters):
             yield begin_accumulation(
-                self.model.forward, first, self.parameters, self.options, self.params, self.indices[0]
+                self.model.forward,
+                first,
+                self.parameters,
+                self.options,
+                probes_of(self.model, self.options),
+                self.params,
+                self.indices[0],
             )
 
     def _batch(self, indices: Iterable[int]) -> ModelInput:

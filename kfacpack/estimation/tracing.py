@@ -23,7 +23,14 @@ from torch import Tensor
 
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import AutogradGraph, backward_to_nodes
-from kfacpack.models.functional import Forward, ModelInput, batch_size_of, call_model, map_tensors
+from kfacpack.models.functional import (
+    Forward,
+    ModelInput,
+    batch_size_of,
+    call_model,
+    map_tensors,
+    rows_per_example,
+)
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -193,6 +200,8 @@ class ModelTrace:
 
     graph: AutogradGraph
     f: Tensor
+    examples: int
+    """Number of examples in f."""
     twice: bool
     """Whether f was computed from one example passed twice, rather than from the whole batch."""
     gradients: Mapping[Node, tuple[Tensor, ...]]
@@ -202,11 +211,6 @@ class ModelTrace:
     zero_gradients: int = 0
     """Number of operations where this example has no gradient, so that another example may be more informative."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
-
-    @property
-    def examples(self) -> int:
-        """Number of examples in f."""
-        return len(self.f)
 
     def layout(self, node: Node) -> ExampleLayout | None:
         """Returns the layout of an operation's output; None if the examples are not separate there."""
@@ -253,8 +257,10 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     Raises:
         KfacpackError: If f depends on none of the parameters, is random, or the batch is too small.
     """
-    f, twice = _forward_twice(forward, batch, example)
-    if len(f) < 2:
+    f, rows = _forward_twice(forward, batch, example)
+    twice = rows is not None
+    counts = rows or rows_per_example(batch) or [1] * len(f)
+    if len(counts) < 2:
         problem = "the first batch has one example, and its first dimension is not that of the examples"
         raise KfacpackError(f"{problem}; pass at least two examples, so that their layout can be determined")
     graph = AutogradGraph(f)
@@ -263,35 +269,36 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
         names = ", ".join(list(parameters)[:3])
         problem = f"f does not depend on any of the chosen parameters ({names}, …)"
         raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
-    direction = torch.randn(f.shape[1:], generator=torch.Generator().manual_seed(0)).to(f)
+    directions = torch.randn(max(counts), f.shape[1], generator=torch.Generator().manual_seed(0)).to(f)
     seeds = [torch.zeros_like(f)] if twice else [torch.zeros_like(f), torch.zeros_like(f)]
-    seeds[0][0] = direction
-    seeds[-1][-1] = 2 * direction
+    seeds[0][: counts[0]] = directions[: counts[0]]
+    seeds[-1][len(f) - counts[-1] :] = 2 * directions[: counts[-1]]
     by_seed = [_gradients_at(f, nodes, graph, seed) for seed in seeds]
     gradients = {node: tuple(of_seed[node] for of_seed in by_seed) for node in nodes if node in by_seed[0]}
-    return ModelTrace(graph, f, twice, gradients, example)
+    return ModelTrace(graph, f, len(counts), twice, gradients, example)
 
 
-def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[Tensor, bool]:
-    """Returns f of one example passed twice, and True; or, if inputs cannot be split, f of the batch, and False."""
+def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[Tensor, list[int] | None]:
+    """Returns f of one example passed twice, and the number of rows of each; f of the batch if it cannot be split."""
     if batch_size_of(batch) is not None:
         try:
             f = call_model(forward, map_tensors(batch, lambda tensor: tensor[[example, example]]))
         except (RuntimeError, ValueError, IndexError):
             f = None  # invalid input, split along the wrong dimension; other errors recur with the whole batch
-        if f is not None and len(f) == 2 and same_output(f[0], f[1]):
-            return f, True
+        rows = (rows_per_example(batch) or [1] * (example + 1))[example]
+        if f is not None and len(f) == 2 * rows and same_output(f[:rows], f[rows:]):
+            return f, [rows, rows]
     f = call_model(forward, batch)
     with torch.no_grad():
         if not all(map(same_output, f, call_model(forward, batch))):
             problem = "f differs between two evaluations of the same input, so its curvature is not defined"
             remedy = "make sure that nothing in the model is random in eval mode"
             raise KfacpackError(f"{problem}; {remedy}, and that 'forward' calls no other module in training mode")
-    return f, False
+    return f, None
 
 
 def same_output(output: Tensor, expected: Tensor) -> bool:
-    """Returns whether two outputs, (C,), are equal up to rounding."""
+    """Returns whether two outputs of the same shape are equal up to rounding."""
     return bool((output - expected).norm() <= torch.finfo(output.dtype).eps ** 0.5 * expected.norm())
 
 

@@ -59,7 +59,13 @@ class EstimateStage(BundleStage):
         section = self.context.plan.curvature
         compress = section.compress if self.structure == "kronecker" else None
         return EstimateOptions(
-            section.fisher, section.samples, section.probe, self.seed, structure=self.structure, compress=compress
+            section.fisher,
+            section.samples,
+            section.probe,
+            self.seed,
+            structure=self.structure,
+            compress=compress,
+            metric=section.metric,
         )
 
     def settings(self) -> dict[str, Any]:
@@ -96,6 +102,7 @@ class EstimateStage(BundleStage):
             *("--examples", section.examples, "--fisher", options.fisher, "--samples", options.samples),
             *("--probe", options.probe, "--structure", options.structure, "--batch-size", section.batch_size),
             *optional("--compress", options.compress),
+            *optional("--metric", options.metric if options.metric != "l2" else None),
             *("--seed", self.seed, "-o", self.file),
         )
 

@@ -27,7 +27,7 @@ from kfacpack.compression.codecs import CodecChain
 from kfacpack.errors import KfacpackError
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.identity import share_classes
-from kfacpack.format.manifest import Fisher, FloatType, Probe
+from kfacpack.format.manifest import Fisher, FloatType, Metric, Probe
 from kfacpack.format.reference import expand_user
 from kfacpack.format.units import parse_alphas
 from kfacpack.format.vector_manifest import HeadKind, RegimeName
@@ -69,7 +69,7 @@ class ModelSection(PlanSection):
     image_size: Positive | None = None
     dtype: FloatType = "float32"
     prompts: PromptStyle | None = None
-    """Prompt style of a `t5:` model, as for `--prompts`."""
+    """Prompt style of a `t5:` or `lm:` model, as for `--prompts`."""
     head: HeadKind = "auto"
     """Kind of classification head, see `kfacpack/models/heads.py`."""
 
@@ -139,6 +139,7 @@ class CurvatureSection(PlanSection):
     fisher: Fisher = "mc"
     samples: Positive = 1
     probe: Probe = "orthogonal"
+    metric: Metric = "l2"
     compress: CodecSpec | None = None
     """Codec for the Kronecker factors, as for `kfacpack compress`."""
     batch_size: Positive = 32

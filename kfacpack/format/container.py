@@ -53,6 +53,7 @@ BUNDLE = SealKeys(
     SEAL_KEY,
     "bundle",
     "Bundles are merged by `kfacpack merge`, shown by `kfacpack inspect` and used by `kfacpack train --reg`",
+    frozenset({"metric"}),
 )
 VECTOR = SealKeys(
     "kfacpack.vector",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-VERSION = "1.1"
+VERSION = "1.2"
 MAX_SIDE = 2**24
 MAX_PIECES = 64
 
@@ -71,6 +71,7 @@ Text = Annotated[StrictStr, AfterValidator(_safe_text), WithJsonSchema({"type": 
 FloatType = Literal["float64", "float32", "float16", "bfloat16"]
 Fisher = Literal["exact", "mc"]
 Probe = Literal["gaussian", "rademacher", "orthogonal"]
+Metric = Literal["l2", "kl"]
 Sharing = Literal["expand", "reduce"]
 EstimateStructure = Literal["kronecker", "diagonal"]
 NonNegative = Annotated[StrictFloat, Field(ge=0)]
@@ -213,8 +214,8 @@ class Estimate(Entry):
 
     fisher: Fisher
     """`exact`, or `mc` for random probes."""
-    probe: Probe | None = None
-    """Distribution of the probes; only with `mc`."""
+    probe: Literal["gaussian", "rademacher", "orthogonal", "sampled"] | None = None
+    """Distribution of the probes; only with `mc`. `sampled` probes are those of the metric `kl`."""
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
     """Number of probes per example; only with `mc`."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
@@ -318,6 +319,11 @@ class About(Entry):
     function: Function
     output_scale: OutputScale | None = None
     """Scale of f on the examples, by which penalties divide the drift of f. New in 1.1."""
+    metric: Literal["kl"] | None = None
+    """`kl` if ½ τᵀGτ approximates a Kullback-Leibler divergence; by default G is that of the squared norm of f, `l2`.
+
+    `kl` measures the distribution over the vocabulary that f predicts. New in 1.2.
+    """
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
     source: Source | None = None
@@ -456,7 +462,7 @@ class Manifest(About):
     """Format version, MAJOR.MINOR."""
     scaling: Scaling
     requires: Annotated[tuple[Name, ...], FailFast()] = ()
-    """Features that a reader must support."""
+    """Features that a reader must support. `metric` is required if the bundle has this key."""
     producer: Text | None = None
     """Software that wrote the file."""
     matrices: Annotated[tuple[MatrixEntry, ...], FailFast(), Field(min_length=1)]
@@ -465,6 +471,12 @@ class Manifest(About):
         FailFast(),
         Field(min_length=1),
     ]
+
+    @model_validator(mode="after")
+    def _check_features(self) -> Manifest:
+        if self.metric and "metric" not in self.requires:
+            raise ValueError(f"the metric is {self.metric!r}, but `requires` does not list 'metric'")
+        return self
 
     def about(self) -> About:
         """Returns the metadata without matrices and blocks. It is not validated a second time."""

@@ -46,7 +46,7 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
     yield from _summarise_model(base, function)
     if scale := manifest.output_scale:
         yield "scale of f", f"E‖f‖² = {scale.mean_square:.4g}, variance {scale.variance:.4g}"
-    elif not function.normalized:
+    elif not (function.normalized or manifest.metric):
         yield "scale of f", "not recorded; a penalty uses the absolute drift"
     if estimate:
         probes = f"{estimate.probes} {estimate.probe} probes per example" if estimate.probes else None
@@ -54,6 +54,8 @@ def bundle_summary(bundle: Bundle) -> Iterator[tuple[str, str]]:
         model = f"model in {estimate.model_dtype}" if estimate.model_dtype else None
         sums = f"sums in {estimate.accumulation_dtype}" if estimate.accumulation_dtype else None
         yield "estimate", ", ".join(filter(None, [estimate.fisher, probes, seed, model, sums]))
+    if manifest.metric:
+        yield "metric", f"{manifest.metric}: ½ τᵀGτ approximates a KL divergence in nats"
     yield "scaling", f"{manifest.scaling.sharing}, as the true GGN (1/N Σ JᵀJ)"
     psd = sum(matrix.psd for matrix in manifest.matrices)
     if psd < len(manifest.matrices):
@@ -343,6 +345,7 @@ _HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
     "timm": _timm_id,
     "clip": _transformers_id,
     "t5": _transformers_id,
+    "lm": _transformers_id,
     "hf": _transformers_id,
 }
 """Functions that return the Hub id for a name and a revision, by model family."""

@@ -4,8 +4,8 @@ The target of a merge is Σ w_t G_t. λ_t is a task's share of all examples, or 
 w_t = T λ_t: the weights of T tasks average one. An input that was itself merged from several tasks already contains
 such weights and is multiplied as a whole.
 
-Curvatures can be merged if they have the same base model, function f, scaling and blocks, and were estimated from
-different data.
+Curvatures can be merged if they have the same base model, function f, metric, scaling and blocks, and were estimated
+from different data.
 """
 
 from __future__ import annotations
@@ -232,6 +232,10 @@ def _incompatible(one: MergeInput, other: MergeInput, difference: str, remedy: s
 def _check_function(one: MergeInput, other: MergeInput) -> None:
     if difference := function_difference(one.curvature.about.function, other.curvature.about.function):
         raise _incompatible(one, other, f"have different functions f: {difference}")
+    metric, other_metric = (item.curvature.about.metric or "l2" for item in (one, other))
+    if metric != other_metric:
+        remedy = "Estimate both with the same --metric"
+        raise _incompatible(one, other, f"have different metrics: {metric!r} and {other_metric!r}", remedy)
 
 
 def _check_base(inputs: Sequence[MergeInput]) -> None:

@@ -347,6 +347,7 @@ def _about(rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[floa
         base=base,
         function=first.function,
         output_scale=mean_output_scale(inputs, factors),
+        metric=first.metric,
         scaling=first.scaling,
         estimate=rule.estimate(inputs),
         source=rule.source(inputs),

@@ -1,7 +1,8 @@
 """A module as a function f of a batch and of its parameters.
 
 Calls a model on a batch (a tensor, tuple or dict), selects parameters by name or pattern, and temporarily switches a
-module to eval mode. f has shape (N, C): N examples, width C.
+module to eval mode. f has shape (N, C): N examples, width C. An example of a language model may have
+several rows of f, which follow each other.
 """
 
 from __future__ import annotations
@@ -193,10 +194,23 @@ class DeferredValues:
         return values
 
 
+ANSWERS = "answers"
+"""Key of the mask, (N, R), of the positions whose outputs are rows of f, in batches with several rows per example."""
+
+
 def padding_mask(batch: ModelInput) -> Tensor | None:
-    """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if it has none."""
+    """Returns the batch's `attention_mask` as a bool tensor (N, R), False for padding; None if it has none.
+
+    R counts the positions of all sequences of an example.
+    """
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    return mask.bool().flatten(1) if isinstance(mask, Tensor) and mask.dim() > 1 else None
+
+
+def rows_per_example(batch: ModelInput) -> list[int] | None:
+    """Returns how many rows of f each example has; None for a batch whose examples have one row each."""
+    answers = batch.get(ANSWERS) if isinstance(batch, Mapping) else None
+    return answers.flatten(1).sum(1).tolist() if isinstance(answers, Tensor) and answers.dim() > 1 else None
 
 
 @contextmanager

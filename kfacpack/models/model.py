@@ -74,7 +74,7 @@ class CachedRepository:
 
     @property
     def is_for_transformers(self) -> bool:
-        """Whether the repository has safetensors weights and a tokenizer, which `t5:` and `hf:` need."""
+        """Whether the repository has safetensors weights and a tokenizer, which `t5:`, `lm:` and `hf:` need."""
         return self.has_safetensors and any(name in self.files for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
@@ -133,6 +133,10 @@ class Model:
     """Maps K words to (K, C), the weights of their logits as the next word; None if f does not predict words."""
     label_words: Callable[[Sequence[str], str], Sequence[str]] | None = None
     """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
+    answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
+    """Maps a task name to the tokens of its answers, if f has a row for each of them; None for one row per example."""
+    output_layer: Callable[[], Tensor] | None = None
+    """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if f predicts none."""
     logit_scale: float = 100.0
     """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
 

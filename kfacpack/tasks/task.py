@@ -23,6 +23,9 @@ from kfacpack.format.identity import CLASS_SPLIT, base_task_name
 Example = Mapping[str, Any]
 """Values by column name, without the label: {"image": PIL.Image}, or strings, such as premise and hypothesis."""
 
+COMPLETION_COLUMNS = ("prompt", "completion")
+"""Columns of a task without classes, whose examples are texts and their continuations."""
+
 
 @dataclass(frozen=True)
 class DataOrigin:

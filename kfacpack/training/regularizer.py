@@ -391,9 +391,12 @@ class _Penalty(torch.autograd.Function):
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
     """Returns the scale of f over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
 
+    It is also 1 with the metric `kl`, whose unit, nats, does not depend on the scale of f.
+
     Bundles that do not record it use the mean of the others. If none records it, the penalty is not divided.
     """
-    if inputs[0].curvature.about.function.normalized:
+    about = inputs[0].curvature.about
+    if about.function.normalized or about.metric == "kl":
         return 1.0
     recorded = [bundle for bundle in inputs if bundle.curvature.about.output_scale]
     scale = mean_output_scale(recorded, [1.0] * len(recorded)) if recorded else None

@@ -50,6 +50,8 @@ def test_downloaded_models_are_listed_by_their_option(tmp_path, monkeypatch):
     add_to_cache(tmp_path, "laion/CLIP-ViT-H-14-laion2B-s32B-b79K", {"open_clip_pytorch_model.bin": "a pickle"})
     add_to_cache(tmp_path, "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k", {"model.safetensors": "1"})
     add_to_cache(tmp_path, "google-t5/t5-small", {"config.json": '{"model_type": "t5"}', **whole})
+    llama = '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
+    add_to_cache(tmp_path, "somebody/llama", {"config.json": llama, **whole})
     add_to_cache(tmp_path, "somebody/bert", {"config.json": '{"model_type": "bert"}', **whole})
     add_to_cache(tmp_path, "openai/clip-vit-base-patch32", {"config.json": '{"model_type": "clip"}', **whole})
     vision = {"config.json": '{"model_type": "clip_vision_model"}', "model.safetensors": "1"}
@@ -61,6 +63,7 @@ def test_downloaded_models_are_listed_by_their_option(tmp_path, monkeypatch):
         "ViT-B-32/laion2b_s34b_b79k",
         "timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k",
         "t5:google-t5/t5-small",
+        "lm:somebody/llama",
         "hf:somebody/bert",
         "clip:openai/clip-vit-base-patch32",
         "clip:somebody/clip_dtd",

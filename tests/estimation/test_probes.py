@@ -14,6 +14,11 @@ def relative_error(estimated, exact, tau):
     return abs(float(estimated.quadratic(tau)) / float(exact.quadratic(tau)) - 1)
 
 
+def rows(examples):
+    """Returns the first row of every example."""
+    return [(example, 0) for example in examples]
+
+
 def random_tau(model, seed):
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in model.named_parameters()}
@@ -23,18 +28,22 @@ def random_tau(model, seed):
 @pytest.mark.parametrize("samples", [1, 2, 3])
 def test_directions_have_identity_covariance(kind, samples):
     width = 3
-    drawn = torch.stack(list(Probes("mc", kind, samples, seed=3).draw(range(20000), width)))  # (M, N, C)
+    drawn = torch.stack(
+        list(Probes("mc", kind, samples, seed=3).draw(rows(range(20000)), torch.zeros(1, width)))
+    )  # (M, N, C)
     covariance = torch.einsum("mni,mnj->ij", drawn, drawn) / drawn.shape[:2].numel()
     torch.testing.assert_close(covariance, torch.eye(width, dtype=drawn.dtype), rtol=0, atol=0.05)
 
 
 def test_the_directions_of_an_example_depend_on_its_number_only():
     probes = Probes("mc", "orthogonal", 2, seed=9)
-    together = list(probes.draw([4, 11, 5], 6))
-    alone = list(probes.draw([11], 6))
+    f = torch.zeros(1, 6)
+    together = list(probes.draw(rows([4, 11, 5]), f))
+    alone = list(probes.draw(rows([11]), f))
     for every, one in zip(together, alone, strict=True):
         torch.testing.assert_close(every[1:2], one, rtol=0, atol=1e-12)
-    assert not torch.equal(together[0], next(Probes("mc", "orthogonal", 2, seed=10).draw([4, 11, 5], 6)))
+    assert not torch.equal(together[0], next(Probes("mc", "orthogonal", 2, seed=10).draw(rows([4, 11, 5]), f)))
+    assert not torch.equal(alone[0], next(probes.draw([(11, 1)], f)))
 
 
 @pytest.mark.parametrize("make", [mlp, lambda: Transformer("fused")], ids=["mlp", "transformer"])

@@ -118,7 +118,7 @@ def test_random_directions_are_divided_by_their_number(model, tiny_clip, tmp_pat
     probes, starts = Probes("mc", "gaussian", 3, 5), (0, SIZES[0])
 
     def directions(number, f):
-        return probes.draw(range(starts[number], starts[number] + len(f)), f.shape[1])
+        return probes.draw([(starts[number] + k, 0) for k in range(len(f))], f)
 
     store(tmp_path, "own_task_0", *factors_of(model.module, pictures(), directions), dtype=torch.float64)
     kp.import_mammoth(tmp_path, model, tmp_path / "own.kfac", samples=3)

@@ -98,3 +98,69 @@ def pairs():
         {"premise": "a dog runs over the green field", "hypothesis": "an animal moves"},
         {"premise": "nobody sleeps", "hypothesis": "a dog"},
     ]
+
+
+LM_CORPUS = [
+    "Premise: a dog runs over the green field\nHypothesis: an animal moves\nAnswer: yes maybe no",
+    "Text: nobody sleeps\nClaim: a dog\nThe claim is correct unclear wrong",
+    "The sentence is true false. Paragraph sentence given Does the premise entail the hypothesis?",
+]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_lm(folder, kind, chat=False):
+    """Writes a causal language model with two layers and a byte-level tokenizer trained on a few sentences."""
+    make_torchvision_importable()
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, min_frequency=1, show_progress=False
+    )
+    tokenizer.train_from_iterator(LM_CORPUS * 20, trainer)
+    size = tokenizer.get_vocab_size()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", model_max_length=96
+    )
+    if chat:
+        fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+    shape = {
+        "vocab_size": size,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 96,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "initializer_range": 0.3,
+    }
+    gpt2 = {"vocab_size": size, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 96, "initializer_range": 0.3}
+    configs = {
+        "llama": lambda: transformers.LlamaConfig(**shape, tie_word_embeddings=True),
+        "qwen2": lambda: transformers.Qwen2Config(**shape, tie_word_embeddings=False),
+        "mistral": lambda: transformers.MistralConfig(**shape),
+        "gpt2": lambda: transformers.GPT2Config(**gpt2, bos_token_id=0, eos_token_id=0),
+        "mixtral": lambda: transformers.MixtralConfig(**shape, num_local_experts=2),
+        "gemma2": lambda: transformers.Gemma2Config(**shape, head_dim=4, final_logit_softcapping=0.1),
+    }
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(configs[kind]()).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def lm_folders(tmp_path_factory):
+    """Folders of causal language models, by kind."""
+    kinds = ("llama", "qwen2", "mistral", "gpt2")
+    return {kind: write_lm(tmp_path_factory.mktemp(kind), kind) for kind in kinds}

@@ -35,7 +35,7 @@ from kfacpack.models.families import FAMILIES, load_model
         ("hf:~nobody-of-that-name/folder", "~nobody-of-that-name/folder: the home directory of this user"),
         ("clip:nobody/nothing", "the config cannot be loaded"),
         ("hf:nobody/nothing", "config and tokenizer cannot be loaded"),
-        ("nonsense", "timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR, hf:NAME_OR_DIR"),
+        ("nonsense", "timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR, lm:NAME_OR_DIR, hf:NAME_OR_DIR"),
     ],
 )
 def test_an_unknown_name_suggests_the_closest_ones(spec, answer):
@@ -92,6 +92,7 @@ def test_every_family_is_registered_by_its_prefix():
         "timm": "TimmFamily",
         "clip": "ClipFamily",
         "t5": "T5Family",
+        "lm": "CausalLMFamily",
         "hf": "EncoderFamily",
     }
 

@@ -17,7 +17,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "spec" / "golden"
-SCHEMA = ROOT / "spec" / "kfac-1.1.schema.json"
+SCHEMA = ROOT / "spec" / "kfac-1.2.schema.json"
 EXPECTED = GOLDEN / "expected.json"
 
 
@@ -26,7 +26,7 @@ def schema_text() -> str:
     from kfacpack.format.manifest import Manifest
 
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_files(Manifest.model_json_schema())}
-    schema["title"] = "Manifest of a kfac bundle, format 1.1"
+    schema["title"] = "Manifest of a kfac bundle, format 1.2"
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -68,6 +68,7 @@ def expected_numbers(path: Path) -> dict[str, object]:
     return {
         "sha256": bundle.digest,
         "quadratic": float(curvature.quadratic(wide)),
+        **({"metric": curvature.about.metric} if curvature.about.metric else {}),
         **({"output_scale": scale.model_dump()} if (scale := curvature.about.output_scale) else {}),
         "apply": {name: value.flatten().tolist() for name, value in curvature.apply(wide).items()},
         "matrices": {name: {"trace": float(m.trace()), "norm": float(m.norm())} for name, m in dense.items()},
@@ -91,6 +92,10 @@ def write_good() -> None:
         scale = OutputScale(mean_square=600.5, variance=21.25)
         about = plain.about.model_copy(update={"function": function, "output_scale": scale})
         Curvature(plain.blocks, about).save(target)
+    if not (target := GOLDEN / "metric.kfac").exists():
+        plain = small_curvature("packed", seed=3)
+        function = plain.about.function.model_copy(update={"output": "hidden-state", "normalized": False})
+        Curvature(plain.blocks, plain.about.model_copy(update={"function": function, "metric": "kl"})).save(target)
     if not (target := GOLDEN / "merged.kfac").exists():
         plain = small_curvature("block", seed=5)
         parents = tuple(

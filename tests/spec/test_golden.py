@@ -59,6 +59,7 @@ def test_the_library_computes_the_golden_numbers(name):
     tau = {key: torch.from_numpy(value) for key, value in golden.golden_tau(shapes).items()}
     assert bundle.digest == expected["sha256"]
     assert float(curvature.quadratic(tau)) == pytest.approx(expected["quadratic"], rel=1e-12)
+    assert curvature.about.metric == expected.get("metric")
     scale = curvature.about.output_scale
     assert (scale.model_dump() if scale else None) == expected.get("output_scale")
     applied = curvature.apply(tau)
@@ -116,6 +117,7 @@ for path in sys.argv[3:]:
         results[path] = {
             "sha256": bundle.digest,
             "quadratic": float(bundle.quadratic(tau)),
+            "metric": bundle.metric,
             "output_scale": bundle.output_scale(),
             "apply": {name: value.ravel().tolist() for name, value in bundle.apply(tau).items()},
             "matrices": {n: {"trace": float(m.trace()), "norm": float(np.linalg.norm(m))} for n, m in dense.items()},
@@ -143,6 +145,7 @@ def test_the_torch_free_reader_computes_the_golden_numbers(read_without_torch, n
     assert numbers["sha256"] == expected["sha256"]
     assert numbers["quadratic"] == pytest.approx(expected["quadratic"], rel=1e-12)
     assert numbers["output_scale"] == expected.get("output_scale")
+    assert numbers["metric"] == expected.get("metric", "l2")
     assert set(numbers["apply"]) == set(expected["apply"])
     for key, values in expected["apply"].items():
         np.testing.assert_allclose(numbers["apply"][key], values, rtol=1e-9, atol=1e-12)

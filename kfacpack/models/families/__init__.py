@@ -11,6 +11,7 @@ import torch
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError, did_you_mean, first_line, printable
 from kfacpack.format.reference import expand_user
+from kfacpack.models.families.causal_lm import CausalLMFamily
 from kfacpack.models.families.clip import ClipFamily
 from kfacpack.models.families.encoder import EncoderFamily
 from kfacpack.models.families.open_clip import OpenClipFamily
@@ -20,7 +21,8 @@ from kfacpack.models.model import Model, ModelFamily, ModelRequest, UnknownModel
 from kfacpack.models.prompts import PromptStyle
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.prefix: family for family in (OpenClipFamily(), TimmFamily(), ClipFamily(), T5Family(), EncoderFamily())
+    family.prefix: family
+    for family in (OpenClipFamily(), TimmFamily(), ClipFamily(), T5Family(), CausalLMFamily(), EncoderFamily())
 }
 """Families by the prefix before the colon; names without a prefix belong to open_clip."""
 FORMS = ", ".join([*EMBEDDED_MODELS, *(family.form for family in FAMILIES.values())])
@@ -90,14 +92,15 @@ def load_model(
 
     Args:
         spec: `"tiny"`, an open_clip name (`"ViT-B-32"`, `"ViT-B-16/laion2b_s34b_b88k"`), `"timm:NAME"`,
-            `"clip:NAME_OR_DIR"`, `"t5:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
+            `"clip:NAME_OR_DIR"`, `"t5:NAME_OR_DIR"`, `"lm:NAME_OR_DIR"` or `"hf:NAME_OR_DIR"`.
         weights: A safetensors file to use instead of the published weights, or `"random"` to initialise from `seed`.
             Use `"./random"` for a file named random.
         image_size: Side of the input images in pixels; the model's library resamples position embeddings.
         dtype: Dtype of the module.
         device: Device of the module.
         seed: Seed of a random initialisation.
-        prompts: Prompt style of a text-to-text model, `"t5"` or `"flan"`; by default the one it was trained with.
+        prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`. By
+            default the one it was trained with.
 
     Returns:
         The model, in eval mode.
@@ -115,7 +118,7 @@ def load_model(
         raise KfacpackError(f"image size {image_size}: expected a positive number of pixels")
     styles = FAMILIES[prefix].prompt_styles
     if prompts is not None and prompts not in styles:
-        expected = f"expected {' or '.join(styles)}" if styles else "only t5: models have prompt styles"
+        expected = f"expected {' or '.join(styles)}" if styles else "only t5: and lm: models have prompt styles"
         raise KfacpackError(f"prompt style {printable(prompts)!r} for {printable(spec)}: {expected}")
     try:
         source: WeightsSource = None if weights is None else "random" if weights == "random" else Path(weights)

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import normalize
 
 from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import Function
 from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
+    embedding_names,
     identity_fields,
     load_pretrained,
     max_length,
@@ -68,7 +69,7 @@ class EncoderFamily:
                 width=int(config.hidden_size),
                 detail="mean of the last hidden state over the attention mask, normalised",
             ),
-            frozen=(*_embedding_names(module), "pooler.*"),
+            frozen=(*embedding_names(module), "pooler.*"),
             prepare=prepare,
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
@@ -92,11 +93,6 @@ def _encoder_class(config: Any, name: str) -> Any:
 
     # Causal and vision models would run as well, but the mean over their tokens is not a text embedding.
     if config.is_encoder_decoder or type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        remedy = "use t5: for T5 models, and timm: or open_clip names for vision models"
+        remedy = "use t5: for T5 models, lm: for causal language models, and timm: or open_clip names for vision models"
         raise KfacpackError(f"hf:{name} is a {config.model_type!r} model, expected a text encoder like BERT; {remedy}")
     return MODEL_MAPPING[type(config)]
-
-
-def _embedding_names(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
-    return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))

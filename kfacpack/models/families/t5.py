@@ -16,9 +16,10 @@ from kfacpack.models.families.transformers_loading import (
     max_length,
     public_name,
     text_columns,
+    word_rows,
 )
 from kfacpack.models.model import CachedRepository, Model, ModelRequest
-from kfacpack.models.prompts import CONFIG_KEY, PROMPT_STYLES, PromptStyle, label_words, prompt_style, prompts
+from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, label_words, prompt_style, prompts
 from kfacpack.tasks.task import Example
 
 FROZEN = ("shared.weight", "*embed_tokens*", "*relative_attention_bias*", "lm_head*")
@@ -33,7 +34,7 @@ class T5Family:
     takes_folder = True
     f = "the decoder's last hidden state where it predicts the label"
     head = "words"
-    prompt_styles: tuple[PromptStyle, ...] = PROMPT_STYLES
+    prompt_styles: tuple[PromptStyle, ...] = ("t5", "flan")
 
     def load(self, request: ModelRequest) -> Model:
         """Loads a model. The prompt style is recorded in the module's config, so that checkpoints keep it."""
@@ -45,7 +46,8 @@ class T5Family:
 
         module, missing = load_pretrained(T5ForConditionalGeneration, config, request)
         limit = max_length(tokenizer, config)
-        style = request.prompts or prompt_style(public_name(name), config)
+        default: PromptStyle = "flan" if "flan" in public_name(name).lower() else "t5"
+        style = request.prompts or prompt_style(config, default, self.prompt_styles)
         setattr(module.config, CONFIG_KEY, style)
         start_token = getattr(config, "decoder_start_token_id", None)
         start_token = config.pad_token_id if start_token is None else start_token  # transformers' own default
@@ -67,18 +69,12 @@ class T5Family:
             tokens = tokenizer(rows, padding=True, truncation=True, max_length=limit, return_tensors="pt")
             return {key: tokens[key] for key in ("input_ids", "attention_mask")}
 
-        def word_weights(words: Sequence[str]) -> Tensor:
-            """Returns the rows of the output layer for the first token of each word."""
-            ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
-            if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
-                problem = f"t5:{name} has no token for class {without_token[0]!r}"
-                raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
-            rows = module.lm_head.weight.detach()[torch.tensor(ids, device=device).squeeze(1)].float()
-            # T5 v1.0 scales f before the output layer; v1.1 and flan do not. transformers before 5 has no
-            # separate attribute for this.
+        def output_layer() -> Tensor:
+            """Returns the output layer. T5 v1.0 scales f before it; v1.1 and flan do not."""
+            # transformers before 5 has no separate attribute for this.
             scales: bool = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
-            scaled: Tensor = rows * config.d_model**-0.5 if scales else rows
-            return scaled
+            weight: Tensor = module.lm_head.weight.detach()
+            return weight * config.d_model**-0.5 if scales else weight
 
         return Model(
             **identity_fields(request, self.name, config, module, tokenizer, missing),
@@ -92,7 +88,8 @@ class T5Family:
             ),
             frozen=FROZEN,
             prepare=prepare,
-            word_weights=word_weights,
+            output_layer=output_layer,
+            word_weights=lambda words: word_rows(output_layer(), tokenizer, words, f"t5:{name}"),
             label_words=lambda classes, task: label_words(classes, task, style),
             preprocessing=f"prompts in the style of {style!r}, at most {limit} tokens",
         )

@@ -1,4 +1,4 @@
-"""Loads configs, tokenizers and weights with transformers; shared by the `t5:`, `hf:` and `clip:` families."""
+"""Loads configs, tokenizers and weights with transformers; shared by the `t5:`, `lm:`, `hf:` and `clip:` families."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from kfacpack._compat import make_torchvision_importable, require, silence_logging
 from kfacpack.errors import KfacpackError, first_line, printable
+from kfacpack.models.functional import at_least_float32
 from kfacpack.models.model import ModelRequest, seeded_rng
 from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, check_safetensors, format_call, weights_error
 from kfacpack.tasks.task import Example
@@ -202,6 +206,30 @@ def text_columns(examples: Sequence[Example], model: str, task: str) -> dict[str
                 problem = f"column {printable(column)!r} of {task!r} contains {type(value).__name__}"
                 raise KfacpackError(f"{model} expects texts, but {problem}; use an image model")
     return {column: [example[column] for example in examples] for column in columns}
+
+
+def word_rows(output_layer: Tensor, tokenizer: Any, words: Sequence[str], model: str) -> Tensor:
+    """Returns the rows of an output layer for the first token of each word, (K, C), in at least float32.
+
+    Args:
+        output_layer: (vocabulary, C).
+        tokenizer: Tokenizer of the model.
+        words: K words.
+        model: Name of the model, for errors.
+
+    Raises:
+        KfacpackError: If a word has no token.
+    """
+    ids = [tokenizer(word, add_special_tokens=False).input_ids[:1] for word in words]
+    if without_token := [word for word, tokens in zip(words, ids, strict=True) if not tokens]:
+        problem = f"{model} has no token for class {without_token[0]!r}"
+        raise KfacpackError(f"{problem}; use --head prototypes (kind='prototypes')")
+    return at_least_float32(output_layer[torch.tensor(ids, device=output_layer.device).squeeze(1)])
+
+
+def embedding_names(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the word, position and token type embeddings, without the norm that follows them."""
+    return tuple(f"{name}.weight" for name, child in module.named_modules() if isinstance(child, nn.Embedding))
 
 
 def max_length(tokenizer: Any, config: Any) -> int:

@@ -1,0 +1,231 @@
+"""Causal language models of transformers, such as `lm:HuggingFaceTB/SmolLM2-135M` or `lm:DIR`.
+
+f is the final hidden state, after the last norm, at the positions that predict the answer. Each pair of an example and
+such a position is a row of f. An answer is
+
+- one token after the prompt, for a task whose classes are all named by single tokens: one row per example;
+- every label word, for a task whose template names a class by several tokens: each example is a group of sequences,
+  the prompt followed by each label word, (N, K, length);
+- the completion, for data with the columns `prompt` and `completion`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.errors import KfacpackError
+from kfacpack.format.manifest import Function
+from kfacpack.models.families.transformers_loading import (
+    config_and_tokenizer,
+    embedding_names,
+    identity_fields,
+    load_pretrained,
+    max_length,
+    text_columns,
+    word_rows,
+)
+from kfacpack.models.functional import ANSWERS
+from kfacpack.models.model import CachedRepository, Model, ModelRequest
+from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, answers, label_words, prompt_style, prompts
+from kfacpack.tasks.task import COMPLETION_COLUMNS, Example
+
+EXPERTS = ("expert", "moe", "router")
+"""Parts of the names of modules in mixture-of-experts layers."""
+
+
+class CausalLMFamily:
+    """Causal language models: Llama, Qwen, Mistral, GPT-2, SmolLM and others with one linear output layer."""
+
+    prefix = name = "lm"
+    form = "lm:NAME_OR_DIR"
+    takes_folder = True
+    f = "the final hidden state of a causal language model where it predicts the answer"
+    head = "words"
+    prompt_styles: tuple[PromptStyle, ...] = ("plain", "chat")
+
+    def load(self, request: ModelRequest) -> Model:
+        """Loads a model. The prompt style is recorded in the module's config, so that checkpoints keep it."""
+        name, device = request.name, request.device
+        config, tokenizer = config_and_tokenizer(request, self.prefix)
+        module, missing = load_pretrained(_causal_class(config, name), config, request)
+        _require_dense_layers(module, name)
+        default: PromptStyle = "chat" if tokenizer.chat_template else "plain"
+        style = request.prompts or prompt_style(config, default, self.prompt_styles)
+        if style == "chat" and not tokenizer.chat_template:
+            problem = f"lm:{name} has no chat template, as a base model has none"
+            raise KfacpackError(f"{problem}; use --prompts plain (prompts='plain'), or an instruction-tuned model")
+        setattr(module.config, CONFIG_KEY, style)
+        texts = AnswerTexts(f"lm:{name}", tokenizer, style, max_length(tokenizer, config))
+        decoder = module.base_model
+
+        def forward(input_ids: Tensor, attention_mask: Tensor, answers: Tensor) -> Tensor:
+            """Returns the rows of f, (P, hidden), of sequences (N, length) or (N, K, length), padded on any side."""
+            ids, mask, chosen = (tensor.to(device).flatten(0, -2) for tensor in (input_ids, attention_mask, answers))
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+            hidden = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False)
+            f: Tensor = hidden.last_hidden_state[chosen.bool()]
+            return f
+
+        def output_layer() -> Tensor:
+            weight: Tensor = module.get_output_embeddings().weight.detach()
+            return weight
+
+        _require_linear_output(module, output_layer(), name)
+        return Model(
+            **identity_fields(request, self.name, config, module, tokenizer, missing),
+            forward=forward,
+            function=Function(
+                output="hidden-state",
+                normalized=False,
+                width=int(config.hidden_size),
+                detail="final hidden state, after the last norm and before lm_head, at each position that predicts a "
+                "token of the answer",
+            ),
+            frozen=(*embedding_names(module), "lm_head*", "embed_out*"),
+            prepare=texts.prepare,
+            output_layer=output_layer,
+            word_weights=lambda words: word_rows(output_layer(), tokenizer, words, f"lm:{name}"),
+            label_words=lambda classes, task: label_words(classes, task, style),
+            answer_tokens=texts.answer_tokens,
+            preprocessing=f"prompts in the style of {style!r}, at most {texts.limit} tokens",
+        )
+
+    def downloaded_names(self, repository: CachedRepository) -> Iterator[str]:
+        """Yields the name of a cached repository if it contains a causal language model."""
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL_MODELS
+
+        architectures = repository.config.get("architectures") or []
+        is_causal = any(CAUSAL_MODELS.get(repository.config.get("model_type", "")) == name for name in architectures)
+        if is_causal and repository.is_for_transformers:
+            yield f"lm:{repository.name}"
+
+
+class AnswerTexts:
+    """Turns examples into sequences of tokens that end with an answer.
+
+    The prompt and the answer are tokenized separately, so that the tokens of an answer do not depend on the prompt.
+
+    Args:
+        model: Name of the model, for errors.
+        tokenizer: Its tokenizer.
+        style: Prompt style, `plain` or `chat`.
+        limit: Maximum length of a sequence in tokens.
+    """
+
+    def __init__(self, model: str, tokenizer: Any, style: PromptStyle, limit: int):
+        self._model, self._tokenizer, self._style = model, tokenizer, style
+        self.limit = limit
+
+    def prepare(self, examples: Sequence[Example], task: str) -> dict[str, Tensor]:
+        """Returns `input_ids`, `attention_mask` and `answers`, which marks the positions that predict an answer."""
+        columns = text_columns(examples, self._model, task)
+        if set(columns) == set(COMPLETION_COLUMNS):
+            pairs = zip(*(columns[column] for column in COMPLETION_COLUMNS), strict=True)
+            return self._padded(
+                [self._sequence(self._prompt(prompt), self._completion(text)) for prompt, text in pairs]
+            )
+        rows = [self._prompt(text) for text in prompts(columns, task, self._style)]
+        labels = self.answer_tokens(task)
+        if labels is None:
+            # The token that follows the last position of the prompt is the answer, and is not needed as an input.
+            return self._padded([self._sequence(row, [0])[:2] for row in rows], after=0)
+        batch = self._padded([self._sequence(row, list(tokens)) for row in rows for tokens in labels])
+        return {key: tensor.unflatten(0, (len(rows), len(labels))) for key, tensor in batch.items()}
+
+    def answer_tokens(self, task: str) -> tuple[tuple[int, ...], ...] | None:
+        """Returns the tokens of each answer of a task's template; None if every answer is a single token."""
+        words = answers(task, self._style).values()
+        tokens = tuple(tuple(self._tokenizer(word, add_special_tokens=False).input_ids) for word in words)
+        return tokens if any(len(answer) > 1 for answer in tokens) else None
+
+    def _prompt(self, text: str) -> list[int]:
+        if self._style == "chat":
+            messages = [{"role": "user", "content": text}]
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[no-any-return]
+        tokens: list[int] = self._tokenizer(text).input_ids
+        if tokens and tokens[-1] == self._tokenizer.eos_token_id != self._tokenizer.bos_token_id:
+            tokens = tokens[:-1]  # some tokenizers close every text, which would end it before the answer
+        start = self._tokenizer.bos_token_id if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
+        return tokens or ([] if start is None else [start])
+
+    def _completion(self, text: str) -> list[int]:
+        """Returns the tokens of a completion and the token that ends it, if the tokenizer has one."""
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        end = self._tokenizer.eos_token_id
+        return tokens if end is None else [*tokens, end]
+
+    def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
+        """Returns prompt and answer, shortened at the start of the prompt and then at the end of the answer."""
+        if not prompt or not answer:
+            part = "completion" if prompt else "prompt"
+            raise KfacpackError(f"{self._model}: an example has an empty {part}; expected at least one token")
+        answer = answer[: self.limit - 1]
+        return prompt[-(self.limit - len(answer)) :], answer
+
+    def _padded(self, sequences: Sequence[tuple[list[int], list[int]]], after: int | None = None) -> dict[str, Tensor]:
+        """Pads sequences on the right to (N, length).
+
+        Args:
+            sequences: Tokens of the prompt and of the answer.
+            after: Number of the answer's tokens to include; None includes all except the last, which predicts nothing
+                but is the target of the one before.
+        """
+        rows = [[*prompt, *answer[:after]] for prompt, answer in sequences]
+        length = max(map(len, rows), default=0)
+        padding = self._tokenizer.pad_token_id or 0
+        ids = torch.tensor([[*row, *[padding] * (length - len(row))] for row in rows])
+        place, sizes = torch.arange(length), torch.tensor([len(row) for row in rows])[:, None]
+        first = torch.tensor([len(prompt) - 1 for prompt, _ in sequences])[:, None]
+        last = first + torch.tensor([len(answer) for _, answer in sequences])[:, None]
+        return {
+            "input_ids": ids,
+            "attention_mask": (place < sizes).long(),
+            ANSWERS: (place >= first) & (place < last),
+        }
+
+
+def completion_targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Returns the token that every row of f should predict, (P,): the one after each position of an answer."""
+    return batch["input_ids"].roll(-1, dims=-1)[batch[ANSWERS].bool()]
+
+
+def _causal_class(config: Any, name: str) -> Any:
+    """Returns the class that AutoModelForCausalLM would choose."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    architectures = getattr(config, "architectures", None) or []
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or config.is_encoder_decoder:
+        remedy = "use t5: for T5 models, and hf: for text encoders"
+        raise KfacpackError(f"lm:{name} is a {config.model_type!r} model, expected a causal language model; {remedy}")
+    chosen: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # BERT and other encoders have a causal variant as well, but their published weights are not trained for it.
+    if architectures and not any("CausalLM" in part or "LMHead" in part for part in architectures):
+        problem = f"lm:{name} contains {architectures[0]}, expected {chosen.__name__}"
+        raise KfacpackError(f"{problem}; use hf: for text encoders")
+    return chosen
+
+
+def _require_dense_layers(module: nn.Module, name: str) -> None:
+    """Refuses mixtures of experts: which weights an input uses depends on the input."""
+    for path, child in module.named_modules():
+        if any(part in type(child).__name__.lower() for part in EXPERTS):
+            problem = f"lm:{name} is a mixture of experts: {path!r} is a {type(child).__name__}"
+            reason = "its weights see different tokens in every batch, which the estimate does not support"
+            raise KfacpackError(f"{problem}; {reason}. Use a dense model")
+
+
+def _require_linear_output(module: Any, output_layer: Tensor, name: str) -> None:
+    """Checks on two tokens that the logits are the output layer times the final hidden state, without further steps."""
+    tokens = torch.tensor([[1, 2]], device=output_layer.device)
+    with torch.no_grad():
+        expected = module(input_ids=tokens, use_cache=False).logits[0].float()
+        hidden = module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[0]
+    tolerance = torch.finfo(output_layer.dtype).eps ** 0.5 * float(expected.abs().max())
+    if not torch.allclose((hidden @ output_layer.T).float(), expected, rtol=0, atol=tolerance):
+        problem = f"lm:{name} ({module.config.model_type}): its logits are not the product of its output layer and f"
+        raise KfacpackError(f"{problem}; models with a bias, scale or cap on their logits are not supported")
