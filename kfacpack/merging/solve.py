@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.dense import Dense
+from kfacpack.curvature.matrices.dense import (
+    AlignedOperator,
+    Dense,
+    OperatorCache,
+    aligned,
+    common_blocks,
+    full_matrix,
+)
 from kfacpack.errors import KfacpackError
 from kfacpack.format.vector_manifest import SolvedBlock
 
@@ -35,6 +42,8 @@ if TYPE_CHECKING:
 
     LinearMap = Callable[[Tensor], Tensor]
     """Maps a (rows, columns) matrix to another."""
+    WeightedProduct = tuple[float, tuple[Operator, ...]]
+    """Weight, and one operator per side."""
 
 
 WIDE_SIDE = 512
@@ -85,26 +94,6 @@ class Solution:
 
 class _NotPositiveError(Exception):
     """Raised if Σ w G + ε is found not to be positive definite."""
-
-
-class OperatorCache:
-    """The operators of the current block's matrices; consecutive blocks often share a factor A. Others are dropped."""
-
-    def __init__(self) -> None:
-        # The matrix is stored along with its operator, because its id is part of the key.
-        self._operators: dict[tuple[int, torch.dtype], tuple[Matrix, Operator]] = {}
-
-    def keep_only(self, matrices: Iterable[Matrix]) -> None:
-        """Drops the operators of all other matrices."""
-        kept = {id(matrix) for matrix in matrices}
-        self._operators = {key: value for key, value in self._operators.items() if key[0] in kept}
-
-    def __call__(self, matrix: Matrix, dtype: torch.dtype) -> Operator:
-        """Returns the operator of a matrix."""
-        key = id(matrix), dtype
-        if key not in self._operators:
-            self._operators[key] = matrix, matrix.operator(dtype, torch.device("cpu"))
-        return self._operators[key][1]
 
 
 def solve_block(
@@ -184,14 +173,19 @@ class _System:
         cache.keep_only(matrices)
         self.dtype = torch.float32 if max(self.shape) > WIDE_SIDE else torch.float64
         self._cache = cache
-        self.mask = None if mask is None else mask.to(self.dtype)
         self.products = [product for term in terms for product in self._products(term)]
+        self.is_aligned = prod(self.shape) > DIRECT_ENTRIES and all(
+            len(operators) == 2 and isinstance(operator, AlignedOperator)
+            for _, operators in self.products
+            for operator in operators
+        )
+        self.mask = None if mask is None else self._padded(mask.to(self.dtype))
         mean = self._mean_eigenvalue() if mean is None else mean
         self.epsilon = settings.damping * mean
         self.right = self._right_side()
 
-    def _products(self, term: SolveTerm) -> list[tuple[float, tuple[Operator, ...]]]:
-        """Returns (weight, one operator per side) for each term of a structure."""
+    def _products(self, term: SolveTerm) -> list[WeightedProduct]:
+        """Returns the products that are the terms of a structure."""
         structure = term.structure
         return [
             (term.weight * weight, tuple(self._cache(matrix, self.dtype) for matrix in matrices))
@@ -220,22 +214,37 @@ class _System:
 
     def _right_side(self) -> Tensor:
         """Computes R and, as a by-product, the objective at the prior."""
-        total, self.objective = torch.zeros(self.shape, dtype=self.dtype), 0.0
+        total, self.objective = self._padded(torch.zeros(self.shape, dtype=self.dtype)), 0.0
         for term in self.terms:
-            target = term.target.to(self.dtype)
-            product = term.weight * term.structure.apply(target, self._multiply)
+            target = self._padded(term.target.to(self.dtype))
+            product = self._add_products(torch.zeros_like(target), self._products(term), target)
             self.objective += _dot(target, product)
             total += product
         return total if self.mask is None else total * self.mask
 
-    def _multiply(self, matrix: Matrix, x: Tensor) -> Tensor:
-        return self._cache(matrix, self.dtype)(x)
+    def _padded(self, x: Tensor) -> Tensor:
+        """Adds zeros to the rows and columns of x if the operators are aligned."""
+        if not self.is_aligned:
+            return x
+        rows, columns = x.shape
+        return torch.nn.functional.pad(x, (0, aligned(columns) - columns, 0, aligned(rows) - rows))
+
+    def _add_products(self, total: Tensor, products: Sequence[WeightedProduct], x: Tensor) -> Tensor:
+        """Adds Σ w B x A to the total in place, and returns it."""
+        for weight, operators in products:
+            if self.is_whole:
+                total.add_(operators[0](x.reshape(-1, 1)).reshape(x.shape), alpha=weight)
+            elif self.is_aligned:
+                B, A = operators
+                total.addmm_(B.padded, x @ A.padded, alpha=weight)
+            else:
+                B, A = operators
+                total.add_(B(A(x.T).T), alpha=weight)  # A is symmetric
+        return total
 
     def apply(self, x: Tensor) -> Tensor:
         """Computes (Σ w G + ε) x."""
-        total = self.epsilon * x
-        for term in self.terms:
-            total.add_(term.structure.apply(x, self._multiply), alpha=term.weight)
+        total = self._add_products(self.epsilon * x, self.products, x)
         return total if self.mask is None else total.mul_(self.mask)
 
     def solve(self) -> Solution:
@@ -250,14 +259,17 @@ class _System:
         if not self.epsilon > 0:
             raise _NotPositiveError
         direct = self._direct()
-        change, iterations = (direct, 0) if direct is not None else self._conjugate_gradients()
-        residual = self.right - self.apply(change)
+        if direct is not None:
+            change, residual, iterations = direct, self.right - self.apply(direct), 0
+        else:
+            change, residual, iterations = self._conjugate_gradients()
         # f(W_0 + D) = f(W_0) − 2 <D, R> + <D, M D> with M D = R − r.
         after = self.objective - _dot(change, self.right) - _dot(change, residual)
         relative = float(residual.norm() / self.right.norm())
         if not (relative < 1 and after <= self.objective):
             raise _NotPositiveError
-        return Solution(change, self._report(iterations, relative, after))
+        rows, columns = self.shape
+        return Solution(change[:rows, :columns], self._report(iterations, relative, after))
 
     def _report(self, iterations: int, residual: float, after: float) -> SolvedBlock:
         return SolvedBlock(name=self.name, iterations=iterations, residual=residual, before=self.objective, after=after)
@@ -298,7 +310,7 @@ class _System:
         size = prod(self.shape)
         total = torch.zeros((size, size), dtype=torch.float64)
         for weight, operators in self.products:
-            full = [_full(operator, side).double() for operator, side in self._paired(operators)]
+            full = [full_matrix(operator, side).double() for operator, side in self._paired(operators)]
             total += weight * (full[0] if len(full) == 1 else torch.kron(*full))
         total.diagonal().add_(self.epsilon)
         right = self.right.double().flatten()
@@ -323,7 +335,7 @@ class _System:
         """Solves (Σ w c B + ε) D = R for side 0, or D (Σ w c A + ε) = R for side 1, as in RegMean."""
         total = torch.zeros((self.sides[side],) * 2, dtype=self.dtype)
         for (weight, operators), scalar in zip(self.products, scalars, strict=True):
-            total.add_(_full(operators[side], self.sides[side]), alpha=weight * scalar)
+            total.add_(full_matrix(operators[side], self.sides[side]), alpha=weight * scalar)
         total.diagonal().add_(self.epsilon)
         factor = _cholesky(total)
         if side == 0:
@@ -333,10 +345,10 @@ class _System:
     def _solve_product(self) -> Tensor:
         """Solves B D A + ε D = R by the eigenvectors of B and A, for products that share an operator on one side."""
         shared = 0 if len({id(operators[0]) for _, operators in self.products}) == 1 else 1
-        factors = [_full(operator, side) for operator, side in self._paired(self.products[0][1])]
+        factors = [full_matrix(operator, side) for operator, side in self._paired(self.products[0][1])]
         factors[1 - shared] = torch.zeros_like(factors[1 - shared])
         for weight, operators in self.products:
-            factors[1 - shared] += weight * _full(operators[1 - shared], self.sides[1 - shared])
+            factors[1 - shared] += weight * full_matrix(operators[1 - shared], self.sides[1 - shared])
         (b, Q_B), (a, Q_A) = (torch.linalg.eigh(factor) for factor in factors)
         denominator = torch.outer(b, a) + self.epsilon
         if not bool((denominator > 0).all()):
@@ -344,8 +356,11 @@ class _System:
         solution: Tensor = Q_B @ ((Q_B.T @ self.right @ Q_A) / denominator) @ Q_A.T
         return solution
 
-    def _conjugate_gradients(self) -> tuple[Tensor, int]:
-        """Solves the system by preconditioned conjugate gradients; returns the solution and the iterations.
+    def _conjugate_gradients(self) -> tuple[Tensor, Tensor, int]:
+        """Solves the system by preconditioned conjugate gradients.
+
+        Returns:
+            The solution, its residual and the number of iterations.
 
         Raises:
             _NotPositiveError: If a direction p with pᵀ M p ≤ 0 is found.
@@ -362,7 +377,7 @@ class _System:
             error = float(residual.norm())
             if error <= threshold or iterations >= self.settings.iterations or error > 0.5 * start:
                 break
-        return solution, iterations
+        return solution, residual, iterations
 
     def _iterate(
         self, solution: Tensor, residual: Tensor, precondition: LinearMap, threshold: float, iterations: int
@@ -394,7 +409,7 @@ class _System:
         if max(self.shape) <= EIGENVECTOR_SIDE:
             multiply = self._diagonal_in_eigenvectors(inverses)
         else:
-            B, A = inverses
+            B, A = ((self._padded(parts[0][0])[None],) if self.is_aligned else parts for parts in inverses)
             multiply = lambda x: _multiply_blocks(B, _multiply_blocks(A, x.T).T)  # noqa: E731
         mask = self.mask
         return multiply if mask is None else lambda x: mask * multiply(x)
@@ -408,7 +423,8 @@ class _System:
         denominator = torch.full(self.shape, self.epsilon, dtype=self.dtype)
         for weight, (B, A) in self.products:
             denominator += weight * torch.outer((Q_B * B(Q_B)).sum(0), (Q_A * A(Q_A)).sum(0))
-        denominator.clamp_(min=self.epsilon)
+        denominator = self._padded(denominator).clamp_(min=self.epsilon)
+        Q_B, Q_A = self._padded(Q_B), self._padded(Q_A)
         return lambda x: Q_B @ ((Q_B.T @ x @ Q_A) / denominator) @ Q_A.T
 
     def _nearest_product(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -425,7 +441,7 @@ class _System:
         """
         rows, columns = self.shape
         sides = [
-            _common_blocks([operators[side] for _, operators in self.products], self.shape[side]) for side in (0, 1)
+            common_blocks([operators[side] for _, operators in self.products], self.shape[side]) for side in (0, 1)
         ]
         weights = [weight for weight, _ in self.products]
         inverse_A = tuple(torch.eye(part.shape[-1], dtype=self.dtype).expand(part.shape) for part in sides[1][0])
@@ -458,14 +474,6 @@ class _System:
         return tuple(inverses)
 
 
-def _common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor, ...]]:
-    """Returns the diagonal blocks of each operator; full matrices if the blocks of two operators differ in shape."""
-    blocks = [operator.blocks(side) for operator in operators]
-    if len({tuple(part.shape for part in parts) for parts in blocks}) == 1:
-        return blocks
-    return [(_full(operator, side)[None],) for operator in operators]
-
-
 def _multiply_blocks(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
     """Returns M x for a block-diagonal matrix M."""
     heights = [part.shape[0] * part.shape[1] for part in blocks]
@@ -475,15 +483,6 @@ def _multiply_blocks(blocks: Sequence[Tensor], x: Tensor) -> Tensor:
         for part, rows in zip(blocks, x.split(heights), strict=True)
     ]
     return products[0] if len(products) == 1 else torch.cat(products)
-
-
-def _full(operator: Operator, side: int) -> Tensor:
-    """Returns the matrix of an operator, (n, n)."""
-    blocks = operator.blocks(side)
-    if len(blocks) == 1 and len(blocks[0]) == 1:
-        return blocks[0][0]
-    full: Tensor = torch.block_diag(*(block for part in blocks for block in part))
-    return full
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

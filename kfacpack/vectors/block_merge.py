@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from kfacpack.curvature.blocks import Kronecker, gather, scatter
-from kfacpack.curvature.matrices.dense import Dense
+from kfacpack.curvature.matrices.dense import Dense, OperatorCache
 from kfacpack.format.vector_manifest import SolvedBlock
 from kfacpack.merging.inputs import merge_ordered
-from kfacpack.merging.solve import WIDE_SIDE, OperatorCache, Solution, SolveTerm, solve_block
+from kfacpack.merging.solve import WIDE_SIDE, Solution, SolveTerm, solve_block
 from kfacpack.vectors.methods.method import SolvedParameters
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from kit import MATRIX_FORMS, dense_block, random_psd, refused, small_curvature
 
 import kfacpack as kp
+from kfacpack.curvature.matrices.dense import OperatorCache
 from kfacpack.merging import solve
-from kfacpack.merging.solve import OperatorCache, SolveSettings, SolveTerm, clipped, solve_block
+from kfacpack.merging.solve import SolveSettings, SolveTerm, clipped, solve_block
 
 EXACT = SolveSettings(0.05, tolerance=1e-12, iterations=2000)
 TASKS = (1, 2, 3, 4)

@@ -6,7 +6,7 @@ being computed or multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import isnan
 
 import torch
@@ -36,6 +36,80 @@ class DenseOperator(Operator):
         """Returns the whole matrix as one block, (1, n, n), without a copy."""
         (full,) = self.tensors
         return (full[None],)
+
+
+class AlignedOperator(DenseOperator):
+    """Multiplies by a full (n, n) tensor that is part of a larger one, with zeros around it.
+
+    A product with rows of 769 numbers takes half as long again as one with rows of 768, whose start is aligned.
+    """
+
+    def __init__(self, full: Tensor):
+        side = aligned(len(full))
+        self.padded = full if side == len(full) else torch.nn.functional.pad(full, (0, side - len(full)) * 2)
+        super().__init__(self.padded[: len(full), : len(full)])
+
+
+def aligned(side: int) -> int:
+    """Returns the next multiple of 16, so that rows of float32 start at a multiple of 64 bytes.
+
+    Args:
+        side: Number of rows or columns.
+    """
+    return -(-side // 16) * 16
+
+
+class OperatorCache:
+    """The operators of the current block's matrices; consecutive blocks often share a factor A. Others are dropped.
+
+    Full matrices in float32 are aligned.
+    """
+
+    def __init__(self) -> None:
+        # The matrix is stored along with its operator, because its id is part of the key.
+        self._operators: dict[tuple[int, torch.dtype], tuple[Matrix, Operator]] = {}
+
+    def keep_only(self, matrices: Iterable[Matrix]) -> None:
+        """Drops the operators of all other matrices."""
+        kept = {id(matrix) for matrix in matrices}
+        self._operators = {key: value for key, value in self._operators.items() if key[0] in kept}
+
+    def __call__(self, matrix: Matrix, dtype: torch.dtype) -> Operator:
+        """Returns the operator of a matrix."""
+        key = id(matrix), dtype
+        if key not in self._operators:
+            operator = matrix.operator(dtype, torch.device("cpu"))
+            if dtype is torch.float32 and isinstance(operator, DenseOperator):
+                operator = AlignedOperator(*operator.tensors)
+            self._operators[key] = matrix, operator
+        return self._operators[key][1]
+
+
+def full_matrix(operator: Operator, side: int) -> Tensor:
+    """Returns the matrix of an operator, (n, n).
+
+    Args:
+        operator: The operator.
+        side: n.
+    """
+    blocks = operator.blocks(side)
+    if len(blocks) == 1 and len(blocks[0]) == 1:
+        return blocks[0][0]
+    full: Tensor = torch.block_diag(*(block for part in blocks for block in part))
+    return full
+
+
+def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor, ...]]:
+    """Returns the diagonal blocks of each operator; full matrices if the blocks of two operators differ in shape.
+
+    Args:
+        operators: Operators on vectors of the same length.
+        side: That length.
+    """
+    blocks = [operator.blocks(side) for operator in operators]
+    if len({tuple(part.shape for part in parts) for parts in blocks}) == 1:
+        return blocks
+    return [(full_matrix(operator, side)[None],) for operator in operators]
 
 
 class Packed(Matrix):

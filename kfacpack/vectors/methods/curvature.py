@@ -43,7 +43,9 @@ PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 WEIGHTS = ("equal", "size")
 WEIGHTS_HELP = "Weights of the tasks: equal, or by the sizes of their datasets, averaging one."
-TOLERANCE, TOLERANCE_HELP = 1e-4, "Relative residual at which the iteration stops."
+TOLERANCE = 1e-2
+"""On six tasks of `tiny`, the objective is then larger than with 1e-4 by a thousandth of the gain over the prior."""
+TOLERANCE_HELP = "Relative residual at which the iteration stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 
 
