@@ -1,7 +1,7 @@
 """`kp.merge`: merges the curvatures of many tasks into one that approximates Σ w_t G_t, and measures the error.
 
 The error of a block is Σ_st C_st B_s ⊗ A_t, where C is diag(w) minus the coefficients of the rule. In
-coordinates (see `combination.py`) its norm is that of Xᵀ C Y, so no Kronecker product is ever built.
+coordinates (see `strips.py`) its norm is that of Xᵀ C Y, so no Kronecker product is ever built.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch import Tensor
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError
 from kfacpack.format.manifest import About, Base, Loss, Merge, base_digest
-from kfacpack.merging.combination import MatrixCombiner, coordinates, gram
 from kfacpack.merging.inputs import MergeInput, check_compatible, mean_output_scale, merge_ordered
 from kfacpack.merging.rules import PARTIAL, RULES, MergeRule, Terms
+from kfacpack.merging.strips import MatrixCombiner, coordinates, gram
 from kfacpack.merging.subtract import merge_without
 
 if TYPE_CHECKING:

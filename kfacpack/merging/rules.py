@@ -5,7 +5,7 @@
 - `stack` keeps every term with its weight: exact, and as large as all inputs together.
 - `optimal` is the nearest sum of r Kronecker products in the Frobenius norm. Rearranged, Σ w_t B_t ⊗ A_t is the matrix
   Σ w_t vec(B_t) vec(A_t)ᵀ of rank T, whose best approximation of rank r is its truncated singular value decomposition.
-  In coordinates (see `combination.py`) that matrix is N = Xᵀ diag(w) Y, of shape (T, T). With singular vectors p and q
+  In coordinates (see `strips.py`) that matrix is N = Xᵀ diag(w) Y, of shape (T, T). With singular vectors p and q
   of N, N q = Σ w_t <A_t, q> B_t and Nᵀ p = Σ w_t <B_t, p> A_t give the coefficients of the factors.
 - `shards` joins estimates of one task from different examples into the estimate from all of them. A is a mean over
   positions (over examples if positions are reduced first), B and whole matrices are means over examples, so the joint
@@ -53,7 +53,7 @@ class Terms:
     sharing: Sharing
     """How positions that share a weight are treated."""
     coordinates: tuple[Tensor, ...] = ()
-    """Coordinates of each side's matrices, of shape (K, K), see `combination.py`; empty for exact rules."""
+    """Coordinates of each side's matrices, of shape (K, K), see `strips.py`; empty for exact rules."""
 
 
 @dataclass(frozen=True)

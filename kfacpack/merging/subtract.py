@@ -19,9 +19,9 @@ import torch
 from kfacpack.curvature.curvature import Curvature
 from kfacpack.errors import KfacpackError, SubtractionError
 from kfacpack.format.manifest import Loss, Merge
-from kfacpack.merging.combination import MatrixCombiner, gram
 from kfacpack.merging.inputs import MergeInput, weighted_scale
 from kfacpack.merging.rules import PARTIAL, RULES, OptimalRule, TakRule
+from kfacpack.merging.strips import MatrixCombiner, gram
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import CurvatureBlock
