@@ -366,3 +366,15 @@ def test_every_function_has_a_test():
     functions = [name for name in public if isinstance(getattr(_torch, name), types.FunctionType) and name[0] != "_"]
     assert len(functions) > 20
     assert [name for name in functions if f"def test_{name}" not in tests] == []
+
+
+def test_many_tensors_at_once():
+    targets, values = [torch.ones(2), torch.ones(3, 1)], [torch.full((2,), 3.0), torch.full((3, 1), -5.0)]
+    _torch.add_each(targets, values, 2.0)
+    assert [tensor.unique().tolist() for tensor in targets] == [[7.0], [-9.0]]
+    assert float(_torch.largest_magnitude(targets)) == 9
+    assert not _torch.largest_magnitude([*targets, torch.tensor([1.0, float("nan")])]).isfinite()
+    _torch.copy_each(targets, values)
+    assert all(map(torch.equal, targets, values))
+    _torch.set_to_zero(targets)
+    assert not any(tensor.any() for tensor in targets)
