@@ -197,6 +197,12 @@ def worker_bytes(model_bytes: int) -> int:
     return _LIBRARY_BYTES + _MODEL_COPIES * model_bytes
 
 
+def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
+    """Returns how many workers fit into the free memory of the GPUs; each GPU is assumed to have room for one."""
+    free = [torch.cuda.mem_get_info(gpu)[0] for gpu in devices_of(device)]
+    return sum(max(1, available // (_MODEL_COPIES * model_bytes)) for available in free)
+
+
 def available_bytes() -> int | None:
     """Returns the memory that new processes can use, or None if the system does not tell."""
     limits = []

@@ -23,7 +23,14 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar
 from typing_extensions import Self
 
 from kfacpack.errors import KfacpackError
-from kfacpack.estimation.distributed import available_bytes, default_jobs, devices_of, usable_cores, worker_bytes
+from kfacpack.estimation.distributed import (
+    available_bytes,
+    default_jobs,
+    devices_of,
+    usable_cores,
+    worker_bytes,
+    workers_on_gpus,
+)
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.format.units import human_bytes
 from kfacpack.training.metrics import PenaltyWarning
@@ -455,6 +462,10 @@ def choose_jobs(context: RunContext, requested: int | None) -> int:
     if available is not None and (fitting := max(1, available // needed)) < jobs:
         problem = f"{jobs} processes need about {human_bytes(jobs * needed)} of memory"
         warning = f"{problem}, {human_bytes(available)} are available: using {fitting}"
+        warnings.warn(warning, JobsWarning, stacklevel=4)
+        jobs = fitting
+    if context.device.type == "cuda" and (fitting := workers_on_gpus(context.device, context.model_bytes)) < jobs:
+        warning = f"{jobs} processes do not fit into the memory of the GPUs: using {fitting}"
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cpu" and jobs > 1 and jobs * context.threads > usable_cores():

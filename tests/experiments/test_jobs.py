@@ -250,6 +250,14 @@ def test_each_worker_sees_its_own_gpu(monkeypatch):
     assert worker_devices(CPU, {"CUDA_VISIBLE_DEVICES": "5"}) == [("cpu", {})]
 
 
+def test_workers_share_the_memory_of_gpus(monkeypatch):
+    free = {0: 100, 1: 1700}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu.index], 4000))
+    assert distributed.workers_on_gpus(torch.device("cuda"), 100) == 1 + 2
+    assert distributed.workers_on_gpus(torch.device("cuda:1"), 100) == 2
+
+
 def test_memory_limits_the_number_of_jobs(monkeypatch):
     context = RunContext(parse(TEXT, "plan"), CPU)
     needed = distributed.worker_bytes(context.model_bytes)
