@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, backward_to_nodes
 from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector_for
-from kfacpack.estimation.tracing import same_output
+from kfacpack.estimation.tracing import rounding_unit, same_output
 from kfacpack.format.manifest import OutputScale
 from kfacpack.models.functional import Forward, ModelInput, batch_size_of, call_model, map_tensors, padding_mask
 
@@ -107,6 +107,8 @@ class CurvatureAccumulator:
         probes: Probes to draw.
         settings: Form of the sums.
         reference: Index of an example and its f, (C,). If a batch begins with this example, its f must be equal.
+        split_inputs: Whether the first dimension of the inputs is that of the examples, so that f must have as many
+            rows.
 
     Raises:
         KfacpackError: If more orthogonal probes are requested than f has components.
@@ -120,6 +122,8 @@ class CurvatureAccumulator:
         probes: Probes,
         settings: CollectorSettings,
         reference: tuple[int, Tensor] | None = None,
+        *,
+        split_inputs: bool = False,
     ) -> None:
         probes.check(plan.width)
         self._forward = forward
@@ -128,6 +132,7 @@ class CurvatureAccumulator:
         self._probes = probes
         self._settings = settings
         self._reference = reference
+        self._split_inputs = split_inputs
         shared: dict[int, FactorTally] = {}
         self._collectors = [collector_for(planned, settings, shared) for planned in plan.blocks]
         self._examples = torch.zeros((), dtype=torch.int64)
@@ -163,7 +168,8 @@ class CurvatureAccumulator:
             problem = f"f has width {width}, but had {self.plan.width} in the first batch"
             raise KfacpackError(f"{problem}; all batches must have outputs of the same width")
         if isinstance(numbers, int):
-            numbers = range(numbers, numbers + examples)
+            size = batch_size_of(batch) if self._split_inputs else None
+            numbers = range(numbers, numbers + (examples if size is None else size))
         if len(numbers) != examples:
             raise KfacpackError(
                 f"f has {examples} rows for a batch of {len(numbers)} examples; expected one per example"
@@ -190,9 +196,8 @@ class CurvatureAccumulator:
             self._backward(f, probe, collectors, sinks, backward_pass, retain=retain or index + 1 < passes)
         self._examples += examples
 
-    @staticmethod
-    def _require_independence(output: Tensor, expected: Tensor) -> None:
-        if not same_output(output, expected):
+    def _require_independence(self, output: Tensor, expected: Tensor) -> None:
+        if not same_output(output, expected, rounding_unit(self._parameters)):
             problem = "the output of an example changes with the batch it is in; examples must be independent"
             raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch makes them dependent)")
 

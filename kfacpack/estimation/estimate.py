@@ -158,7 +158,9 @@ def begin_accumulation(
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
     reference = (number, trace.f[0].detach()) if trace.twice and trace.example == 0 else None
     require_used(plan, params)
-    return CurvatureAccumulator(forward, plan, parameters, options.probes, settings, reference)
+    return CurvatureAccumulator(
+        forward, plan, parameters, options.probes, settings, reference, split_inputs=trace.twice
+    )
 
 
 def _trace_and_plan(

@@ -199,6 +199,8 @@ class ModelTrace:
     """Gradients by operation: one if an example was passed twice, otherwise those of the first and last example."""
     example: int = 0
     """Index in the batch of the example that was passed twice."""
+    precision: float = 0.0
+    """Relative rounding error of the parameters; that of f is taken into account as well."""
     zero_gradients: int = 0
     """Number of operations where this example has no gradient, so that another example may be more informative."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
@@ -235,7 +237,7 @@ class ModelTrace:
     def _noise(self) -> float:
         tensors = [gradient for gradients in self.gradients.values() for gradient in gradients if gradient.numel()]
         largest = max(float(tensor.abs().amax()) for tensor in tensors)
-        return 100 * torch.finfo(self.f.dtype).eps * largest
+        return 100 * max(self.precision, torch.finfo(self.f.dtype).eps) * largest
 
 
 def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], example: int = 0) -> ModelTrace:
@@ -253,7 +255,8 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     Raises:
         KfacpackError: If f depends on none of the parameters, is random, or the batch is too small.
     """
-    f, twice = _forward_twice(forward, batch, example)
+    precision = rounding_unit(parameters)
+    f, twice = _forward_twice(forward, batch, example, precision)
     if len(f) < 2:
         problem = "the first batch has one example, and its first dimension is not that of the examples"
         raise KfacpackError(f"{problem}; pass at least two examples, so that their layout can be determined")
@@ -269,30 +272,36 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     seeds[-1][-1] = 2 * direction
     by_seed = [_gradients_at(f, nodes, graph, seed) for seed in seeds]
     gradients = {node: tuple(of_seed[node] for of_seed in by_seed) for node in nodes if node in by_seed[0]}
-    return ModelTrace(graph, f, twice, gradients, example)
+    return ModelTrace(graph, f, twice, gradients, example, precision)
 
 
-def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[Tensor, bool]:
+def _forward_twice(forward: Forward, batch: ModelInput, example: int, precision: float) -> tuple[Tensor, bool]:
     """Returns f of one example passed twice, and True; or, if inputs cannot be split, f of the batch, and False."""
     if batch_size_of(batch) is not None:
         try:
             f = call_model(forward, map_tensors(batch, lambda tensor: tensor[[example, example]]))
         except (RuntimeError, ValueError, IndexError):
             f = None  # invalid input, split along the wrong dimension; other errors recur with the whole batch
-        if f is not None and len(f) == 2 and same_output(f[0], f[1]):
+        if f is not None and len(f) == 2 and same_output(f[0], f[1], precision):
             return f, True
     f = call_model(forward, batch)
     with torch.no_grad():
-        if not all(map(same_output, f, call_model(forward, batch))):
+        if not all(same_output(*rows, precision) for rows in zip(f, call_model(forward, batch), strict=True)):
             problem = "f differs between two evaluations of the same input, so its curvature is not defined"
             remedy = "make sure that nothing in the model is random in eval mode"
             raise KfacpackError(f"{problem}; {remedy}, and that 'forward' calls no other module in training mode")
     return f, False
 
 
-def same_output(output: Tensor, expected: Tensor) -> bool:
-    """Returns whether two outputs, (C,), are equal up to rounding."""
-    return bool((output - expected).norm() <= torch.finfo(output.dtype).eps ** 0.5 * expected.norm())
+def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
+    """Returns the largest machine epsilon of the parameters; f may be converted to a more precise dtype."""
+    return max(torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()})
+
+
+def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:
+    """Returns whether two outputs, (C,), are equal up to rounding in the model, see `rounding_unit`, and in f."""
+    precision = max(precision, torch.finfo(output.dtype).eps)
+    return bool((output - expected).norm() <= precision**0.5 * expected.norm())
 
 
 def _gradients_at(f: Tensor, nodes: set[Node], graph: AutogradGraph, seed: Tensor) -> dict[Node, Tensor]:
