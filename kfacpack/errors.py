@@ -155,13 +155,13 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
     """Returns the end of an error about an unknown name: "; did you mean 'a', 'b' or 'c'?", or "." if none is close.
 
     Args:
-        name: The unknown name.
+        name: The unknown name; a key of another type than str has no close match.
         names: The valid names. Case is ignored.
         count: Maximum number of suggestions.
         cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.
     """
     by_lower = {candidate.lower(): candidate for candidate in names}
-    close = get_close_matches(name.lower(), by_lower, n=count, cutoff=cutoff)
+    close = get_close_matches(str(name).lower(), by_lower, n=count, cutoff=cutoff)
     if not close:
         return "."
     *first, last = [repr(by_lower[key]) for key in close]

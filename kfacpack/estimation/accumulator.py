@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.autograd_graph import AutogradGraph, GraphSteps, backward_to_nodes
 from kfacpack.estimation.collectors import BackwardPass, Collector, CollectorSettings, FactorTally, collector_for
-from kfacpack.estimation.tracing import same_output
+from kfacpack.estimation.tracing import rounding_unit, same_output
 from kfacpack.format.manifest import OutputScale
 from kfacpack.models.functional import (
     Forward,
@@ -115,6 +115,8 @@ class CurvatureAccumulator:
         probes: Probes to draw.
         settings: Form of the sums.
         reference: Index of an example and its f, (C,). If a batch begins with this example, its f must be equal.
+        split_inputs: Whether the first dimension of the inputs is that of the examples, so that f must have as many
+            rows.
 
     Raises:
         KfacpackError: If more orthogonal probes are requested than f has components.
@@ -128,6 +130,8 @@ class CurvatureAccumulator:
         probes: Probes,
         settings: CollectorSettings,
         reference: tuple[int, Tensor] | None = None,
+        *,
+        split_inputs: bool = False,
     ) -> None:
         probes.check(plan.width)
         self._forward = forward
@@ -136,6 +140,7 @@ class CurvatureAccumulator:
         self._probes = probes
         self._settings = settings
         self._reference = reference
+        self._split_inputs = split_inputs
         shared: dict[int, FactorTally] = {}
         self._collectors = [collector_for(planned, settings, shared) for planned in plan.blocks]
         self._examples, self._rows = torch.zeros(2, dtype=torch.int64).unbind()
@@ -173,7 +178,8 @@ class CurvatureAccumulator:
             problem = f"f has width {width}, but had {self.plan.width} in the first batch"
             raise KfacpackError(f"{problem}; all batches must have outputs of the same width")
         if isinstance(numbers, int):
-            numbers = range(numbers, numbers + examples)
+            size = batch_size_of(batch) if self._split_inputs else None
+            numbers = range(numbers, numbers + (examples if size is None else size))
         if len(numbers) != examples or sum(counts) != rows:
             expected = "one per example" if max(counts) == 1 else f"{sum(counts)}, one per position of the answers"
             raise KfacpackError(f"f has {rows} rows for a batch of {len(numbers)} examples; expected {expected}")
@@ -201,9 +207,8 @@ class CurvatureAccumulator:
         self._examples += examples
         self._rows += rows
 
-    @staticmethod
-    def _require_independence(output: Tensor, expected: Tensor) -> None:
-        if not same_output(output, expected):
+    def _require_independence(self, output: Tensor, expected: Tensor) -> None:
+        if not same_output(output, expected, rounding_unit(self._parameters)):
             problem = "the output of an example changes with the batch it is in; examples must be independent"
             raise KfacpackError(f"{problem} (a softmax or a normalisation over the batch makes them dependent)")
 

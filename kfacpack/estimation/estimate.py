@@ -182,7 +182,7 @@ def begin_accumulation(
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
     reference = (number, trace.f[0].detach()) if trace.twice and trace.example == 0 else None
     require_used(plan, params)
-    return CurvatureAccumulator(forward, plan, parameters, probes, settings, reference)
+    return CurvatureAccumulator(forward, plan, parameters, probes, settings, reference, split_inputs=trace.twice)
 
 
 def _trace_and_plan(

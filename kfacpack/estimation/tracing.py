@@ -208,6 +208,8 @@ class ModelTrace:
     """Gradients by operation: one if an example was passed twice, otherwise those of the first and last example."""
     example: int = 0
     """Index in the batch of the example that was passed twice."""
+    precision: float = 0.0
+    """Relative rounding error of the parameters; that of f is taken into account as well."""
     zero_gradients: int = 0
     """Number of operations where this example has no gradient, so that another example may be more informative."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
@@ -239,7 +241,7 @@ class ModelTrace:
     def _noise(self) -> float:
         tensors = [gradient for gradients in self.gradients.values() for gradient in gradients if gradient.numel()]
         largest = max(float(tensor.abs().amax()) for tensor in tensors)
-        return 100 * torch.finfo(self.f.dtype).eps * largest
+        return 100 * max(self.precision, torch.finfo(self.f.dtype).eps) * largest
 
 
 def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Tensor], example: int = 0) -> ModelTrace:
@@ -257,7 +259,8 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     Raises:
         KfacpackError: If f depends on none of the parameters, is random, or the batch is too small.
     """
-    f, rows = _forward_twice(forward, batch, example)
+    precision = rounding_unit(parameters)
+    f, rows = _forward_twice(forward, batch, example, precision)
     twice = rows is not None
     counts = rows or rows_per_example(batch) or [1] * len(f)
     if len(counts) < 2:
@@ -275,10 +278,12 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     seeds[-1][len(f) - counts[-1] :] = 2 * directions[: counts[-1]]
     by_seed = [_gradients_at(f, nodes, graph, seed) for seed in seeds]
     gradients = {node: tuple(of_seed[node] for of_seed in by_seed) for node in nodes if node in by_seed[0]}
-    return ModelTrace(graph, f, len(counts), twice, gradients, example)
+    return ModelTrace(graph, f, len(counts), twice, gradients, example, precision)
 
 
-def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[Tensor, list[int] | None]:
+def _forward_twice(
+    forward: Forward, batch: ModelInput, example: int, precision: float
+) -> tuple[Tensor, list[int] | None]:
     """Returns f of one example passed twice, and the number of rows of each; f of the batch if it cannot be split."""
     if batch_size_of(batch) is not None:
         try:
@@ -286,20 +291,26 @@ def _forward_twice(forward: Forward, batch: ModelInput, example: int) -> tuple[T
         except (RuntimeError, ValueError, IndexError):
             f = None  # invalid input, split along the wrong dimension; other errors recur with the whole batch
         rows = (rows_per_example(batch) or [1] * (example + 1))[example]
-        if f is not None and len(f) == 2 * rows and same_output(f[:rows], f[rows:]):
+        if f is not None and len(f) == 2 * rows and same_output(f[:rows], f[rows:], precision):
             return f, [rows, rows]
     f = call_model(forward, batch)
     with torch.no_grad():
-        if not all(map(same_output, f, call_model(forward, batch))):
+        if not all(same_output(*pair, precision) for pair in zip(f, call_model(forward, batch), strict=True)):
             problem = "f differs between two evaluations of the same input, so its curvature is not defined"
             remedy = "make sure that nothing in the model is random in eval mode"
             raise KfacpackError(f"{problem}; {remedy}, and that 'forward' calls no other module in training mode")
     return f, None
 
 
-def same_output(output: Tensor, expected: Tensor) -> bool:
-    """Returns whether two outputs of the same shape are equal up to rounding."""
-    return bool((output - expected).norm() <= torch.finfo(output.dtype).eps ** 0.5 * expected.norm())
+def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
+    """Returns the largest machine epsilon of the parameters; f may be converted to a more precise dtype."""
+    return max(torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()})
+
+
+def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:
+    """Returns whether two outputs of one shape are equal up to rounding in the model, see `rounding_unit`, and in f."""
+    precision = max(precision, torch.finfo(output.dtype).eps)
+    return bool((output - expected).norm() <= precision**0.5 * expected.norm())
 
 
 def _gradients_at(f: Tensor, nodes: set[Node], graph: AutogradGraph, seed: Tensor) -> dict[Node, Tensor]:

@@ -176,7 +176,8 @@ def _check_weights(inputs: Sequence[MergeInput], weights: Sequence[float]) -> li
         raise KfacpackError(f"expected {len(inputs)} weights, one per input, got {len(weights)}")
     for item, weight in zip(inputs, weights, strict=True):
         if not isinstance(weight, int | float) or not (isfinite(weight) and _MIN_WEIGHT <= weight <= _MAX_WEIGHT):
-            raise KfacpackError(f"{item.name}: its weight is {weight}, expected a positive number")
+            expected = f"expected a number from {_MIN_WEIGHT:g} to {_MAX_WEIGHT:g}"
+            raise KfacpackError(f"{item.name}: its weight is {weight!r}, {expected}")
     return [float(weight) for weight in weights]
 
 
