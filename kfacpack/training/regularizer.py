@@ -49,7 +49,7 @@ class OutputScaleWarning(UserWarning):
     """Issued if a bundle does not record the scale of f and f is not normalised, so that λ depends on that scale."""
 
 
-class PrecisionError(NamedTuple):
+class PrecisionLoss(NamedTuple):
     """Relative errors of a penalty whose products have a reduced precision."""
 
     value: float
@@ -75,7 +75,7 @@ class Regularizer:
         device: Device of the computation. Defaults to the device of τ.
         dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
         precision: Precision of the products with factors: "bf16" also keeps the factors in bfloat16, "tf32" uses TF32
-            on GPUs that have it. Defaults to that of `dtype`. `precision_error` measures the effect.
+            on GPUs that have it. Defaults to that of `dtype`. `precision_loss` measures the effect.
         exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
             was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
@@ -291,7 +291,7 @@ class Regularizer:
             problem = f"the tensors of a {type(tau).__name__} are created at each access and keep no .grad"
             raise TaskVectorError(f"{problem}. Pass a dict that gradients are added to: add_grad(tau, grads)")
 
-    def precision_error(self, tau: Mapping[str, Tensor]) -> PrecisionError:
+    def precision_loss(self, tau: Mapping[str, Tensor]) -> PrecisionLoss:
         """Measures the error that `precision` causes, compared with products in the dtype of the computation.
 
         Args:
@@ -310,7 +310,7 @@ class Regularizer:
         value = self._compute(covered, rounded)
         difference = [(rounded[name] - exact[name]).norm() for name in covered]
         norm = torch.stack([gradient.norm() for gradient in exact.values()]).norm()
-        return PrecisionError(
+        return PrecisionLoss(
             float((value - expected).abs() / expected) if expected else 0.0,
             float(torch.stack(difference).norm() / norm) if norm else 0.0,
         )

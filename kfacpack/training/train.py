@@ -72,7 +72,7 @@ def train(
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory of
-            the factors. `Regularizer.precision_error` measures the effect.
+            the factors. `Regularizer.precision_loss` measures the effect.
         offload: Whether to keep the factors on the CPU, and move those of a few blocks at a time.
         regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only.
         params: Names or patterns of the trained parameters; by default all that the model family does not freeze.

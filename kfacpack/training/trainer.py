@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Split, Task
     from kfacpack.training.data_penalty import DataPenalty
     from kfacpack.training.regimes import Regime
-    from kfacpack.training.regularizer import PrecisionError, Regularizer
+    from kfacpack.training.regularizer import PrecisionLoss, Regularizer
 
 
 def identify_base(regime: Regime, regularizer: Regularizer | None = None) -> Base:
@@ -347,7 +347,7 @@ class Trainer:
             family=base.family, name=base.name, revision=base.revision, sha256=base_digest(trained), parameters=trained
         )
 
-    def penalty_error(self, vector: TaskVector) -> PrecisionError | None:
+    def penalty_error(self, vector: TaskVector) -> PrecisionLoss | None:
         """Returns the errors of the curvature penalty at a vector; None if it is computed in full precision.
 
         Args:
@@ -356,7 +356,7 @@ class Trainer:
         if self.regularizer is None or self.regularizer.precision is None:
             return None
         device = self.head.weight.device
-        return self.regularizer.precision_error({name: vector[name].to(device) for name in vector})
+        return self.regularizer.precision_loss({name: vector[name].to(device) for name in vector})
 
     def _check_penalty(self, path: Path) -> None:
         penalty = self.regularizer or self.data_penalty

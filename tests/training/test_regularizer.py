@@ -204,7 +204,7 @@ def test_reduced_precision_and_its_error(stored_as):
     curvature = layers_of_equal_shape(stored_as)
     tau = random_tau(curvature)
     rounded = kp.Regularizer(curvature, 3.0, precision="bf16")
-    error = rounded.precision_error(tau)
+    error = rounded.precision_loss(tau)
     value, grads = kp.Regularizer(curvature, 3.0).value(tau), {}
     assert error.value == pytest.approx(float(abs(rounded.value(tau) - value) / value), rel=1e-2, abs=1e-6)
     assert 1e-5 < error.gradient < 2e-2
@@ -212,14 +212,14 @@ def test_reduced_precision_and_its_error(stored_as):
     rounded.add_grad(tau, grads)
     assert all(grads[name].dtype is torch.float32 for name in tau)
     assert rounded.settings["penalty_precision"] == "bf16"
-    assert rounded.precision_error({name: torch.zeros_like(tensor) for name, tensor in tau.items()}) == (0, 0)
+    assert rounded.precision_loss({name: torch.zeros_like(tensor) for name, tensor in tau.items()}) == (0, 0)
 
 
 def test_tf32_is_allowed_during_the_penalty_only():
     curvature = layers_of_equal_shape()
     tau = random_tau(curvature)
     before = torch.get_float32_matmul_precision()
-    error = kp.Regularizer(curvature, 3.0, precision="tf32").precision_error(tau)
+    error = kp.Regularizer(curvature, 3.0, precision="tf32").precision_loss(tau)
     assert torch.get_float32_matmul_precision() == before
     assert max(error) < 1e-2
     with refused(kp.KfacpackError, "unknown precision 'fp8'", "'bf16'"):
