@@ -97,7 +97,7 @@ class Probes:
         if self.fisher == "exact":
             roots = None if self.output_layer is None else _metric_roots(f, self.output_layer)
             row_of = torch.tensor([row for _, row in numbers], device=f.device)
-            for row in range(int(row_of.max()) + 1):
+            for row in range(1 + max(row for _, row in numbers)):
                 for k in range(width):
                     directions = torch.eye(width, dtype=f.dtype, device=f.device)[k] if roots is None else roots[..., k]
                     yield directions * (row_of == row)[:, None]

@@ -253,7 +253,8 @@ def count_syncs(layers, **options):
     model = seeded(lambda: Deep(layers))
     parameters = dict(model.named_parameters())
     with eval_mode(model, parameters):
-        accumulator = begin_accumulation(model, sentences(), parameters, EstimateOptions(**options), None)
+        settings = EstimateOptions(**options)
+        accumulator = begin_accumulation(model, sentences(), parameters, settings, settings.probes, None)
         with SyncCounter() as mode:
             accumulator.add_batch(sentences(), 100)
     return mode.count
