@@ -15,13 +15,13 @@ writes to parameters, buffers or the batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfacpack._torch import (
@@ -33,6 +33,7 @@ from kfacpack._torch import (
     is_mutating,
     memory_address,
     tensor_versions,
+    without_autograd,
     written_arguments,
 )
 from kfacpack.errors import KfacpackError
@@ -42,9 +43,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_READS_NUMBERS = frozenset(
-    ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "share_memory_")
-)
+_READS_NUMBERS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
 """Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
 
 _LITERALS = (int, bool, str, type(None))
@@ -65,17 +64,39 @@ class Operation(NamedTuple):
     """The assignment of its results, such as `v4 = `."""
 
 
-class _LeakDetector(TorchFunctionMode):
-    """Reports calls that read the numbers of a tensor past the dispatcher."""
+_PATCH_LOCK = threading.RLock()
 
-    def __init__(self, refuse: Callable[[str], None]) -> None:
-        super().__init__()
-        self._refuse = refuse
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(func, "__name__", "")) in _READS_NUMBERS:
-            self._refuse(f"the model calls Tensor.{name}")
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def _reads_reported(report: Callable[[str], None]) -> Iterator[None]:
+    """Reports calls of methods that read the numbers of a tensor past the dispatcher.
+
+    The methods are replaced for a while. A `TorchFunctionMode` would also see them, but it disables the fast path of
+    nn.MultiheadAttention, and with it the operations of an untraced call.
+    """
+    own = vars(Tensor)
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            report(f"the model calls Tensor.{name}")
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with _PATCH_LOCK:
+        originals = {name: own.get(name) for name in _READS_NUMBERS}
+        try:
+            for name in originals:
+                setattr(Tensor, name, wrapped(name))
+            yield
+        finally:
+            for name, method in originals.items():
+                if method is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, method)
 
 
 class Recorder(DispatchMode):
@@ -116,7 +137,7 @@ class Recorder(DispatchMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records the operations of the enclosed code."""
-        with _LeakDetector(self.refuse), self:
+        with _reads_reported(self.refuse), self:
             yield
 
     def refuse(self, reason: str) -> None:
@@ -313,6 +334,9 @@ class Program:
     def _name(self, number: int) -> str:
         return f"{'s' if number in self._recorder.state else 'v'}{number}"
 
+    def _context(self) -> AbstractContextManager[None]:
+        return without_autograd() if self._compiled else below_autograd()
+
     def forward(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Computes f and J τ.
 
@@ -322,7 +346,7 @@ class Program:
         Returns:
             f, J τ (None for zero), and the values for `backward`.
         """
-        with below_autograd():
+        with self._context():
             results: tuple[Tensor, Tensor | None, list[Tensor]] = self._forward(inputs, self.state)
         return results
 
@@ -331,7 +355,7 @@ class Program:
         selected = tuple(name for name in names if name in self._gradients)
         if selected not in self._backwards:
             self._backwards[selected] = self._define_backward(selected)
-        with below_autograd():
+        with self._context():
             return dict(zip(selected, self._backwards[selected](saved, self.state, u), strict=True))
 
     def _define_backward(self, names: Sequence[str]) -> Callable[..., Any]:
@@ -349,15 +373,41 @@ class Program:
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {taken}",
-            f"{taken}.clear()",
+            *([] if self._compiled else [f"{taken}.clear()"]),
             f"[{', '.join(state)}] = state",
             *lines,
         ]
         source = f"def {name}({', '.join((taken, 'state', *more))}):\n" + "".join(f"    {line}\n" for line in body)
-        namespace = {key: callable_of(value) for key, value in self._recorder.constants.items()}
+        constants = self._recorder.constants
+        namespace = dict(constants) if self._compiled else {key: callable_of(constants[key]) for key in constants}
         exec(compile(source, f"<kfacpack {name}>", "exec"), namespace)
         function: Callable[..., Any] = namespace[name]
-        return function
+        return _compiled(function, self.state[0].device) if self._compiled else function
+
+
+def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Compiles a function for fixed shapes, with CUDA graphs on a GPU.
+
+    The memory of CUDA graphs is reused by their next replay. Results are therefore copied, except for the values that
+    one step passes from the forward to the backward pass.
+    """
+    graphs = device.type == "cuda"
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead" if graphs else None)
+
+    def call(*args: Any) -> Any:
+        if graphs and function.__name__ == "forward":
+            torch.compiler.cudagraph_mark_step_begin()
+        try:
+            results = compiled(*args)
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            remedy = "use it without --compile (compile), or install a C++ compiler that torch.compile finds"
+            raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
+        if not graphs:
+            return results
+        return tuple(result.clone() if isinstance(result, Tensor) else result for result in results)
+
+    return call
 
 
 def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Callable[[int], int]) -> list[Operation]:

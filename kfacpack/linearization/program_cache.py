@@ -208,11 +208,16 @@ class ProgramEntry:
         self.program, self._state, self.verified = None, None, False
         self.refusal = refusal
 
-    def verify(self, replayed: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-        """Compares f and J τ from the program with those from the model, and discards the program if they differ."""
+    def verify(self, replayed: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> bool:
+        """Compares f and J τ from the program with those from the model, and discards the program if they differ.
+
+        Returns:
+            Whether they agree.
+        """
         self.verified = all(map(_agree, replayed, expected))
         if not self.verified:
             self.discard("a recorded call did not give the same f on another batch")
+        return self.verified
 
     def accept(self, program: Program | None, state: ModuleState, refusal: str | None) -> None:
         """Stores a program that was recorded in a state of the module, or the reason why it cannot be used."""
