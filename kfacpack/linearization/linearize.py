@@ -24,8 +24,14 @@ from kfacpack import _torch
 from kfacpack._torch import add_each, backward_retains_graph, eager_mode, tensor_version
 from kfacpack.curvature.curvature import check_task_vector
 from kfacpack.linearization.jvp_mode import JvpMode, TangentMap, require_tracked
-from kfacpack.linearization.program import RecordedGradient, Recorder, ReplayedGradient, modified_error
-from kfacpack.linearization.program_cache import ProgramCache, signature
+from kfacpack.linearization.program import Recorder
+from kfacpack.linearization.program_cache import (
+    ProgramCache,
+    RecordedGradient,
+    ReplayedGradient,
+    modified_error,
+    signature,
+)
 from kfacpack.models.functional import (
     call_model,
     eval_mode,
@@ -40,8 +46,8 @@ from kfacpack.models.model import unwrap_model
 if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
-    from kfacpack.linearization.program import Gradient, Program
-    from kfacpack.linearization.program_cache import ModuleState, ProgramEntry
+    from kfacpack.linearization.program import Program
+    from kfacpack.linearization.program_cache import Gradient, ModuleState, ProgramEntry
     from kfacpack.models.functional import Forward, ModelInput
     from kfacpack.models.model import Model
 

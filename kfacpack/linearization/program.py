@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from kfacpack._torch import (
     callable_of,
     is_mutating,
     memory_address,
-    tensor_versions,
     without_autograd,
     written_arguments,
 )
@@ -436,83 +435,3 @@ def _body(operations: Sequence[Operation], kept: Iterable[int], inputs: Iterable
     if remaining:
         lines.append(f"del {', '.join(f'v{number}' for number in sorted(remaining))}")
     return lines[::-1]
-
-
-class Gradient(Protocol):
-    """Computes Jᵀ u by parameter, without parameters that f does not depend on."""
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`; `retain_graph` allows another call."""
-
-
-class RecordedGradient:
-    """Gradient of a recorded forward pass: the first call is recorded as well.
-
-    Args:
-        gradient: Computes the gradient from the graph.
-        names: All names that a gradient may be computed for.
-        recorder: Recorder of the forward pass.
-        finish: Called with the gradients for all names.
-    """
-
-    def __init__(
-        self,
-        gradient: Gradient,
-        names: Sequence[str],
-        recorder: Recorder,
-        finish: Callable[[Mapping[str, Tensor]], None],
-    ) -> None:
-        self._gradient = gradient
-        self._names = names
-        self._recorder: Recorder | None = recorder
-        self._finish = finish
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return self._gradient(u, names, retain_graph=retain_graph)
-        recorder.begin_backward(u)
-        wanted = self._names if recorder.refusal is None else names
-        with recorder.watching():
-            results = self._gradient(u, wanted, retain_graph=retain_graph)
-        self._finish(results)
-        return {name: results[name] for name in names if name in results}
-
-
-class ReplayedGradient:
-    """Gradient of a replayed forward pass.
-
-    Args:
-        program: The program.
-        saved: Values that its forward pass has saved.
-    """
-
-    def __init__(self, program: Program, saved: list[Tensor]) -> None:
-        self._program = program
-        self._saved = saved
-        self._released = False
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[int]:
-        return tensor_versions([*self._program.watched, *self._saved])
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`.
-
-        Raises:
-            KfacpackError: If a tensor that is needed was modified.
-            RuntimeError: If this is a second call, and the first was not made with `retain_graph`.
-        """
-        if self._released:
-            raise RuntimeError("cannot compute a gradient a second time; use retain_graph=True in the first call")
-        if self._current_versions() != self._versions:
-            raise modified_error()
-        self._released = not retain_graph
-        return self._program.backward(list(self._saved) if retain_graph else self._saved, u, names)
-
-
-def modified_error() -> KfacpackError:
-    """Returns the error for a saved tensor that was modified before the gradient was computed."""
-    problem = "a tensor that the gradient needs was modified in place after it was used"
-    return KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")
