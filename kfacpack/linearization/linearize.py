@@ -269,6 +269,7 @@ class Linearized:
             context = saved_tensors_hooks(_save_nothing, _no_load)
         with eval_mode(self._module, parameters), _no_autocast_cache(), eager_mode(), context:
             edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
+            change: Tensor | None
             if not self._fast:
                 f, change = self._torch_jvp(arguments, tangents)
             elif recorder is None:

@@ -128,8 +128,8 @@ class Recorder(DispatchMode):
         """Numbers of f and J τ."""
         self.state: dict[int, Tensor] = {}
         """Tensors of the model that were used, by number."""
-        self.seed: int | None = None
-        """Number of u."""
+        self.seed = -1
+        """Number of u; -1 before the backward pass."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
         """Numbers of tangents and batch."""
 
@@ -399,7 +399,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
         try:
             results = compiled(*args)
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = " ".join(str(error).split()[:40])
             remedy = "use it without --compile (compile), or install a C++ compiler that torch.compile finds"
             raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
         if not graphs:

@@ -313,6 +313,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="torch.c
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step():
     model = seeded(mlp)
     lin, plain = kp.linearize(model, compile=True), kp.linearize(model, trace=False)
