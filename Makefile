@@ -51,6 +51,7 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/compress.py
 	$(BIN)/python tests/bench/merge.py
 	$(BIN)/python tests/bench/linear.py
+	$(BIN)/python tests/bench/overhead.py
 	$(BIN)/python tests/bench/penalty.py
 	$(BIN)/python tests/bench/sweep.py
 	$(BIN)/python tests/bench/interrupted.py

@@ -183,6 +183,13 @@ def train(
     autocast: bool | None = option(
         TRAINING_PANEL, None, "--autocast/--no-autocast", help="Run the model in bfloat16. [default: on CUDA only]"
     ),
+    compile: bool = option(
+        TRAINING_PANEL,
+        False,
+        "--compile",
+        help="Compile the linearised step with torch.compile, with CUDA graphs on a GPU. Needs a C++ compiler; the "
+        "first step then takes minutes.",
+    ),
     seed: int = option(TRAINING_PANEL, 0, "--seed", min=0, help="Seed for the order of the examples."),
     resume: bool = RESUME,
     as_json: bool = AS_JSON,
@@ -245,6 +252,7 @@ def train(
                 params=tuple(params) if params else None,
                 head=head,
                 autocast=autocast,
+                compile=compile,
                 on_head=advance,
                 **penalty,
             )

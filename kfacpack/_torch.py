@@ -296,13 +296,23 @@ def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def without_autograd() -> Iterator[None]:
+    """Runs operations in `torch.no_grad` and without autocast, and creates no inference tensors.
+
+    Uses `torch._C._DisableAutocast`. Known to work with torch 2.13.
+    """
+    with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
+        yield
+
+
+@contextmanager
 def below_autograd() -> Iterator[None]:
     """Runs operations without autograd and autocast, which saves their dispatch.
 
     Uses `torch._C._AutoDispatchBelowAutograd` and `torch._C._DisableAutocast`. Without the former, operations run in
     `torch.no_grad`, with the same results. Known to work with torch 2.13.
     """
-    with torch.inference_mode(False), torch.no_grad(), _below_autograd(), autocast_disabled():
+    with without_autograd(), _below_autograd():
         yield
 
 

@@ -255,6 +255,18 @@ def test_forward_ad_below_autograd(warmed_up):
     torch.testing.assert_close(gradient, x.detach().cos())
 
 
+def test_forward_ad_below_autograd_is_visible_on_request(warmed_up):
+    class Visible(WithTangent):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            with _torch.forward_ad_below_autograd(visible=True):
+                return func(*(forward_ad.make_dual(tensor.detach(), torch.ones_like(tensor)) for tensor in args))
+
+    x = constant(3)
+    with Recording() as outer, Visible():
+        x.sin()
+    assert {aten.sin.default, aten.cos.default} <= set(outer.operators)
+
+
 def test_tangent_of_dual(warmed_up):
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(constant(3), torch.ones(3).double())
@@ -306,6 +318,69 @@ def test_base_of():
     assert _torch.base_of(base[0].view(3, 1)) is base
 
 
+def test_memory_address():
+    base = constant(4)
+    assert _torch.memory_address(base[2:]) == _torch.memory_address(base) != 0
+    assert _torch.memory_address(torch._efficientzerotensor(3)) == 0
+
+
+def test_written_arguments():
+    a, b = constant(3), constant(3)
+    assert _torch.written_arguments(aten.add_.Tensor, (a, b), {}) == [a]
+    assert _torch.written_arguments(aten.add.out, (a, a), {"out": b})[0] is b
+
+
+def test_callable_of():
+    assert _torch.callable_of(aten.mul.Tensor) is aten.mul.Tensor._op
+    assert _torch.callable_of(aten.mul.Tensor)(constant(2), 2.0).equal(2 * constant(2))
+    assert _torch.callable_of(3) == 3
+
+
+def product_inside(context):
+    x = leaf(2, 2).detach().float().requires_grad_()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), context():
+        y = x @ torch.ones(2, 2)
+    return y.dtype, y.requires_grad, y.is_inference()
+
+
+def test_below_autograd():
+    assert product_inside(_torch.below_autograd) == (torch.float32, False, False)
+
+
+def test_without_autograd():
+    assert product_inside(_torch.without_autograd) == (torch.float32, False, False)
+
+
+def test_tensor_versions():
+    tensor = constant(3)
+    before = _torch.tensor_versions([tensor, constant(2)])
+    tensor.add_(1)
+    assert _torch.tensor_versions([tensor, constant(2)]) == [before[0] + 1, before[1]]
+
+
+def test_tensor_layouts():
+    x = leaf(2, 3)
+    (layout,) = _torch.tensor_layouts([x])
+    assert layout == (torch.Tensor, (2, 3), (3, 1), 0, torch.float64, torch.device("cpu"))
+    x.register_hook(lambda gradient: None)
+    assert _torch.tensor_layouts([x]) != [layout]
+
+
+def test_global_module_hooks():
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    assert any(_torch.global_module_hooks())
+    handle.remove()
+    assert not any(_torch.global_module_hooks())
+
+
+def test_add_each():
+    targets = [constant(2), constant(3)]
+    _torch.add_each(targets, [torch.ones(2), torch.ones(3).double()])
+    assert targets[0].equal(constant(2) + 1)
+    assert targets[1].equal(constant(3) + 1)
+    _torch.add_each([], [])
+
+
 def test_tensor_version():
     tensor = constant(3)
     before = _torch.tensor_version(tensor)
@@ -348,7 +423,7 @@ def test_eager_mode():
 PRIVATE = re.compile(
     r"_saved_|Backward\d|_input_metadata|torch\._[a-z]|torch\._C|_DisableAutocast|_DisableTorchDispatch"
     r"|_python_dispatch|_should_skip_dynamo|_get_current_graph_task|\._schema|_set_fwd_grad|_is_zerotensor|\._is_view"
-    r"|\._version\b|\._base\b|aten\._|_scaled_dot_product"
+    r"|\._version\b|\._base\b|aten\._|_scaled_dot_product|_AutoDispatch|\._op\b|_backward_hooks|\"_global_"
 )
 
 

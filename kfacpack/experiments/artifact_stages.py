@@ -247,7 +247,8 @@ class TrainStage(TaskVectorStage):
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
         return {
-            **self._training.model_dump(),
+            **self._training.model_dump(exclude={"compile"}),
+            **({"compile": True} if self._training.compile else {}),
             "task": self.task,
             "seed": self.seed,
             "head": self.context.plan.model.head,
@@ -276,6 +277,7 @@ class TrainStage(TaskVectorStage):
             strength=arm.lam if self.merged or self._protected else None,
             regime=section.regime,
             head=context.head(self.task),
+            compile=section.compile,
         )
 
         def progress(metrics: Metrics, steps: int) -> None:
@@ -307,6 +309,7 @@ class TrainStage(TaskVectorStage):
             *("--weight-decay", section.weight_decay, *optional("--lr", section.lr)),
             *penalty,
             *(("--autocast",) if uses_autocast(self.context.model) else ()),
+            *(("--compile",) if section.compile else ()),
             *("--seed", self.seed, "-o", self.file),
         )
 

@@ -154,6 +154,8 @@ class TrainingSection(PlanSection):
     lr: Annotated[FiniteNumber, Field(gt=0, le=MAX_RATE)] | None = None
     warmup: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.1
     weight_decay: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] = 0.1
+    compile: bool = False
+    """Whether torch.compile compiles the linearised step."""
 
 
 class ArmSection(PlanSection):

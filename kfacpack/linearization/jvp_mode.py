@@ -7,11 +7,10 @@ its change along τ. Autograd records the operation but not the tangent.
 Most tangents come from torch's forward mode. Matrix products and convolutions have a rule here because torch's
 derivative does redundant work; fused attention kernels have one because torch has no forward-mode derivative for them.
 
-The rules in `GRAPHLESS_RULES` save the time to set up torch's forward mode and, for layer norm, a dozen operations.
-They are used in passes that keep no graph. In passes that keep one, tensors need no more memory, but the rules change
-the order in which memory is allocated, and the heap of glibc fragments more: on ViT-B/32, the peak resident memory of
-a step rises from 1.15 to 1.31 of a plain step. With MALLOC_MMAP_THRESHOLD_=262144, which bypasses the heap, it is 1.01
-with and without these rules.
+The rules in `GRAPHLESS_RULES` save the time to set up torch's forward mode. They are used in passes that keep no graph.
+In passes that keep one, tensors need no more memory, but these rules change the order in which memory is allocated, and
+the heap of glibc fragments more: on ViT-B/32, the peak resident memory of a step rises above 1.2 of a plain step.
+Layer norm has a rule in all passes, because torch's derivative of it is compiled and cannot be recorded.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
 of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of that

@@ -15,13 +15,13 @@ writes to parameters, buffers or the batch.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfacpack._torch import (
@@ -32,7 +32,7 @@ from kfacpack._torch import (
     callable_of,
     is_mutating,
     memory_address,
-    tensor_versions,
+    without_autograd,
     written_arguments,
 )
 from kfacpack.errors import KfacpackError
@@ -42,9 +42,7 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
-_READS_NUMBERS = frozenset(
-    ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "share_memory_")
-)
+_READS_NUMBERS = frozenset(("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "storage"))
 """Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
 
 _LITERALS = (int, bool, str, type(None))
@@ -65,17 +63,39 @@ class Operation(NamedTuple):
     """The assignment of its results, such as `v4 = `."""
 
 
-class _LeakDetector(TorchFunctionMode):
-    """Reports calls that read the numbers of a tensor past the dispatcher."""
+_PATCH_LOCK = threading.RLock()
 
-    def __init__(self, refuse: Callable[[str], None]) -> None:
-        super().__init__()
-        self._refuse = refuse
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(func, "__name__", "")) in _READS_NUMBERS:
-            self._refuse(f"the model calls Tensor.{name}")
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def _reads_reported(report: Callable[[str], None]) -> Iterator[None]:
+    """Reports calls of methods that read the numbers of a tensor past the dispatcher.
+
+    The methods are replaced for a while. A `TorchFunctionMode` would also see them, but it disables the fast path of
+    nn.MultiheadAttention, and with it the operations of an untraced call.
+    """
+    own = vars(Tensor)
+
+    def wrapped(name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            report(f"the model calls Tensor.{name}")
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    with _PATCH_LOCK:
+        originals = {name: own.get(name) for name in _READS_NUMBERS}
+        try:
+            for name in originals:
+                setattr(Tensor, name, wrapped(name))
+            yield
+        finally:
+            for name, method in originals.items():
+                if method is None:
+                    delattr(Tensor, name)
+                else:
+                    setattr(Tensor, name, method)
 
 
 class Recorder(DispatchMode):
@@ -108,15 +128,15 @@ class Recorder(DispatchMode):
         """Numbers of f and J τ."""
         self.state: dict[int, Tensor] = {}
         """Tensors of the model that were used, by number."""
-        self.seed: int | None = None
-        """Number of u."""
+        self.seed = -1
+        """Number of u; -1 before the backward pass."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
         """Numbers of tangents and batch."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Records the operations of the enclosed code."""
-        with _LeakDetector(self.refuse), self:
+        with _reads_reported(self.refuse), self:
             yield
 
     def refuse(self, reason: str) -> None:
@@ -313,6 +333,9 @@ class Program:
     def _name(self, number: int) -> str:
         return f"{'s' if number in self._recorder.state else 'v'}{number}"
 
+    def _context(self) -> AbstractContextManager[None]:
+        return without_autograd() if self._compiled else below_autograd()
+
     def forward(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Computes f and J τ.
 
@@ -322,7 +345,7 @@ class Program:
         Returns:
             f, J τ (None for zero), and the values for `backward`.
         """
-        with below_autograd():
+        with self._context():
             results: tuple[Tensor, Tensor | None, list[Tensor]] = self._forward(inputs, self.state)
         return results
 
@@ -331,7 +354,7 @@ class Program:
         selected = tuple(name for name in names if name in self._gradients)
         if selected not in self._backwards:
             self._backwards[selected] = self._define_backward(selected)
-        with below_autograd():
+        with self._context():
             return dict(zip(selected, self._backwards[selected](saved, self.state, u), strict=True))
 
     def _define_backward(self, names: Sequence[str]) -> Callable[..., Any]:
@@ -349,15 +372,41 @@ class Program:
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {taken}",
-            f"{taken}.clear()",
+            *([] if self._compiled else [f"{taken}.clear()"]),
             f"[{', '.join(state)}] = state",
             *lines,
         ]
         source = f"def {name}({', '.join((taken, 'state', *more))}):\n" + "".join(f"    {line}\n" for line in body)
-        namespace = {key: callable_of(value) for key, value in self._recorder.constants.items()}
+        constants = self._recorder.constants
+        namespace = dict(constants) if self._compiled else {key: callable_of(constants[key]) for key in constants}
         exec(compile(source, f"<kfacpack {name}>", "exec"), namespace)
         function: Callable[..., Any] = namespace[name]
-        return function
+        return _compiled(function, self.state[0].device) if self._compiled else function
+
+
+def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """Compiles a function for fixed shapes, with CUDA graphs on a GPU.
+
+    The memory of CUDA graphs is reused by their next replay. Results are therefore copied, except for the values that
+    one step passes from the forward to the backward pass.
+    """
+    graphs = device.type == "cuda"
+    compiled = torch.compile(function, fullgraph=True, dynamic=False, mode="reduce-overhead" if graphs else None)
+
+    def call(*args: Any) -> Any:
+        if graphs and function.__name__ == "forward":
+            torch.compiler.cudagraph_mark_step_begin()
+        try:
+            results = compiled(*args)
+        except Exception as error:
+            reason = " ".join(str(error).split()[:40])
+            remedy = "use it without --compile (compile), or install a C++ compiler that torch.compile finds"
+            raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
+        if not graphs:
+            return results
+        return tuple(result.clone() if isinstance(result, Tensor) else result for result in results)
+
+    return call
 
 
 def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Callable[[int], int]) -> list[Operation]:
@@ -386,83 +435,3 @@ def _body(operations: Sequence[Operation], kept: Iterable[int], inputs: Iterable
     if remaining:
         lines.append(f"del {', '.join(f'v{number}' for number in sorted(remaining))}")
     return lines[::-1]
-
-
-class Gradient(Protocol):
-    """Computes Jᵀ u by parameter, without parameters that f does not depend on."""
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`; `retain_graph` allows another call."""
-
-
-class RecordedGradient:
-    """Gradient of a recorded forward pass: the first call is recorded as well.
-
-    Args:
-        gradient: Computes the gradient from the graph.
-        names: All names that a gradient may be computed for.
-        recorder: Recorder of the forward pass.
-        finish: Called with the gradients for all names.
-    """
-
-    def __init__(
-        self,
-        gradient: Gradient,
-        names: Sequence[str],
-        recorder: Recorder,
-        finish: Callable[[Mapping[str, Tensor]], None],
-    ) -> None:
-        self._gradient = gradient
-        self._names = names
-        self._recorder: Recorder | None = recorder
-        self._finish = finish
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`."""
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return self._gradient(u, names, retain_graph=retain_graph)
-        recorder.begin_backward(u)
-        wanted = self._names if recorder.refusal is None else names
-        with recorder.watching():
-            results = self._gradient(u, wanted, retain_graph=retain_graph)
-        self._finish(results)
-        return {name: results[name] for name in names if name in results}
-
-
-class ReplayedGradient:
-    """Gradient of a replayed forward pass.
-
-    Args:
-        program: The program.
-        saved: Values that its forward pass has saved.
-    """
-
-    def __init__(self, program: Program, saved: list[Tensor]) -> None:
-        self._program = program
-        self._saved = saved
-        self._released = False
-        self._versions = self._current_versions()
-
-    def _current_versions(self) -> list[int]:
-        return tensor_versions([*self._program.watched, *self._saved])
-
-    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
-        """Returns the gradients for `names`.
-
-        Raises:
-            KfacpackError: If a tensor that is needed was modified.
-            RuntimeError: If this is a second call, and the first was not made with `retain_graph`.
-        """
-        if self._released:
-            raise RuntimeError("cannot compute a gradient a second time; use retain_graph=True in the first call")
-        if self._current_versions() != self._versions:
-            raise modified_error()
-        self._released = not retain_graph
-        return self._program.backward(list(self._saved) if retain_graph else self._saved, u, names)
-
-
-def modified_error() -> KfacpackError:
-    """Returns the error for a saved tensor that was modified before the gradient was computed."""
-    problem = "a tensor that the gradient needs was modified in place after it was used"
-    return KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")

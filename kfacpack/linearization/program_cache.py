@@ -1,4 +1,4 @@
-"""Decides which calls of a linearised model are recorded and replayed.
+"""Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
 A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
 choose kernels. It also belongs to a state of the module: its submodules and attributes, and the tensors among them, by
@@ -14,15 +14,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from kfacpack._torch import global_module_hooks, tensor_layouts
+from kfacpack._torch import global_module_hooks, tensor_layouts, tensor_versions
+from kfacpack.errors import KfacpackError
 
 if TYPE_CHECKING:
-    from kfacpack.linearization.program import Program
+    from kfacpack.linearization.program import Program, Recorder
 
 _MAX_SIGNATURES = 32
 """Signatures that are kept; the least recently used is dropped."""
@@ -208,11 +209,16 @@ class ProgramEntry:
         self.program, self._state, self.verified = None, None, False
         self.refusal = refusal
 
-    def verify(self, replayed: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
-        """Compares f and J τ from the program with those from the model, and discards the program if they differ."""
+    def verify(self, replayed: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> bool:
+        """Compares f and J τ from the program with those from the model, and discards the program if they differ.
+
+        Returns:
+            Whether they agree.
+        """
         self.verified = all(map(_agree, replayed, expected))
         if not self.verified:
             self.discard("a recorded call did not give the same f on another batch")
+        return self.verified
 
     def accept(self, program: Program | None, state: ModuleState, refusal: str | None) -> None:
         """Stores a program that was recorded in a state of the module, or the reason why it cannot be used."""
@@ -246,3 +252,83 @@ class ProgramCache:
     def refusals(self) -> tuple[str, ...]:
         """Reasons why signatures stay untraced."""
         return tuple(sorted({entry.refusal for entry in self._entries.values() if entry.refusal is not None}))
+
+
+class Gradient(Protocol):
+    """Computes Jᵀ u by parameter, without parameters that f does not depend on."""
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`; `retain_graph` allows another call."""
+
+
+class RecordedGradient:
+    """Gradient of a recorded forward pass: the first call is recorded as well.
+
+    Args:
+        gradient: Computes the gradient from the graph.
+        names: All names that a gradient may be computed for.
+        recorder: Recorder of the forward pass.
+        finish: Called with the gradients for all names.
+    """
+
+    def __init__(
+        self,
+        gradient: Gradient,
+        names: Sequence[str],
+        recorder: Recorder,
+        finish: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        self._gradient = gradient
+        self._names = names
+        self._recorder: Recorder | None = recorder
+        self._finish = finish
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return self._gradient(u, names, retain_graph=retain_graph)
+        recorder.begin_backward(u)
+        wanted = self._names if recorder.refusal is None else names
+        with recorder.watching():
+            results = self._gradient(u, wanted, retain_graph=retain_graph)
+        self._finish(results)
+        return {name: results[name] for name in names if name in results}
+
+
+class ReplayedGradient:
+    """Gradient of a replayed forward pass.
+
+    Args:
+        program: The program.
+        saved: Values that its forward pass has saved.
+    """
+
+    def __init__(self, program: Program, saved: list[Tensor]) -> None:
+        self._program = program
+        self._saved = saved
+        self._released = False
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return tensor_versions([*self._program.watched, *self._saved])
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`.
+
+        Raises:
+            KfacpackError: If a tensor that is needed was modified.
+            RuntimeError: If this is a second call, and the first was not made with `retain_graph`.
+        """
+        if self._released:
+            raise RuntimeError("cannot compute a gradient a second time; use retain_graph=True in the first call")
+        if self._current_versions() != self._versions:
+            raise modified_error()
+        self._released = not retain_graph
+        return self._program.backward(list(self._saved) if retain_graph else self._saved, u, names)
+
+
+def modified_error() -> KfacpackError:
+    """Returns the error for a saved tensor that was modified before the gradient was computed."""
+    problem = "a tensor that the gradient needs was modified in place after it was used"
+    return KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")

@@ -59,10 +59,14 @@ class Regime(ABC):
     relative_step: ClassVar[float]
     """Target change of f in the first step, relative to its size, for the default learning rate."""
 
-    def __init__(self, model: Model, params: Iterable[str] | str | None = None):
+    def __init__(self, model: Model, params: Iterable[str] | str | None = None, *, compile: bool = False):
         self.model = model
         self.parameters = self.choose_parameters(model, params)
         """Parameters that are trained, by state-dict name."""
+        self.compiled = compile
+        """Whether torch.compile compiles the forward and backward pass."""
+        if compile and self.name != "linear":
+            raise KfacpackError(f"--compile (compile): applies to the regime 'linear', got {self.name!r}")
 
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
         """Returns the parameters to train, by state-dict name; see `Regime` for the arguments."""
@@ -98,9 +102,9 @@ class LinearRegime(Regime):
     name = "linear"
     relative_step = 1.0
 
-    def __init__(self, model: Model, params: Iterable[str] | str | None = None):
-        super().__init__(model, params)
-        self._linearized = Linearized(model.module, model.forward, self.parameters)
+    def __init__(self, model: Model, params: Iterable[str] | str | None = None, *, compile: bool = False):
+        super().__init__(model, params, compile=compile)
+        self._linearized = Linearized(model.module, model.forward, self.parameters, compile=compile)
 
     def forward(self, batch: Batch, tau: Tau) -> LinearForward:
         """Returns f + J τ of a batch."""
@@ -137,8 +141,8 @@ class FullRegime(Regime):
     name: ClassVar[Name] = "full"
     relative_step = 0.1
 
-    def __init__(self, model: Model, params: Iterable[str] | str | None = None):
-        super().__init__(model, params)
+    def __init__(self, model: Model, params: Iterable[str] | str | None = None, *, compile: bool = False):
+        super().__init__(model, params, compile=compile)
         self._function = _FunctionalModule(model)
 
     def forward(self, batch: Batch, tau: Tau) -> FullForward:

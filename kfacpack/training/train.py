@@ -53,6 +53,7 @@ def train(
     warmup: float = 0.1,
     weight_decay: float = 0.1,
     autocast: bool | None = None,
+    compile: bool = False,
     seed: int = 0,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
@@ -85,6 +86,7 @@ def train(
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
         autocast: Whether to run the model in bfloat16; by default only on CUDA.
+        compile: Whether torch.compile compiles the linearised step, with CUDA graphs on a GPU. It needs a compiler.
         seed: Seed for the order of the examples.
         output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. By
             default, no file is written.
@@ -130,6 +132,7 @@ def train(
             seed=seed,
         ),
         autocast=autocast,
+        compile=compile,
     )
     with output_path(output, "vector.safetensors", resume=resume) as path:
         return trainer.run(path, resume=resume, on_progress=on_progress, stopped=stopped)
@@ -152,6 +155,7 @@ def build_trainer(
     params: Sequence[str] | str | None = None,
     head: Head | HeadKind = "auto",
     autocast: bool | None = None,
+    compile: bool = False,
     on_head: OnProgress = lambda done, total: None,
 ) -> Trainer:
     """Assembles a training run without starting it.
@@ -172,6 +176,7 @@ def build_trainer(
         params: See `train`.
         head: See `train`.
         autocast: See `train`.
+        compile: See `train`.
         on_head: Called with the number of examples done and their total while a prototype head is computed.
 
     Returns:
@@ -193,7 +198,7 @@ def build_trainer(
     )
     if regime not in REGIMES:
         raise KfacpackError(f"unknown regime {regime!r}; expected one of {', '.join(REGIMES)}")
-    training_regime = REGIMES[regime](model, params)
+    training_regime = REGIMES[regime](model, params, compile=compile)
     regularizer = None
     if bundles:
         regularizer = Regularizer(

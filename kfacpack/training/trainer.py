@@ -151,6 +151,7 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         "lr": trainer.lr,
         **(penalty.settings if penalty else {}),
         **autocast,
+        **({"compile": True} if trainer.regime.compiled else {}),
     }
 
 

@@ -20,6 +20,7 @@ def test_vision_models(spec, dtype, tolerance, tiny_clip, pictures):
     more = {"clip": {"weights": "random"}, "tiny": {}}.get(spec, {"weights": "random", "image_size": 32})
     model = load_model(tiny_clip if spec == "clip" else spec, dtype=dtype, **more)
     lin = assert_exact(model, model.prepare(pictures, "any").to(dtype), tolerance)
+    assert lin.programs == 2, lin.untraced
     frozen = ("conv1", "positional", "pos_embed", "patch_embed", "token_embedding")
     assert not any(part in name for name in lin.parameters for part in frozen)
     if spec == "clip":
@@ -41,7 +42,9 @@ def test_text_models_on_padded_batches(family, dtype, tolerance, request, pairs)
     model = load_model(f"{family}:{folder}", dtype=dtype)
     batch = model.prepare(pairs, "mnli")
     assert not batch["attention_mask"].all()
-    assert_exact(model, batch, t5_tolerance(tolerance) if family == "t5" else tolerance)
+    lin = assert_exact(model, batch, t5_tolerance(tolerance) if family == "t5" else tolerance)
+    # transformers asks whether a mask contains padding, and then computes something else.
+    assert lin.programs == 2 or any("numbers in a tensor" in reason for reason in lin.untraced)
 
 
 def test_parameters_that_a_family_freezes_can_be_selected(t5_folder, pairs):
