@@ -60,7 +60,7 @@ from .models.model import Model
 from .tasks.registry import load_task
 from .tasks.task import Split, Task
 from .training.metrics import Metrics, MetricsWarning, PenaltyWarning
-from .training.regularizer import OutputScaleWarning, OwnTaskWarning, Regularizer
+from .training.regularizer import OutputScaleWarning, OwnTaskWarning, PrecisionError, Regularizer
 from .training.train import train
 from .vectors.adapter_export import ExportedMatrix, LinearVectorWarning, LoraExport, LostParameter, export_lora
 from .vectors.add import add, refine
@@ -120,6 +120,7 @@ __all__ = [
     "Parameter",
     "PenaltyWarning",
     "Piece",
+    "PrecisionError",
     "PullResult",
     "PushResult",
     "Reference",

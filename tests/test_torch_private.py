@@ -366,3 +366,29 @@ def test_every_function_has_a_test():
     functions = [name for name in public if isinstance(getattr(_torch, name), types.FunctionType) and name[0] != "_"]
     assert len(functions) > 20
     assert [name for name in functions if f"def test_{name}" not in tests] == []
+
+
+def test_add_each():
+    targets, tensors = [torch.ones(2), torch.ones(3, 1)], [torch.full((2,), 3.0), torch.full((3, 1), -5.0)]
+    _torch.add_each(targets, tensors, 2.0)
+    assert [target.unique().tolist() for target in targets] == [[7.0], [-9.0]]
+    _torch.add_each([], [])
+
+
+def test_copy_each():
+    targets, tensors = [torch.ones(2), torch.ones(3, 1)], [constant(2).float(), constant(3, 1).float()]
+    _torch.copy_each(targets, tensors)
+    assert all(map(torch.equal, targets, tensors))
+
+
+def test_set_to_zero():
+    tensors = [torch.ones(2), torch.ones(3, 1)]
+    _torch.set_to_zero(tensors)
+    assert not any(tensor.any() for tensor in tensors)
+
+
+def test_largest_magnitude():
+    tensors = [torch.tensor([1.0, -4.0]), torch.ones(3, 1, dtype=torch.float64)]
+    assert float(_torch.largest_magnitude(tensors)) == 4
+    for value in (float("nan"), float("-inf"), 1e300):
+        assert not _torch.largest_magnitude([*tensors, torch.tensor([1.0, value], dtype=torch.float64)]).isfinite()

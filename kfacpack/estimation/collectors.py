@@ -158,7 +158,7 @@ class KroneckerCollector(Collector):
         elif kept is not None:
             # Padded rows are zero here; dropping them only saves computation.
             gradients = gradients[kept] if drops_rows(gradients.device) else gradients
-        elif self.planned.few_rows:
+        elif self.planned.few_rows and drops_rows(gradients.device):
             gradients = gradients[(gradients != 0).any(1)]
         self._B.add(gradients)
 

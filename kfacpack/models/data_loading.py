@@ -124,7 +124,7 @@ def step_batches(
     ahead, steps = tee(steps)
     with closing(batches(model, sources, chain.from_iterable(ahead), pin_memory=False)) as loader:
         for parts in steps:
-            prepared = [next(loader) for _ in parts]
+            prepared: list[Any] = [next(loader) for _ in parts]
             if labels is not None:
                 prepared = [(batch, labels(numbers)) for batch, (_, numbers) in zip(prepared, parts, strict=True)]
             yield list(move(prepared))

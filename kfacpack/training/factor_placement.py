@@ -225,9 +225,11 @@ class FactorStream:
             slot = number % 2
             if self._stream is not None:
                 torch.cuda.current_stream(self._device).wait_event(copied[slot])  # type: ignore[arg-type]
-            yield batch, host.assemble(host.pack.views(self._buffers[slot]))
-            if self._stream is not None:
-                self._released[slot] = torch.cuda.current_stream(self._device).record_event()
+            try:
+                yield batch, host.assemble(host.pack.views(self._buffers[slot]))
+            finally:
+                if self._stream is not None:
+                    self._released[slot] = torch.cuda.current_stream(self._device).record_event()
             if number + 2 < len(factors):
                 copied[slot] = self._start_copy(factors[number + 2], slot)
 

@@ -305,7 +305,7 @@ class Trainer:
                 """Checks and records the results of all started steps, except the last `unread` ones."""
                 nonlocal requests
                 while len(started) > unread:
-                    metrics, *requests = self._results(started.popleft())
+                    metrics, requests = self._results(started.popleft())
                     if log:
                         log.add(metrics)
                     on_progress(metrics, self.steps)
@@ -400,7 +400,7 @@ class Trainer:
         others = torch.stack([penalty.float(), gradient, state.largest_change()])
         return StartedStep(step, lr, DeferredValues(torch.cat([results, others])))
 
-    def _results(self, started: StartedStep) -> tuple[Metrics, bool, bool]:
+    def _results(self, started: StartedStep) -> tuple[Metrics, tuple[bool, bool]]:
         """Returns the metrics of a step, and whether a process asked to stop and to save.
 
         Raises:
@@ -422,7 +422,7 @@ class Trainer:
         if not isfinite(change):
             raise self._step_error(step, "τ contains NaN or Inf after the step", lr_involved=True)
         metrics = Metrics(step + 1, mean_loss, accuracy, value if has_penalty else None, started.lr)
-        return metrics, bool(stop), bool(save)
+        return metrics, (bool(stop), bool(save))
 
     def _step_error(self, step: int, problem: str, *, lr_involved: bool) -> KfacpackError:
         """Returns the error of a failed step; while τ is zero, the learning rate cannot be the cause."""

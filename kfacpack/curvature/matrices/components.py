@@ -97,7 +97,7 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
         i = torch.arange(side, dtype=torch.int32, device=packed.device)
         high = torch.maximum(i[:, None], i)
         index = high * (high + 1) // 2 + torch.minimum(i[:, None], i)
-        full = packed.index_select(-1, index.reshape(-1)).unflatten(-1, (side, side))
+        full: Tensor = packed.index_select(-1, index.reshape(-1)).unflatten(-1, (side, side))
         if scale is None:
             return full
         return full * torch.where(i[:, None] >= i, scale[..., :, None], scale[..., None, :])
