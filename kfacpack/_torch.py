@@ -12,7 +12,7 @@ other way to obtain them. `kp.linearize` computes tangents below autograd; if a 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -258,6 +258,7 @@ An alias of `torch._C._DisableAutocast`, not a wrapper, because it is entered fo
 
 _dispatch_disabled: Any = _lookup("torch._C._DisableTorchDispatch")
 _forward_grad_enabled: Any = _lookup("torch.autograd.forward_ad._set_fwd_grad_enabled")
+_below_autograd: Any = _lookup("torch._C._AutoDispatchBelowAutograd") or nullcontext
 _graph_is_kept: Any = _lookup("torch._C._autograd._get_current_graph_task_keep_graph")
 
 
@@ -274,20 +275,34 @@ class DispatchMode(_lookup("torch.utils._python_dispatch.TorchDispatchMode") or 
 
 
 @contextmanager
-def forward_ad_below_autograd() -> Iterator[None]:
+def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
     """Enables forward-mode differentiation inside `__torch_dispatch__`, without recording a graph.
 
     Uses `torch._C._DisableTorchDispatch`, `torch._C._DisableAutocast` and `forward_ad._set_fwd_grad_enabled`; custom
     autograd functions switch forward-mode off while they run. Known to work with torch 2.13.
+
+    Args:
+        visible: Whether dispatch modes that were entered earlier see the operations of the derivatives.
     """
     with (
         torch.no_grad(),
         enable_reentrant_dispatch(),
-        _dispatch_disabled(),
+        nullcontext() if visible else _dispatch_disabled(),
         autocast_disabled(),
         _forward_grad_enabled(True),
         forward_ad.dual_level(),
     ):
+        yield
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Runs operations without autograd and autocast, which saves their dispatch.
+
+    Uses `torch._C._AutoDispatchBelowAutograd` and `torch._C._DisableAutocast`. Without the former, operations run in
+    `torch.no_grad`, with the same results. Known to work with torch 2.13.
+    """
+    with torch.inference_mode(False), torch.no_grad(), _below_autograd(), autocast_disabled():
         yield
 
 
@@ -318,6 +333,24 @@ def writes_first_argument_only(operator: Any) -> bool:
     """
     first, *others = operator._schema.arguments
     return _is_written(first) and not any(_is_written(argument) for argument in others)
+
+
+def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns the arguments of a call that a mutating operator writes to; lists of tensors are flattened.
+
+    Reads `alias_info` of `OpOverload._schema.arguments`. Known to work with torch 2.13.
+    """
+    bound = bound_arguments(operator, args, kwargs)
+    written = [bound[argument.name] for argument in operator._schema.arguments if _is_written(argument)]
+    return [item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def callable_of(value: Any) -> Any:
+    """Returns the function that an operator calls, which saves a Python frame per call; other values unchanged.
+
+    Reads `OpOverload._op`. If torch does not provide it, returns the operator. Known to work with torch 2.13.
+    """
+    return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
 
 def _is_written(argument: Any) -> bool:
@@ -420,12 +453,62 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
+def memory_address(tensor: Tensor) -> int:
+    """Returns the address of the memory that a tensor shares with its views; 0 if it has none.
+
+    Reads `Tensor._is_zerotensor()`: the zero tangents of forward mode have no memory. Known to work with torch 2.13.
+    """
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+
+
 def tensor_version(tensor: Tensor) -> int:
     """Returns the version counter of a tensor, which every in-place operation increments.
 
     Reads `Tensor._version`. Known to work with torch 2.13.
     """
     return tensor._version
+
+
+def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Returns `tensor_version` of each tensor.
+
+    Reads `Tensor._version`. Known to work with torch 2.13.
+    """
+    return [tensor._version for tensor in tensors]
+
+
+def tensor_layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
+    """Returns what the operations on a tensor depend on beside its numbers: type, layout, device and hooks.
+
+    Reads `Tensor._backward_hooks`, which is None for a tensor without hooks. Known to work with torch 2.13.
+    """
+    return [
+        (type(tensor), tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+        if tensor._backward_hooks is None
+        else (tensor._backward_hooks,)
+        for tensor in tensors
+    ]
+
+
+def global_module_hooks() -> list[Mapping[Any, Any]]:
+    """Returns the dicts of hooks that apply to all modules.
+
+    Reads the dicts `torch.nn.modules.module._global_*_hooks`. Known to work with torch 2.13.
+    """
+    return [
+        value
+        for name, value in vars(torch.nn.modules.module).items()
+        if name.startswith("_global_") and name.endswith("hooks") and isinstance(value, dict)
+    ]
+
+
+def add_each(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Adds each tensor to the corresponding target in place.
+
+    Calls `torch._foreach_add_`. Known to work with torch 2.13.
+    """
+    if targets:
+        torch._foreach_add_(list(targets), list(tensors))
 
 
 def backward_retains_graph() -> bool:

@@ -71,13 +71,13 @@ def added_product(
 def _product_tangent(tangent_of: TangentOf, start: Tensor | None, a: Tensor, b: Tensor, alpha: float = 1) -> Tensor:
     """Computes start + α (da b + a db); the second product is added in place to the first."""
     da, db = tangent_of(a), tangent_of(b)
-    add = torch.addmm if a.dim() == 2 else torch.baddbmm
+    multiply, add = (torch.mm, torch.addmm) if a.dim() == 2 else (torch.bmm, torch.baddbmm)
     total = start
     for left, right in ((da, b), (a, db)):
         if left is None or right is None:
             continue
         if total is None:
-            total = left @ right if alpha == 1 else alpha * (left @ right)
+            total = multiply(left, right) if alpha == 1 else alpha * multiply(left, right)
         elif total is start:
             total = add(total, left, right, alpha=alpha)
         else:
@@ -236,13 +236,13 @@ RULES: dict[Any, JvpRule] = {
     aten.addmm.default: added_product,
     aten.baddbmm.default: added_product,
     aten.convolution.default: convolution,
+    aten.native_layer_norm.default: layer_norm,
     **dict.fromkeys(attention_operators(), attention),
 }
 """Rules by operator."""
 
 GRAPHLESS_RULES: dict[Any, JvpRule] = {
     **RULES,
-    aten.native_layer_norm.default: layer_norm,
     aten.gelu.default: gelu,
     aten.add.Tensor: addition,
     aten.clone.default: copy,
@@ -329,11 +329,13 @@ class JvpMode(DispatchMode):
     Args:
         tangents: Tangents of the parameters; those of all other tensors are added.
         keeps_graph: Whether autograd keeps the tensors of the pass for a gradient.
+        recorded: Whether another dispatch mode is to see all operations, including those of the derivatives.
     """
 
-    def __init__(self, tangents: TangentMap, *, keeps_graph: bool) -> None:
+    def __init__(self, tangents: TangentMap, *, keeps_graph: bool, recorded: bool = False) -> None:
         super().__init__()
         self._tangents = tangents
+        self._recorded = recorded
         self._rules = RULES if keeps_graph else GRAPHLESS_RULES
         _warm_up_forward_ad()
 
@@ -370,7 +372,7 @@ class JvpMode(DispatchMode):
 
     def _differentiate(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
         """Computes the result and its tangent by torch's forward-mode derivative of this one operation."""
-        with forward_ad_below_autograd():
+        with forward_ad_below_autograd(visible=self._recorded):
             args, kwargs = _duals((args, kwargs), tangents)
             out = func(*args, **kwargs)
             pairs = [(tensor, tangent_of_dual(tensor)) for tensor in _tensors(out)]
@@ -392,7 +394,7 @@ class JvpMode(DispatchMode):
                 func(tangent, *other_args, **kwargs)
                 self._tangents.put(target, tangent)
             return target
-        with forward_ad_below_autograd():
+        with forward_ad_below_autograd(visible=self._recorded):
             dual = target.detach()
             if tangent is not None:
                 dual = forward_ad.make_dual(dual, tangent)

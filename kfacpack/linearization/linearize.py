@@ -9,26 +9,39 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfacpack import _torch
-from kfacpack._torch import backward_retains_graph, eager_mode, tensor_version
+from kfacpack._torch import add_each, backward_retains_graph, eager_mode, tensor_version
 from kfacpack.curvature.curvature import check_task_vector
-from kfacpack.errors import KfacpackError
 from kfacpack.linearization.jvp_mode import JvpMode, TangentMap, require_tracked
-from kfacpack.models.functional import call_model, eval_mode, map_tensors, select_parameters, zeros_like_parameters
+from kfacpack.linearization.program import RecordedGradient, Recorder, ReplayedGradient, modified_error
+from kfacpack.linearization.program_cache import ProgramCache, signature
+from kfacpack.models.functional import (
+    call_model,
+    eval_mode,
+    map_tensors,
+    require_finite,
+    select_parameters,
+    tensors_of,
+    zeros_like_parameters,
+)
 from kfacpack.models.model import unwrap_model
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import GradientEdge
+
+    from kfacpack.linearization.program import Gradient
+    from kfacpack.linearization.program_cache import ModuleState, ProgramEntry
     from kfacpack.models.functional import Forward, ModelInput
     from kfacpack.models.model import Model
 
@@ -44,7 +57,12 @@ class SlowLinearizationWarning(UserWarning):
 
 
 def linearize(
-    model: nn.Module | Model, params: Iterable[str] | str | None = None, *, forward: Forward | None = None
+    model: nn.Module | Model,
+    params: Iterable[str] | str | None = None,
+    *,
+    forward: Forward | None = None,
+    trace: bool = True,
+    compile: bool = False,
 ) -> Linearized:
     """Linearises a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
 
@@ -57,6 +75,9 @@ def linearize(
         params: Names or patterns of the parameters that τ may change. Defaults to all; for a model from
             `kp.load_model`, to those that its family does not freeze.
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
+        trace: Whether calls are recorded once per shape of the batch and replayed without the model. The results are
+            the same. Set it to False if f depends on Python state outside of the model, such as a global variable.
+        compile: Whether torch.compile compiles the recorded operations, with CUDA graphs on a GPU.
 
     Returns:
         The linearised model.
@@ -70,7 +91,8 @@ def linearize(
         >>> lin(x, tau).square().mean().backward()
     """
     module, own_forward, frozen = unwrap_model(model)
-    return Linearized(module, own_forward if forward is None else forward, select_parameters(module, params, frozen))
+    chosen = select_parameters(module, params, frozen)
+    return Linearized(module, own_forward if forward is None else forward, chosen, trace=trace, compile=compile)
 
 
 class Linearized:
@@ -83,15 +105,28 @@ class Linearized:
         module: The module that owns the parameters.
         forward: Function from the arguments in a batch to f, of shape (N, C).
         parameters: Parameters that τ may change, by state-dict name.
+        trace: Whether calls are recorded and replayed; see `linearize`.
+        compile: Whether recorded calls are compiled.
     """
 
-    def __init__(self, module: nn.Module, forward: Forward, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        parameters: Mapping[str, Tensor],
+        *,
+        trace: bool = True,
+        compile: bool = False,
+    ) -> None:
         self._module = module
         self._forward = forward
         self._parameters = dict(parameters)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
         missing = _torch.missing_jvp_parts()
         self._fast = not missing
+        self._compile = compile
+        self._traces = trace and self._fast
+        self._programs = ProgramCache()
         if missing:
             problem = f"torch {torch.__version__} has no {', '.join(missing)}, needed by the fast path of kp.linearize"
             remedy = "torch.func.jvp is used instead: same results, more time and memory"
@@ -101,6 +136,16 @@ class Linearized:
     def parameters(self) -> tuple[str, ...]:
         """Names that τ may have, in state-dict order."""
         return tuple(self._parameters)
+
+    @property
+    def programs(self) -> int:
+        """Number of recorded programs that replace the model in calls of their shapes."""
+        return self._programs.ready
+
+    @property
+    def untraced(self) -> tuple[str, ...]:
+        """Reasons why calls of some shapes are not recorded and call the model each time; empty if there are none."""
+        return self._programs.refusals
 
     def zeros(self) -> dict[str, Tensor]:
         """Returns τ = 0, the starting point of training, in at least float32."""
@@ -135,11 +180,7 @@ class Linearized:
             TaskVectorError: If `tau` does not fit the parameters.
             KfacpackError: If the model cannot be linearised.
         """
-        if self._fast:
-            compute = partial(self._forward_with_tangent, keeps_graph=False)
-            point = self._compute(batch, tau, compute, saved_tensors_hooks(_save_nothing, _no_load))
-        else:
-            point = self._compute(batch, tau, self._torch_jvp, torch.no_grad())
+        point = self._linearization(batch, tau, keeps_graph=False)
         return point.f, point.change
 
     def at(self, batch: ModelInput, tau: Mapping[str, Tensor], *, finite: bool = True) -> Linearization:
@@ -153,38 +194,97 @@ class Linearized:
         Raises:
             KfacpackError: As for `__call__`.
         """
-        if self._fast:
-            hooks = saved_tensors_hooks(_save_tensor, _load_tensor)
-            compute = partial(self._forward_with_tangent, keeps_graph=True, finite=finite)
-            return self._compute(batch, tau, compute, hooks)
-        return self._compute(batch, tau, self._torch_jvp, torch.enable_grad())
+        return self._linearization(batch, tau, keeps_graph=True, finite=finite)
 
-    def _compute(
-        self,
-        batch: ModelInput,
-        tau: Mapping[str, Tensor],
-        compute: Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Tensor | None]],
-        context: AbstractContextManager[Any],
+    def _linearization(
+        self, batch: ModelInput, tau: Mapping[str, Tensor], *, keeps_graph: bool, finite: bool = True
     ) -> Linearization:
-        """Calls `compute(batch, tau)` inside `context`, with the module in eval mode and tensors on its device."""
+        """Replays the program of this call if there is one; otherwise calls the model, and may record the call."""
         check_task_vector(tau, self._shapes, "lin")
-        parameters = {name: self._parameters[name] for name in tau}
-        with _LOCK, torch.inference_mode(False), eval_mode(self._module, parameters), _no_autocast_cache(), context:
-            edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
-            tangents = {name: _detached(tau[name]).to(parameter) for name, parameter in parameters.items()}
+        dtypes = {name: value.dtype for name, value in tau.items()}
+        with _LOCK, torch.inference_mode(False):
+            parameters = {name: self._parameters[name] for name in tau}
+            tangents = {name: _tangent(tau[name], parameter) for name, parameter in parameters.items()}
             device = next(iter(parameters.values())).device
             arguments = map_tensors(batch, lambda tensor: _detached(tensor).to(device, non_blocking=True))
-            with eager_mode():
-                f, change = compute(arguments, tangents)
-            return Linearization(f, change, edges, {name: value.dtype for name, value in tau.items()})
+            run = partial(self._run_model, arguments, tangents, keeps_graph=keeps_graph, finite=finite)
+            key = signature(keeps_graph, tau, arguments, device) if self._traces else None
+            if key is None:
+                return Linearization(*run(), dtypes)
+            entry = self._programs.entry(key)
+            state = entry.begin_use(self._module, self._forward, at_once=self._compile)
+            inputs = [*tangents.values(), *tensors_of(arguments)]
+            if state is not None:
+                recorder = Recorder(inputs, state.tensors)
+                f, change, backward = run(recorder)
+                finish = partial(self._finish_recording, entry, state, recorder)
+                if keeps_graph:
+                    backward = RecordedGradient(backward, tuple(tau), recorder, finish)
+                else:
+                    finish({})
+                if not self._compile:
+                    return Linearization(f, change, backward, dtypes)
+                if keeps_graph:
+                    backward(torch.zeros_like(f), list(tau), retain_graph=False)
+            program = entry.program
+            if program is None:
+                return Linearization(*run(), dtypes)
+            if entry.verified:
+                f, change, saved = program.forward(inputs)
+                if finite:
+                    require_finite(f)
+                return Linearization(f, change, ReplayedGradient(program, saved), dtypes)
+            replayed = program.forward(inputs)[:2]
+            f, change, backward = run()
+            entry.verify(replayed, (f, change))
+            return Linearization(f, change, backward, dtypes)
+
+    def _finish_recording(
+        self, entry: ProgramEntry, state: ModuleState, recorder: Recorder, gradients: Mapping[str, Tensor]
+    ) -> None:
+        """Stores the program of a recorded call."""
+        with _LOCK:
+            program = recorder.program(gradients, compiled=self._compile)
+            entry.accept(program, state, recorder.refusal)
+
+    def _run_model(
+        self,
+        arguments: Any,
+        tangents: Mapping[str, Tensor],
+        recorder: Recorder | None = None,
+        *,
+        keeps_graph: bool,
+        finite: bool,
+    ) -> tuple[Tensor, Tensor | None, Gradient]:
+        """Calls the model in eval mode; returns f, J τ and the function that computes gradients."""
+        parameters = {name: self._parameters[name] for name in tangents}
+        if not self._fast:
+            context: Any = torch.enable_grad() if keeps_graph else torch.no_grad()
+        elif keeps_graph:
+            context = saved_tensors_hooks(_save_tensor, _load_tensor)
+        else:
+            context = saved_tensors_hooks(_save_nothing, _no_load)
+        with eval_mode(self._module, parameters), _no_autocast_cache(), eager_mode(), context:
+            edges = {name: get_gradient_edge(parameter) for name, parameter in parameters.items()}
+            if not self._fast:
+                f, change = self._torch_jvp(arguments, tangents)
+            elif recorder is None:
+                f, change = self._forward_with_tangent(arguments, tangents, keeps_graph=keeps_graph)
+            else:
+                with recorder.watching():
+                    f, change = self._forward_with_tangent(arguments, tangents, keeps_graph=keeps_graph, recorded=True)
+                    recorder.end_forward(f, change)
+            if finite:
+                require_finite(f)
+            return f.detach(), change, GraphGradient(f, edges)
 
     def _forward_with_tangent(
-        self, batch: Any, tangents: Mapping[str, Tensor], *, keeps_graph: bool, finite: bool = True
+        self, batch: Any, tangents: Mapping[str, Tensor], *, keeps_graph: bool, recorded: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """Returns f with its graph, and J τ computed alongside by `JvpMode`."""
         tangent_map = TangentMap({self._parameters[name]: tangent for name, tangent in tangents.items()})
-        with JvpMode(tangent_map, keeps_graph=keeps_graph):
-            f = call_model(self._forward, batch, finite=finite)
+        with JvpMode(tangent_map, keeps_graph=keeps_graph, recorded=recorded):
+            f = call_model(self._forward, batch, finite=False)
         if (change := tangent_map.get(f)) is None:
             require_tracked(f)
         return f, change
@@ -204,22 +304,19 @@ class Linearized:
 
 
 class Linearization:
-    """f on one batch, its change along τ, and the graph for computing gradients.
+    """f on one batch, its change along τ, and the function that computes gradients.
 
     Args:
-        f: Output with its graph, (N, C).
+        f: Output, (N, C).
         change: J τ, (N, C); None for zero.
-        edges: Graph edges at which the gradients of the parameters are computed, by name.
+        backward: Computes gradients.
         dtypes: Dtype of the gradient of each parameter.
     """
 
-    def __init__(
-        self, f: Tensor, change: Tensor | None, edges: Mapping[str, GradientEdge], dtypes: Mapping[str, torch.dtype]
-    ) -> None:
-        self._f_with_graph = f
-        self._edges = edges
+    def __init__(self, f: Tensor, change: Tensor | None, backward: Gradient, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._backward = backward
         self._dtypes = dtypes
-        self.f = f.detach()
+        self.f = f
         """f, (N, C)."""
         self.change = torch.zeros_like(self.f) if change is None else change
         """J τ, (N, C)."""
@@ -244,20 +341,19 @@ class Linearization:
             `into`, or a new dict. Parameters that f does not depend on are left out.
         """
         gradients = {} if into is None else into
-        selected = list(self._edges if names is None else names)
-        if self._f_with_graph.grad_fn is None or not selected:
+        selected = list(self._dtypes if names is None else names)
+        if not selected:
             return gradients
-        edges = [self._edges[name] for name in selected]
-        results = torch.autograd.grad(self._f_with_graph, edges, u, retain_graph=retain_graph, allow_unused=True)
+        if u.shape != self.f.shape:
+            raise ValueError(f"expected u of the shape of f, {list(self.f.shape)}, got {list(u.shape)}")
+        # Expanded tensors, such as the gradient of a sum, have other strides, and recorded operations would not fit.
+        results = self._backward(u.detach().to(self.f).contiguous(), selected, retain_graph=retain_graph)
         with torch.no_grad():
-            for name, gradient in zip(selected, results, strict=True):
-                if gradient is None:
-                    continue
-                if name in gradients:
-                    gradients[name].add_(gradient)
-                else:
-                    # Copied if it is added to later: autograd may return the same tensor for two parameters.
-                    gradients[name] = gradient.to(self._dtypes[name], copy=into is not None)
+            present = [name for name in results if name in gradients]
+            add_each([gradients[name] for name in present], [results[name] for name in present])
+            for name in [name for name in results if name not in gradients]:
+                # Copied if it is added to later: two parameters may have the same tensor as gradient.
+                gradients[name] = results[name].to(self._dtypes[name], copy=into is not None)
         return gradients
 
 
@@ -291,6 +387,14 @@ class _ForwardModule(nn.Module):
         return self._call()
 
 
+def _tangent(value: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a part of τ in the dtype and the memory layout of its parameter, and on its device."""
+    tangent = _detached(value).to(parameter)
+    if tangent.stride() == parameter.stride():
+        return tangent
+    return torch.empty_like(parameter, requires_grad=False).copy_(tangent)
+
+
 def _detached(tensor: Tensor) -> Tensor:
     """Returns the tensor without its graph; inference tensors are copied, since autograd cannot use them."""
     return tensor.clone() if tensor.is_inference() else tensor.detach()
@@ -317,6 +421,27 @@ def _no_attention_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(enabled)
 
 
+class GraphGradient:
+    """Gradient computed by autograd.
+
+    Args:
+        f: Output with its graph.
+        edges: Graph edges at which the gradients of the parameters are computed, by name.
+    """
+
+    def __init__(self, f: Tensor, edges: Mapping[str, GradientEdge]) -> None:
+        self._f = f
+        self._edges = edges
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`."""
+        if self._f.grad_fn is None:
+            return {}
+        edges = [self._edges[name] for name in names]
+        results = torch.autograd.grad(self._f, edges, u, retain_graph=retain_graph, allow_unused=True)
+        return {name: result for name, result in zip(names, results, strict=True) if result is not None}
+
+
 # If autograd saved the tensors of the model themselves, TangentMap would also keep their tangents alive. Saving other
 # tensors with the same memory frees a tangent as soon as the model releases its tensor.
 
@@ -329,8 +454,7 @@ def _save_tensor(tensor: Tensor) -> tuple[Tensor, int]:
 def _load_tensor(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
     if tensor_version(tensor) != version:
-        problem = "a tensor that the gradient needs was modified in place after it was used"
-        raise KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")
+        raise modified_error()
     return tensor
 
 

@@ -1,0 +1,468 @@
+"""Records the operations of a linearised step, and replays them without the model.
+
+A step runs the Python code of the model, a dispatch mode and autograd, only to execute the same few thousand operations
+on other numbers. `Recorder` is a dispatch mode that writes these operations down while they run: those of the forward
+pass, of its tangent and of the seeded backward pass. `Recording.program` turns them into two Python functions without
+branches. `forward` takes tangents and batch and returns f, J τ and the values that the other one needs; `backward`
+takes these values and u and returns gradients. Both delete every value after its last use.
+
+The same operations on the same numbers give the same bytes, so a replayed step equals an untraced one exactly.
+
+A recording holds for other batches of the same shapes only if nothing but tensors reached the operations. `Recorder`
+refuses steps where something else might: numbers read from a tensor, random numbers, tensors of unknown origin, and
+writes to parameters, buffers or the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from kfacpack._torch import (
+    DispatchMode,
+    attention_operators,
+    below_autograd,
+    bound_arguments,
+    callable_of,
+    is_mutating,
+    memory_address,
+    tensor_versions,
+    written_arguments,
+)
+from kfacpack.errors import KfacpackError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+aten = torch.ops.aten
+
+_READS_NUMBERS = frozenset(
+    ("tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage", "share_memory_")
+)
+"""Methods that read the memory of a tensor without an operation that a dispatch mode sees."""
+
+_LITERALS = (int, bool, str, type(None))
+
+
+class Operation(NamedTuple):
+    """One recorded call, as source code."""
+
+    text: str
+    """The call, such as `o3(v1, v2, (4, 8))`."""
+    reads: tuple[int, ...]
+    """Numbers of the values among its arguments."""
+    writes: tuple[int, ...]
+    """Numbers of the values that it modifies."""
+    results: tuple[int, ...]
+    """Numbers of its new values."""
+    target: str
+    """The assignment of its results, such as `v4 = `."""
+
+
+class _LeakDetector(TorchFunctionMode):
+    """Reports calls that read the numbers of a tensor past the dispatcher."""
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(func, "__name__", "")) in _READS_NUMBERS:
+            self._refuse(f"the model calls Tensor.{name}")
+        return func(*args, **(kwargs or {}))
+
+
+class Recorder(DispatchMode):
+    """Dispatch mode that writes down all operations that run inside it.
+
+    It keeps no tensor alive: values are numbered by weak reference.
+
+    Args:
+        inputs: Tensors that differ from call to call: tangents and batch.
+        state: Tensors that belong to the model. The program reads these same tensors in every call.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], state: Iterable[Tensor]) -> None:
+        super().__init__()
+        self._numbers = WeakTensorKeyDictionary()
+        self._roots: list[int] = []
+        self._memory: dict[int, int] = {}
+        self._available = {id(tensor): tensor for tensor in state}
+        self._names: dict[Any, str] = {}
+        self._protected: set[int] = set()
+        self.refusal: str | None = None
+        """Why the operations cannot be replayed; None if they can."""
+        self.constants: dict[str, Any] = {}
+        """Operators and other objects that the source code refers to, by name."""
+        self.operations: list[Operation] = []
+        """Operations in the order in which they ran."""
+        self.forward_length = 0
+        """Number of operations of the forward pass."""
+        self.outputs: tuple[int | None, int | None] = (None, None)
+        """Numbers of f and J τ."""
+        self.state: dict[int, Tensor] = {}
+        """Tensors of the model that were used, by number."""
+        self.seed: int | None = None
+        """Number of u."""
+        self.inputs = [self._add_input(tensor) for tensor in inputs]
+        """Numbers of tangents and batch."""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Records the operations of the enclosed code."""
+        with _LeakDetector(self.refuse), self:
+            yield
+
+    def refuse(self, reason: str) -> None:
+        """Marks the step as one that cannot be replayed."""
+        if self.refusal is None:
+            self.refusal = reason
+
+    def end_forward(self, f: Tensor, change: Tensor | None) -> None:
+        """Marks the end of the forward pass; the operations that follow belong to the backward pass.
+
+        Args:
+            f: Output of the model.
+            change: Tangent of f; None for zero.
+        """
+        self.forward_length = len(self.operations)
+        self.outputs = (self.number(f), self.number(change))
+        if self.outputs[0] is None or (self.outputs[1] is None and change is not None):
+            self.refuse("f is a tensor of unknown origin")
+
+    def number(self, tensor: Tensor | None) -> int | None:
+        """Returns the number of a recorded value; None for None and for tensors of unknown origin."""
+        if tensor is None:
+            return None
+        known: int | None = self._numbers.get(tensor)
+        if known is None and id(tensor) in self._available:
+            known = self._new_number(tensor)
+            self.state[known] = tensor
+            self._protected.add(self._roots[known])
+        return known
+
+    def root(self, number: int) -> int:
+        """Returns the first value that has the same memory."""
+        return self._roots[number]
+
+    def _add_input(self, tensor: Tensor) -> int:
+        number = self._new_number(tensor)
+        self._protected.add(self._roots[number])
+        return number
+
+    def begin_backward(self, u: Tensor) -> None:
+        """Adds the input of the backward pass."""
+        self.seed = self._add_input(u)
+
+    def _new_number(self, tensor: Tensor, sources: Iterable[int] = ()) -> int:
+        """Numbers a new value. Its root is the first value with the same memory."""
+        number = len(self._roots)
+        self._numbers[tensor] = number
+        pointer = memory_address(tensor)
+        self._memory[number] = pointer
+        root = next((self._roots[source] for source in sources if pointer and self._memory[source] == pointer), number)
+        self._roots.append(root)
+        return number
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.refusal is not None:
+            return func(*args, **kwargs)
+        if func is aten.detach.default and (number := self.number(args[0])) is not None:
+            out = func(*args)
+            self._numbers[out] = number  # the same memory and shape: no other value
+            return out
+        if func is aten.lift_fresh.default:
+            # A tensor from Python numbers.
+            args = (self._constant_tensor(args[0]),)
+            func = aten.clone.default
+        if (reason := _reason_against(func, args, kwargs)) is not None:
+            self.refuse(reason)
+            return func(*args, **kwargs)
+        reads: list[int] = []
+        parts = [self._render(value, reads) for value in args]
+        parts += [f"{name}={self._render(value, reads)}" for name, value in kwargs.items()]
+        writes = self._written(func, args, kwargs) if is_mutating(func) else ()
+        out = func(*args, **kwargs)
+        if self.refusal is None:
+            self._add(f"{self._constant(func, 'o')}({', '.join(parts)})", reads, writes, out)
+        return out
+
+    def _add(self, text: str, reads: Sequence[int], writes: tuple[int, ...], out: Any) -> None:
+        if writes:
+            self.operations.append(Operation(text, tuple(reads), writes, (), ""))
+            return
+        outs = list(out) if isinstance(out, (list, tuple)) else [out]
+        tensors = [item for item in outs if isinstance(item, Tensor)]
+        if all(self._numbers.get(tensor) is not None for tensor in tensors):
+            # A conversion that returns its argument, or a question about shapes, with the same answer for every batch.
+            return
+        if any(self._numbers.get(tensor) is not None for tensor in tensors):
+            self.refuse("an operation returns one of its arguments")
+            return
+        results = tuple(self._new_number(tensor, reads) for tensor in tensors)
+        names = iter(results)
+        target = ", ".join(f"v{next(names)}" if isinstance(item, Tensor) else "_" for item in outs)
+        target = target if isinstance(out, Tensor) else f"[{target}]"
+        self.operations.append(Operation(text, tuple(reads), writes, results, f"{target} = "))
+
+    def _written(self, func: Any, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """Returns the values that a mutating operation modifies."""
+        numbers = []
+        for tensor in written_arguments(func, args, kwargs):
+            number = self.number(tensor)
+            if number is None or self._roots[number] in self._protected:
+                self.refuse(f"{func} writes to the batch, or to a tensor of the model")
+                return ()
+            numbers.append(number)
+        return tuple(numbers)
+
+    def _render(self, value: Any, reads: list[int]) -> str:
+        """Returns the source code of an argument, and adds the values in it to `reads`."""
+        if isinstance(value, Tensor):
+            number = self.number(value)
+            if number is None:
+                self.refuse("the model uses a tensor that is neither in the batch nor an attribute of a module")
+                return "None"
+            reads.append(number)
+            return f"{'s' if number in self.state else 'v'}{number}"
+        if isinstance(value, (list, tuple)):
+            return f"({''.join(f'{self._render(item, reads)}, ' for item in value)})"
+        return repr(value) if isinstance(value, _LITERALS) else self._constant(value, "c")
+
+    def _constant(self, value: Any, prefix: str) -> str:
+        """Returns the name of a constant of the program."""
+        key = (type(value), repr(value) if isinstance(value, float) else value)
+        if key not in self._names:
+            self._names[key] = f"{prefix}{len(self.constants)}"
+            self.constants[self._names[key]] = value
+        return self._names[key]
+
+    def _constant_tensor(self, tensor: Tensor) -> Tensor:
+        copy = tensor.clone()
+        self._available[id(copy)] = copy
+        return copy
+
+    def program(self, gradients: Mapping[str, Tensor], *, compiled: bool) -> Program | None:
+        """Returns the recorded step as a program; None if it was refused.
+
+        Args:
+            gradients: Results of the backward pass, by parameter. Empty if there was no backward pass.
+            compiled: Whether torch.compile compiles the program.
+        """
+        numbers = {name: number for name, tensor in gradients.items() if (number := self.number(tensor)) is not None}
+        if len(numbers) < len(gradients):
+            self.refuse("a gradient is a tensor of unknown origin")
+        return Program(self, numbers, compiled=compiled) if self.refusal is None else None
+
+
+def _reason_against(func: Any, args: Any, kwargs: Any) -> str | None:
+    """Returns why a program cannot contain an operation; None if it can."""
+    tags = func.tags
+    if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
+        return f"{func} depends on the numbers in a tensor"
+    if torch.Tag.inplace_view in tags:
+        return f"{func} changes the shape of a tensor in place"
+    if torch.Tag.nondeterministic_seeded in tags:
+        attention = func in attention_operators()
+        if not attention or bound_arguments(func, args, kwargs).get("dropout_p"):
+            return f"{func} draws random numbers"
+    return None
+
+
+class Program:
+    """A recorded step as two functions; see the docstring of the module.
+
+    Args:
+        recorder: Recorder of the step.
+        gradients: Numbers of the gradients, by parameter.
+        compiled: Whether torch.compile compiles both functions.
+    """
+
+    def __init__(self, recorder: Recorder, gradients: Mapping[str, int], *, compiled: bool) -> None:
+        self._recorder = recorder
+        self._compiled = compiled
+        self._gradients = gradients
+        self._backwards: dict[tuple[str, ...], Callable[..., Any]] = {}
+        operations, state = recorder.operations, recorder.state
+        split = recorder.forward_length
+        outputs = [number for number in recorder.outputs if number is not None]
+        backward = _needed(operations[split:], set(gradients.values()), recorder.root)
+        used = {number for operation in backward for number in operation.reads} | set(gradients.values())
+        created = {number for operation in backward for number in operation.results}
+        self._saved = sorted(used - created - {recorder.seed} - state.keys())
+        forward = _needed(operations[:split], {*outputs, *self._saved}, recorder.root)
+        self.state = tuple(state.values())
+        """Tensors of the model that the program reads."""
+        self.watched = [state[number] for number in sorted(used & state.keys())]
+        """Tensors of the model that `backward` reads."""
+        lines = _body(forward, {*outputs, *self._saved, *state}, recorder.inputs)
+        f, change = (None if number is None else self._name(number) for number in recorder.outputs)
+        saved = ", ".join(self._name(number) for number in self._saved)
+        lines.append(f"return {f}, {change}, [{saved}]")
+        self._forward = self._define("forward", "inputs", recorder.inputs, lines)
+        if gradients:
+            self._backwards[tuple(gradients)] = self._define_backward(tuple(gradients))
+
+    def _name(self, number: int) -> str:
+        return f"{'s' if number in self._recorder.state else 'v'}{number}"
+
+    def forward(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Computes f and J τ.
+
+        Args:
+            inputs: Tangents and tensors of the batch, in the order of the recorded call. The list is emptied.
+
+        Returns:
+            f, J τ (None for zero), and the values for `backward`.
+        """
+        with below_autograd():
+            results: tuple[Tensor, Tensor | None, list[Tensor]] = self._forward(inputs, self.state)
+        return results
+
+    def backward(self, saved: list[Tensor], u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
+        """Computes the gradients for the named parameters; empties `saved`."""
+        selected = tuple(name for name in names if name in self._gradients)
+        if selected not in self._backwards:
+            self._backwards[selected] = self._define_backward(selected)
+        with below_autograd():
+            return dict(zip(selected, self._backwards[selected](saved, self.state, u), strict=True))
+
+    def _define_backward(self, names: Sequence[str]) -> Callable[..., Any]:
+        recorder = self._recorder
+        outputs = [self._gradients[name] for name in names]
+        operations = _needed(recorder.operations[recorder.forward_length :], set(outputs), recorder.root)
+        lines = _body(operations, {*outputs, *recorder.state}, [*self._saved, recorder.seed])
+        lines.append(f"return ({''.join(f'{self._name(number)}, ' for number in outputs)})")
+        return self._define("backward", "saved", self._saved, lines, f"v{recorder.seed}")
+
+    def _define(
+        self, name: str, taken: str, numbers: Sequence[int], lines: Iterable[str], *more: str
+    ) -> Callable[..., Any]:
+        """Defines a function that takes values in a list, which it empties, the state of the model, and more."""
+        state = [self._name(number) for number in self._recorder.state]
+        body = [
+            f"[{', '.join(self._name(number) for number in numbers)}] = {taken}",
+            f"{taken}.clear()",
+            f"[{', '.join(state)}] = state",
+            *lines,
+        ]
+        source = f"def {name}({', '.join((taken, 'state', *more))}):\n" + "".join(f"    {line}\n" for line in body)
+        namespace = {key: callable_of(value) for key, value in self._recorder.constants.items()}
+        exec(compile(source, f"<kfacpack {name}>", "exec"), namespace)
+        function: Callable[..., Any] = namespace[name]
+        return function
+
+
+def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Callable[[int], int]) -> list[Operation]:
+    """Returns the operations on which the outputs depend."""
+    values, memory = set(outputs), {root(number) for number in outputs}
+    needed = []
+    for operation in reversed(operations):
+        written = any(root(number) in memory for number in operation.writes)
+        if written or not values.isdisjoint(operation.results):
+            needed.append(operation)
+            values.update(operation.reads)
+            memory.update(map(root, operation.reads))
+    return needed[::-1]
+
+
+def _body(operations: Sequence[Operation], kept: Iterable[int], inputs: Iterable[int]) -> list[str]:
+    """Returns the source code of operations that deletes values after their last use, except those in `kept`."""
+    remaining = {*inputs, *(number for operation in operations for number in operation.results)} - set(kept)
+    lines = []
+    for operation in reversed(operations):
+        last = sorted(remaining.intersection((*operation.reads, *operation.results)))
+        remaining.difference_update(last)
+        if last:
+            lines.append(f"del {', '.join(f'v{number}' for number in last)}")
+        lines.append(operation.target + operation.text)
+    if remaining:
+        lines.append(f"del {', '.join(f'v{number}' for number in sorted(remaining))}")
+    return lines[::-1]
+
+
+class Gradient(Protocol):
+    """Computes Jᵀ u by parameter, without parameters that f does not depend on."""
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`; `retain_graph` allows another call."""
+
+
+class RecordedGradient:
+    """Gradient of a recorded forward pass: the first call is recorded as well.
+
+    Args:
+        gradient: Computes the gradient from the graph.
+        names: All names that a gradient may be computed for.
+        recorder: Recorder of the forward pass.
+        finish: Called with the gradients for all names.
+    """
+
+    def __init__(
+        self,
+        gradient: Gradient,
+        names: Sequence[str],
+        recorder: Recorder,
+        finish: Callable[[Mapping[str, Tensor]], None],
+    ) -> None:
+        self._gradient = gradient
+        self._names = names
+        self._recorder: Recorder | None = recorder
+        self._finish = finish
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return self._gradient(u, names, retain_graph=retain_graph)
+        recorder.begin_backward(u)
+        wanted = self._names if recorder.refusal is None else names
+        with recorder.watching():
+            results = self._gradient(u, wanted, retain_graph=retain_graph)
+        self._finish(results)
+        return {name: results[name] for name in names if name in results}
+
+
+class ReplayedGradient:
+    """Gradient of a replayed forward pass.
+
+    Args:
+        program: The program.
+        saved: Values that its forward pass has saved.
+    """
+
+    def __init__(self, program: Program, saved: list[Tensor]) -> None:
+        self._program = program
+        self._saved = saved
+        self._released = False
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return tensor_versions([*self._program.watched, *self._saved])
+
+    def __call__(self, u: Tensor, names: Sequence[str], *, retain_graph: bool) -> Mapping[str, Tensor]:
+        """Returns the gradients for `names`.
+
+        Raises:
+            KfacpackError: If a tensor that is needed was modified.
+            RuntimeError: If this is a second call, and the first was not made with `retain_graph`.
+        """
+        if self._released:
+            raise RuntimeError("cannot compute a gradient a second time; use retain_graph=True in the first call")
+        if self._current_versions() != self._versions:
+            raise modified_error()
+        self._released = not retain_graph
+        return self._program.backward(list(self._saved) if retain_graph else self._saved, u, names)
+
+
+def modified_error() -> KfacpackError:
+    """Returns the error for a saved tensor that was modified before the gradient was computed."""
+    problem = "a tensor that the gradient needs was modified in place after it was used"
+    return KfacpackError(f"{problem}: either by the model itself, or by an update of its weights")

@@ -1,0 +1,248 @@
+"""Decides which calls of a linearised model are recorded and replayed.
+
+A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
+choose kernels. It also belongs to a state of the module: its submodules and attributes, and the tensors among them, by
+identity. Numbers in these tensors may change.
+
+A signature is used three times before its program replaces the model. The first use is untraced, because many shapes
+occur once. The second is recorded. The third runs both the model and the program, and the program is discarded unless
+both agree. Whatever cannot be recorded stays untraced, with the reason in `Linearized.untraced`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack._torch import global_module_hooks, tensor_layouts
+
+if TYPE_CHECKING:
+    from kfacpack.linearization.program import Program
+
+_MAX_SIGNATURES = 32
+"""Signatures that are kept; the least recently used is dropped."""
+_MAX_RECORDINGS = 4
+"""How often one signature is recorded, because the module's state has changed."""
+_CHILDREN = ("_parameters", "_buffers", "_modules")
+
+
+class ModuleState:
+    """Everything that a module's output may depend on beside its arguments and the numbers in its tensors.
+
+    Attributes are compared by identity, as are the items of containers and the attributes of plain objects (such as a
+    config) that are attributes of a module.
+
+    Args:
+        module: The module.
+        forward: The function that calls it. Variables that it captures, and attributes of its object, are included.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._modules = list(module.modules())
+        self.problem: str | None = None
+        """Why a module in this state cannot be traced; None if it can."""
+        if any(name not in vars(submodule) for submodule in self._modules for name in _CHILDREN):
+            self.problem = "the model contains a module that is not a plain nn.Module"
+            self._modules = []
+        self._hooks = [
+            value
+            for submodule in self._modules
+            for name, value in vars(submodule).items()
+            if name.endswith("hooks") and "state_dict" not in name and isinstance(value, dict)
+        ] + global_module_hooks()
+        self._owner = getattr(forward, "__self__", None)
+        self._cells = getattr(forward, "__closure__", None) or ()
+        own = {id(vars(submodule)[name]) for submodule in self._modules for name in _CHILDREN}
+        own.update(id(hooks) for hooks in self._hooks)
+        self._nested: list[Any] = []
+        self._nested = [
+            container
+            for container in {id(value): value for value in map(_container, self._values())}.values()
+            if container is not None and id(container) not in own
+        ]
+        self._seen = self._values()
+        self.tensors = [value for value in {id(value): value for value in self._seen}.values() if type(value) in _TYPES]
+        """Tensors that belong to the model."""
+        self._layouts = tensor_layouts(self.tensors)
+        if any(self._hooks) or any(len(layout) == 1 for layout in self._layouts):
+            self.problem = "the model has hooks"
+
+    def holds(self) -> bool:
+        """Returns whether the module is still in this state."""
+        values = self._values()
+        return (
+            len(values) == len(self._seen)
+            and all(map(is_, values, self._seen))
+            and not any(self._hooks)
+            and tensor_layouts(self.tensors) == self._layouts
+        )
+
+    def _values(self) -> list[Any]:
+        values: list[Any] = [cell.cell_contents for cell in self._cells]
+        if self._owner is not None and not isinstance(self._owner, nn.Module):
+            values.extend(_items(_container(self._owner)))
+        for submodule in self._modules:
+            attributes = vars(submodule)
+            values.extend(attributes.values())
+            values.extend(attributes["_parameters"].values())
+            values.extend(attributes["_buffers"].values())
+            values.extend(attributes["_modules"].values())
+        for container in self._nested:
+            values.extend(_items(container))
+        return values
+
+
+_TYPES = (Tensor, nn.Parameter)
+
+
+def _container(value: Any) -> Any:
+    """Returns the collection of the parts of an object; None if it has none that may change."""
+    if isinstance(value, (dict, list, set)):
+        return value
+    if isinstance(value, (Tensor, nn.Module, type)) or callable(value):
+        return None
+    return getattr(value, "__dict__", None)
+
+
+def _items(container: Any) -> Iterable[Any]:
+    if container is None:
+        return ()
+    return container.values() if isinstance(container, Mapping) else container
+
+
+def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
+    """Returns whether two tensors agree up to rounding, as kernels on a GPU may add in another order."""
+    if replayed is None or expected is None or replayed.shape != expected.shape or replayed.dtype != expected.dtype:
+        return replayed is expected
+    tolerance = 1e3 * torch.finfo(expected.dtype).eps * float(expected.abs().amax())
+    return torch.equal(replayed, expected) or float((replayed - expected).abs().amax()) <= tolerance
+
+
+def signature(keeps_graph: bool, names: Iterable[str], batch: Any, device: torch.device) -> Any:
+    """Returns a key for calls that may share a program; None if the batch has parts that cannot be compared.
+
+    Args:
+        keeps_graph: Whether a gradient can be computed.
+        names: Names in τ.
+        batch: The batch, on the model's device.
+        device: The device of the model.
+    """
+    structure = _structure(batch)
+    key = (
+        keeps_graph,
+        tuple(names),
+        structure,
+        torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _structure(batch: Any) -> Any:
+    """Returns the batch with tensors replaced by their layouts."""
+    if isinstance(batch, Tensor):
+        return tensor_layouts([batch])[0] if type(batch) in _TYPES else []
+    if isinstance(batch, Mapping):
+        return tuple((key, _structure(value)) for key, value in batch.items())
+    if isinstance(batch, (list, tuple)):
+        return tuple(_structure(value) for value in batch)
+    return type(batch), batch
+
+
+class ProgramEntry:
+    """The program of one signature, or the reason why there is none."""
+
+    def __init__(self) -> None:
+        self._uses = 0
+        self._recordings = 0
+        self._state: ModuleState | None = None
+        self.program: Program | None = None
+        """The program, once it is recorded."""
+        self.verified = False
+        """Whether the program has agreed with the model on a batch."""
+        self.refusal: str | None = None
+        """Why calls with this signature stay untraced."""
+
+    def begin_use(self, module: nn.Module, forward: Callable[..., Any], *, at_once: bool) -> ModuleState | None:
+        """Counts a call; returns the state of the module if the call is to be recorded.
+
+        Args:
+            module: The module.
+            forward: The function that calls it.
+            at_once: Whether the first call is recorded already.
+        """
+        self._uses += 1
+        if self._state is not None and not self._state.holds():
+            self.discard()
+        if self.refusal is not None or self.program is not None or (self._uses == 1 and not at_once):
+            return None
+        if self._recordings == _MAX_RECORDINGS:
+            self.discard("attributes of the model change between calls, or gradients are not computed")
+            return None
+        self._recordings += 1
+        state = ModuleState(module, forward)
+        if state.problem:
+            self.discard(state.problem)
+            return None
+        return state
+
+    def discard(self, refusal: str | None = None) -> None:
+        """Drops the program; with a reason, no other is recorded."""
+        self.program, self._state, self.verified = None, None, False
+        self.refusal = refusal
+
+    def verify(self, replayed: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> None:
+        """Compares f and J τ from the program with those from the model, and discards the program if they differ."""
+        self.verified = all(map(_agree, replayed, expected))
+        if not self.verified:
+            self.discard("a recorded call did not give the same f on another batch")
+
+    def accept(self, program: Program | None, state: ModuleState, refusal: str | None) -> None:
+        """Stores a program that was recorded in a state of the module, or the reason why it cannot be used."""
+        if refusal is not None:
+            self.discard(refusal)
+        elif self.program is None and state.holds():
+            self.program, self._state = program, state
+
+
+class ProgramCache:
+    """Programs by signature, a bounded number of them."""
+
+    def __init__(self) -> None:
+        self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
+
+    def entry(self, key: Any) -> ProgramEntry:
+        """Returns the entry of a signature, a new one if there is none."""
+        if key not in self._entries:
+            self._entries[key] = ProgramEntry()
+            if len(self._entries) > _MAX_SIGNATURES:
+                self._entries.popitem(last=False)
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    @property
+    def ready(self) -> int:
+        """Number of programs that replace the model."""
+        return sum(entry.verified for entry in self._entries.values())
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """Reasons why signatures stay untraced."""
+        return tuple(sorted({entry.refusal for entry in self._entries.values() if entry.refusal is not None}))
