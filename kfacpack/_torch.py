@@ -502,15 +502,6 @@ def global_module_hooks() -> list[Mapping[Any, Any]]:
     ]
 
 
-def add_each(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Adds each tensor to the corresponding target in place.
-
-    Calls `torch._foreach_add_`. Known to work with torch 2.13.
-    """
-    if targets:
-        torch._foreach_add_(list(targets), list(tensors))
-
-
 def backward_retains_graph() -> bool:
     """Returns whether the backward pass that is running was started with `retain_graph=True`.
 
