@@ -443,7 +443,7 @@ def test_every_function_has_a_test():
     assert [name for name in functions if f"def test_{name}" not in tests] == []
 
 
-def test_add_each():
+def test_add_each_with_a_factor():
     targets, tensors = [torch.ones(2), torch.ones(3, 1)], [torch.full((2,), 3.0), torch.full((3, 1), -5.0)]
     _torch.add_each(targets, tensors, 2.0)
     assert [target.unique().tolist() for target in targets] == [[7.0], [-9.0]]

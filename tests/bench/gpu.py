@@ -333,6 +333,8 @@ def compose(
     ratio = first.get("kfacpack", float("nan")) / first["ordinary step"]
     how = "Forward pass, cross-entropy, gradient and AdamW. Ratios are to an ordinary step of fine-tuning. "
     how += "Peak memory is that of one step, beyond weights, τ, optimizer state and factors on the device. "
+    if meter.device.type not in ("cuda", "mps"):
+        how += "This run only tests the program: its ratios say nothing about a GPU. "
     sections = [
         Section(
             id="steps",
@@ -362,7 +364,7 @@ def compose(
         )
     rows = [[text(key), text(value)] for key, value in settings.items()]
     table = ReportTable(caption="Settings", columns=["", "value"], rows=rows)
-    about = "Attach this page to an issue; `make gpu` wrote it."
+    about = "This page was written by make gpu and can be attached to an issue."
     sections.append(Section(id="settings", title="Settings", how_to_read=about, tables=[table]))
     headline = [
         text("A linearised step takes"),
