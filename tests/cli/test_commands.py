@@ -13,7 +13,6 @@ import pytest
 import torch
 from kfacpack_cli.main import app
 from kit import forge, small_curvature
-from processes import python
 from safetensors.torch import save_file
 from typer.main import get_command
 from typer.testing import CliRunner
@@ -118,7 +117,7 @@ def test_a_connection_that_is_closed_does_not_end_the_process():
         "try: one.send(b'x')\n"
         "except BrokenPipeError: print('refused')"
     )
-    result = python("-c", program)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "refused")
 
 
