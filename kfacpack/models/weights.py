@@ -5,7 +5,6 @@ Pickles are neither loaded nor downloaded.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -13,7 +12,6 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,7 +19,7 @@ from kfacpack.curvature.matrices.components import raw_bytes, spec_of
 from kfacpack.errors import BundleError, KfacpackError, first_line
 from kfacpack.format.container import Container
 from kfacpack.format.hub_client import hub_errors
-from kfacpack.format.writer import replace_atomically, tensor_offsets
+from kfacpack.format.writer import write_plain
 
 LOCAL_WEIGHTS = "Pass a safetensors file, --weights FILE (weights=FILE), or use --weights random (weights='random')"
 """Remedy for weights that cannot be downloaded."""
@@ -213,17 +211,10 @@ def write_weights(path: Path, state: Mapping[str, Tensor]) -> None:
         path: File to write.
         state: Tensors by name.
     """
-    specs = tensor_offsets({name: spec_of(tensor) for name, tensor in state.items()})
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    for name, spec in specs.items():
-        offsets = [spec.start, spec.stop]
-        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with replace_atomically(path) as descriptor, os.fdopen(descriptor, "wb", closefd=False) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in specs:
-            file.write(raw_bytes(state[name]))
+    specs = {name: spec_of(tensor) for name, tensor in state.items()}
+    with write_plain(path, specs, {"format": "pt"}) as write:
+        for name, tensor in state.items():
+            write(name, raw_bytes(tensor))
 
 
 def format_call(function: str, *values: object, **named: object) -> str:

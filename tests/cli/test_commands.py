@@ -95,6 +95,32 @@ def test_a_full_disk_is_an_error_with_code_2(bundle):
     assert result.stderr == "error: could not write the output: No space left on device\n"
 
 
+def test_the_help_on_a_full_disk_is_an_error_with_code_2():
+    program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' --help > /dev/full"
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (2, "error: could not write the output: No space left on device\n")
+
+
+def test_a_closed_stdout_is_not_an_error(bundle):
+    program = f"{sys.executable} -c 'from kfacpack_cli import run; run()' inspect '{bundle}' >&-"
+    result = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+def test_a_connection_that_is_closed_does_not_end_the_process():
+    """With the default action of SIGPIPE, it would end without a message, for example during an upload."""
+    program = (
+        "import socket, sys; from kfacpack_cli import run; sys.argv[1:] = ['--version']\n"
+        "try: run()\n"
+        "except SystemExit: pass\n"
+        "one, two = socket.socketpair(); two.close()\n"
+        "try: one.send(b'x')\n"
+        "except BrokenPipeError: print('refused')"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout.splitlines()[-1]) == (0, "refused")
+
+
 def test_verify_quiet_prints_nothing(bundle):
     result = run("verify", "--quiet", bundle)
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from kfacpack_cli.main import app
 from kit import refused
 from PIL import Image
 from processes import Python, python
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -172,6 +174,23 @@ def test_an_unfinished_run_with_a_flipped_byte_is_refused(tmp_path):
     partial.path.write_bytes(raw)
     with refused(kp.KfacpackError, "t.kfac.partial", "'sum'", "digest", "Remove it"):
         partial.restore(estimation)
+
+
+def test_two_runs_may_save_their_state_to_one_file(tmp_path):
+    def save(seed):
+        estimation = SimpleNamespace(tensors=lambda: iter([("sum", torch.full((1000,), float(seed)))]))
+        for done in range(50):
+            partial(seed).save(estimation, done, now=True)
+
+    def partial(seed):
+        return PartialFile(tmp_path / "t.kfac.partial", "an estimate", {"seed": seed})
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, (0, 1)))
+    assert [path.name for path in tmp_path.iterdir()] == ["t.kfac.partial"]
+    with safe_open(tmp_path / "t.kfac.partial", "pt") as file:
+        last = int(file.get_tensor("sum")[0])
+    assert partial(last).restore(SimpleNamespace(tensors=lambda: iter([("sum", torch.zeros(1000))]))) == 49
 
 
 def test_a_damaged_unfinished_run_is_refused(pictures, bundle):

@@ -253,10 +253,22 @@ def test_wrong_inputs_are_refused():
     with refused(kp.KfacpackError, "two evaluations", "random"):
         # Dropout of three outputs is the same for two examples too often.
         kp.estimate(model, [vectors(5)], forward=lambda x: model(x) + torch.rand(len(x), 3))
+    with refused(kp.KfacpackError, "2 rows", "7 examples"):
+        kp.estimate(model, [vectors(5)], forward=lambda x: model(x)[:2])
     with refused(kp.KfacpackError, "'weight'", "no values", "initialise"):
         kp.estimate(nn.LazyLinear(3), [vectors(5)])
     with refused(kp.KfacpackError, "'wavelet:3'", "block:K"):
         kp.estimate(model, [vectors(5)], compress="wavelet:3")
+
+
+def test_the_rounding_of_a_float32_model_is_accepted_if_f_is_converted_to_float64():
+    model = seeded(mlp).float()
+    batches = [vectors(5, 64).float()]
+    curvature = kp.estimate(model, batches, forward=lambda x: model(x).double(), fisher="exact")
+    tau = {name: torch.ones(p.shape) for name, p in model.named_parameters()}
+    torch.testing.assert_close(
+        curvature.quadratic(tau), kp.estimate(model, batches, fisher="exact").quadratic(tau), check_dtype=False
+    )
 
 
 def test_another_use_of_a_parameter_in_a_later_batch_is_refused():

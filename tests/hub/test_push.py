@@ -256,6 +256,20 @@ def test_a_commit_in_between_is_not_overwritten(owner, artifacts, monkeypatch):
     assert owner.files("owner/repo")["README.md"] == b"---\n{}\n---\nIn between.\n"
 
 
+def test_a_repository_that_is_created_in_between_is_not_overwritten(owner, artifacts, monkeypatch):
+    from huggingface_hub import HfApi
+
+    create = HfApi.create_repo
+
+    def late(*arguments, **more):
+        owner.put("owner/repo", {"README.md": b"Other.\n"})
+        return create(*arguments, **more)
+
+    monkeypatch.setattr(HfApi, "create_repo", late)
+    assert "owner/repo was changed in the meantime" in run("push", artifacts / "one.kfac", "owner/repo", code=2).stderr
+    assert owner.files("owner/repo") == {"README.md": b"Other.\n"}
+
+
 def test_pull_verifies_and_describes_the_files(owner, artifacts, tmp_path):
     names = ("one.kfac", "both.kfac", "sum.safetensors")
     pushed(*(artifacts / name for name in names), "owner/repo")

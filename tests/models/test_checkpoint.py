@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from kit import refused
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 import kfacpack
 from kfacpack._compat import make_torchvision_importable
 from kfacpack.errors import KfacpackError
 from kfacpack.models.families import load_model
-from kfacpack.models.weights import write_weights
+from kfacpack.models.weights import CheckpointFolder, write_weights
 
 
 def edited(spec, **options):
@@ -112,12 +115,19 @@ def test_failed_saves_leave_no_files(tiny_clip, t5_folder, tmp_path, monkeypatch
     with refused(KfacpackError, tmp_path / "nowhere" / "model.safetensors", "could not be written", "No such file"):
         image.checkpoint.save(tmp_path / "nowhere" / "model.safetensors")
 
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+    problem = "No space left on device"
+    # safetensors has an error class of its own, tokenizers raises Exception.
+    for error in (OSError(28, problem), SafetensorError(problem), Exception(problem)):
+        monkeypatch.setattr(type(text.module), "save_pretrained", Mock(side_effect=error))
+        with refused(KfacpackError, tmp_path / "model", problem):
+            text.checkpoint.save(tmp_path / "model")
 
-    monkeypatch.setattr(type(text.module), "save_pretrained", full)
-    with refused(KfacpackError, tmp_path / "model", "No space left"):
-        text.checkpoint.save(tmp_path / "model")
+    def fill(folder):
+        write_weights(folder / "missing" / "weights", {})
+
+    with refused(KfacpackError, tmp_path / "model", "No such file") as caught:
+        CheckpointFolder(fill, str).save(tmp_path / "model")
+    assert ".partial" not in str(caught.value), "the temporary folder is not named"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -19,7 +19,7 @@ import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.training import trainer as trainer_module
 from kfacpack.training.data_penalty import DataPenalty
-from kfacpack.training.metrics import MetricsWarning, metrics_path
+from kfacpack.training.metrics import Metrics, MetricsWarning, metrics_path, open_metrics_log, read_metrics
 from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.trainer import Trainer
@@ -333,6 +333,14 @@ def test_every_vector_has_its_own_metrics_file(tmp_path):
     metrics_path(tmp_path / "v1.1").mkdir()
     with refused(kp.KfacpackError, "v1.1-metrics.jsonl: is a folder", "Move it"):
         job().run(tmp_path / "v1.1")
+
+
+def test_the_metrics_of_two_runs_with_one_output_are_not_mixed(tmp_path):
+    path = tmp_path / "t.metrics.jsonl"
+    with open_metrics_log(path, 0) as one, open_metrics_log(path, 0) as two:
+        for log, loss in ((one, 1.0), (two, 2.0), (one, 3.0)):
+            log.add(Metrics(1, loss, 0.5, None, 0.1))
+    assert [metrics.loss for metrics in read_metrics(path)] == [2.0]
 
 
 def test_missing_metrics_of_a_resumed_run_are_reported(tmp_path):
