@@ -73,6 +73,8 @@ class StageWorker(ABC):
         self.stage: Stage | None = None
         self.ready = True
         """Whether the worker accepts stages."""
+        self.loaded: set[str] = set()
+        """What the worker has used, see `_used_by`: it may still be in memory."""
 
     @property
     def where(self) -> str:
@@ -131,7 +133,7 @@ class Scheduler:
     """Distributes the pending stages of a run among workers.
 
     A stage is ready when the files of its inputs exist. Of the ready stages, the one with the longest remaining chain
-    of dependent stages is started first.
+    of dependent stages is started first, if possible by a worker that has its task and its inputs in memory.
     """
 
     stages: Sequence[Stage]
@@ -181,14 +183,23 @@ class Scheduler:
                 return
             if worker.stage is not None or not worker.ready:
                 continue
-            stage = max(ready, key=lambda stage: self._priorities[stage.key])  # the first of equals
+            stage = self._choose(worker, ready)
             del self._waiting[stage.key]
             worker.stage = stage
+            worker.loaded |= _used_by(stage)
             display = self.show(stage, self._numbers[stage.key], len(self.stages))
             self._displays[stage.key] = display, display.__enter__()
             self._displays[stage.key][1](0, 1, worker.where)
             self.record.event("started", stage, worker.location())
             worker.start(stage)
+
+    def _choose(self, worker: StageWorker, ready: Sequence[Stage]) -> Stage:
+        """Returns the ready stage with the longest chain; of equals the one that uses most of what the worker has."""
+
+        def priority(stage: Stage) -> tuple[float, int]:
+            return self._priorities[stage.key], len(_used_by(stage) & worker.loaded)
+
+        return max(ready, key=priority)
 
     def _on_progress(self, worker: StageWorker, done: int, total: int, status: str) -> None:
         assert worker.stage is not None
@@ -267,6 +278,11 @@ class Scheduler:
         for display, _ in self._displays.values():
             problem = Interrupted()
             display.__exit__(Interrupted, problem, None)
+
+
+def _used_by(stage: Stage) -> set[str]:
+    """Returns the tasks and the inputs of a stage, by name and key."""
+    return {task for task in (getattr(stage, "task", None),) if task} | {dependency.key for dependency in stage.inputs}
 
 
 def critical_paths(stages: Sequence[Stage]) -> dict[str, float]:

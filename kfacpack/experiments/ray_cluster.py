@@ -256,7 +256,7 @@ class RayPool(WorkerPool):
             _connect(address)
         keys = {**context.shared_keys(), "threads": context.threads, "kfacpack": version("kfacpack")}
         self._arguments = ray.put(setup), self._device, ray.put(keys)
-        self._actor_class: Any = ray.remote(StageActor).options(  # type: ignore[attr-defined]
+        self._actor_class: Any = ray.remote(StageActor).options(
             num_cpus=context.threads,
             num_gpus=self._resources.get("GPU", 0),
             memory=self._resources["memory"],

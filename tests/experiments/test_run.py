@@ -14,7 +14,8 @@ from kit import refused
 import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.experiments.plan_file import parse
-from kfacpack.experiments.run import RESULTS, TIMES, Run, RunContext
+from kfacpack.experiments.results import RESULTS, TIMES
+from kfacpack.experiments.run import Run, RunContext
 from kfacpack.experiments.stage import StageProgress
 from kfacpack.merging.merge import merge_and_report
 

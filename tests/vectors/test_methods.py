@@ -8,7 +8,7 @@ import torch
 from vectors.method_cases import CASES, arrays, assert_same, drawn, every_method, vector_of
 
 import kfacpack as kp
-from kfacpack.vectors.methods import METHODS, tsv
+from kfacpack.vectors.methods import METHODS, iso
 from kfacpack.vectors.methods.iso import split_rank
 from kfacpack.vectors.methods.ties import threshold
 
@@ -267,6 +267,6 @@ def test_common_and_task_directions_sum_to_the_rank(r, tasks, common):
 
 def test_the_nearest_orthonormal_columns():
     X = torch.randn(9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    near = tsv.orthogonalize(X)
+    near = iso.orthogonalize(X)
     torch.testing.assert_close(near.T @ near, torch.eye(4, dtype=torch.float64))
     np.testing.assert_allclose(near.numpy(), whitened(X.numpy()), atol=1e-12)
