@@ -19,7 +19,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test check docs bench golden wheel installcheck compat oldest newest clean
+.PHONY: help demo test check docs bench benchmerge golden wheel installcheck compat oldest newest clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -54,6 +54,9 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/interrupted.py
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
+
+benchmerge: $(READY) ## merge eight vectors of the size of ViT-B/32 with their bundles; takes ten minutes
+	$(BIN)/python tests/bench/merge_vectors.py
 
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py
