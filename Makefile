@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test check docs bench gpu golden wheel installcheck compat oldest newest clean
+.PHONY: help demo test check docs bench benchmerge gpu golden wheel installcheck compat oldest newest clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -62,6 +62,9 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 gpu: $(READY) ## run the device tests and benches on the GPU, or on its stand-in, and write gpu/report.html
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/gpu.py --out gpu
+
+benchmerge: $(READY) ## merge eight vectors of the size of ViT-B/32 with their bundles; takes ten minutes
+	$(BIN)/python tests/bench/merge_vectors.py
 
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py

@@ -235,11 +235,11 @@ class _System:
             if self.is_whole:
                 total.add_(operators[0](x.reshape(-1, 1)).reshape(x.shape), alpha=weight)
             elif self.is_aligned:
-                B, A = operators
-                total.addmm_(B.padded, x @ A.padded, alpha=weight)
+                B, A = (operator.padded for operator in operators if isinstance(operator, AlignedOperator))
+                total.addmm_(B, x @ A, alpha=weight)
             else:
-                B, A = operators
-                total.add_(B(A(x.T).T), alpha=weight)  # A is symmetric
+                left, right = operators
+                total.add_(left(right(x.T).T), alpha=weight)  # A is symmetric
         return total
 
     def apply(self, x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from kfacpack.format.vector_manifest import SolvedBlock
 from kfacpack.merging.inputs import merge_ordered
 from kfacpack.merging.solve import WIDE_SIDE, Solution, SolveTerm, solve_block
 from kfacpack.vectors.methods.method import SolvedParameters
+from kfacpack.vectors.parameter_change import concatenated
 
 if TYPE_CHECKING:
     from kfacpack.curvature.blocks import BlockStructure, ParameterShapes
@@ -125,17 +126,6 @@ class FactoredBlock:
         for piece in self.join.pieces:
             if piece.parameter in self.present:
                 yield piece.parameter, _extract_factors((left, right), piece, self.shapes)
-
-
-def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Returns the factors of the sum of factored matrices.
-
-    Args:
-        pairs: U and V of each matrix.
-    """
-    if len(pairs) == 1:
-        return pairs[0]
-    return torch.cat([U for U, _ in pairs], 1), torch.cat([V for _, V in pairs])
 
 
 def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterShapes) -> Factors:

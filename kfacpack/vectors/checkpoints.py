@@ -21,12 +21,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.components import FILE_TYPES, TORCH_TYPES
+from kfacpack.curvature.matrices.components import FILE_TYPES, TORCH_TYPES, map_tensor
 from kfacpack.errors import BundleError, HubError, TaskVectorError, abbreviate, printable
-from kfacpack.format.container import BUNDLE, ITEM_BYTES, VECTOR, Container, Spec, parse_json
+from kfacpack.format.container import BUNDLE, VECTOR, Container, Spec, parse_json
 from kfacpack.format.hub_client import local_copy, snapshot
 from kfacpack.format.reference import FileLocation, Reference, expand_user, is_reference, parse_address
 
@@ -117,12 +116,7 @@ class FileTensors(CheckpointTensors):
         spec = container.tensors[name]
         if spec.dtype not in TORCH_TYPES:
             raise BundleError(container.path, f"has the unsupported dtype {spec.dtype}", f"tensor {name!r}")
-        if not spec.nbytes:
-            return torch.empty(spec.shape, dtype=TORCH_TYPES[spec.dtype])
-        data = container.bytes_of(name)
-        if spec.start % ITEM_BYTES[spec.dtype]:
-            data = memoryview(bytearray(data))  # writers may not align tensors
-        return torch.frombuffer(data, dtype=TORCH_TYPES[spec.dtype]).view(spec.shape)
+        return map_tensor(container, name)
 
 
 class WeightsFolder(ABC):

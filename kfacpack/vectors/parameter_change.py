@@ -81,13 +81,21 @@ def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) ->
     Returns:
         The factors of the sum. Terms of coefficient 0 keep their columns.
     """
-    if len(terms) == 1 and terms[0][0] == 1:
-        return terms[0][1]
     if not terms:
         return no_change(shape)
-    device = terms[0][1][0].device
-    left = [(coefficient * left.double()).float().to(device) for coefficient, (left, _) in terms]
-    return torch.cat(left, 1), torch.cat([right.to(device) for _, (_, right) in terms])
+    return concatenated([((factor * U.double()).float(), V) if factor != 1 else (U, V) for factor, (U, V) in terms])
+
+
+def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns the factors of the sum of factored matrices.
+
+    Args:
+        pairs: At least one pair of U and V. The result is on the device of the first.
+    """
+    if len(pairs) == 1:
+        return pairs[0]
+    device = pairs[0][0].device
+    return torch.cat([U.to(device) for U, _ in pairs], 1), torch.cat([V.to(device) for _, V in pairs])
 
 
 def check_factors(name: str, factors: Factors, shape: Sequence[int]) -> None:

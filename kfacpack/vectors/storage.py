@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.components import TORCH_TYPES, raw_bytes
+from kfacpack.curvature.matrices.components import TORCH_TYPES, map_tensor, raw_bytes
 from kfacpack.errors import BundleError
-from kfacpack.format.container import ITEM_BYTES, UNSEALED, VECTOR, Container, download_again
+from kfacpack.format.container import UNSEALED, VECTOR, Container, download_again
 from kfacpack.format.reader import SealedFile, validated
 from kfacpack.format.vector_manifest import (
     VERSION,
@@ -269,10 +269,7 @@ class VectorFile(SealedFile):
         Args:
             name: Name of the tensor in the file.
         """
-        spec, data = self.tensors[name], self.bytes_of(name)
-        if spec.start % ITEM_BYTES[spec.dtype]:
-            data = memoryview(bytearray(data))  # other writers may not align tensors
-        return torch.frombuffer(data, dtype=TORCH_TYPES[spec.dtype]).view(spec.shape)
+        return map_tensor(self, name)
 
     @property
     def has_remainders(self) -> bool:
@@ -425,9 +422,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
             raise BundleError(path, problem, f"tensor {name!r}")
 
     def read(name: str) -> Tensor:
-        # Copied, because other writers may not align tensors.
-        data = bytearray(container.bytes_of(name))
-        tensor = torch.frombuffer(data, dtype=TORCH_TYPES[specs[name].dtype]).view(shapes[name])
+        tensor = map_tensor(container, name)
         if not bool(tensor.isfinite().all()):
             raise BundleError(path, "contains NaN or Inf", f"tensor {name!r}")
         return tensor

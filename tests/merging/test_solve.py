@@ -129,15 +129,19 @@ def test_a_single_product_has_a_direct_solution(shared):
     assert check(random_terms(structures, (40, 50))).iterations == 0
 
 
-def test_wide_blocks_are_computed_in_float32():
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_wide_blocks_are_computed_in_float32(is_masked):
+    """Their sides are padded to multiples of 16 during the computation."""
     rows, columns = 530, 3
     structures = [
         kp.Kronecker.of(kp.Dense.of(random_psd(rows, k)), kp.Dense.of(random_psd(columns, 9 + k))) for k in range(3)
     ]
-    terms = random_terms(structures, (rows, columns))
-    solution = solve_block("w", terms, SolveSettings(0.1, tolerance=1e-5))
-    expected, _ = dense_solution(terms, 0.1)
+    terms, mask = random_terms(structures, (rows, columns)), torch.ones(rows, columns)
+    mask[:, -1] = 0
+    solution = solve_block("w", terms, SolveSettings(0.1, tolerance=1e-5), mask=mask if is_masked else None)
+    expected, _ = dense_solution(terms, 0.1, mask if is_masked else None)
     assert solution.change.dtype is torch.float32
+    assert solution.change.shape == (rows, columns)
     assert 0 < solution.report.iterations < 200
     assert solution.report.residual <= 1e-5
     torch.testing.assert_close(solution.change.double(), expected, rtol=1e-3, atol=1e-4)

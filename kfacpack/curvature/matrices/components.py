@@ -23,7 +23,8 @@ from kfacpack.format.container import ITEM_BYTES, Spec
 from kfacpack.format.schema import triangle_length
 
 if TYPE_CHECKING:
-    from kfacpack.format.reader import Bundle
+    from kfacpack.format.container import Container
+    from kfacpack.format.reader import Bundle, SealedFile
 
 
 _TILE = 512
@@ -232,6 +233,24 @@ class LazyTensors(MatrixTensors):
         return self._data
 
 
+def map_tensor(file: Container | SealedFile, name: str) -> Tensor:
+    """Maps a tensor of an open safetensors file into memory.
+
+    Args:
+        file: The file.
+        name: Name of the tensor.
+
+    Returns:
+        The tensor. Writing to it does not change the file.
+    """
+    spec, data = file.tensors[name], file.bytes_of(name)
+    if not data:
+        return torch.empty(spec.shape, dtype=TORCH_TYPES[spec.dtype])
+    if spec.start % ITEM_BYTES[spec.dtype]:
+        data = memoryview(bytearray(data))  # other software may write unaligned tensors
+    return torch.frombuffer(data, dtype=TORCH_TYPES[spec.dtype]).view(spec.shape)
+
+
 class BundleTensors(MatrixTensors):
     """Tensors of an open bundle, mapped from its file. Every access is checked; see `Bundle.bytes_of`."""
 
@@ -241,13 +260,7 @@ class BundleTensors(MatrixTensors):
         self.specs = {key: (bundle.tensors[name].dtype, bundle.tensors[name].shape) for key, name in names.items()}
 
     def __getitem__(self, name: str) -> Tensor:
-        dtype, shape = self.specs[name]
-        data = self._bundle.bytes_of(self._names[name])
-        if not data:
-            return torch.empty(shape, dtype=TORCH_TYPES[dtype])
-        if self._bundle.tensors[self._names[name]].start % ITEM_BYTES[dtype]:
-            data = memoryview(bytearray(data))  # other software may write unaligned tensors
-        return torch.frombuffer(data, dtype=TORCH_TYPES[dtype]).view(shape)
+        return map_tensor(self._bundle, self._names[name])
 
     def span(self, name: str, start: int, stop: int) -> Tensor:
         """Reads the values `start` to `stop` of a component."""
