@@ -49,11 +49,14 @@ def print_result(result: Result) -> None:
     keys = {"accuracy": "accuracy"}
     if any(task["normalized"] is not None for task in result["tasks"].values()):
         keys["normalised"] = "normalized"
-    table = plain_table("task", numbers=(*keys, "examples"))
+    with_perplexity = any("perplexity" in task for task in result["tasks"].values())
+    table = plain_table("task", numbers=(*keys, *(["perplexity"] if with_perplexity else []), "examples"))
     table.add_column("head")
     for name, task in result["tasks"].items():
-        shares = (percent(task[key]) for key in keys.values())
-        table.add_row(name_cell(name), *shares, f"{task['examples']:,}", task["head"])
+        cells = [percent(task[key]) for key in keys.values()]
+        if with_perplexity:
+            cells.append(f"{task['perplexity']:.4g}" if "perplexity" in task else "")
+        table.add_row(name_cell(name), *cells, f"{task['examples']:,}", task["head"])
     if len(result["tasks"]) > 1:
         table.add_row("mean", *(percent(result["mean"][key]) for key in keys.values()), style="bold")
     out.print(table)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from math import isfinite
+from math import exp, isfinite
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,10 +18,10 @@ from kfacpack.format.units import OnProgress
 from kfacpack.models.data_loading import name_task_in_errors, prepared_batches
 from kfacpack.models.families import resolve_model
 from kfacpack.models.functional import tensors_of
-from kfacpack.models.heads import Head, head_for, require_classes, require_matching_classes
+from kfacpack.models.heads import CompletionHead, Head, head_for, require_classes, require_matching_classes
 from kfacpack.models.model import Batch, Model
 from kfacpack.tasks.registry import load_task
-from kfacpack.tasks.task import Split, Task, parse_count, sample_indices
+from kfacpack.tasks.task import Split, Task, has_completions, parse_count, sample_indices
 from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class EvaluationSet:
     numbers: Sequence[int]
     """Indices of the examples in the split."""
     labels: Sequence[int]
-    """Labels of these examples, as indices into the task's classes."""
+    """Labels of these examples, as indices into the task's classes; zeros for a task without classes."""
     outputs: OutputCache | None = field(default=None, compare=False, repr=False)
     """Where measurements keep the outputs of linear vectors on these examples for each other, if anywhere."""
 
@@ -82,12 +82,15 @@ class EvaluationSet:
         Raises:
             KfacpackError: If the split is empty or unknown, the task has no class names, or `examples` is invalid.
         """
-        require_classes(task)
+        completions = has_completions(task)
+        if not completions:
+            require_classes(task)
         loaded = task.split(split)
         if not len(loaded):
             raise KfacpackError(f"{printable(task.name)}: split {split!r} has no examples")
         numbers = sample_indices(len(loaded), parse_count(str(examples), len(loaded)), seed)
-        return cls(task, loaded, numbers, [loaded.label(number) for number in numbers])
+        labels = [0 if completions else loaded.label(number) for number in numbers]
+        return cls(task, loaded, numbers, labels)
 
 
 @dataclass(frozen=True)
@@ -95,14 +98,44 @@ class Score:
     """Result of an evaluation."""
 
     correct: int
-    """Number of examples that are classified correctly."""
+    """Number of examples that are classified correctly, or of tokens of completions that are predicted correctly."""
     examples: int
     """Number of examples."""
+    tokens: int | None = None
+    """Number of tokens of all completions; None for a task with classes."""
+    log_likelihood: float | None = None
+    """Log-likelihood of all completions in nats; None for a task with classes."""
+
+    @property
+    def predictions(self) -> int:
+        """Number of predictions: one per example, or one per token of the completions."""
+        return self.tokens or self.examples
 
     @property
     def accuracy(self) -> float:
-        """Fraction of the examples that are classified correctly."""
-        return self.correct / self.examples
+        """Fraction of the predictions that are correct."""
+        return self.correct / self.predictions
+
+    @property
+    def perplexity(self) -> float | None:
+        """Perplexity of the completions per token; None for a task with classes."""
+        if self.tokens is None or self.log_likelihood is None:
+            return None
+        return exp(min(-self.log_likelihood / self.tokens, 700.0))
+
+    def plus(self, other: Score | None) -> Score:
+        """Returns the score of these and other examples of the same task.
+
+        Args:
+            other: Score of the other examples; None if there are none.
+        """
+        if other is None:
+            return self
+        correct, examples = self.correct + other.correct, self.examples + other.examples
+        if self.log_likelihood is None or other.log_likelihood is None:
+            return Score(correct, examples)
+        tokens = (self.tokens or 0) + (other.tokens or 0)
+        return Score(correct, examples, tokens, self.log_likelihood + other.log_likelihood)
 
 
 def evaluate(
@@ -231,27 +264,39 @@ def scores(
         KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
     """
     task = evaluation_set.task
-    require_matching_classes(head, task)
+    if not isinstance(head, CompletionHead):
+        require_matching_classes(head, task)
     check_alphas(vector, alphas)
     head = head.to(device_of(model))
     label_of = dict(zip(evaluation_set.numbers, evaluation_set.labels, strict=True))
     passes = _output_passes(model, evaluation_set, vector, alphas, batch_size)
     total = len(passes) * len(evaluation_set.numbers)
-    correct: list[int] = []
+    results: list[Score] = []
     done = 0
     on_progress(done, total)
     for output_pass in passes:
-        pass_correct: Sequence[int] = ()
+        pass_scores: Sequence[Score] = ()
         for numbers, edited in output_pass:
             labels = torch.tensor([label_of[number] for number in numbers])
             with torch.no_grad(), name_task_in_errors(evaluation_set.split, task.name, numbers):
-                counts = [int((_predictions(head, f) == labels).sum()) for f in edited]
-            previous = pass_correct or [0] * len(counts)
-            pass_correct = [before + more for before, more in zip(previous, counts, strict=True)]
+                if isinstance(head, CompletionHead):
+                    batch = model.prepare([evaluation_set.split[number] for number in numbers], task.name)
+                    scores = [_completion_score(head, f, batch, len(numbers)) for f in edited]
+                else:
+                    scores = [Score(int((_predictions(head, f) == labels).sum()), len(numbers)) for f in edited]
+            previous: Sequence[Score | None] = pass_scores or [None] * len(scores)
+            pass_scores = [more.plus(before) for before, more in zip(previous, scores, strict=True)]
             done += len(numbers)
             on_progress(done, total)
-        correct += pass_correct
-    return [Score(count, len(evaluation_set.numbers)) for count in correct]
+        results += pass_scores
+    return results
+
+
+def _completion_score(head: CompletionHead, f: Tensor, batch: Batch, examples: int) -> Score:
+    log_likelihoods, correct = head.log_likelihoods(f, batch)
+    if not bool(log_likelihoods.isfinite().all()):
+        raise NotFiniteError("logits contain NaN or Inf")
+    return Score(correct, examples, len(f), float(log_likelihoods.double().sum()))
 
 
 def _output_passes(

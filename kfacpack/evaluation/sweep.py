@@ -38,6 +38,8 @@ class TaskEvaluation(TypedDict):
     """Accuracy relative to that of the task's own vector; null if that is unknown or zero."""
     examples: int
     """Number of examples."""
+    perplexity: NotRequired[float]
+    """Perplexity per token, for a task with prompts and completions; the accuracy is then that of tokens."""
     head: NotRequired[str]
     """Origin of the classifier: text, words or prototypes."""
 
@@ -124,6 +126,8 @@ def evaluation_result(
             "normalized": normalized(score.accuracy, individual.get(name)),
             "examples": score.examples,
         }
+        if score.perplexity is not None:
+            tasks[name]["perplexity"] = score.perplexity
         if heads:
             tasks[name]["head"] = heads[name]
     accuracies = [task["accuracy"] for task in tasks.values()]
@@ -218,7 +222,7 @@ def as_table(alphas: Sequence[float], by_task: Mapping[str, Sequence[Score]]) ->
 
 def exact_mean(task_scores: Sequence[Score]) -> Fraction:
     """Returns the mean accuracy as a fraction, so that ties are not broken by rounding."""
-    return sum((Fraction(score.correct, score.examples) for score in task_scores), Fraction(0)) / len(task_scores)
+    return sum((Fraction(score.correct, score.predictions) for score in task_scores), Fraction(0)) / len(task_scores)
 
 
 VALIDATION = "validation"

@@ -213,6 +213,13 @@ def rows_per_example(batch: ModelInput) -> list[int] | None:
     return answers.flatten(1).sum(1).tolist() if isinstance(answers, Tensor) and answers.dim() > 1 else None
 
 
+def answer_targets(batch: ModelInput) -> Tensor:
+    """Returns the token that each row of f should predict, (P,): the one after each position of an answer."""
+    assert isinstance(batch, Mapping)
+    targets: Tensor = batch["input_ids"].roll(-1, dims=-1)[batch[ANSWERS].bool()]
+    return targets
+
+
 @contextmanager
 def eval_mode(model: nn.Module, parameters: Mapping[str, Tensor]) -> Iterator[None]:
     """Temporarily switches a module to eval mode, with gradients for `parameters` only.

@@ -1,9 +1,10 @@
-"""Classification heads: frozen affine maps from f to logits.
+"""Heads: frozen maps from f to the logits of classes, or of the tokens of a completion.
 
 Notation: K is the number of classes, C the width of f, N the number of examples.
 
     from texts        w_k = scale · normalised mean over templates of the class's text embeddings,  b = 0
-    from words        w_k = the row of the output layer for the class's name as the next word,  b = 0
+    from words        w_k = the row of the output layer for the class's name as the next word,  b = 0;
+                      for names of several tokens, the log-likelihood of the name after the prompt
     from prototypes   w_k = scale · normalised (m_k - c),  b_k = -w_k·c
 
 where m_k is the mean of f over the class's training examples, and c the mean of all m_k. For texts, `scale` is the
@@ -15,7 +16,7 @@ weights and do not change during training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,9 +25,9 @@ from torch.nn.functional import cross_entropy, normalize
 
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.models.data_loading import outputs
-from kfacpack.models.functional import at_least_float32
-from kfacpack.models.model import Model
-from kfacpack.tasks.task import Split, Task, parent_task
+from kfacpack.models.functional import answer_targets, at_least_float32, rows_per_example
+from kfacpack.models.model import Batch, Model
+from kfacpack.tasks.task import Split, Task, has_completions, parent_task
 
 if TYPE_CHECKING:
     from kfacpack.format.vector_manifest import HeadKind, HeadOrigin
@@ -61,13 +62,38 @@ class Head:
         """
         return f.to(self.weight.dtype) @ self.weight.T + self.bias
 
+    def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the examples' cross-entropies, and the number of correct predictions.
+
+        Args:
+            f: Model outputs, (P, C), with one row per example, or several for language models.
+            labels: Classes of the N examples, (N,).
+            batch: The batch that f was computed from.
+        """
+        logits = self.logits(f)
+        return cross_entropy(logits, labels, reduction="sum"), (logits.argmax(1) == labels).sum()
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether files of task vectors contain the head; otherwise it is built again from the model."""
+        return True
+
+    def of_classes(self, classes: range) -> Head:
+        """Returns the head for consecutive classes only. Its tensors are views.
+
+        Args:
+            classes: Indices of the classes.
+        """
+        rows = slice(classes.start, classes.stop)
+        return replace(self, weight=self.weight[rows], bias=self.bias[rows], classes=self.classes[rows])
+
     def to(self, device: torch.device) -> Head:
         """Returns the head on another device.
 
         Args:
             device: The device.
         """
-        return Head(self.weight.to(device), self.bias.to(device), self.classes, self.origin)
+        return replace(self, weight=self.weight.to(device), bias=self.bias.to(device))
 
     def difference(self, other: Head) -> str | None:
         """Returns a description of the first difference between two heads; None if they are equal.
@@ -86,6 +112,60 @@ class Head:
             if own.shape != others.shape or not torch.equal(own.cpu().float(), others.cpu().float()):
                 return f"their {attribute} tensors differ"
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class AnswerHead(Head):
+    """Scores classes by the log-likelihood of their names, which consist of several tokens.
+
+    `weight` is the output layer, (vocabulary, C). f has one row per token of every answer.
+    """
+
+    answers: tuple[tuple[int, ...], ...] = ()
+    """Tokens of each answer, in the order of the rows of f."""
+    answer_of: tuple[int, ...] = ()
+    """Index of the answer that names each class."""
+
+    def logits(self, f: Tensor) -> Tensor:
+        """Returns the log-likelihoods, (N, K), of rows (N * tokens of all answers, C)."""
+        tokens = torch.tensor([token for answer in self.answers for token in answer], device=f.device)
+        rows = super().logits(f).log_softmax(1).unflatten(0, (-1, len(tokens)))
+        chosen = rows.gather(2, tokens.expand(len(rows), -1)[..., None])[..., 0]
+        scores = torch.stack([part.sum(1) for part in chosen.split([len(answer) for answer in self.answers], 1)], 1)
+        return scores[:, list(self.answer_of)]
+
+    def of_classes(self, classes: range) -> Head:
+        """Returns the head for consecutive classes only."""
+        rows = slice(classes.start, classes.stop)
+        return replace(self, classes=self.classes[rows], answer_of=self.answer_of[rows])
+
+    @property
+    def is_stored(self) -> bool:
+        """False: the weight is the whole output layer of the model."""
+        return False
+
+
+@dataclass(frozen=True, eq=False)
+class CompletionHead(Head):
+    """Predicts the tokens of completions. `weight` is the output layer, (vocabulary, C); there are no classes."""
+
+    def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Returns the sum over examples of the mean cross-entropy of their tokens, and that of the correct shares."""
+        counts = torch.tensor(rows_per_example(batch), device=f.device)
+        weights = (1 / counts.to(f.dtype)).repeat_interleave(counts)
+        logits, targets = self.logits(f), answer_targets(batch).to(f.device)
+        losses = cross_entropy(logits, targets, reduction="none")
+        return (losses * weights).sum(), ((logits.argmax(1) == targets) * weights).sum()
+
+    def log_likelihoods(self, f: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        """Returns the log-likelihood of each token of the completions, (P,), and the number of correct predictions."""
+        logits, targets = self.logits(f), answer_targets(batch).to(f.device)
+        return -cross_entropy(logits, targets, reduction="none"), int((logits.argmax(1) == targets).sum())
+
+    @property
+    def is_stored(self) -> bool:
+        """False: the weight is the whole output layer of the model."""
+        return False
 
 
 MAX_PER_CLASS = 256
@@ -122,6 +202,8 @@ def head_for(
         >>> head.origin
         'text'
     """
+    if has_completions(task):
+        return completion_head(model, task)
     resolved = _resolve_kind(model, task, kind)
     if resolved == "text":
         return text_head(model, task)
@@ -136,11 +218,14 @@ def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
     Raises:
         KfacpackError: If the model or the task does not support this kind of head.
     """
+    if has_completions(task):
+        completion_head(model, task)
+        return
     resolved = _resolve_kind(model, task, kind)
     if resolved == "text":
         _require_text_tower(model, task)
     elif resolved == "words":
-        _word_rows(model, task)
+        word_head(model, task)
     else:
         _examples_by_class(task.split("train"), task, require_classes(task))
 
@@ -181,13 +266,52 @@ def text_head(model: Model, task: Task) -> Head:
 
 
 def word_head(model: Model, task: Task) -> Head:
-    """Builds a head from the output layer's rows for the class names as next words.
+    """Builds a head from the class names, or the answers of the task's template, as continuations of the prompt.
 
     Raises:
-        KfacpackError: If the model does not predict words, or two classes start with the same word.
+        KfacpackError: If the model does not predict words, or does not distinguish two classes: by all of their tokens
+            if the task has a template with answers of several tokens, otherwise by the first.
     """
+    if answers := _answers(model, task):
+        return _answer_head(model, task, answers)
     weight, classes = _word_rows(model, task), require_classes(task)
     return Head(weight, weight.new_zeros(len(classes)), classes, "words")
+
+
+def completion_head(model: Model, task: Task) -> Head:
+    """Builds the head of a task with prompts and completions: the output layer of a causal language model.
+
+    Raises:
+        KfacpackError: If the model is not a causal language model.
+    """
+    if model.answer_tokens is None or model.output_layer is None:
+        problem = f"{printable(task.name)} has prompts and completions, which need a causal language model (lm:NAME)"
+        raise KfacpackError(f"{problem}; got {model.name}")
+    weight = at_least_float32(model.output_layer())
+    return CompletionHead(weight, weight.new_zeros(len(weight)), (), "words")
+
+
+def _answers(model: Model, task: Task) -> tuple[tuple[int, ...], ...]:
+    """Returns the tokens of the answers for which f has rows; empty if f has one row per example."""
+    tokens = model.answer_tokens(task.name) if model.answer_tokens else None
+    return tuple(map(tuple, tokens or ()))
+
+
+def _answer_head(model: Model, task: Task, answers: tuple[tuple[int, ...], ...]) -> Head:
+    assert model.output_layer is not None
+    assert model.answer_classes is not None
+    classes, named = require_classes(task), list(model.answer_classes(task.name))
+    if unnamed := [name for name in classes if name not in named]:
+        problem = f"the template has no answer for class {printable(unnamed[0])!r}, only for {', '.join(named)}"
+        raise KfacpackError(f"{printable(task.name)}: {problem}")
+    answer_of = tuple(named.index(name) for name in classes)
+    for second, own in enumerate(answer_of):
+        if any(answers[own] == answers[other] for other in answer_of[:second]):
+            raise KfacpackError(
+                f"{printable(task.name)}: class {printable(classes[second])!r} has the answer of another"
+            )
+    weight = at_least_float32(model.output_layer())
+    return AnswerHead(weight, weight.new_zeros(len(weight)), classes, "words", answers, answer_of)
 
 
 def _word_rows(model: Model, task: Task) -> Tensor:
@@ -205,6 +329,8 @@ def _has_distinct_words(model: Model, task: Task) -> bool:
     """Returns whether the class names start with different tokens of the model."""
     if model.word_weights is None:
         return False
+    if _answers(model, task):
+        return True
     return _first_identical_rows(model.word_weights(_label_words(model, task))) is None
 
 
@@ -254,6 +380,9 @@ def prototype_head(
     label_list, parts, f = [], [], torch.zeros(0)
     on_progress(0, len(class_of))
     for chosen, f in outputs(model, split, task.name, sorted(class_of), batch_size):
+        if len(f) != len(chosen):
+            problem = f"f of {model.name} has several rows per example of {printable(task.name)}"
+            raise KfacpackError(f"{problem}; prototypes need one. Use --head words (kind='words')")
         label_list += [class_of[number] for number in chosen]
         parts.append(f.cpu().double())
         on_progress(len(label_list), len(class_of))

@@ -135,6 +135,8 @@ class Model:
     """Maps K class names and a task name to K words for `word_weights`; None if `word_weights` is None."""
     answer_tokens: Callable[[str], Sequence[Sequence[int]] | None] | None = None
     """Maps a task name to the tokens of its answers, if f has a row for each of them; None for one row per example."""
+    answer_classes: Callable[[str], Sequence[str]] | None = None
+    """Maps a task name to the classes that these answers name; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
     """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if f predicts none."""
     logit_scale: float = 100.0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.tasks.task import COMPLETION_COLUMNS
 
 TEXT_TYPES = ("string", "large_string")
 STORED_IMAGE_FIELDS = {"bytes", "path"}
@@ -84,7 +85,7 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
     """Finds the columns of a dataset: requested ones by name, others by type.
 
     By type, the input is the only image column, or else every text column; the label is the only ClassLabel column, or
-    else one named label or labels.
+    else one named label or labels. Data with the text columns prompt and completion has no other inputs and no label.
 
     Args:
         features: `datasets.Features` of the data.
@@ -98,6 +99,8 @@ def find_columns(features: Any, location: str, requested: RequestedColumns | Non
         KfacpackError: If a required column is missing or has the wrong type, or there are several candidates.
     """
     requested = requested or RequestedColumns()
+    if not (requested.inputs or requested.label) and all(_is_text(features.get(name)) for name in COMPLETION_COLUMNS):
+        return Columns({name: name for name in COMPLETION_COLUMNS}, None, None)
     named = {key: _first_existing(names, features) for key, names in requested.inputs.items()}
     label = _first_existing(requested.label, features)
     missing = [names for key, names in requested.inputs.items() if named[key] is None]

@@ -1,4 +1,4 @@
-"""Data files: those of installed packages, parquet files in the Hub's layout, and images in one folder per class.
+"""Data files: of installed packages, parquet and JSON Lines files in the Hub's layout, images in one folder per class.
 
 Layouts are recognised by names alone: paths relative to the folder or repository, with slashes, at most three levels
 deep.
@@ -116,14 +116,14 @@ def declared_features(text: str, config: str | None) -> Any | None:
 
 
 EXPECTED = (
-    "expected train-*.parquet and test-*.parquet at the top level, in data/ or in a config folder, or images in CLASS/ "
-    "or in train/CLASS/ and test/CLASS/"
+    "expected train-*.parquet and test-*.parquet (or .jsonl) at the top level, in data/ or in a config folder, or "
+    "images in CLASS/ or in train/CLASS/ and test/CLASS/"
 )
 MAX_DEPTH = 3
 IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 """Folder names that denote splits rather than configs or classes."""
-SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.parquet")
+SHARD = re.compile(r"(.+?)(-(?P<number>\d+)-of-(?P<count>\d+)(-[0-9a-f]{16})?)?\.(parquet|jsonl)")
 """train-00000-of-00002.parquet; older files have a hash after the number."""
 NUMBERED = re.compile(r"\d+\.parquet")
 """File names of the Hub's own conversion to parquet, CONFIG/SPLIT/0000.parquet."""
@@ -138,7 +138,7 @@ def sort_paths(paths: Iterable[str]) -> list[str]:
 
 
 def parquet_files(paths: Iterable[str], config: str | None, location: str, *, exact: bool = False) -> Splits:
-    """Finds the parquet files of a config, by split.
+    """Finds the parquet or JSON Lines files of a config, by split.
 
     Files outside all config folders, or in the folder of a config named default, belong to every config.
 
@@ -149,7 +149,7 @@ def parquet_files(paths: Iterable[str], config: str | None, location: str, *, ex
         exact: Whether the user requested the config explicitly, so that files without a config are not used instead.
 
     Returns:
-        Files by split; empty if there are no parquet files.
+        Files by split; empty if there are no such files.
 
     Raises:
         KfacpackError: If there is no such config, or there are several and none was chosen.
@@ -219,18 +219,21 @@ def image_files(paths: Iterable[str], location: str) -> Splits:
 
 
 def read_schema(file: Path) -> tuple[Any, int]:
-    """Reads the schema of a parquet file.
+    """Reads the schema of a parquet or JSON Lines file.
 
     Returns:
         `datasets.Features`, with the Hub's types if the file has them, and the number of rows.
 
     Raises:
-        KfacpackError: If the file is not a readable parquet file.
+        KfacpackError: If the file is not readable.
     """
     import datasets
     import pyarrow
     from pyarrow import parquet
 
+    if _is_json(file):
+        table = _read_json(file)
+        return datasets.Features.from_arrow_schema(table.schema), table.num_rows
     try:
         with parquet.ParquetFile(file) as opened:
             return datasets.Features.from_arrow_schema(opened.schema_arrow), opened.metadata.num_rows
@@ -238,11 +241,32 @@ def read_schema(file: Path) -> tuple[Any, int]:
         raise KfacpackError(f"{file}: not a readable parquet file: {first_line(error)}") from error
 
 
+def _is_json(file: Path) -> bool:
+    return file.suffix == ".jsonl"
+
+
+def _read_json(file: Path) -> Any:
+    """Reads a JSON Lines file as a `pyarrow.Table`.
+
+    Raises:
+        KfacpackError: If the file is not readable, or a line is not a JSON object.
+    """
+    import pyarrow
+    from pyarrow import json
+
+    try:
+        return json.read_json(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise KfacpackError(f"{file}: not a readable JSON Lines file: {first_line(error)}") from error
+
+
 def has_hf_metadata(file: Path) -> bool:
     """Returns whether a parquet file stores the Hub's types, such as class names, in its metadata."""
     import pyarrow
     from pyarrow import parquet
 
+    if _is_json(file):
+        return False
     try:
         return b"huggingface" in (parquet.read_schema(file).metadata or {})
     except (pyarrow.ArrowException, OSError):
@@ -250,7 +274,7 @@ def has_hf_metadata(file: Path) -> bool:
 
 
 def read_column(file: Path, name: str) -> list[Any]:
-    """Reads one column of a parquet file.
+    """Reads one column of a parquet or JSON Lines file.
 
     Raises:
         KfacpackError: If the column cannot be read.
@@ -259,13 +283,14 @@ def read_column(file: Path, name: str) -> list[Any]:
     from pyarrow import parquet
 
     try:
-        return list(parquet.read_table(file, columns=[name]).column(name).to_pylist())
+        table = _read_json(file) if _is_json(file) else parquet.read_table(file, columns=[name])
+        return list(table.column(name).to_pylist())
     except (pyarrow.ArrowException, OSError, KeyError) as error:
         raise KfacpackError(f"{file}: column {printable(name)!r} cannot be read: {first_line(error)}") from error
 
 
 def read_rows(files: Sequence[Path], split: str, features: Any | None, location: str) -> Any:
-    """Reads parquet files as one dataset.
+    """Reads parquet or JSON Lines files as one dataset.
 
     Args:
         files: Files to read.
@@ -281,6 +306,13 @@ def read_rows(files: Sequence[Path], split: str, features: Any | None, location:
     """
     import datasets
 
+    if any(map(_is_json, files)):
+        import pyarrow
+
+        tables = [_read_json(file) for file in files]
+        if differing := [file for file, table in zip(files, tables, strict=True) if table.schema != tables[0].schema]:
+            raise KfacpackError(f"{differing[0]}: its columns are not those of {files[0].name}")
+        return datasets.Dataset(pyarrow.concat_tables(tables))
     # datasets reads an Arrow copy that it maps into memory. The mapping remains valid after the file is unlinked, so
     # the disk space of the copy is freed when the dataset is deleted or the process ends.
     with _no_progress_bars(), TemporaryDirectory(prefix="kfacpack-") as copies:

@@ -286,6 +286,14 @@ def own_classes(task: Task) -> range | None:
     return task.own_classes if isinstance(task, ClassSplitTask) else None
 
 
+def has_completions(task: Task) -> bool:
+    """Returns whether the examples of a task are prompts with completions rather than members of classes."""
+    if task.classes is not None:
+        return False
+    split = task.split(task.splits[0])
+    return bool(len(split)) and set(split[0]) == set(COMPLETION_COLUMNS)
+
+
 def parse_count(text: str, size: int) -> int:
     """Parses a number of examples.
 

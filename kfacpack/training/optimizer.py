@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from kfacpack._torch import largest_magnitude, set_to_zero
 from kfacpack.errors import KfacpackError
@@ -160,7 +159,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
     """
     linearized, point = _linearization_at_zero(regime, batch)
     f = point.f.detach().float().requires_grad_()
-    (u,) = torch.autograd.grad(cross_entropy(head.logits(f), labels), f)
+    (u,) = torch.autograd.grad(head.loss(f, labels, batch)[0] / len(labels), f)
     gradient = point.gradient(u.to(point.f))
     if not gradient:
         raise no_influence_error(regime)

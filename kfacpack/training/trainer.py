@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from kfacpack.curvature.matrices.components import raw_bytes
 from kfacpack.errors import KfacpackError, ProcessLostError, printable
@@ -35,7 +34,7 @@ from kfacpack.format.manifest import Base, Source, base_digest
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry, Training
 from kfacpack.models.data_loading import fingerprint, step_batches
 from kfacpack.models.functional import NOT_FINITE, DeferredValues, to_device
-from kfacpack.models.heads import Head, require_several_classes
+from kfacpack.models.heads import CompletionHead, Head, require_several_classes
 from kfacpack.tasks.task import own_classes
 from kfacpack.training.metrics import (
     Metrics,
@@ -100,7 +99,7 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
         "preprocessing": model.preprocessing,
         "task": trainer.task.name,
         "data": f"{trainer.split.source.dataset}, {len(trainer.split)} examples",
-        "data_content": fingerprint(model, trainer.split, trainer.task.name, labels=True),
+        "data_content": fingerprint(model, trainer.split, trainer.task.name, labels=trainer.task.classes is not None),
         "reg_data_content": {name: fingerprint(model, split, name) for name, split in penalty_splits.items()},
         "head": f"{trainer.head.origin}, {_head_digest(trainer.head)}",
         "bundles": list(trainer.regularizer.digests) if trainer.regularizer else [],
@@ -138,7 +137,8 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
         regime=trainer.regime.name,
         tasks=(TaskEntry(source=source, training=training),),
     )
-    return TaskVector({name: tensor.cpu() for name, tensor in tau.items()}, about, {trainer.task.name: trainer.head})
+    heads = {trainer.task.name: trainer.head} if trainer.head.is_stored else {}
+    return TaskVector({name: tensor.cpu() for name, tensor in tau.items()}, about, heads)
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
@@ -207,7 +207,8 @@ class Trainer:
     """Identity by `identify_base`, if it was computed already; it is not computed again."""
 
     def __post_init__(self) -> None:
-        require_several_classes(self.task, self.head.classes)
+        if not isinstance(self.head, CompletionHead):
+            require_several_classes(self.task, self.head.classes)
         if not len(self.split):
             raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
         if self.regularizer and self.data_penalty:
@@ -250,8 +251,7 @@ class Trainer:
         if own is None:
             return head
         # Views, so that the broadcast of the head to other processes reaches them.
-        rows = slice(own.start, own.stop)
-        return Head(head.weight[rows], head.bias[rows], head.classes[rows], head.origin)
+        return head.of_classes(own)
 
     @cached_property
     def _order(self) -> BatchOrder:
@@ -448,12 +448,11 @@ class Trainer:
         with self._autocast_context():
             result = self.regime.forward(batch, state.tau)
         f = result.f.requires_grad_()
-        logits = self._own_head.logits(f)
-        loss = cross_entropy(logits, labels, reduction="sum")
+        loss, correct = self._own_head.loss(f, labels, batch)
         (u,) = torch.autograd.grad(loss, f)
         result.add_gradient(u / self.settings.batch_size, state.gradients)
         failed = ~f.detach().isfinite().all()
-        return torch.stack([loss.detach().float(), (logits.argmax(1) == labels).sum().float(), failed.float()])
+        return torch.stack([loss.detach().float(), correct.float(), failed.float()])
 
     def _autocast_context(self) -> AbstractContextManager[Any]:
         if self.autocast is None:
@@ -461,7 +460,9 @@ class Trainer:
         return torch.autocast(self.head.weight.device.type, self.autocast)
 
     def _labels(self, numbers: Sequence[int]) -> Tensor:
-        """Returns labels as indices into the classes of `_own_head`, on the CPU."""
+        """Returns labels as indices into the classes of `_own_head`, on the CPU; zeros for a task without classes."""
+        if isinstance(self.head, CompletionHead):
+            return torch.zeros(len(numbers), dtype=torch.int64)
         labels = torch.tensor([self.split.label(number) for number in numbers], dtype=torch.int64)
         own = own_classes(self.task)
         return labels if own is None else labels - own.start

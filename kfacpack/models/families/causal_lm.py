@@ -11,7 +11,7 @@ such a position is a row of f. An answer is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,7 @@ class CausalLMFamily:
             word_weights=lambda words: word_rows(output_layer(), tokenizer, words, f"lm:{name}"),
             label_words=lambda classes, task: label_words(classes, task, style),
             answer_tokens=texts.answer_tokens,
+            answer_classes=lambda task: list(answers(task, style)),
             preprocessing=f"prompts in the style of {style!r}, at most {texts.limit} tokens",
         )
 
@@ -187,11 +188,6 @@ class AnswerTexts:
             "attention_mask": (place < sizes).long(),
             ANSWERS: (place >= first) & (place < last),
         }
-
-
-def completion_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Returns the token that every row of f should predict, (P,): the one after each position of an answer."""
-    return batch["input_ids"].roll(-1, dims=-1)[batch[ANSWERS].bool()]
 
 
 def _causal_class(config: Any, name: str) -> Any:
