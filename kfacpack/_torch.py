@@ -296,23 +296,18 @@ def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def without_autograd() -> Iterator[None]:
+def below_autograd(*, bypass: bool = True) -> Iterator[None]:
     """Runs operations in `torch.no_grad` and without autocast, and creates no inference tensors.
 
-    Uses `torch._C._DisableAutocast`. Known to work with torch 2.13.
+    With `bypass`, operations also skip the dispatch to autograd. Uses `torch._C._DisableAutocast` and, where torch
+    provides it, `torch._C._AutoDispatchBelowAutograd`. Known to work with torch 2.13.
     """
-    with torch.inference_mode(False), torch.no_grad(), autocast_disabled():
-        yield
-
-
-@contextmanager
-def below_autograd() -> Iterator[None]:
-    """Runs operations without autograd and autocast, which saves their dispatch.
-
-    Uses `torch._C._AutoDispatchBelowAutograd` and `torch._C._DisableAutocast`. Without the former, operations run in
-    `torch.no_grad`, with the same results. Known to work with torch 2.13.
-    """
-    with without_autograd(), _below_autograd():
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        autocast_disabled(),
+        _below_autograd() if bypass else nullcontext(),
+    ):
         yield
 
 
@@ -336,22 +331,14 @@ def is_mutating(operator: Any) -> bool:
     return mutable
 
 
-def writes_first_argument_only(operator: Any) -> bool:
-    """Returns whether a mutating operator writes to its first argument and to no other.
-
-    Reads `alias_info` of `OpOverload._schema.arguments`. Known to work with torch 2.13.
-    """
-    first, *others = operator._schema.arguments
-    return _is_written(first) and not any(_is_written(argument) for argument in others)
-
-
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Returns the arguments of a call that a mutating operator writes to; lists of tensors are flattened.
 
     Reads `alias_info` of `OpOverload._schema.arguments`. Known to work with torch 2.13.
     """
     bound = bound_arguments(operator, args, kwargs)
-    written = [bound[argument.name] for argument in operator._schema.arguments if _is_written(argument)]
+    aliases = {argument.name: argument.alias_info for argument in operator._schema.arguments}
+    written = [bound[name] for name, alias in aliases.items() if alias is not None and alias.is_write]
     return [item for value in written for item in (value if isinstance(value, (list, tuple)) else [value])]
 
 
@@ -361,10 +348,6 @@ def callable_of(value: Any) -> Any:
     Reads `OpOverload._op`. If torch does not provide it, returns the operator. Known to work with torch 2.13.
     """
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -415,12 +398,7 @@ def unsafe_view_operator() -> Any:
 def add_each(targets: Sequence[Tensor], tensors: Sequence[Tensor], factor: float = 1.0) -> None:
     """Adds `factor` times each tensor to the corresponding target in place, on a GPU in a few kernels.
 
-    Calls `torch._foreach_add_`. Known to work with torch 2.13.
-
-    Args:
-        targets: Tensors to add to, without common elements.
-        tensors: One tensor of the same shape for each target.
-        factor: Multiplier.
+    Calls `torch._foreach_add_`. Known to work with torch 2.13. The targets have no common elements.
     """
     if targets:
         torch._foreach_add_(list(targets), list(tensors), alpha=factor)
@@ -471,16 +449,8 @@ def memory_address(tensor: Tensor) -> int:
     return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
-def tensor_version(tensor: Tensor) -> int:
-    """Returns the version counter of a tensor, which every in-place operation increments.
-
-    Reads `Tensor._version`. Known to work with torch 2.13.
-    """
-    return tensor._version
-
-
 def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns `tensor_version` of each tensor.
+    """Returns the version counters of tensors, which every in-place operation increments.
 
     Reads `Tensor._version`. Known to work with torch 2.13.
     """

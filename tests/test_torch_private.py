@@ -282,11 +282,6 @@ def test_is_mutating():
     assert not _torch.is_mutating(aten.add.Tensor)
 
 
-def test_writes_first_argument_only():
-    assert _torch.writes_first_argument_only(aten.add_.Tensor)
-    assert not _torch.writes_first_argument_only(aten.add.out)
-
-
 def test_bound_arguments():
     bound = _torch.bound_arguments(aten.addmm.default, (1, 2), {"mat2": 3, "beta": 4})
     assert bound == {"self": 1, "mat1": 2, "mat2": 3, "beta": 4, "alpha": 1}
@@ -347,8 +342,8 @@ def test_below_autograd():
     assert product_inside(_torch.below_autograd) == (torch.float32, False, False)
 
 
-def test_without_autograd():
-    assert product_inside(_torch.without_autograd) == (torch.float32, False, False)
+def test_below_autograd_without_bypass():
+    assert product_inside(lambda: _torch.below_autograd(bypass=False)) == (torch.float32, False, False)
 
 
 def test_tensor_versions():
@@ -379,13 +374,6 @@ def test_add_each():
     assert targets[0].equal(constant(2) + 1)
     assert targets[1].equal(constant(3) + 1)
     _torch.add_each([], [])
-
-
-def test_tensor_version():
-    tensor = constant(3)
-    before = _torch.tensor_version(tensor)
-    tensor[:2].add_(1)
-    assert _torch.tensor_version(tensor) == before + 1
 
 
 def test_backward_retains_graph():

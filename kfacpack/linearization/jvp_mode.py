@@ -41,7 +41,7 @@ from kfacpack._torch import (
     softmax_backward,
     tangent_of_dual,
     unsafe_view_operator,
-    writes_first_argument_only,
+    written_arguments,
 )
 from kfacpack.errors import KfacpackError
 
@@ -383,7 +383,7 @@ class JvpMode(DispatchMode):
     def _write(self, func: Any, args: Any, kwargs: Any, tangents: Mapping[int, Tensor]) -> Any:
         """Runs an operation that writes to its first argument, and updates the tangent of that argument."""
         target, *other_args = args
-        if not writes_first_argument_only(func) or not isinstance(target, Tensor):
+        if any(tensor is not target for tensor in written_arguments(func, args, kwargs)):
             raise KfacpackError(f"cannot linearise {func}, which writes to more than its first argument")
         # Copied, because it is modified as well.
         tangent = tangents[id(target)].clone() if id(target) in tangents else None

@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kfacpack import _torch
-from kfacpack._torch import add_each, backward_retains_graph, eager_mode, tensor_version
+from kfacpack._torch import add_each, backward_retains_graph, eager_mode, tensor_versions
 from kfacpack.curvature.curvature import check_task_vector
 from kfacpack.linearization.jvp_mode import JvpMode, TangentMap, require_tracked
 from kfacpack.linearization.program import Recorder
@@ -465,12 +465,12 @@ class GraphGradient:
 
 def _save_tensor(tensor: Tensor) -> tuple[Tensor, int]:
     alias = tensor.detach()
-    return alias, tensor_version(alias)
+    return alias, tensor_versions([alias])[0]
 
 
 def _load_tensor(saved: tuple[Tensor, int]) -> Tensor:
     tensor, version = saved
-    if tensor_version(tensor) != version:
+    if tensor_versions([tensor]) != [version]:
         raise modified_error()
     return tensor
 

@@ -32,7 +32,6 @@ from kfacpack._torch import (
     callable_of,
     is_mutating,
     memory_address,
-    without_autograd,
     written_arguments,
 )
 from kfacpack.errors import KfacpackError
@@ -334,7 +333,7 @@ class Program:
         return f"{'s' if number in self._recorder.state else 'v'}{number}"
 
     def _context(self) -> AbstractContextManager[None]:
-        return without_autograd() if self._compiled else below_autograd()
+        return below_autograd(bypass=not self._compiled)
 
     def forward(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Computes f and J τ.
