@@ -197,10 +197,9 @@ def embedding_arguments(node: Node) -> EmbeddingArguments:
 
     Reads `_saved_indices`, `_saved_padding_idx` and `_saved_scale_grad_by_freq`. Known to work with torch 2.13.
     """
-    padding_index = saved(node, "padding_idx")
-    # Some versions of torch return -1 as an unsigned number.
-    padding_index = padding_index - 2**64 if padding_index >= 2**63 else padding_index
-    return EmbeddingArguments(saved(node, "indices"), padding_index, saved(node, "scale_grad_by_freq"))
+    index = saved(node, "padding_idx")
+    index = index - 2**64 if index >= 2**63 else index  # some versions of torch return -1 as an unsigned number
+    return EmbeddingArguments(saved(node, "indices"), index, saved(node, "scale_grad_by_freq"))
 
 
 def layer_norm_rows(node: Node) -> Tensor:
@@ -209,8 +208,7 @@ def layer_norm_rows(node: Node) -> Tensor:
     Reads `_saved_input`, `_saved_result1` (mean) and `_saved_result2` (1 / sqrt(variance + eps)).
     Known to work with torch 2.13.
     """
-    rows: Tensor = (saved(node, "input") - saved(node, "result1")) * saved(node, "result2")
-    return rows
+    return (saved(node, "input") - saved(node, "result1")) * saved(node, "result2")  # type: ignore[no-any-return]
 
 
 # Dispatch below autograd
@@ -327,8 +325,7 @@ def is_mutating(operator: Any) -> bool:
 
     Reads `OpOverload._schema.is_mutable`. Known to work with torch 2.13.
     """
-    mutable: bool = operator._schema.is_mutable
-    return mutable
+    return bool(operator._schema.is_mutable)
 
 
 def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
