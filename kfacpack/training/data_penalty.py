@@ -108,10 +108,11 @@ class DataPenalty:
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         value = torch.zeros((), dtype=torch.float64)
         next_batches = self._batches_from(step, regime.model, micro_batch_size)
-        for _ in self._parts(step, micro_batch_size):
+        for _, part in self._parts(step, micro_batch_size):
             change, result = regime.drift(next(next_batches), tau)
-            value += weight * float(change.square().sum())
-            result.add_gradient(2 * weight * change, gradients)
+            row_weight = weight * len(part) / len(change)  # an example of a language model may have several rows
+            value += row_weight * float(change.square().sum())
+            result.add_gradient(2 * row_weight * change, gradients)
         self._next = step + 1, micro_batch_size
         return value
 
