@@ -154,6 +154,9 @@ def estimate(
             forecast = run.forecast()
             if distributed.rank() == 0 and (as_json or not quiet):
                 print_json(asdict(forecast)) if as_json else _print_forecast(forecast)
+            if show:
+                wide = [block for block in forecast.blocks if block.structure == "kronecker"]
+                _print_wide_factors([max(block.rows, block.columns) for block in wide], run)
             return
         _run(run, target, resume, show=show, as_json=as_json)
 
@@ -223,7 +226,21 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
             print_report(run.report, f"compressed by {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
                 print_line("entries outside the diagonal blocks were not computed; their error is not included")
+        _print_wide_factors([max(block.join.rows, block.join.columns) for block in curvature.blocks], run)
         print_next("inspect", output)
+
+
+def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
+    """Explains why only diagonal blocks of wide factors were computed, if that is the case."""
+    from kfacpack.estimation.collectors import WIDE_BLOCKS, WIDE_SIDE
+
+    wide = [side for side in sides if side > WIDE_SIDE]
+    if wide and run.options.chain.structure is None and run.options.structure == "kronecker":
+        whole = human_bytes(2 * max(wide) ** 2)
+        print_line(
+            f"factors wider than {WIDE_SIDE} are computed as {WIDE_BLOCKS} diagonal blocks, because one of width "
+            f"{max(wide)} takes {whole}; --compress block:1 computes them whole"
+        )
 
 
 def _print_forecast(forecast: Forecast) -> None:

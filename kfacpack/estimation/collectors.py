@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from kfacpack.estimation.block_plan import PlannedBlock
 
 
+WIDE_SIDE, WIDE_BLOCKS = 8192, 8
+"""Of factors with a larger side, this number of diagonal blocks is computed by default."""
+
+
 @dataclass(frozen=True)
 class CollectorSettings:
     """Dtype, device and form of the sums."""
@@ -34,8 +38,12 @@ class CollectorSettings:
     device: torch.device
     reduce: bool = False
     """KFAC-reduce: positions are combined before products are computed, not after."""
-    blocks: int = 1
-    """Number of diagonal blocks of each Kronecker factor that are computed."""
+    blocks: int | None = None
+    """Number of diagonal blocks of each Kronecker factor that are computed; None chooses it by the factor's side."""
+
+    def blocks_of(self, side: int) -> int:
+        """Returns the number of diagonal blocks that are computed of a Kronecker factor."""
+        return self.blocks or (WIDE_BLOCKS if side > WIDE_SIDE else 1)
 
 
 @dataclass
@@ -134,11 +142,12 @@ class KroneckerCollector(Collector):
             inputs: RunningSum = (
                 CountSum(columns, *options)
                 if planned.one_hot
-                else GramSum(columns, *options, ones=planned.bias, blocks=settings.blocks)
+                else GramSum(columns, *options, ones=planned.bias, blocks=settings.blocks_of(planned.join.columns))
             )
             shared[planned.inputs] = FactorTally(inputs, settings.device)
         self._A = shared[planned.inputs]
-        self._B = FactorTally(GramSum(planned.join.rows, *options, blocks=settings.blocks), settings.device)
+        rows = planned.join.rows
+        self._B = FactorTally(GramSum(rows, *options, blocks=settings.blocks_of(rows)), settings.device)
 
     def collect(self, steps: GraphSteps, g: Tensor, backward_pass: BackwardPass) -> None:
         """Adds g gᵀ to B, and in the first pass of a batch a aᵀ to A."""

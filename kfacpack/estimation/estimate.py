@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from kfacpack.compression.codecs import BlockCodec
 from kfacpack.compression.compress import choose_codecs, compress_with
 from kfacpack.curvature.curvature import Curvature, identify
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import CurvatureAccumulator
 from kfacpack.estimation.block_plan import plan_blocks, require_used
+from kfacpack.estimation.collectors import WIDE_BLOCKS
 from kfacpack.estimation.options import EstimateOptions, Probes
 from kfacpack.estimation.tracing import ModelTrace, trace_model
 from kfacpack.format.manifest import About, Function, Loss
@@ -108,7 +110,7 @@ def estimate(
     with eval_mode(module, parameters), ThreadPoolExecutor(max_workers=1) as background:
         probes = probes_of(model if forward is None else module, options)
         accumulator = begin_accumulation(
-            forward or own_forward, to_device(first, device), parameters, options, probes, params
+            forward or own_forward, to_device(first, device), parameters, options, params, probes=probes
         )
         name = name or type(module).__name__
         base = background.submit(identify, module, accumulator.covered, family=family, name=name, revision=revision)
@@ -157,9 +159,9 @@ def begin_accumulation(
     batch: ModelInput,
     parameters: Mapping[str, Tensor],
     options: EstimateOptions,
-    probes: Probes,
     params: Iterable[str] | str | None,
     number: int = 0,
+    probes: Probes | None = None,
 ) -> CurvatureAccumulator:
     """Traces the model, plans the blocks and allocates the sums.
 
@@ -168,9 +170,9 @@ def begin_accumulation(
         batch: The first batch.
         parameters: Selected parameters, by name.
         options: Options of the estimate.
-        probes: The probes to draw, from `probes_of`.
         params: The patterns that selected the parameters.
         number: Index of the first example of the batch.
+        probes: The probes to draw, from `probes_of`; those of the metric `l2` by default.
 
     Returns:
         An accumulator without examples.
@@ -182,6 +184,7 @@ def begin_accumulation(
     settings = options.settings(next(iter(parameters.values())).dtype, device_of(parameters))
     reference = (number, trace.f[0].detach()) if trace.twice and trace.example == 0 else None
     require_used(plan, params)
+    probes = probes or options.probes
     return CurvatureAccumulator(forward, plan, parameters, probes, settings, reference, split_inputs=trace.twice)
 
 
@@ -228,9 +231,9 @@ def finish_curvature(
 
 
 def _with_loss(block: CurvatureBlock, options: EstimateOptions) -> CurvatureBlock:
-    """Records an unmeasured loss if off-diagonal blocks were not computed because of 'block:K'."""
+    """Records an unmeasured loss if off-diagonal blocks were not computed, because of 'block:K' or wide factors."""
     if any(matrix.form == "block" for _, matrix in block.structure.matrices()):
-        return replace(block, losses=(Loss(step=str(options.chain.structure)),))
+        return replace(block, losses=(Loss(step=str(options.chain.structure or BlockCodec(WIDE_BLOCKS))),))
     return block
 
 

@@ -97,7 +97,7 @@ class Probes:
         if self.fisher == "exact":
             roots = None if self.output_layer is None else _metric_roots(f, self.output_layer)
             row_of = torch.tensor([row for _, row in numbers], device=f.device)
-            for row in range(1 + max(row for _, row in numbers)):
+            for row in range(max(row for _, row in numbers) + 1):
                 for k in range(width):
                     directions = torch.eye(width, dtype=f.dtype, device=f.device)[k] if roots is None else roots[..., k]
                     yield directions * (row_of == row)[:, None]
@@ -224,7 +224,7 @@ class EstimateOptions:
             dtype=torch.promote_types(torch.float32, dtype),
             device=torch.device("cpu") if self.offload else device,
             reduce=self.sharing == "reduce",
-            blocks=self.diagonal_blocks,
+            blocks=None if self.chain.structure is None else self.diagonal_blocks,
         )
 
     def manifest(self, dtype: torch.dtype) -> Estimate:

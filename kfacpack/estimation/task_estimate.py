@@ -244,9 +244,9 @@ class TaskEstimate:
                 first,
                 self.parameters,
                 self.options,
-                probes_of(self.model, self.options),
                 self.params,
                 self.indices[0],
+                probes_of(self.model, self.options),
             )
 
     def _batch(self, indices: Iterable[int]) -> ModelInput:

@@ -107,10 +107,12 @@ class DataPenalty:
         """
         weight = self.strength / self.output_scale * len(self.tasks) / self._batch_size
         values = [torch.zeros((), device=next(iter(tau.values())).device)]
-        for batch in next(self._batches_from(step, regime.model, micro_batch_size)):
+        batches = next(self._batches_from(step, regime.model, micro_batch_size))
+        for (_, part), batch in zip(self._parts(step, micro_batch_size), batches, strict=True):
             change, result = regime.drift(batch, tau)
-            values.append(weight * change.square().sum())
-            result.add_gradient(2 * weight * change, gradients)
+            row_weight = weight * len(part) / len(change)  # an example of a language model may have several rows
+            values.append(row_weight * change.square().sum())
+            result.add_gradient(2 * row_weight * change, gradients)
         self._next = step + 1, micro_batch_size
         return torch.stack(values).sum()
 

@@ -207,3 +207,21 @@ def test_block_diagonal_sums_equal_the_blocks_of_the_full_matrix():
             assert matrix.form == "block"
             expected = kp.BlockDiagonal.from_dense(full.dense(torch.float64), 3).dense(torch.float64)
             torch.testing.assert_close(matrix.dense(torch.float64), expected)
+
+
+def test_wide_factors_are_block_diagonal_by_default(monkeypatch):
+    """Only wide factors; their blocks are those of the whole factor, and the other entries are an unmeasured loss."""
+    from kfacpack.estimation import collectors
+
+    monkeypatch.setattr(collectors, "WIDE_SIDE", 9)
+    monkeypatch.setattr(collectors, "WIDE_BLOCKS", 2)
+    model, x = nn.Sequential(nn.Linear(12, 8, bias=False), nn.Tanh(), nn.Linear(8, 3)).double(), vectors(12)
+    default, whole = (kp.estimate(model, [x], fisher="exact", compress=codec) for codec in (None, "block:1"))
+    first, second = default.blocks
+    wide, other = (dict(curvature.blocks[0].structure.matrices())["A"] for curvature in (default, whole))
+    assert wide.form == "block"
+    kept = torch.block_diag(torch.ones(6, 6), torch.ones(6, 6)).double()
+    torch.testing.assert_close(wide.dense(torch.float64), kept * other.dense(torch.float64), rtol=1e-9, atol=1e-12)
+    assert first.losses
+    assert not second.losses
+    assert {matrix.form for _, matrix in second.structure.matrices()} == {"packed"}

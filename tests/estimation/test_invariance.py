@@ -253,8 +253,7 @@ def count_syncs(layers, **options):
     model = seeded(lambda: Deep(layers))
     parameters = dict(model.named_parameters())
     with eval_mode(model, parameters):
-        settings = EstimateOptions(**options)
-        accumulator = begin_accumulation(model, sentences(), parameters, settings, settings.probes, None)
+        accumulator = begin_accumulation(model, sentences(), parameters, EstimateOptions(**options), None)
         with SyncCounter() as mode:
             accumulator.add_batch(sentences(), 100)
     return mode.count
