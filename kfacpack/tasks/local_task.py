@@ -17,9 +17,16 @@ import numpy as np
 from kfacpack._compat import require
 from kfacpack.errors import KfacpackError, first_line, printable
 from kfacpack.tasks import data_files
-from kfacpack.tasks.columns import IMAGE, Columns, RequestedColumns, find_columns, is_image
 from kfacpack.tasks.data_files import Splits, declared_features, image_files, missing_shards, parquet_files
-from kfacpack.tasks.data_sources import DataSource, LocalFolder
+from kfacpack.tasks.data_sources import (
+    IMAGE,
+    Columns,
+    DataSource,
+    LocalFolder,
+    RequestedColumns,
+    find_columns,
+    is_image,
+)
 from kfacpack.tasks.published_tasks import VALIDATION, PublishedTask
 from kfacpack.tasks.task import DataOrigin, Example, validation_indices
 

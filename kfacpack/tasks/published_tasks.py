@@ -14,8 +14,8 @@ from functools import cache, partial
 from itertools import product
 from typing import Any
 
-from kfacpack.tasks.columns import RequestedColumns
 from kfacpack.tasks.data_files import PackageData
+from kfacpack.tasks.data_sources import RequestedColumns
 from kfacpack.tasks.task import validation_indices
 
 ClassNamesFn = Callable[[Sequence[str]], tuple[str, ...]]

@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 from kfacpack.demo import drawn_tasks, photo_tasks
 from kfacpack.errors import KfacpackError, did_you_mean, printable
-from kfacpack.tasks.columns import parse_columns
-from kfacpack.tasks.data_sources import DatasetRepository, data_source_of
+from kfacpack.tasks.data_sources import DatasetRepository, data_source_of, parse_columns
 from kfacpack.tasks.local_task import LocalTask
 from kfacpack.tasks.published_tasks import PUBLISHED_TASKS, PublishedTask
 from kfacpack.tasks.task import ClassSplitTask, Task, parse_class_split
