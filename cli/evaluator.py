@@ -20,12 +20,12 @@ from .console import examples_bar, name_cell, out, percent, plain_table, print_l
 
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet, Score
-    from kfacpack.evaluation.negation import NegationOutput
     from kfacpack.evaluation.sweep import (
         AlphaEvaluation,
         ChoiceOutput,
         ChosenAlpha,
         Evaluation,
+        NegationOutput,
         SelectionTask,
         SweepBest,
         SweepOutput,
@@ -281,7 +281,7 @@ class Evaluator:
             alphas: The factors to choose from.
             keep: Share of its accuracy that the control must keep.
         """
-        from kfacpack.evaluation.negation import negate
+        from kfacpack.evaluation.sweep import negate
 
         *targets, control = tasks
         settings: dict[str, Any] = {"keep": keep, "batch_size": self.batch_size}

@@ -31,8 +31,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from kfacpack.estimation.accumulator import Forecast
 from kfacpack.evaluation.interference import InterferenceResult
-from kfacpack.evaluation.negation import NegationOutput
-from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, SweepOutput
+from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, NegationOutput, SweepOutput
 from kfacpack.experiments.results import StageEvent
 from kfacpack.experiments.results_schema import (
     DisentanglementResult,

@@ -10,8 +10,7 @@ from kfacpack.curvature.curvature import load
 from kfacpack.evaluation.accuracy import Score, score, scores
 from kfacpack.evaluation.bundle_quality import drift, spectra
 from kfacpack.evaluation.disentanglement import disentanglement, localisation
-from kfacpack.evaluation.negation import negate
-from kfacpack.evaluation.sweep import SelectionTask
+from kfacpack.evaluation.sweep import SelectionTask, negate
 from kfacpack.experiments.stage import MeasurementStage, Stage, StageProgress
 from kfacpack.tasks.task import parse_count
 from kfacpack.vectors.task_vector import TaskVector

@@ -11,8 +11,7 @@ from toys import toy_model, toy_subjects
 import kfacpack as kp
 from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import Score, score
-from kfacpack.evaluation.negation import choose_negation_alpha, negate
-from kfacpack.evaluation.sweep import SelectionTask
+from kfacpack.evaluation.sweep import SelectionTask, choose_negation_alpha, negate
 
 ALPHAS = [0.2, 0.5, 1.0, 2.0, 4.0]
 
