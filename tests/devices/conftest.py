@@ -7,7 +7,7 @@ except in tests with the fixture `float64`.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import pytest
@@ -19,6 +19,13 @@ from toys import ToyTask, toy_model
 import kfacpack as kp
 
 DEVICE = os.environ.get("KFACPACK_TEST_DEVICE", "standin")
+
+
+def pytest_collection_modifyitems():
+    """Loads the stand-in before the first test, because the first backward pass allocates autograd's queues."""
+    if DEVICE == "standin":
+        with suppress(accelerator.UnavailableError):
+            accelerator.load()
 
 
 @pytest.fixture(scope="session")
