@@ -309,23 +309,16 @@ class Program:
         self._compiled = compiled
         self._gradients = gradients
         self._backwards: dict[tuple[str, ...], Callable[..., Any]] = {}
-        operations, state = recorder.operations, recorder.state
-        split = recorder.forward_length
-        outputs = [number for number in recorder.outputs if number is not None]
-        backward = _needed(operations[split:], set(gradients.values()), recorder.root)
+        state = recorder.state
+        backward = _needed(recorder.operations[recorder.forward_length :], set(gradients.values()), recorder.root)
         used = {number for operation in backward for number in operation.reads} | set(gradients.values())
         created = {number for operation in backward for number in operation.results}
         self._saved = sorted(used - created - {recorder.seed} - state.keys())
-        forward = _needed(operations[:split], {*outputs, *self._saved}, recorder.root)
         self.state = tuple(state.values())
         """Tensors of the model that the program reads."""
         self.watched = [state[number] for number in sorted(used & state.keys())]
         """Tensors of the model that `backward` reads."""
-        lines = _body(forward, {*outputs, *self._saved, *state}, recorder.inputs)
-        f, change = (None if number is None else self._name(number) for number in recorder.outputs)
-        saved = ", ".join(self._name(number) for number in self._saved)
-        lines.append(f"return {f}, {change}, [{saved}]")
-        self._forward = self._define("forward", "inputs", recorder.inputs, lines)
+        self._forward = self._define_forward(self._saved)
         if gradients:
             self._backwards[tuple(gradients)] = self._define_backward(tuple(gradients))
 
@@ -348,6 +341,12 @@ class Program:
             results: tuple[Tensor, Tensor | None, list[Tensor]] = self._forward(inputs, self.state)
         return results
 
+    def outputs(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Computes f and J τ without the values for `backward`, which takes less memory; empties `inputs`."""
+        with self._context():
+            f, change, _ = self._define_forward([])(inputs, self.state)
+        return f, change
+
     def backward(self, saved: list[Tensor], u: Tensor, names: Sequence[str]) -> dict[str, Tensor]:
         """Computes the gradients for the named parameters; empties `saved`."""
         selected = tuple(name for name in names if name in self._gradients)
@@ -355,6 +354,15 @@ class Program:
             self._backwards[selected] = self._define_backward(selected)
         with self._context():
             return dict(zip(selected, self._backwards[selected](saved, self.state, u), strict=True))
+
+    def _define_forward(self, saved: Sequence[int]) -> Callable[..., Any]:
+        recorder = self._recorder
+        kept = {*saved, *(number for number in recorder.outputs if number is not None)}
+        operations = _needed(recorder.operations[: recorder.forward_length], kept, recorder.root)
+        lines = _body(operations, {*kept, *recorder.state}, recorder.inputs)
+        f, change = (None if number is None else self._name(number) for number in recorder.outputs)
+        lines.append(f"return {f}, {change}, [{', '.join(map(self._name, saved))}]")
+        return self._define("forward", "inputs", recorder.inputs, lines)
 
     def _define_backward(self, names: Sequence[str]) -> Callable[..., Any]:
         recorder = self._recorder
