@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix, Operator
     from kfacpack.format.manifest import Join
 
-STACK_ELEMENTS = 2**21
+STACK_ELEMENTS = 2**16
 """Maximum number of elements of a stack of ΔW, if it has more than one block."""
-SHARING_ELEMENTS = 2**24
+SHARING_ELEMENTS = 2**16
 """Maximum number of elements of a stack whose blocks all share a matrix, which is then unpacked or copied once."""
 
 
