@@ -47,8 +47,8 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes of parameters, by name; at least one of the blocks. Missing parameters are zero.
-        joins: Position of each parameter in the matrix of each block; all have the same `layout`.
+        tau: Changes of parameters, by name, of at least one parameter of the blocks. Missing parameters are zero.
+        joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
         shapes: Shapes of the parameters, by name.
 
     Returns:

@@ -136,8 +136,8 @@ def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[ExampleLayout
 def drops_rows(device: torch.device) -> bool:
     """Returns whether rows that are padding or zero are dropped on a device.
 
-    The number of remaining rows depends on their values, so that every block would synchronise with a GPU. There,
-    padded rows are set to zero instead, and products include all rows.
+    The number of remaining rows depends on their values, so dropping rows would synchronise with a GPU for every
+    block. There, padded rows are set to zero instead, and products include all rows.
     """
     return device.type in SYNCHRONOUS_DEVICES
 

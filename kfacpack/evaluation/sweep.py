@@ -1,6 +1,6 @@
 """Accuracy as a function of α, the choice of α on validation data, negation, and the form of evaluation results.
 
-Negation makes a model forget: at the chosen α, −α τ removes most of a task while a control task keeps its accuracy.
+Negation adds −α τ to forget a task; α is chosen so that a control task keeps most of its accuracy.
 """
 
 from __future__ import annotations

@@ -139,7 +139,10 @@ def solve_block(
 
 
 def clipped(structure: BlockStructure) -> BlockStructure:
-    """Returns a structure whose matrices have no negative eigenvalues; keeps matrices declared PSD, unless all are."""
+    """Returns a structure with the negative eigenvalues of its matrices set to zero.
+
+    Matrices that are declared positive semi-definite are kept unchanged, unless all matrices are declared so.
+    """
     all_psd = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:

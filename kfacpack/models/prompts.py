@@ -8,8 +8,8 @@ The templates are data, in `prompts.json`, by style and task:
 - `chat`: a question to an instruction-tuned language model, which its chat template wraps.
 
 Each task has its own answers. The penalty keeps the drift of f small; the remaining drift is along the label words of
-the trained task, so tasks with the same words would still change each other's logits. A task without a template lists
-its columns, and its answers are the class names.
+the trained task, so tasks with the same words would still change each other's logits. For a task without a
+template, the prompt lists the columns, and the answers are the class names.
 """
 
 from __future__ import annotations

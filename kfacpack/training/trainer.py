@@ -365,7 +365,7 @@ class Trainer:
             warnings.warn(f"{self.task.name}: {problem}", PenaltyWarning, stacklevel=3)
 
     def _begin(self, partial: PartialFile, state: AdamWState, *, resume: bool) -> int:
-        """Returns the number of completed steps; the first process restores and sends its state and head to all."""
+        """Returns the number of completed steps. The first process restores and broadcasts the state and the head."""
         done = torch.zeros((), dtype=torch.int64)
         if distributed.rank() == 0:
             done.fill_(partial.restore(state) if resume else partial.require_absent())
