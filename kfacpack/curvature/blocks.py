@@ -440,7 +440,7 @@ class CurvatureBlock:
     operation: str
     """The operation that uses the parameters, such as "linear"."""
     join: Join
-    """How the parameters make up ΔW."""
+    """Position of each parameter in ΔW."""
     structure: BlockStructure
     """G of the block."""
     losses: tuple[Loss, ...] = ()

@@ -162,14 +162,14 @@ def _requested_threads() -> int | None:
 def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
     """Returns the number of threads with which a stage of a plan is computed.
 
-    Rounding depends on the number of threads, so it does not depend on the number of processes: the results of a plan
-    are the same with one process and with several.
+    The number of threads affects rounding. It is therefore independent of the number of processes, so that the results of
+    a plan are the same with one process and with several.
 
     Args:
         device: Device of the model.
         parameters: Number of parameters of the model.
-        requested: The requested number. None for OMP_NUM_THREADS if it is set, otherwise for a number chosen from the
-            size of the model (`THREADS`), and no more than there are cores. Processes of GPUs share the cores evenly.
+        requested: The requested number. Defaults to OMP_NUM_THREADS. If that is not set, the number depends on the size
+            of the model (`THREADS`), up to the number of cores; on GPUs, it is the number of cores per GPU.
     """
     if chosen := requested or _requested_threads():
         return chosen

@@ -139,10 +139,8 @@ def solve_block(
 
 
 def clipped(structure: BlockStructure) -> BlockStructure:
-    """Returns a structure with the negative eigenvalues of its matrices set to zero.
-
-    Matrices that are declared positive semi-definite are kept unchanged, unless all matrices are declared so.
-    """
+    """Returns a structure whose matrices have no negative eigenvalues."""
+    # Matrices that are declared PSD are kept unchanged, unless all of them are.
     all_psd = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:
