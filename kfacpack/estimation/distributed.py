@@ -162,8 +162,8 @@ def _requested_threads() -> int | None:
 def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
     """Returns the number of threads with which a stage of a plan is computed.
 
-    The number of threads affects rounding. It is therefore independent of the number of processes, so that the results of
-    a plan are the same with one process and with several.
+    The number of threads affects rounding. It is therefore independent of the number of processes, so that the results
+    of a plan are the same with one process and with several.
 
     Args:
         device: Device of the model.
@@ -186,7 +186,12 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 
 def default_jobs(device: torch.device, threads: int) -> int:
-    """Returns the default number of processes: one per GPU; on a CPU, the cores divided by `threads`."""
+    """Returns the default number of processes: one per GPU; on a CPU, the cores divided by `threads`.
+
+    Args:
+        device: Device of the model.
+        threads: Number of threads of each stage.
+    """
     if device.type == "cuda":
         return len(devices_of(device))
     return max(1, usable_cores() // threads) if device.type == "cpu" else 1
@@ -198,7 +203,12 @@ def worker_bytes(model_bytes: int) -> int:
 
 
 def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
-    """Returns how many workers fit into the free memory of the GPUs, at least one per GPU."""
+    """Returns how many workers fit into the free memory of the GPUs, at least one per GPU.
+
+    Args:
+        device: Device of the model; `cuda` without an index stands for all GPUs.
+        model_bytes: Size of the model in memory.
+    """
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in devices_of(device)]
     return sum(max(1, available // (_MODEL_COPIES * model_bytes)) for available in free)
 

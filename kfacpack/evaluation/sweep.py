@@ -470,7 +470,7 @@ def choose_negation_alpha(
 ) -> int:
     """Returns the index of the selected α.
 
-    Accuracies below chance count as chance: nothing is left to forget, so a larger α would only harm the control.
+    Accuracies below chance count as chance, so that α is not increased further at the expense of the control.
 
     Args:
         targets: For each target, its scores at increasing α, the first at zero.

@@ -271,7 +271,7 @@ class Scheduler:
         self._stop()
 
     def _stop(self) -> None:
-        """Asks the workers to save their state."""
+        """Requests all workers to save the state of their stages and to stop."""
         if not self._stopping:
             self._stopping = True
             for worker in self.pool.workers:
@@ -475,6 +475,10 @@ def choose_jobs(context: RunContext, requested: int | None) -> int:
     """Returns the number of processes: the requested or the default number, but no more than fit into memory.
 
     Warns if memory limits the number, or if the threads of all processes exceed the cores.
+
+    Args:
+        context: The context of the run.
+        requested: The requested number; None for the default.
     """
     jobs = requested or default_jobs(context.device, context.threads)
     available, needed = available_bytes(), worker_bytes(context.model_bytes)

@@ -273,11 +273,11 @@ def run(
             not computed again.
         device: Device of the model; `"auto"` is the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager with the progress callback.
-        stopped: Returns True when the run is to stop. A second call resumes.
+        stopped: Returns True when the run is to stop. A second call of `run` resumes it.
         jobs: Number of processes that compute independent stages; with 1, stages run in this process. None chooses
             the number as `kfacpack run` does. The results do not depend on it.
-        threads: Number of threads of each stage, on which rounding depends; by default chosen from the size of the
-            model, or OMP_NUM_THREADS.
+        threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
+            set, to a number that depends on the size of the model.
         ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster, `"local"` starts one
             on this machine. `jobs` is then the maximum number of workers, None for as many as the cluster has
             resources for.

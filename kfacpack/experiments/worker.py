@@ -48,7 +48,13 @@ def run_setup(plan: Plan, text: str) -> dict[str, Any]:
 
 
 def open_context(setup: Mapping[str, Any], device: str, threads: int | None = None) -> RunContext:
-    """Builds the context of a run in a worker; see `RunContext` for the arguments."""
+    """Builds the context of a run in a worker.
+
+    Args:
+        setup: Result of `run_setup`.
+        device: Device of the model.
+        threads: See `RunContext`.
+    """
     import torch
 
     from kfacpack.experiments.plan_file import parse

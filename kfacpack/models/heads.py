@@ -268,6 +268,10 @@ def text_head(model: Model, task: Task) -> Head:
 def word_head(model: Model, task: Task) -> Head:
     """Builds a head from the class names, or the answers of the task's template, as continuations of the prompt.
 
+    Args:
+        model: The model.
+        task: The task.
+
     Raises:
         KfacpackError: If the model does not predict words, or does not distinguish two classes: by all of their tokens
             if the task has a template with answers of several tokens, otherwise by the first.
@@ -280,6 +284,10 @@ def word_head(model: Model, task: Task) -> Head:
 
 def completion_head(model: Model, task: Task) -> Head:
     """Builds the head of a task with prompts and completions: the output layer of a causal language model.
+
+    Args:
+        model: The model.
+        task: The task.
 
     Raises:
         KfacpackError: If the model is not a causal language model.

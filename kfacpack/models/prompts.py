@@ -95,7 +95,12 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
 
 
 def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
-    """Returns the answers of a task's template by class name; empty if the class names are the answers."""
+    """Returns the answers of a task's template by class name; empty if the class names are the answers.
+
+    Args:
+        task: Name of the task.
+        style: Prompt style.
+    """
     prompt = PROMPTS[style].get(base_task_name(task))
     return prompt.answers if prompt else {}
 

@@ -181,7 +181,7 @@ _LR_EXAMPLES = 32
 
 @dataclass
 class Trainer:
-    """One training run, assembled and checked, ready to `run`.
+    """A training run whose settings have been checked; `run` executes it.
 
     The model's weights must not change after construction.
 
