@@ -120,7 +120,8 @@ def evaluation_result(
         heads: Origins of the heads by task name, which are added as "head".
 
     Returns:
-        `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`.
+        `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`. Tasks with
+        completions also have "perplexity".
     """
     tasks: dict[str, TaskEvaluation] = {}
     for name, score in task_scores.items():

@@ -180,7 +180,7 @@ def build_trainer(
         on_head: Called with the number of examples done and their total while a prototype head is computed.
 
     Returns:
-        A trainer that is ready to `run`.
+        The trainer; its method `run` starts the training.
 
     Raises:
         KfacpackError: If a penalty option is given without its penalty, or if model, task and bundles are incompatible.
