@@ -455,7 +455,7 @@ class CurvatureBlock:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name; at least one of the block. Missing parameters count as zero.
+            tau: Changes of parameters, by name, of at least one parameter of the block. Missing parameters are zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

@@ -171,8 +171,8 @@ class StartedStep:
     lr: float
     """Learning rate of the step."""
     values: DeferredValues
-    """Sums over all processes of: losses, correct predictions, parts whose f is not finite, data penalty, requests to
-    stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the step."""
+    """Sums over all processes of: losses, correct predictions, micro-batches with NaN or Inf in f, data penalty, requests
+    to stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the step."""
 
 
 _LR_EXAMPLES = 32
@@ -382,7 +382,7 @@ class Trainer:
         """Starts one step without waiting for its results; `stop` and `save` are requests to all processes."""
         device, batches = self.head.weight.device, next(loader)
         state.clear()
-        # The losses, the correct predictions, and the parts with an f that is not finite.
+        # The losses, the correct predictions, and the micro-batches with NaN or Inf in f.
         sums = [torch.zeros(3, device=device)]
         sums += [self._add_loss_gradient(batch, labels, state) for batch, labels in batches]
         drift = torch.zeros((), device=device)
@@ -440,7 +440,7 @@ class Trainer:
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
     def _add_loss_gradient(self, batch: Batch, labels: Tensor, state: AdamWState) -> Tensor:
-        """Adds the gradient of the loss of a part.
+        """Adds the gradient of the loss of a micro-batch.
 
         Returns:
             The sum of losses, the number of correct predictions, and 1 if f contains NaN or Inf, else 0; (3,).
