@@ -172,7 +172,8 @@ class StartedStep:
     """Learning rate of the step."""
     values: DeferredValues
     """Sums over all processes of: losses, correct predictions, micro-batches with NaN or Inf in f, data penalty,
-    requests to stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the step."""
+    requests to stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the
+    step."""
 
 
 _LR_EXAMPLES = 32
