@@ -22,7 +22,10 @@ def run() -> None:
 
 
 def _null_stream() -> TextIO:
-    """Returns a stream for a descriptor that the caller has closed. Output files must not reuse such a descriptor."""
+    """Returns a stream to the null device, in place of a closed stdout or stderr.
+
+    It occupies the descriptor, which output files would otherwise reuse.
+    """
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 

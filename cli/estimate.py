@@ -93,7 +93,7 @@ def estimate(
         ESTIMATE_PANEL,
         "l2",
         "--metric",
-        help="l2: squared norm of the change of f. kl: divergence of the distribution that a language model predicts.",
+        help="l2: squared norm of the change of f. kl: KL divergence of the output of a language model.",
     ),
     sharing: Sharing = option(
         ESTIMATE_PANEL,
@@ -231,7 +231,7 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
 
 
 def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
-    """Explains why only diagonal blocks of wide factors were computed, if that is the case."""
+    """Prints a note if only diagonal blocks of wide factors were computed."""
     from kfacpack.estimation.collectors import WIDE_BLOCKS, WIDE_SIDE
 
     wide = [side for side in sides if side > WIDE_SIDE]

@@ -273,7 +273,7 @@ class Evaluator:
     def negation(
         self, tasks: Sequence[SelectionTask], vector: TaskVector, alphas: Sequence[float], keep: float
     ) -> EvaluationOutput:
-        """Chooses how far to subtract the vector, subject to the accuracy of the control task, and evaluates on test.
+        """Chooses the α of the negated vector, subject to the accuracy of the control task, and evaluates on test.
 
         Args:
             tasks: The tasks, with their heads and examples; the control is the last one.

@@ -102,7 +102,7 @@ def run(
         None,
         "--ray",
         metavar="ADDRESS",
-        help="Compute the stages on a Ray cluster: its address, auto for a running one, or local.",
+        help="Address of a Ray cluster that computes the stages; auto: a running one; local: a new one.",
     ),
     events: bool = EVENTS,
     workers: int | None = WORKERS,
@@ -114,8 +114,8 @@ def run(
     changed, and an interrupted run continues where it stopped. The results are in DIR/results.json, the report is
     DIR/report.html; both list the commands that write the files.
 
-    Independent stages run at the same time in worker processes, or on a Ray cluster. DIR/events.jsonl records what ran
-    where, DIR/logs has the output of the workers. The results do not depend on --jobs.
+    Independent stages run at the same time in worker processes, or on a Ray cluster. DIR/events.jsonl records when and
+    where each stage ran, and DIR/logs contains the output of the workers. The results do not depend on --jobs.
 
     `kfacpack demo` writes a plan to start from.
     """
@@ -132,7 +132,7 @@ def run(
 
 @dataclass(frozen=True)
 class Execution:
-    """The options of `run` and `demo` that say how a plan is executed."""
+    """Execution options of `run` and `demo`."""
 
     device: str
     jobs: int | None
@@ -143,7 +143,7 @@ class Execution:
     quiet: bool = False
     events: bool = False
     is_demo: bool = False
-    """Whether to explain what is computed and what to conclude."""
+    """Whether to print explanations of the steps and of the results."""
 
 
 def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:

@@ -100,7 +100,7 @@ class AdapterOutput(TypedDict):
     matrices: list[AdapterMatrixOutput]
     lost: list[LostParameterOutput]
     linearised: bool
-    """Whether the vector was trained in the linearised model, so that the model with the adapter has other outputs."""
+    """Whether the vector was trained in the linearised model; the outputs of the model with the adapter then differ."""
 
 
 ADAPTER_PANEL = "LoRA adapter"

@@ -169,8 +169,8 @@ class _OutputDescriptor(io.FileIO):
         """Writes bytes.
 
         Raises:
-            SystemExit: If they cannot be written. A pipe that its reader has closed, as `| head` does, is no error;
-                the exit code is the one that shells report for SIGPIPE.
+            SystemExit: If they cannot be written. A pipe that was closed by its reader, such as `| head`, is not
+                reported as an error; the exit code is that of SIGPIPE in shells.
         """
         try:
             return super().write(data)
@@ -186,7 +186,7 @@ def _wrap_stream(stream: Any) -> Any:
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     buffer = io.BufferedWriter(_OutputDescriptor(stream.fileno(), "w", closefd=False))
-    # Characters such as Δ and ─ that an output encoding lacks are replaced by question marks.
+    # Characters that the output encoding cannot represent, such as Δ and ─, are replaced by question marks.
     return io.TextIOWrapper(buffer, stream.encoding, "replace", line_buffering=stream.line_buffering)
 
 

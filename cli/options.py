@@ -151,8 +151,8 @@ JOBS = option(
     "--jobs",
     min=1,
     metavar="N",
-    help="Processes that compute independent stages, no more than fit into memory. [default: one per GPU; on a CPU as "
-    "many as have --threads cores each]",
+    help="Maximum number of processes that compute independent stages; memory may limit it further. [default: one per "
+    "GPU; on a CPU, the number of cores divided by --threads]",
 )
 THREADS = option(
     RUN_PANEL,
@@ -160,10 +160,10 @@ THREADS = option(
     "--threads",
     min=1,
     metavar="N",
-    help="Threads of each stage, on which rounding depends. [default: OMP_NUM_THREADS; on a CPU 1 for models under 50M "
-    "parameters, 4 under 500M, otherwise 16]",
+    help="Number of threads of each stage, which affects rounding. [default: OMP_NUM_THREADS; on a CPU 1 for models "
+    "under 50M parameters, 4 under 500M, otherwise 16]",
 )
-EVENTS = option(RUN_PANEL, False, "--events", help="Print what happens to each stage to stderr, as JSON lines.")
+EVENTS = option(RUN_PANEL, False, "--events", help="Print the events of all stages to stderr, as JSON Lines.")
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")
 AS_JSON = option(RUN_PANEL, False, "--json", help="Print the result as JSON.")
 QUIET = option(RUN_PANEL, False, "--quiet", "-q", help="Print only errors.")

@@ -133,7 +133,7 @@ def train(
         help="Precision of the products with the factors; the error is reported. [default: float32]",
     ),
     offload: bool = option(
-        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU and move those of a few blocks at a time."
+        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU and copy a few blocks at a time."
     ),
     reg_data: list[str] | None = option(
         PENALTY_PANEL,

@@ -189,7 +189,7 @@ OPERATORS = ("nms", "qnms")
 def make_torchvision_importable() -> None:
     """Imports torchvision if it is installed, and declares operators that it lacks with a CPU-only torch.
 
-    PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch; torchvision tolerates that,
+    PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch; torchvision ignores that,
     but then fails when it registers fake implementations for two operators of the extension. open_clip, timm and
     transformers import torchvision for image transforms, which need neither operator.
 

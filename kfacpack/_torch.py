@@ -340,7 +340,7 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def callable_of(value: Any) -> Any:
-    """Returns the function that an operator calls, which saves a Python frame per call; other values unchanged.
+    """Returns the function that an operator calls, to save a Python frame per call. Returns other values unchanged.
 
     Reads `OpOverload._op`. If torch does not provide it, returns the operator. Known to work with torch 2.13.
     """
@@ -418,7 +418,7 @@ def set_to_zero(tensors: Sequence[Tensor]) -> None:
 
 
 def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the largest magnitude in tensors of one device, as a 0-d float32 tensor; not finite if one is not.
+    """Returns the largest magnitude in tensors of one device, as a 0-d float32 tensor; NaN or Inf if a value is.
 
     Calls `torch._foreach_norm`. Known to work with torch 2.13.
     """
@@ -455,7 +455,7 @@ def tensor_versions(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def tensor_layouts(tensors: Iterable[Tensor]) -> list[tuple[Any, ...]]:
-    """Returns what the operations on a tensor depend on beside its numbers: type, layout, device and hooks.
+    """Returns the type, layout, dtype and device of each tensor; for a tensor with hooks, its hooks instead.
 
     Reads `Tensor._backward_hooks`, which is None for a tensor without hooks. Known to work with torch 2.13.
     """

@@ -114,7 +114,7 @@ class HubError(KfacpackError):
 
 
 class ProcessLostError(KfacpackError):
-    """Raised when another process of a distributed run has ended or does not answer."""
+    """Raised when another process of a distributed run has exited or does not respond."""
 
 
 class VerificationError(KfacpackError):
@@ -155,7 +155,7 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
     """Returns the end of an error about an unknown name: "; did you mean 'a', 'b' or 'c'?", or "." if none is close.
 
     Args:
-        name: The unknown name; a key of another type than str has no close match.
+        name: The unknown name; keys of other types are converted to strings.
         names: The valid names. Case is ignored.
         count: Maximum number of suggestions.
         cutoff: Minimum similarity, from 0 to 1, as in `difflib.get_close_matches`.

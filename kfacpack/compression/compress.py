@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
-"""Values of `quadratic` before and after compression; their relative error has the longest decimal form."""
+"""Values of `quadratic` before and after compression, whose relative error has the longest decimal representation."""
 
 
 @dataclass(frozen=True)

@@ -47,8 +47,8 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes of parameters, by name; at least one of the blocks. Missing parameters are zero.
-        joins: Position of each parameter in the matrix of each block; all have the same `layout`.
+        tau: Changes of parameters, by name, of at least one parameter of the blocks. Missing parameters are zero.
+        joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
         shapes: Shapes of the parameters, by name.
 
     Returns:
@@ -440,7 +440,7 @@ class CurvatureBlock:
     operation: str
     """The operation that uses the parameters, such as "linear"."""
     join: Join
-    """How the parameters make up ΔW."""
+    """Position of each parameter in ΔW."""
     structure: BlockStructure
     """G of the block."""
     losses: tuple[Loss, ...] = ()
@@ -455,7 +455,7 @@ class CurvatureBlock:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name; at least one of the block. Missing parameters count as zero.
+            tau: Changes of parameters, by name, of at least one parameter of the block. Missing parameters are zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

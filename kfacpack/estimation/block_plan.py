@@ -84,6 +84,11 @@ def _marks(count: int) -> Tensor:
 def usages_of(trace: ModelTrace, name: str, parameter: Tensor) -> list[ParamUsage]:
     """Returns all operations that combine a parameter with the examples.
 
+    Args:
+        trace: The trace of the model.
+        name: Name of the parameter.
+        parameter: The parameter.
+
     Raises:
         KfacpackError: If the parameter is used in a computation that all examples share.
     """
@@ -121,7 +126,11 @@ def usage_path_of(usage: ParamUsage, count: int, *, as_matrix: bool) -> UsagePat
 
 
 def piece_of(usage: ParamUsage, operation: MatrixOperation) -> Piece | None:
-    """Returns the position of a parameter in the matrix (out, in) of its operation.
+    """Finds the position of a parameter in the matrix (out, in) of its operation.
+
+    Args:
+        usage: The usage of the parameter.
+        operation: The operation of the usage.
 
     Returns:
         The position; None if the matrix does not consist of elements of the parameter.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 WIDE_SIDE, WIDE_BLOCKS = 8192, 8
-"""Of factors with a larger side, this number of diagonal blocks is computed by default."""
+"""Factors with a side above `WIDE_SIDE` are computed as `WIDE_BLOCKS` diagonal blocks by default."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from kfacpack._torch import copy_each
 from kfacpack.errors import KfacpackError, ProcessLostError, first_line
 
 THREADS = ((50_000_000, 1), (500_000_000, 4), (math.inf, 16))
-"""Threads per stage on a CPU, for models with fewer parameters: more threads hardly make small models faster."""
+"""Number of parameters, and threads per stage of smaller models on a CPU, which gain little from more threads."""
 BUCKET_BYTES = 2**25
 """Maximum size of the tensors that are communicated together; a larger tensor is communicated alone, without a copy."""
 _LIBRARY_BYTES = 1_000_000_000
@@ -56,7 +56,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     try:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     except (RuntimeError, ValueError) as error:  # ValueError: a variable of the launcher is missing
-        problem = f"process {os.environ.get('RANK')}: cannot reach the others: {first_line(error)}"
+        problem = f"process {os.environ.get('RANK')}: cannot reach the other processes: {first_line(error)}"
         remedy = "Check the address and port that were passed to torchrun (--rdzv-endpoint) on every machine"
         raise KfacpackError(f"{problem}. {remedy}") from error
     try:
@@ -119,7 +119,7 @@ def _synchronize(tensors: Iterable[Tensor], communicate: Callable[[Tensor], obje
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Groups tensors of one dtype and device into buckets of limited size, in an order that only shapes determine."""
+    """Groups tensors of one dtype and device into buckets of limited size, in an order that depends on shapes only."""
     open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
         bucket = open_buckets.setdefault((tensor.dtype, tensor.device), [])
@@ -139,12 +139,12 @@ def barrier() -> None:
 
 @contextmanager
 def _report_lost_process() -> Iterator[None]:
-    """Converts errors of Gloo and NCCL, which are RuntimeErrors."""
+    """Converts RuntimeErrors of Gloo and NCCL to `ProcessLostError`."""
     try:
         yield
     except RuntimeError as error:
         problem = f"process {rank()} of {world_size()}: another process was lost: {first_line(error)}"
-        remedy = "Its own output shows why. Start all processes again with --resume"
+        remedy = "See its own output for the cause. Start all processes again with --resume"
         raise ProcessLostError(f"{problem}. {remedy}") from error
 
 
@@ -162,14 +162,14 @@ def _requested_threads() -> int | None:
 def stage_threads(device: torch.device, parameters: int, requested: int | None = None) -> int:
     """Returns the number of threads with which a stage of a plan is computed.
 
-    Rounding depends on the number of threads, so it does not depend on the number of processes: the results of a plan
-    are the same with one process and with several.
+    The number of threads affects rounding. It is therefore independent of the number of processes, so that the results
+    of a plan are the same with one process and with several.
 
     Args:
         device: Device of the model.
         parameters: Number of parameters of the model.
-        requested: The requested number. None for OMP_NUM_THREADS if it is set, otherwise for a number chosen from the
-            size of the model (`THREADS`), and no more than there are cores. Processes of GPUs share the cores evenly.
+        requested: The requested number. Defaults to OMP_NUM_THREADS. If that is not set, the number depends on the size
+            of the model (`THREADS`), up to the number of cores; on GPUs, it is the number of cores per GPU.
     """
     if chosen := requested or _requested_threads():
         return chosen
@@ -186,7 +186,12 @@ def devices_of(device: torch.device) -> list[torch.device]:
 
 
 def default_jobs(device: torch.device, threads: int) -> int:
-    """Returns the default number of processes: one per GPU; on a CPU, as many as have `threads` cores each."""
+    """Returns the default number of processes: one per GPU; on a CPU, the cores divided by `threads`.
+
+    Args:
+        device: Device of the model.
+        threads: Number of threads of each stage.
+    """
     if device.type == "cuda":
         return len(devices_of(device))
     return max(1, usable_cores() // threads) if device.type == "cpu" else 1
@@ -198,13 +203,18 @@ def worker_bytes(model_bytes: int) -> int:
 
 
 def workers_on_gpus(device: torch.device, model_bytes: int) -> int:
-    """Returns how many workers fit into the free memory of the GPUs; each GPU is assumed to have room for one."""
+    """Returns how many workers fit into the free memory of the GPUs, at least one per GPU.
+
+    Args:
+        device: Device of the model; `cuda` without an index stands for all GPUs.
+        model_bytes: Size of the model in memory.
+    """
     free = [torch.cuda.mem_get_info(gpu)[0] for gpu in devices_of(device)]
     return sum(max(1, available // (_MODEL_COPIES * model_bytes)) for available in free)
 
 
 def available_bytes() -> int | None:
-    """Returns the memory that new processes can use, or None if the system does not tell."""
+    """Returns the memory that new processes can use, or None if it is unknown."""
     limits = []
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

@@ -141,6 +141,10 @@ def _own_batches(batches: Iterable[ModelInput], accumulator: CurvatureAccumulato
 def probes_of(model: nn.Module | Model, options: EstimateOptions) -> Probes:
     """Returns the probes of an estimate, with the model's output layer if the metric needs it.
 
+    Args:
+        model: The model.
+        options: The options of the estimate.
+
     Raises:
         KfacpackError: If the metric is `kl`, and f does not predict tokens.
     """

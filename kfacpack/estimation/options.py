@@ -5,7 +5,7 @@ With `kl`, s = Wᵀ (e_y - p), where W is the output layer of a language model, 
 that E[s sᵀ] = Wᵀ (diag p - p pᵀ) W. The probes of an example depend only on the seed and on the index of the example,
 and not on the batch size, the number of processes, or the batch at which an interrupted run was resumed.
 
-The probes of different rows of f are independent, so that one backward pass serves all rows of an example: the
+The probes of different rows of f are independent, so one backward pass is sufficient for all rows of an example: the
 expectation of the products between rows is zero. Exact directions are not random, and take one pass per row.
 """
 

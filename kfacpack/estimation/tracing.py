@@ -136,8 +136,8 @@ def _candidates(shape: tuple[int, ...], examples: int) -> Iterator[ExampleLayout
 def drops_rows(device: torch.device) -> bool:
     """Returns whether rows that are padding or zero are dropped on a device.
 
-    The number of remaining rows depends on their values, so that every block would synchronise with a GPU. There,
-    padded rows are set to zero instead, and products include all rows.
+    The number of remaining rows depends on their values, so dropping rows would synchronise with a GPU for every
+    block. There, padded rows are set to zero instead, and products include all rows.
     """
     return device.type in SYNCHRONOUS_DEVICES
 
@@ -308,7 +308,13 @@ def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
 
 
 def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:
-    """Returns whether two outputs of one shape are equal up to rounding in the model, see `rounding_unit`, and in f."""
+    """Returns whether two outputs are equal up to the rounding errors of the model and of f.
+
+    Args:
+        output: An output of the model.
+        expected: Another output of the same shape.
+        precision: Machine epsilon of the parameters; see `rounding_unit`.
+    """
     precision = max(precision, torch.finfo(output.dtype).eps)
     return bool((output - expected).norm() <= precision**0.5 * expected.norm())
 

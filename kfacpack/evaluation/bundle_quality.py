@@ -294,7 +294,7 @@ def _measure_layers(
 
 
 def _joined(prepared: Mapping[str, Sequence[Batch]], batch_size: int) -> list[tuple[Batch, list[tuple[str, int]]]]:
-    """Joins the batches of several tasks, as far as they are tensors of one shape and fit into one batch.
+    """Joins the batches of several tasks if they are tensors of the same shape and fit into one batch.
 
     Args:
         prepared: Batches by task.

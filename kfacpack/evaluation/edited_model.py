@@ -108,7 +108,7 @@ def _f_and_change(linearized: Linearized, batch: Batch, tau: Mapping[str, Tensor
 class OutputCache:
     """f and J τ of linear vectors on one evaluation set, so that several measurements compute them once.
 
-    The results that were not used for longest are discarded.
+    The least recently used results are discarded.
 
     Args:
         max_bytes: Maximum size of the results.

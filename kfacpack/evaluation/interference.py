@@ -177,7 +177,7 @@ def _check_types(vectors: object, bundles: object, evaluation_sets: object) -> N
 
 
 def merged_tasks(bundle: Curvature) -> tuple[str, ...]:
-    """Returns the names of the tasks that a merged bundle contains, as far as they are recorded."""
+    """Returns the recorded names of the tasks that a merged bundle contains."""
     parents = bundle.about.merge.parents if bundle.about.merge else ()
     return tuple(dict.fromkeys(parent.task for parent in parents if parent.task))
 

@@ -1,6 +1,6 @@
 """Accuracy as a function of α, the choice of α on validation data, negation, and the form of evaluation results.
 
-Negation makes a model forget: at the chosen α, −α τ removes most of a task while a control task keeps its accuracy.
+Negation adds −α τ to forget a task; α is chosen so that a control task keeps most of its accuracy.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def evaluation_result(
         heads: Origins of the heads by task name, which are added as "head".
 
     Returns:
-        `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`.
+        `{"tasks": {name: {"accuracy", "normalized", "examples"}}, "mean": {"accuracy", "normalized"}}`. Tasks with
+        completions also have "perplexity".
     """
     tasks: dict[str, TaskEvaluation] = {}
     for name, score in task_scores.items():
@@ -470,7 +471,7 @@ def choose_negation_alpha(
 ) -> int:
     """Returns the index of the selected α.
 
-    Accuracies below chance count as chance: nothing is left to forget, so a larger α would only harm the control.
+    Accuracies below chance count as chance, so that α is not increased further at the expense of the control.
 
     Args:
         targets: For each target, its scores at increasing α, the first at zero.

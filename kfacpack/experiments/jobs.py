@@ -58,12 +58,12 @@ class JobsWarning(UserWarning):
 
 
 class StageWorker(ABC):
-    """A worker, from the side of the scheduler.
+    """The scheduler's handle of a worker.
 
     Args:
         number: Number of the worker, from 1.
         device: Device of its model.
-        log: File with what the worker prints, or where to find it.
+        log: File with the output of the worker, or a description of its location.
     """
 
     def __init__(self, number: int, device: str, log: Path | str):
@@ -74,7 +74,7 @@ class StageWorker(ABC):
         self.ready = True
         """Whether the worker accepts stages."""
         self.loaded: set[str] = set()
-        """What the worker has used, see `_used_by`: it may still be in memory."""
+        """Tasks and inputs that the worker has used and may still have in memory; see `_used_by`."""
 
     @property
     def where(self) -> str:
@@ -82,7 +82,7 @@ class StageWorker(ABC):
         return f"worker {self.number}" + ("" if self.device == "cpu" else f" ({self.device})")
 
     def location(self) -> dict[str, Any]:
-        """Returns the fields of an event that tell where its stage runs."""
+        """Returns the fields of an event that identify the worker."""
         return {"worker": self.number, "device": self.device}
 
     @abstractmethod
@@ -91,14 +91,14 @@ class StageWorker(ABC):
 
     @abstractmethod
     def stop(self) -> None:
-        """Asks the worker to save the state of its stage."""
+        """Requests the worker to save the state of its stage and to stop."""
 
 
 class WorkerPool(ABC):
-    """The workers of a run. Used as a context, it ends them."""
+    """The workers of a run. As a context manager, it terminates them on exit."""
 
     attempts: ClassVar[int] = 2
-    """How often a stage is started at most, if its workers die."""
+    """Maximum number of times that a stage is started if its workers die."""
 
     @property
     @abstractmethod
@@ -119,7 +119,7 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Ends all workers."""
+        """Terminates all workers."""
 
     def __enter__(self) -> Self:
         return self
@@ -194,7 +194,10 @@ class Scheduler:
             worker.start(stage)
 
     def _choose(self, worker: StageWorker, ready: Sequence[Stage]) -> Stage:
-        """Returns the ready stage with the longest chain; of equals the one that uses most of what the worker has."""
+        """Returns the ready stage with the longest chain.
+
+        Among equals, it is the stage with the most inputs in the worker's memory.
+        """
 
         def priority(stage: Stage) -> tuple[float, int]:
             return self._priorities[stage.key], len(_used_by(stage) & worker.loaded)
@@ -222,7 +225,7 @@ class Scheduler:
 
     def _on_failed(self, worker: StageWorker, kind: str, text: str, number: int | None, file: str | None) -> None:
         error: Exception
-        name = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else "the start"
+        name = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else "startup"
         if kind == "KfacpackError":
             error = KfacpackError(text)
         elif kind == "OSError":
@@ -233,7 +236,7 @@ class Scheduler:
 
     def _on_lost(self, worker: StageWorker, reason: str) -> None:
         """Handles the death of a worker: its stage is tried again."""
-        work = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else f"the start of {worker.where}"
+        work = f"{worker.stage.kind}/{worker.stage.name}" if worker.stage else f"startup of {worker.where}"
         attempts = self._attempts[work] = self._attempts.get(work, 0) + 1
         if attempts == self.pool.attempts:
             remedy = "If memory was exhausted, use fewer processes (--jobs); repeat the command to continue"
@@ -268,7 +271,7 @@ class Scheduler:
         self._stop()
 
     def _stop(self) -> None:
-        """Asks the workers to save their state."""
+        """Requests all workers to save the state of their stages and to stop."""
         if not self._stopping:
             self._stopping = True
             for worker in self.pool.workers:
@@ -344,7 +347,7 @@ class ProcessWorker(StageWorker):
         self.send({"stop": True})
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends a message. That a worker is dead is noticed when its output ends."""
+        """Sends a message. The death of a worker is detected by the end of its output."""
         assert self.process.stdin is not None
         line = memoryview((json.dumps(message) + "\n").encode())
         try:
@@ -368,7 +371,7 @@ class ProcessWorker(StageWorker):
         ]
 
     def close(self) -> None:
-        """Ends the process at once."""
+        """Kills the process."""
         assert self.process.stdin is not None
         if self.process.poll() is None:
             self.process.kill()
@@ -401,12 +404,12 @@ class ProcessPool(WorkerPool):
         return self._workers
 
     def close(self) -> None:
-        """Ends all workers."""
+        """Terminates all workers."""
         self.resize(0)
         self._selector.close()
 
     def resize(self, count: int) -> None:
-        """Starts or ends workers, so that there are `count`."""
+        """Starts or terminates workers, so that there are `count`."""
         while len(self._workers) > count:
             self._end(self._workers[-1])
         while len(self._workers) < count:
@@ -454,7 +457,7 @@ class ProcessPool(WorkerPool):
 def worker_devices(device: torch.device, environment: Mapping[str, str]) -> list[tuple[str, dict[str, str]]]:
     """Returns the device names of the workers and the environment variables that select them.
 
-    A worker of a GPU sees this GPU alone, so that no library allocates memory on another.
+    Each worker sees its own GPU only, so that no library allocates memory on another.
 
     Args:
         device: Device of the plan's model; `cuda` without an index stands for all GPUs.
@@ -472,16 +475,20 @@ def choose_jobs(context: RunContext, requested: int | None) -> int:
     """Returns the number of processes: the requested or the default number, but no more than fit into memory.
 
     Warns if memory limits the number, or if the threads of all processes exceed the cores.
+
+    Args:
+        context: The context of the run.
+        requested: The requested number; None for the default.
     """
     jobs = requested or default_jobs(context.device, context.threads)
     available, needed = available_bytes(), worker_bytes(context.model_bytes)
     if available is not None and (fitting := max(1, available // needed)) < jobs:
         problem = f"{jobs} processes need about {human_bytes(jobs * needed)} of memory"
-        warning = f"{problem}, {human_bytes(available)} are available: using {fitting}"
+        warning = f"{problem}, {human_bytes(available)} is available; using {fitting}"
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cuda" and (fitting := workers_on_gpus(context.device, context.model_bytes)) < jobs:
-        warning = f"{jobs} processes do not fit into the memory of the GPUs: using {fitting}"
+        warning = f"{jobs} processes do not fit into the memory of the GPUs; using {fitting}"
         warnings.warn(warning, JobsWarning, stacklevel=4)
         jobs = fitting
     if context.device.type == "cpu" and jobs > 1 and jobs * context.threads > usable_cores():

@@ -416,13 +416,13 @@ class Plan(PlanSection):
         return tuple(task for task in self.tasks if task.name != name)
 
     def based_at(self, folder: Path) -> Plan:
-        """Sets the folder that relative paths in the plan start from, and returns the plan."""
+        """Sets the base folder of relative paths in the plan, and returns the plan."""
         self._folder = folder
         return self
 
     @property
     def folder(self) -> Path:
-        """The folder that relative paths start from."""
+        """Base folder of relative paths."""
         return self._folder
 
     @property

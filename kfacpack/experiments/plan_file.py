@@ -49,7 +49,7 @@ def read_plan(path: Path) -> tuple[Plan, str]:
     """Reads a plan from a file.
 
     Args:
-        path: The YAML file. Relative paths in the plan start from the folder of this file.
+        path: The YAML file. Paths in the plan are relative to the folder of this file.
 
     Returns:
         The plan and the text of the file.

@@ -1,8 +1,8 @@
-"""The workers of a Ray cluster.
+"""Workers on a Ray cluster.
 
 A worker is a Ray actor with the resources of one stage: its threads as CPUs, a GPU if the model is on one, and the
-memory of the forecast. Files travel through Ray's object store: the scheduler reads the inputs of a stage from the
-folder of the run, and writes the files that the actor returns. The nodes of the cluster need no common file system.
+forecast memory. Files are transferred through Ray's object store: the scheduler reads the inputs of a stage from the
+folder of the run, and writes the files that the actor returns. The nodes of the cluster need no shared file system.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 _CONNECT_SECONDS = 10.0
 _STATUS_SECONDS = 1.0
 _NODES_SECONDS = 5.0
-"""Intervals in which the progress of stages and the nodes of the cluster are requested."""
+"""Intervals at which the progress of stages and the nodes of the cluster are requested."""
 
 
 class StageActor:
-    """The program of a worker, in a process of the cluster.
+    """The Ray actor of a worker, which computes stages in a process on a node.
 
     Args:
         setup: The plan and the other settings of the run; see `run_setup`.
@@ -58,7 +58,7 @@ class StageActor:
         self._progress: tuple[int, int, str] = (0, 1, "")
 
     def open(self) -> dict[str, Any]:
-        """Loads the model, and checks that this node computes what the scheduler would.
+        """Loads the model, and checks that this node has the same versions, model and data as the scheduler.
 
         Returns:
             The message for the scheduler: ready or failed.
@@ -96,7 +96,7 @@ class StageActor:
         """
         import torch
 
-        torch.set_num_threads(self._keys["threads"])  # of this thread
+        torch.set_num_threads(self._keys["threads"])  # applies to the current thread only
         stage, root, texts = self._stages[key], Path(self._folder.name), list[str]()
         self._progress = (0, 1, "")
         try:
@@ -116,7 +116,7 @@ class StageActor:
         return self._progress
 
     def stop(self) -> None:
-        """Lets the current stage save its state."""
+        """Requests the current stage to save its state and to stop."""
         self._stop.set()
 
     def close(self) -> None:
@@ -148,12 +148,12 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     pairs += [(f"{arm}, {task}", context.checkpoint_key(arm, task), value) for arm, task, value in keys["checkpoints"]]
     for name, value, expected in pairs:
         if value != expected:
-            problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine of this command"
+            problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
             raise KfacpackError(f"{problem}. Install the same versions and copy the same files to all nodes")
 
 
 class RayWorker(StageWorker):
-    """An actor, from the side of the scheduler.
+    """The scheduler's handle of a Ray actor.
 
     Args:
         number: Number of the worker, from 1.
@@ -195,7 +195,7 @@ class RayWorker(StageWorker):
         self.result = self.actor.compute.remote(stage.key, names, *(self._contents[name] for name in names))
 
     def stop(self) -> None:
-        """Calls the actor."""
+        """Requests the actor to stop its stage."""
         self.actor.stop.remote()
 
 
@@ -209,17 +209,17 @@ def _connect(address: str) -> None:
     """Connects this process to a cluster.
 
     Raises:
-        KfacpackError: If there is none at this address.
+        KfacpackError: If there is no cluster at this address.
     """
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal() and "/" not in host:
-            # Ray itself tries for minutes.
+            # Ray retries for minutes.
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
         remedy = "Start a cluster with `ray start --head`, or use --ray local"
-        raise KfacpackError(f"--ray {address}: no cluster: {first_line(error)}. {remedy}") from error
+        raise KfacpackError(f"--ray {address}: cannot connect to a cluster: {first_line(error)}. {remedy}") from error
 
 
 class RayPool(WorkerPool):
@@ -269,7 +269,7 @@ class RayPool(WorkerPool):
         return self._workers
 
     def close(self) -> None:
-        """Ends all actors, and disconnects from the cluster if the pool has connected to it."""
+        """Terminates all actors, and disconnects from the cluster if the pool has connected to it."""
         if not ray.is_initialized():
             return
         with suppress(RayError):

@@ -1,7 +1,7 @@
 """Collects the results of a run into the content of `results.json`, and records its progress.
 
 The content of `results.json` depends neither on the clock, nor on how often the run was interrupted, nor on the number
-of workers. `RunRecord` writes what does: `events.jsonl` and `times.json`.
+of workers. Times and events are written separately by `RunRecord`, to `events.jsonl` and `times.json`.
 """
 
 from __future__ import annotations
@@ -257,18 +257,19 @@ class StageEvent(TypedDict):
     worker: int
     """Number of the worker, from 1; 0 if the stage runs in the process of the command."""
     device: str
+    """Device of the stage's model."""
     node: NotRequired[str]
     """Address of the machine, on a Ray cluster."""
     seconds: NotRequired[float]
     """Duration of a finished stage."""
     error: NotRequired[str]
-    """Why the stage was retried or has failed."""
+    """Reason why the stage was retried or failed."""
     log: NotRequired[str]
-    """Log file of the worker of a stage that was retried or has failed."""
+    """Log file of the worker of a stage that was retried or failed."""
 
 
 class RunRecord:
-    """Writes what happens to the stages of a run: `events.jsonl`, and the durations in `times.json`.
+    """Records the events of a run in `events.jsonl`, and the durations of its stages in `times.json`.
 
     Args:
         root: Folder of the run.
@@ -296,7 +297,7 @@ class RunRecord:
         self._executed: set[str] = set()
 
     def event(self, event: str, stage: Stage, location: Mapping[str, Any], **more: Any) -> None:
-        """Records what happened to a stage; see `StageEvent` for the arguments."""
+        """Records an event of a stage; see `StageEvent` for the fields."""
         name = f"{stage.kind}/{stage.name}"
         content: Any = {"time": round(time.time(), 3), "event": event, "stage": name, **location, **more}
         self._events.write(json.dumps(content, ensure_ascii=False) + "\n")
@@ -330,7 +331,7 @@ class RunRecord:
 
 
 def open_events(root: Path) -> IO[str]:
-    """Opens `events.jsonl` for appending, and removes a last line that a full disk has cut off."""
+    """Opens `events.jsonl` for appending, and removes an incomplete last line."""
     path = root / EVENTS
     content = path.read_bytes() if path.exists() else b""
     if content and not content.endswith(b"\n"):

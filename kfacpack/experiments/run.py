@@ -273,11 +273,11 @@ def run(
             not computed again.
         device: Device of the model; `"auto"` is the first GPU, if there is one.
         show: Called for each stage that is executed; returns a context manager with the progress callback.
-        stopped: Returns True when the run is to stop. A second call resumes.
+        stopped: Returns True when the run is to stop. A second call of `run` resumes it.
         jobs: Number of processes that compute independent stages; with 1, stages run in this process. None chooses
             the number as `kfacpack run` does. The results do not depend on it.
-        threads: Number of threads of each stage, on which rounding depends; by default chosen from the size of the
-            model, or OMP_NUM_THREADS.
+        threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
+            set, to a number that depends on the size of the model.
         ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster, `"local"` starts one
             on this machine. `jobs` is then the maximum number of workers, None for as many as the cluster has
             resources for.
@@ -308,8 +308,8 @@ class Run:
         root: Folder of the run.
         device: Device of the model.
         jobs: Number of processes that compute stages, no more than fit into memory; None for the default, see
-            `default_jobs`. If there are several, they may be started by the constructor, and the object must be used
-            as a context, which ends them.
+            `default_jobs`. With several, the constructor may start them; use the object as a context manager, which
+            terminates them.
         threads: Number of threads of each stage; None for the default, see `stage_threads`.
         ray: Address of a Ray cluster that computes the stages, see `RayPool`; None for processes on this machine.
 
@@ -342,7 +342,7 @@ class Run:
         with ExitStack() as self._cleanup:
             self._pool = self._cleanup.enter_context(ProcessPool(run_setup(plan, text), root, device))
             if ray is None and not (root / RESULTS).exists():
-                # Importing torch takes seconds, in which the plan is checked. Unused workers are ended later.
+                # Importing torch takes seconds, in which the plan is checked. Unused workers are terminated later.
                 known_small = device.type == "cpu" and plan.model.name in EMBEDDED_MODELS
                 early = jobs or (default_jobs(device, stage_threads(device, 0, threads)) if known_small else 1)
                 self._pool.resize(min(early, usable_cores()) if early > 1 else 0)

@@ -1,8 +1,9 @@
 """Stages of a run. Each computes one file from the files of other stages.
 
 The key of a stage is a hash of everything that determines the content of its file: its kind, its settings, the keys of
-its inputs, the model, the data, the versions of kfacpack and torch, and the kind of device. The key is part of the file
-name. An existing file is therefore up to date, and a change of settings leads to another name.
+its inputs, the model, the data, the versions of kfacpack and torch, the kind of device and, on a CPU, the number of
+threads. The key is part of the file name. An existing file is therefore up to date, and a change of settings leads to
+another name.
 
 This module also builds the equivalent `kfacpack` command lines. Paths in them are relative to the folder of the run.
 """

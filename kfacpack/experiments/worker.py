@@ -1,4 +1,4 @@
-"""The side of a worker, which computes the stages of a plan one at a time.
+"""The program of a worker, which computes stages of a plan one at a time.
 
 `python -m kfacpack.experiments.worker` is the program of a worker process. It exchanges JSON lines with the scheduler
 through pipes, and exits when its input ends, so that no worker survives the scheduling process. The actors of
@@ -31,7 +31,7 @@ _PROGRESS_SECONDS = 0.1
 
 
 def run_setup(plan: Plan, text: str) -> dict[str, Any]:
-    """Returns, as JSON, what another process needs to build the context of a run; see `open_context`.
+    """Returns the settings for building the context of a run in another process, as JSON; see `open_context`.
 
     Args:
         plan: The plan.
@@ -48,7 +48,13 @@ def run_setup(plan: Plan, text: str) -> dict[str, Any]:
 
 
 def open_context(setup: Mapping[str, Any], device: str, threads: int | None = None) -> RunContext:
-    """Builds the context of a run in a worker; see `RunContext` for the arguments."""
+    """Builds the context of a run in a worker.
+
+    Args:
+        setup: Result of `run_setup`.
+        device: Device of the model.
+        threads: See `RunContext`.
+    """
     import torch
 
     from kfacpack.experiments.plan_file import parse
@@ -66,7 +72,7 @@ def compute(
     stopped: Callable[[], bool],
     on_warning: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Computes a stage in a worker. What it prints, and the traceback of an error, go to stderr.
+    """Computes a stage in a worker. Output and tracebacks go to stderr.
 
     Args:
         stage: The stage.
@@ -131,7 +137,7 @@ class _WorkerProcess:
         os.dup2(2, 1)
         self._lines: list[dict[str, Any]] = []
         self._arrived = threading.Condition()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal signals all processes; the scheduler decides
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends SIGINT to all processes
         signal.signal(signal.SIGTERM, lambda number, frame: self._stop.set())
 
     def run(self) -> None:
@@ -180,7 +186,7 @@ class _WorkerProcess:
             return self._lines.pop(0)
 
     def _read(self) -> None:
-        """Receives messages. The end of the input means that the scheduling process is gone."""
+        """Receives messages. The input ends when the scheduling process exits."""
         for line in sys.stdin.buffer:
             message = json.loads(line)
             if "stop" in message:

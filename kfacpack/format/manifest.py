@@ -320,9 +320,9 @@ class About(Entry):
     output_scale: OutputScale | None = None
     """Scale of f on the examples, by which penalties divide the drift of f. New in 1.1."""
     metric: Literal["kl"] | None = None
-    """`kl` if ½ τᵀGτ approximates a Kullback-Leibler divergence; by default G is that of the squared norm of f, `l2`.
+    """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence of the distribution over the vocabulary.
 
-    `kl` measures the distribution over the vocabulary that f predicts. New in 1.2.
+    By default, the metric is `l2`: G is that of the squared norm of the change of f. New in 1.2.
     """
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None

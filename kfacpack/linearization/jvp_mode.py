@@ -9,7 +9,7 @@ derivative does redundant work; fused attention kernels have one because torch h
 
 The rules in `GRAPHLESS_RULES` save the time to set up torch's forward mode. They are used in passes that keep no graph.
 In passes that keep one, tensors need no more memory, but these rules change the order in which memory is allocated, and
-the heap of glibc fragments more: on ViT-B/32, the peak resident memory of a step rises above 1.2 of a plain step.
+the heap of glibc fragments more: on ViT-B/32, the peak resident memory of a step exceeds 1.2 × that of a plain step.
 Layer norm has a rule in all passes, because torch's derivative of it is compiled and cannot be recorded.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
@@ -328,7 +328,7 @@ class JvpMode(DispatchMode):
     Args:
         tangents: Tangents of the parameters; those of all other tensors are added.
         keeps_graph: Whether autograd keeps the tensors of the pass for a gradient.
-        recorded: Whether another dispatch mode is to see all operations, including those of the derivatives.
+        recorded: Whether an enclosing dispatch mode records all operations, including those of the derivatives.
     """
 
     def __init__(self, tangents: TangentMap, *, keeps_graph: bool, recorded: bool = False) -> None:

@@ -195,7 +195,7 @@ class Linearized:
         Args:
             batch: As for `__call__`.
             tau: As for `__call__`.
-            finite: Whether to check that f is finite, which waits for the device.
+            finite: Whether to check that f is finite, which synchronises with the device.
 
         Raises:
             KfacpackError: As for `__call__`.

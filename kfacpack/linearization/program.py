@@ -1,15 +1,15 @@
 """Records the operations of a linearised step, and replays them without the model.
 
-A step runs the Python code of the model, a dispatch mode and autograd, only to execute the same few thousand operations
-on other numbers. `Recorder` is a dispatch mode that writes these operations down while they run: those of the forward
-pass, of its tangent and of the seeded backward pass. `Recording.program` turns them into two Python functions without
-branches. `forward` takes tangents and batch and returns f, J τ and the values that the other one needs; `backward`
-takes these values and u and returns gradients. Both delete every value after its last use.
+The Python code of the model, the dispatch mode and autograd execute the same few thousand operations in every step, on
+different values. `Recorder` is a dispatch mode that records these operations while they run: those of the forward pass,
+of its tangent and of the seeded backward pass. `Recorder.program` converts them to two Python functions without
+branches. `forward` takes the tangents and the batch, and returns f, J τ and the values that `backward` needs;
+`backward` takes these values and u, and returns gradients. Both delete every value after its last use.
 
-The same operations on the same numbers give the same bytes, so a replayed step equals an untraced one exactly.
+The same operations on the same values give bitwise identical results, so a replayed step equals an untraced one.
 
-A recording holds for other batches of the same shapes only if nothing but tensors reached the operations. `Recorder`
-refuses steps where something else might: numbers read from a tensor, random numbers, tensors of unknown origin, and
+A recording is valid for other batches of the same shapes only if the operations depend on the batch through tensors
+alone. `Recorder` therefore refuses steps with values read from a tensor, random numbers, tensors of unknown origin, or
 writes to parameters, buffers or the batch.
 """
 
@@ -67,9 +67,9 @@ _PATCH_LOCK = threading.RLock()
 
 @contextmanager
 def _reads_reported(report: Callable[[str], None]) -> Iterator[None]:
-    """Reports calls of methods that read the numbers of a tensor past the dispatcher.
+    """Reports calls of methods that read the values of a tensor without the dispatcher.
 
-    The methods are replaced for a while. A `TorchFunctionMode` would also see them, but it disables the fast path of
+    The methods are replaced temporarily. A `TorchFunctionMode` would also see them, but it disables the fast path of
     nn.MultiheadAttention, and with it the operations of an untraced call.
     """
     own = vars(Tensor)
@@ -98,9 +98,9 @@ def _reads_reported(report: Callable[[str], None]) -> Iterator[None]:
 
 
 class Recorder(DispatchMode):
-    """Dispatch mode that writes down all operations that run inside it.
+    """Dispatch mode that records all operations that run inside it.
 
-    It keeps no tensor alive: values are numbered by weak reference.
+    Values are numbered by weak reference, so that recording keeps no tensor alive.
 
     Args:
         inputs: Tensors that differ from call to call: tangents and batch.
@@ -195,7 +195,7 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if func is aten.detach.default and (number := self.number(args[0])) is not None:
             out = func(*args)
-            self._numbers[out] = number  # the same memory and shape: no other value
+            self._numbers[out] = number  # the same value: memory and shape are shared
             return out
         if func is aten.lift_fresh.default:
             # A tensor from Python numbers.
@@ -220,7 +220,7 @@ class Recorder(DispatchMode):
         outs = list(out) if isinstance(out, (list, tuple)) else [out]
         tensors = [item for item in outs if isinstance(item, Tensor)]
         if all(self._numbers.get(tensor) is not None for tensor in tensors):
-            # A conversion that returns its argument, or a question about shapes, with the same answer for every batch.
+            # A conversion that returns its argument, or a query of a shape, with the same result for every batch.
             return
         if any(self._numbers.get(tensor) is not None for tensor in tensors):
             self.refuse("an operation returns one of its arguments")
@@ -285,7 +285,7 @@ def _reason_against(func: Any, args: Any, kwargs: Any) -> str | None:
     """Returns why a program cannot contain an operation; None if it can."""
     tags = func.tags
     if torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
-        return f"{func} depends on the numbers in a tensor"
+        return f"{func} depends on the values of a tensor"
     if torch.Tag.inplace_view in tags:
         return f"{func} changes the shape of a tensor in place"
     if torch.Tag.nondeterministic_seeded in tags:
@@ -375,7 +375,7 @@ class Program:
     def _define(
         self, name: str, taken: str, numbers: Sequence[int], lines: Iterable[str], *more: str
     ) -> Callable[..., Any]:
-        """Defines a function that takes values in a list, which it empties, the state of the model, and more."""
+        """Defines a function of a list of values, which it empties, the state of the model and `more` arguments."""
         state = [self._name(number) for number in self._recorder.state]
         body = [
             f"[{', '.join(self._name(number) for number in numbers)}] = {taken}",
@@ -407,7 +407,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
             results = compiled(*args)
         except Exception as error:
             reason = " ".join(str(error).split()[:40])
-            remedy = "use it without --compile (compile), or install a C++ compiler that torch.compile finds"
+            remedy = "omit --compile (compile=True), or install a C++ compiler that torch.compile finds"
             raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
         if not graphs:
             return results
@@ -430,7 +430,7 @@ def _needed(operations: Sequence[Operation], outputs: Iterable[int], root: Calla
 
 
 def _body(operations: Sequence[Operation], kept: Iterable[int], inputs: Iterable[int]) -> list[str]:
-    """Returns the source code of operations that deletes values after their last use, except those in `kept`."""
+    """Returns the source code of operations, which deletes values after their last use, except those in `kept`."""
     remaining = {*inputs, *(number for operation in operations for number in operation.results)} - set(kept)
     lines = []
     for operation in reversed(operations):

@@ -1,12 +1,12 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
 A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
-choose kernels. It also belongs to a state of the module: its submodules and attributes, and the tensors among them, by
-identity. Numbers in these tensors may change.
+select kernels. It also belongs to a state of the module: its submodules and attributes, and the tensors among them, by
+identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first use is untraced, because many shapes
-occur once. The second is recorded. The third runs both the model and the program, and the program is discarded unless
-both agree. Whatever cannot be recorded stays untraced, with the reason in `Linearized.untraced`.
+occur only once. The second is recorded. The third runs both the model and the program, and the program is discarded
+unless both agree. Calls that cannot be recorded stay untraced; `Linearized.untraced` lists the reasons.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from kfacpack.linearization.program import Program, Recorder
 
 _MAX_SIGNATURES = 32
-"""Signatures that are kept; the least recently used is dropped."""
+"""Maximum number of signatures; the least recently used one is dropped."""
 _MAX_RECORDINGS = 4
-"""How often one signature is recorded, because the module's state has changed."""
+"""Maximum number of recordings of one signature; a changed state of the module requires a new one."""
 _CHILDREN = ("_parameters", "_buffers", "_modules")
 
 
 class ModuleState:
-    """Everything that a module's output may depend on beside its arguments and the numbers in its tensors.
+    """The state of a module that its output may depend on, except for arguments and the values of tensors.
 
     Attributes are compared by identity, as are the items of containers and the attributes of plain objects (such as a
     config) that are attributes of a module.
@@ -102,7 +102,7 @@ _TYPES = (Tensor, nn.Parameter)
 
 
 def _container(value: Any) -> Any:
-    """Returns the collection of the parts of an object; None if it has none that may change."""
+    """Returns the mutable container of an object's items or attributes; None if there is none."""
     if isinstance(value, (dict, list, set)):
         return value
     if isinstance(value, (Tensor, nn.Module, type)) or callable(value):
@@ -187,7 +187,7 @@ class ProgramEntry:
         Args:
             module: The module.
             forward: The function that calls it.
-            at_once: Whether the first call is recorded already.
+            at_once: Whether to record the first call, not the second.
         """
         self._uses += 1
         if self._state is not None and not self._state.holds():
@@ -217,7 +217,7 @@ class ProgramEntry:
         """
         self.verified = all(map(_agree, replayed, expected))
         if not self.verified:
-            self.discard("a recorded call did not give the same f on another batch")
+            self.discard("a recorded call gave a different f or J τ on another batch")
         return self.verified
 
     def accept(self, program: Program | None, state: ModuleState, refusal: str | None) -> None:
@@ -229,7 +229,7 @@ class ProgramEntry:
 
 
 class ProgramCache:
-    """Programs by signature, a bounded number of them."""
+    """Least-recently-used cache of programs by signature."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
@@ -301,7 +301,7 @@ class ReplayedGradient:
 
     Args:
         program: The program.
-        saved: Values that its forward pass has saved.
+        saved: Values that its forward pass returned for the backward pass.
     """
 
     def __init__(self, program: Program, saved: list[Tensor]) -> None:

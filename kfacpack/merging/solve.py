@@ -139,7 +139,8 @@ def solve_block(
 
 
 def clipped(structure: BlockStructure) -> BlockStructure:
-    """Returns a structure whose matrices have no negative eigenvalues; keeps matrices declared PSD, unless all are."""
+    """Returns a structure whose matrices have no negative eigenvalues."""
+    # Matrices that are declared PSD are kept unchanged, unless all of them are.
     all_psd = all(matrix.psd for _, matrix in structure.matrices())
 
     def clip(matrix: Matrix) -> Matrix:

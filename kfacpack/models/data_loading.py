@@ -106,7 +106,7 @@ def step_batches(
     steps: Iterable[Sequence[BatchIndices]],
     labels: Callable[[Sequence[int]], Tensor] | None = None,
 ) -> Generator[list[Any], None, None]:
-    """Yields the batches of each step on the model's device. One copy moves all of them.
+    """Yields the batches of each step on the model's device, moved there in one copy.
 
     Close the generator if it is not exhausted, so that its worker processes exit.
 

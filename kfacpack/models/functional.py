@@ -1,8 +1,8 @@
 """A module as a function f of a batch and of its parameters.
 
 Calls a model on a batch (a tensor, tuple or dict), selects parameters by name or pattern, and temporarily switches a
-module to eval mode. f has shape (N, C): N examples, width C. An example of a language model may have
-several rows of f, which follow each other.
+module to eval mode. f has shape (N, C): N examples, width C. An example of a language model may have several
+consecutive rows of f.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Forward: TypeAlias = Callable[..., Any]
 
 
 NOT_FINITE = "f contains NaN or Inf; check the inputs, or use another dtype for the model"
-"""The problem of an f that is not finite."""
+"""Error message for an f that is not finite."""
 
 
 def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> Tensor:
@@ -35,7 +35,7 @@ def call_model(forward: Forward, batch: ModelInput, *, finite: bool = True) -> T
     Args:
         forward: Function from a batch to f.
         batch: A tensor, a tuple or list of positional arguments, or a dict of keyword arguments.
-        finite: Whether to check that f is finite, which waits for the device.
+        finite: Whether to check that f is finite, which synchronises with the device.
 
     Returns:
         f, of shape (N, C).
@@ -146,7 +146,7 @@ class TensorPack:
 class BatchMover:
     """Moves batches to a device, all tensors of a batch in one copy.
 
-    On CUDA devices, the copy runs on a stream of its own, from pinned memory, while earlier work is computed.
+    On CUDA devices, the copy runs on a separate stream, from pinned memory, in parallel with earlier work.
 
     Args:
         device: The device.
@@ -173,10 +173,10 @@ class BatchMover:
 
 
 class DeferredValues:
-    """The values of a tensor, to be read when later work has been started, so that the device is never idle.
+    """The values of a tensor, read after later work has been started, so that the device is not idle.
 
     Args:
-        tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts at once.
+        tensor: The tensor, which must not be modified. On CUDA devices, its copy to the CPU starts immediately.
     """
 
     def __init__(self, tensor: Tensor):

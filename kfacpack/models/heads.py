@@ -150,7 +150,7 @@ class CompletionHead(Head):
     """Predicts the tokens of completions. `weight` is the output layer, (vocabulary, C); there are no classes."""
 
     def loss(self, f: Tensor, labels: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Returns the sum over examples of the mean cross-entropy of their tokens, and that of the correct shares."""
+        """Returns two sums over the examples: mean cross-entropy of the tokens, and fraction of correct predictions."""
         counts = torch.tensor(rows_per_example(batch), device=f.device)
         weights = (1 / counts.to(f.dtype)).repeat_interleave(counts)
         logits, targets = self.logits(f), answer_targets(batch).to(f.device)
@@ -268,6 +268,10 @@ def text_head(model: Model, task: Task) -> Head:
 def word_head(model: Model, task: Task) -> Head:
     """Builds a head from the class names, or the answers of the task's template, as continuations of the prompt.
 
+    Args:
+        model: The model.
+        task: The task.
+
     Raises:
         KfacpackError: If the model does not predict words, or does not distinguish two classes: by all of their tokens
             if the task has a template with answers of several tokens, otherwise by the first.
@@ -280,6 +284,10 @@ def word_head(model: Model, task: Task) -> Head:
 
 def completion_head(model: Model, task: Task) -> Head:
     """Builds the head of a task with prompts and completions: the output layer of a causal language model.
+
+    Args:
+        model: The model.
+        task: The task.
 
     Raises:
         KfacpackError: If the model is not a causal language model.
@@ -308,7 +316,7 @@ def _answer_head(model: Model, task: Task, answers: tuple[tuple[int, ...], ...])
     for second, own in enumerate(answer_of):
         if any(answers[own] == answers[other] for other in answer_of[:second]):
             raise KfacpackError(
-                f"{printable(task.name)}: class {printable(classes[second])!r} has the answer of another"
+                f"{printable(task.name)}: class {printable(classes[second])!r} has the same answer as another class"
             )
     weight = at_least_float32(model.output_layer())
     return AnswerHead(weight, weight.new_zeros(len(weight)), classes, "words", answers, answer_of)

@@ -138,7 +138,7 @@ class Model:
     answer_classes: Callable[[str], Sequence[str]] | None = None
     """Maps a task name to the classes that these answers name; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
-    """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if f predicts none."""
+    """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if there is none."""
     logit_scale: float = 100.0
     """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
 

@@ -8,8 +8,8 @@ The templates are data, in `prompts.json`, by style and task:
 - `chat`: a question to an instruction-tuned language model, which its chat template wraps.
 
 Each task has its own answers. The penalty keeps the drift of f small; the remaining drift is along the label words of
-the trained task, so tasks with the same words would still change each other's logits. A task without a template lists
-its columns, and its answers are the class names.
+the trained task, so tasks with the same words would still change each other's logits. For a task without a
+template, the prompt lists the columns, and the answers are the class names.
 """
 
 from __future__ import annotations
@@ -95,7 +95,12 @@ def prompts(columns: Mapping[str, Sequence[str]], task: str, style: PromptStyle)
 
 
 def answers(task: str, style: PromptStyle) -> Mapping[str, str]:
-    """Returns the answers of a task's template by class name; empty if the class names are the answers."""
+    """Returns the answers of a task's template by class name; empty if the class names are the answers.
+
+    Args:
+        task: Name of the task.
+        style: Prompt style.
+    """
     prompt = PROMPTS[style].get(base_task_name(task))
     return prompt.answers if prompt else {}
 

@@ -97,7 +97,7 @@ class DataPenalty:
 
         Args:
             step: Index of the step, from 0.
-            regime: The regime that is trained in.
+            regime: The training regime.
             tau: τ by parameter name.
             gradients: Gradients to add to, by parameter name.
             micro_batch_size: Examples per forward pass. Defaults to all.

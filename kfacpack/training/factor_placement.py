@@ -1,8 +1,8 @@
 """Batches of blocks that the penalty applies together, and the operators of their matrices on the compute device.
 
 Blocks whose parameters and matrices have equal shapes and forms are stacked: ΔW is (blocks, rows, columns), and one
-product multiplies all of them. Stacks are limited in size; products of large blocks take longer than the calls that
-start them, so that stacking them would only take memory.
+product multiplies all of them. Stacks are limited in size: for large blocks, the overhead of separate calls is
+negligible, and a stack would only take memory.
 
 Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in the form they are stored in, and
 are unpacked for each product. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
@@ -199,8 +199,8 @@ class _HostFactors:
 class FactorStream:
     """Copies the matrices of one batch of blocks after the other to two buffers on a device.
 
-    On CUDA devices, copies run on a stream of their own, from pinned memory. A copy waits until the blocks that were in
-    its buffer are computed, and blocks wait until their copy is complete. The buffers live as long as this object, and
+    On CUDA devices, copies run on a separate stream, from pinned memory. A copy waits until the blocks that were in
+    its buffer are computed, and blocks wait until their copy is complete. The buffers are freed with this object, and
     all uses are ordered by events, so that the memory is never reused too early.
 
     Args:
@@ -234,7 +234,7 @@ class FactorStream:
                 copied[slot] = self._start_copy(factors[number + 2], slot)
 
     def _reserve(self, size: int) -> None:
-        """Allocates the two buffers, or larger ones."""
+        """Allocates the two buffers, or replaces them by larger ones."""
         if self._buffers and self._buffers[0].numel() >= size:
             return
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]

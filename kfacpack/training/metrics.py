@@ -160,7 +160,7 @@ def open_metrics_log(path: Path, done: int) -> Iterator[MetricsLog]:
     # A new file, so that another run with the same output does not append to it.
     write_atomically(path, "".join(f"{line}\n" for line in kept).encode())
     try:
-        file = path.open("ab", buffering=0)  # closing a buffered file writes again, and fails again
+        file = path.open("ab", buffering=0)  # a buffered file would repeat a failed write on close
     except OSError as error:
         raise _write_error(path, error) from error
     with file:

@@ -245,11 +245,11 @@ class AdamWState:
         set_to_zero(list(self.gradients.values()))
 
     def largest_gradient(self) -> Tensor:
-        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; not finite if they contain NaN."""
+        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; NaN or Inf if a value is."""
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the same of τ. In float32, the dtype of vector files, it may overflow."""
+        """Returns the largest magnitude in τ, a 0-d tensor in float32, as in vector files; Inf if it overflows."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:

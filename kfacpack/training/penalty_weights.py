@@ -168,7 +168,7 @@ def published_strength(base: Base) -> float:
 
 
 def _published_divisor(block: CurvatureBlock) -> float:
-    """Returns R for Kronecker factors, and 1 for whole blocks, which are means over examples in both scalings."""
+    """Returns the positions per example for Kronecker factors, and 1 for whole blocks, equal in both scalings."""
     if len(block.structure.sides) == 1:
         return 1.0
     if (positions := _positions(block)) is None:

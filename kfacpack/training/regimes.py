@@ -52,6 +52,10 @@ class Regime(ABC):
     Args:
         model: The base model.
         params: Names or patterns of the parameters to train. Defaults to all that the model family does not freeze.
+        compile: Whether torch.compile compiles the forward and backward pass; only in the regime `linear`.
+
+    Raises:
+        KfacpackError: If no parameter is selected, or `compile` is set in another regime.
     """
 
     name: ClassVar[Name]
@@ -74,7 +78,7 @@ class Regime(ABC):
 
     @abstractmethod
     def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
-        """Returns f of a batch at θ0 + τ. It is not checked for NaN or Inf, which would wait for the device."""
+        """Returns f of a batch at θ0 + τ, not checked for NaN or Inf, which would synchronise with the device."""
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:

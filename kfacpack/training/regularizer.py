@@ -410,7 +410,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
 
 
 def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[MergeInput, MergeInput]]:
-    """Returns pairs of a bundle and the bundle without the task being trained, as far as it can be removed."""
+    """Returns pairs of a bundle and the bundle without the task being trained, if it can be removed."""
     _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for bundle in inputs for parent in bundle.parents):
         return [(bundle, bundle) for bundle in inputs]

@@ -74,7 +74,7 @@ def train(
         preset: `"tak"` for the published scaling, strength and weights.
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory of
             the factors. `Regularizer.precision_loss` measures the effect.
-        offload: Whether to keep the factors on the CPU, and move those of a few blocks at a time.
+        offload: Whether to keep the factors on the CPU and copy them to the device a few blocks at a time.
         regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only.
         params: Names or patterns of the trained parameters; by default all that the model family does not freeze.
         head: A frozen head, or the kind of head to compute: `"auto"`, `"text"`, `"words"` or `"prototypes"`.
@@ -86,7 +86,7 @@ def train(
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
         autocast: Whether to run the model in bfloat16; by default only on CUDA.
-        compile: Whether torch.compile compiles the linearised step, with CUDA graphs on a GPU. It needs a compiler.
+        compile: Whether torch.compile compiles the linearised step, with CUDA graphs on a GPU. Needs a C++ compiler.
         seed: Seed for the order of the examples.
         output: File to write. The metrics of each step and the state of an interrupted run are stored beside it. By
             default, no file is written.
@@ -180,7 +180,7 @@ def build_trainer(
         on_head: Called with the number of examples done and their total while a prototype head is computed.
 
     Returns:
-        A trainer that is ready to `run`.
+        The trainer; its method `run` starts the training.
 
     Raises:
         KfacpackError: If a penalty option is given without its penalty, or if model, task and bundles are incompatible.

@@ -171,8 +171,9 @@ class StartedStep:
     lr: float
     """Learning rate of the step."""
     values: DeferredValues
-    """Sums over all processes of: losses, correct predictions, parts whose f is not finite, data penalty, requests to
-    stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the step."""
+    """Sums over all processes of: losses, correct predictions, micro-batches with NaN or Inf in f, data penalty,
+    requests to stop and to save. Then the penalty, and the largest magnitude in the gradient and in τ after the
+    step."""
 
 
 _LR_EXAMPLES = 32
@@ -181,7 +182,7 @@ _LR_EXAMPLES = 32
 
 @dataclass
 class Trainer:
-    """One training run, assembled and checked, ready to `run`.
+    """A training run whose settings have been checked; `run` executes it.
 
     The model's weights must not change after construction.
 
@@ -365,7 +366,7 @@ class Trainer:
             warnings.warn(f"{self.task.name}: {problem}", PenaltyWarning, stacklevel=3)
 
     def _begin(self, partial: PartialFile, state: AdamWState, *, resume: bool) -> int:
-        """Returns the number of completed steps; the first process restores and sends its state and head to all."""
+        """Returns the number of completed steps. The first process restores and broadcasts the state and the head."""
         done = torch.zeros((), dtype=torch.int64)
         if distributed.rank() == 0:
             done.fill_(partial.restore(state) if resume else partial.require_absent())
@@ -382,7 +383,7 @@ class Trainer:
         """Starts one step without waiting for its results; `stop` and `save` are requests to all processes."""
         device, batches = self.head.weight.device, next(loader)
         state.clear()
-        # The losses, the correct predictions, and the parts with an f that is not finite.
+        # The losses, the correct predictions, and the micro-batches with NaN or Inf in f.
         sums = [torch.zeros(3, device=device)]
         sums += [self._add_loss_gradient(batch, labels, state) for batch, labels in batches]
         drift = torch.zeros((), device=device)
@@ -440,7 +441,7 @@ class Trainer:
         return KfacpackError(f"step {step + 1}: {problem}. {state}; {remedy}")
 
     def _add_loss_gradient(self, batch: Batch, labels: Tensor, state: AdamWState) -> Tensor:
-        """Adds the gradient of the loss of a part.
+        """Adds the gradient of the loss of a micro-batch.
 
         Returns:
             The sum of losses, the number of correct predictions, and 1 if f contains NaN or Inf, else 0; (3,).

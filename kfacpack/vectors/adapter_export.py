@@ -111,8 +111,7 @@ def export_lora(
 
     The adapter contains the weights of linear layers, and the fused input projection of `nn.MultiheadAttention`. Its
     output projection, biases, norms, tokens, embeddings and parameters without a module are left out and listed in the
-    result. A change that the vector stores as factors
-    of at most this rank is exported without loss.
+    result. A change that the vector stores as factors of at most this rank is exported without loss.
 
     Args:
         vector: A task vector, or the path of its file.

@@ -186,7 +186,7 @@ add.__doc__ = with_method_list(add.__doc__ or "")
 def _matched_bundles(
     method: MergeMethod, vectors: Sequence[TaskVector], bundles: Iterable[Mergeable] | None
 ) -> list[MatchedBundle]:
-    """Assigns the bundles to the vectors, and checks that the method uses bundles if and only if there are some."""
+    """Assigns the bundles to the vectors, and checks that bundles are passed if and only if the method uses them."""
     inputs = load_bundles(() if bundles is None else bundles)
     if not method.needs_bundles:
         if inputs:

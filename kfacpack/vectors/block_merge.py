@@ -174,7 +174,7 @@ def _project(matrix: Matrix, basis: Tensor) -> tuple[Matrix, float]:
 
 @dataclass(frozen=True)
 class BlockTask:
-    """A block to be solved: its place in the parameters, and the curvature of each vector."""
+    """A block to be solved: its position in the parameters, and the curvature of each vector."""
 
     name: str
     join: Join

@@ -60,7 +60,7 @@ def require_tasks(vector: TaskVector, name: str) -> None:
 
     Args:
         vector: The vector.
-        name: What messages call it.
+        name: Name of the vector in messages.
 
     Raises:
         TaskVectorError: If it does not.

@@ -74,7 +74,7 @@ class _Changes:
 
 
 class BaseWeights:
-    """The parameters and buffers of a base model by state-dict name. A tied parameter counts under its first name.
+    """The parameters and buffers of a base model by state-dict name. A tied parameter is listed under its first name.
 
     Args:
         model: The base model.

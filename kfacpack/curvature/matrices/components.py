@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _TILE = 512
 """Side of the tiles in which large matrices are traversed."""
 _SMALL_SIDE = 64
-"""Matrices up to this side are unpacked by one gather on the CPU as well."""
+"""On the CPU, matrices up to this side are also unpacked by one gather."""
 
 
 def pack(full: Tensor) -> Tensor:

@@ -39,9 +39,9 @@ class DenseOperator(Operator):
 
 
 class AlignedOperator(DenseOperator):
-    """Multiplies by a full (n, n) tensor that is part of a larger one, with zeros around it.
+    """Multiplies by a full (n, n) tensor that is padded with zeros, so that its rows are aligned.
 
-    A product with rows of 769 numbers takes half as long again as one with rows of 768, whose start is aligned.
+    A product with unaligned rows of 769 elements takes about 1.5 × the time of one with aligned rows of 768.
     """
 
     def __init__(self, full: Tensor):
@@ -60,7 +60,7 @@ def aligned(side: int) -> int:
 
 
 class OperatorCache:
-    """The operators of the current block's matrices; consecutive blocks often share a factor A. Others are dropped.
+    """Caches the operators of the current block's matrices, because consecutive blocks often share a factor A.
 
     Full matrices in float32 are aligned.
     """

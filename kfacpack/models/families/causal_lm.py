@@ -34,7 +34,7 @@ from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, answers, label_word
 from kfacpack.tasks.task import COMPLETION_COLUMNS, Example
 
 EXPERTS = ("expert", "moe", "router")
-"""Parts of the names of modules in mixture-of-experts layers."""
+"""Substrings of the lower-case class names of mixture-of-experts modules."""
 
 
 class CausalLMFamily:
@@ -56,7 +56,7 @@ class CausalLMFamily:
         default: PromptStyle = "chat" if tokenizer.chat_template else "plain"
         style = request.prompts or prompt_style(config, default, self.prompt_styles)
         if style == "chat" and not tokenizer.chat_template:
-            problem = f"lm:{name} has no chat template, as a base model has none"
+            problem = f"lm:{name} has no chat template, as is usual for base models"
             raise KfacpackError(f"{problem}; use --prompts plain (prompts='plain'), or an instruction-tuned model")
         setattr(module.config, CONFIG_KEY, style)
         texts = AnswerTexts(f"lm:{name}", tokenizer, style, max_length(tokenizer, config))
@@ -150,7 +150,7 @@ class AnswerTexts:
             return self._tokenizer(text, add_special_tokens=False).input_ids  # type: ignore[no-any-return]
         tokens: list[int] = self._tokenizer(text).input_ids
         if tokens and tokens[-1] == self._tokenizer.eos_token_id != self._tokenizer.bos_token_id:
-            tokens = tokens[:-1]  # some tokenizers close every text, which would end it before the answer
+            tokens = tokens[:-1]  # an end token that some tokenizers append
         start = self._tokenizer.bos_token_id if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
         return tokens or ([] if start is None else [start])
 
@@ -173,8 +173,8 @@ class AnswerTexts:
 
         Args:
             sequences: Tokens of the prompt and of the answer.
-            after: Number of the answer's tokens to include; None includes all except the last, which predicts nothing
-                but is the target of the one before.
+            after: Number of the answer's tokens to include; None includes all. The last one predicts nothing, but
+                is the target of the position before it.
         """
         rows = [[*prompt, *answer[:after]] for prompt, answer in sequences]
         length = max(map(len, rows), default=0)
@@ -207,11 +207,11 @@ def _causal_class(config: Any, name: str) -> Any:
 
 
 def _require_dense_layers(module: nn.Module, name: str) -> None:
-    """Refuses mixtures of experts: which weights an input uses depends on the input."""
+    """Rejects mixtures of experts, in which the weights that are used depend on the input."""
     for path, child in module.named_modules():
         if any(part in type(child).__name__.lower() for part in EXPERTS):
             problem = f"lm:{name} is a mixture of experts: {path!r} is a {type(child).__name__}"
-            reason = "its weights see different tokens in every batch, which the estimate does not support"
+            reason = "its experts process different tokens in every batch, which the estimate does not support"
             raise KfacpackError(f"{problem}; {reason}. Use a dense model")
 
 
