@@ -10,7 +10,8 @@ derivative does redundant work; fused attention kernels have one because torch h
 The rules in `GRAPHLESS_RULES` save the time to set up torch's forward mode. They are used in passes that keep no graph.
 In passes that keep one, tensors need no more memory, but these rules change the order in which memory is allocated, and
 the heap of glibc fragments more: on ViT-B/32, the peak resident memory of a step exceeds 1.2 × that of a plain step.
-Layer norm has a rule in all passes, because torch's derivative of it is compiled and cannot be recorded.
+If a pass may be recorded, layer norm has a rule as well, because torch's derivative of it is compiled and cannot be
+recorded.
 
 A rule is called with the operation, a function that returns the tangent of a tensor (None for zero), and the arguments
 of the operation, of which at least one has a tangent. It returns the result of the operation, and the tangent of that
@@ -235,13 +236,15 @@ RULES: dict[Any, JvpRule] = {
     aten.addmm.default: added_product,
     aten.baddbmm.default: added_product,
     aten.convolution.default: convolution,
-    aten.native_layer_norm.default: layer_norm,
     **dict.fromkeys(attention_operators(), attention),
 }
 """Rules by operator."""
 
+TRACEABLE_RULES: dict[Any, JvpRule] = {**RULES, aten.native_layer_norm.default: layer_norm}
+"""Rules by operator, for passes that may be recorded."""
+
 GRAPHLESS_RULES: dict[Any, JvpRule] = {
-    **RULES,
+    **TRACEABLE_RULES,
     aten.gelu.default: gelu,
     aten.add.Tensor: addition,
     aten.clone.default: copy,
@@ -328,14 +331,17 @@ class JvpMode(DispatchMode):
     Args:
         tangents: Tangents of the parameters; those of all other tensors are added.
         keeps_graph: Whether autograd keeps the tensors of the pass for a gradient.
+        traceable: Whether passes of this model may be recorded.
         recorded: Whether an enclosing dispatch mode records all operations, including those of the derivatives.
     """
 
-    def __init__(self, tangents: TangentMap, *, keeps_graph: bool, recorded: bool = False) -> None:
+    def __init__(
+        self, tangents: TangentMap, *, keeps_graph: bool, traceable: bool = True, recorded: bool = False
+    ) -> None:
         super().__init__()
         self._tangents = tangents
         self._recorded = recorded
-        self._rules = RULES if keeps_graph else GRAPHLESS_RULES
+        self._rules = GRAPHLESS_RULES if not keeps_graph else TRACEABLE_RULES if traceable else RULES
         _warm_up_forward_ad()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -55,6 +55,15 @@ _LOCK = threading.RLock()
 """Held during a call, which changes flags of the module, so that other threads neither see nor restore them."""
 
 
+_LARGE_MODEL = 50_000_000
+"""Number of parameters above which the overhead of a step on a CPU is negligible."""
+
+
+def _is_large_on_cpu(parameters: Mapping[str, Tensor]) -> bool:
+    on_cpu = all(parameter.device.type == "cpu" for parameter in parameters.values())
+    return on_cpu and sum(parameter.numel() for parameter in parameters.values()) > _LARGE_MODEL
+
+
 class SlowLinearizationWarning(UserWarning):
     """Issued if the fast path of `kp.linearize` does not work with this torch version.
 
@@ -67,7 +76,7 @@ def linearize(
     params: Iterable[str] | str | None = None,
     *,
     forward: Forward | None = None,
-    trace: bool = True,
+    trace: bool | None = None,
     compile: bool = False,
 ) -> Linearized:
     """Linearises a model in its parameters: `lin(batch, tau)` is f + J τ, differentiable in τ.
@@ -83,6 +92,8 @@ def linearize(
         forward: Function that computes f from a batch, if f is not `model(*batch)`.
         trace: Whether calls are recorded once per shape of the batch and replayed without the model. The results are
             the same. Set it to False if f depends on Python state outside of the model, such as a global variable.
+            Defaults to True, except on a CPU for more than 50 million parameters: there the operations take longer
+            than the Python code around them, and recording takes memory.
         compile: Whether torch.compile compiles the recorded operations, with CUDA graphs on a GPU.
 
     Returns:
@@ -121,7 +132,7 @@ class Linearized:
         forward: Forward,
         parameters: Mapping[str, Tensor],
         *,
-        trace: bool = True,
+        trace: bool | None = None,
         compile: bool = False,
     ) -> None:
         self._module = module
@@ -131,7 +142,8 @@ class Linearized:
         missing = _torch.missing_jvp_parts()
         self._fast = not missing
         self._compile = compile
-        self._traces = trace and self._fast
+        self._traceable = trace is not None or compile or not _is_large_on_cpu(self._parameters)
+        self._traces = self._fast and self._traceable and (trace is not False)
         self._programs = ProgramCache()
         if missing:
             problem = f"torch {torch.__version__} has no {', '.join(missing)}, needed by the fast path of kp.linearize"
@@ -300,7 +312,7 @@ class Linearized:
     ) -> tuple[Tensor, Tensor | None]:
         """Returns f with its graph, and J τ computed alongside by `JvpMode`."""
         tangent_map = TangentMap({self._parameters[name]: tangent for name, tangent in tangents.items()})
-        with JvpMode(tangent_map, keeps_graph=keeps_graph, recorded=recorded):
+        with JvpMode(tangent_map, keeps_graph=keeps_graph, traceable=self._traceable, recorded=recorded):
             f = call_model(self._forward, batch, finite=False)
         if (change := tangent_map.get(f)) is None:
             require_tracked(f)

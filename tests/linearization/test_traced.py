@@ -309,6 +309,18 @@ def test_trace_can_be_switched_off():
     assert (lin.programs, lin.untraced) == (0, ())
 
 
+@pytest.mark.parametrize(("trace", "programs"), [(None, 0), (True, 1)])
+def test_large_models_on_a_cpu_are_recorded_on_request(monkeypatch, trace, programs):
+    model = seeded(Transformer)
+    reference = kp.linearize(model, trace=False)
+    monkeypatch.setattr("kfacpack.linearization.linearize._LARGE_MODEL", 100)
+    lin, tau = kp.linearize(model, trace=trace), random_tau(reference)
+    for _ in range(USES):
+        for actual, expected in zip(step(lin, images(4), tau), step(reference, images(4), tau), strict=True):
+            assert_near(actual, expected, 1e-9, "traced or not")
+    assert (lin.programs, lin.untraced) == (programs, ())
+
+
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="torch.compile needs a C++ compiler")
 
 
