@@ -86,12 +86,11 @@ def row(name: str, folder: Path, examples: int, batch_size: int, libraries: int)
     """Returns the row of one model; `libraries` is the memory of a process for `tiny`."""
     arguments = ["estimate", *model_arguments(name, folder), "--weights", "random", "--batch-size", batch_size]
     predicted, _ = kfacpack(*arguments, "--examples", DRY_RUN_EXAMPLES, "--dry-run")
-    small, _ = kfacpack(*arguments, "--examples", DRY_RUN_EXAMPLES, "--dry-run", "--compress", "block:8+int8")
     _, measured = kfacpack(*arguments, "--examples", examples, "-o", folder / f"{name}.kfac")
     (folder / f"{name}.kfac").unlink()
-    sizes = f"{predicted['bytes'] / 1e6:8.0f} MB {small['bytes'] / 1e6:8.0f} MB"
+    size = f"{predicted['bytes'] / 1e6:8.0f} MB"
     memory = f"{predicted['peak_memory'] / 1e9:8.2f} GB {(measured - libraries) / 1e9:8.2f} GB"
-    return f"{name:10} {len(predicted['blocks']):6} {sizes} {predicted['seconds']:9.0f} s {memory}"
+    return f"{name:10} {len(predicted['blocks']):6} {size} {predicted['seconds']:9.0f} s {memory}"
 
 
 def main(names: list[str], examples: int, batch_size: int) -> None:
@@ -99,7 +98,7 @@ def main(names: list[str], examples: int, batch_size: int) -> None:
     with TemporaryDirectory() as folder:
         few = ["--examples", "2", "--batch-size", "2"]
         _, libraries = kfacpack("estimate", "--task", "digits", *few, "-o", Path(folder) / "tiny.kfac")
-        headings = ("bundle", "block8+int8", "time", "predicted", "measured")
+        headings = ("bundle", "time", "predicted", "measured")
         print(f"{'model':10} blocks " + " ".join(f"{heading:>11}" for heading in headings))
         for name in names:
             print(row(name, Path(folder), examples, batch_size, libraries), flush=True)

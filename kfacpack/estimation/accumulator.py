@@ -59,7 +59,7 @@ class Forecast:
     examples: int
     batches: int
     bytes: int
-    """Size of the bundle's tensors."""
+    """Size of the bundle's tensors, before codecs that are applied at the end of the estimate, such as int8."""
     seconds: float
     """Measured time of one batch, times the number of batches."""
     peak_memory: int
