@@ -78,7 +78,7 @@ class StageActor:
             for kind in {stage.kind for stage in self._stages.values()}:
                 (root / kind).mkdir()
             return {"event": "ready", "node": node}
-        except Exception as error:
+        except Exception as error:  # the driver reports it
             return failure(error)
 
     def compute(

@@ -455,7 +455,7 @@ class Run:
             except Interrupted:
                 record.event("interrupted", stage, where)
                 raise
-            except Exception as error:
+            except Exception as error:  # recorded, and raised again
                 record.event("failed", stage, where, error=str(error))
                 raise
             record.finished(stage, time.perf_counter() - start, where)

@@ -111,7 +111,7 @@ def compute(
         return {"event": "finished", "seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
     except Interrupted:
         return {"event": "interrupted"}
-    except Exception as error:
+    except Exception as error:  # the driver reports it
         return failure(error)
 
 

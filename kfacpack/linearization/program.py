@@ -405,7 +405,7 @@ def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..
             torch.compiler.cudagraph_mark_step_begin()
         try:
             results = compiled(*args)
-        except Exception as error:
+        except Exception as error:  # the exceptions of compiler backends have no common base class
             reason = " ".join(str(error).split()[:40])
             remedy = "omit --compile (compile=True), or install a C++ compiler that torch.compile finds"
             raise KfacpackError(f"torch.compile cannot compile the linearised step: {reason}; {remedy}") from error
