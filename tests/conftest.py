@@ -2,7 +2,8 @@
 
 Tasks are cached in a temporary folder that the worker processes of `make test` share, the Hub is not contacted, and
 each process computes with one thread. Commands that tests start inherit these settings, so that their files can be
-compared byte by byte with those of the test process.
+compared byte by byte with those of the test process. The test process does not wait for the disk: a power failure during
+the tests may damage their temporary files.
 """
 
 import os
@@ -17,6 +18,7 @@ settings.load_profile("here")
 
 def pytest_configure(config):
     os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
+    os.fsync = lambda descriptor: None
     # pytest-xdist sets COLUMNS in its workers, from which the console of the commands would take its width.
     os.environ.pop("COLUMNS", None)
     import kfacpack_cli.console  # noqa: F401

@@ -52,14 +52,17 @@ def test_appended_bytes_are_rejected(good, target):
 
 def test_any_changed_byte_of_the_header_is_detected(good, target):
     """Every byte, once with a random change and once with the bit that distinguishes a from A and { from [."""
-    raw = bytearray(good.read_bytes())
+    raw = good.read_bytes()
     chosen = random.Random(0)
-    for position in range(data_start(raw)):
-        for mask in (0x20, chosen.randrange(1, 256)):
-            raw[position] ^= mask
-            target.write_bytes(raw)
-            error_message(target)
-            raw[position] ^= mask
+    target.write_bytes(raw)
+    # Bytes are changed in place, because truncating a file can take milliseconds.
+    with target.open("r+b", buffering=0) as file:
+        for position in range(data_start(raw)):
+            for mask in (0x20, chosen.randrange(1, 256), 0):
+                os.pwrite(file.fileno(), bytes([raw[position] ^ mask]), position)
+                if mask:
+                    error_message(target)
+    assert target.read_bytes() == raw
 
 
 def test_changed_bytes_of_any_tensor_are_detected(good, target):

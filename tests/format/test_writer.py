@@ -6,13 +6,15 @@ import os
 import random
 import signal
 import stat
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 import torch
 from kit import MATRIX_FORMS, refused, small_curvature
-from processes import SERVER, start_server
 from safetensors import safe_open
 
 import kfacpack as kp
@@ -21,13 +23,20 @@ from kfacpack.format import writer
 KILLS = 50
 
 
-def _write_forever(path, ready):
-    """Writes two versions of the same file, each of a few megabytes, in turns."""
-    versions = [small_curvature("packed", seed, out=400, inputs=500) for seed in (1, 2)]
-    ready.set()
-    while True:
+_WRITE_FOREVER = """
+import os, sys
+from kit import small_curvature
+
+versions = [small_curvature("packed", seed, out=400, inputs=500) for seed in (1, 2)]
+for _ in sys.stdin:
+    process = os.fork()
+    while process == 0:
         for version in versions:
-            version.save(path)
+            version.save(sys.argv[1])
+    print(process, flush=True)
+    os.waitpid(process, 0)
+"""
+"""Starts a process for each line of its input that writes two versions of a file, a few megabytes, in turns."""
 
 
 def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_path):
@@ -41,24 +50,40 @@ def test_a_writer_killed_at_any_moment_leaves_the_old_file_or_the_new_one(tmp_pa
     small_curvature("packed", 1, out=400, inputs=500).save(path)
     one_write = time.perf_counter() - start
 
-    start_server()
     chosen, seen = random.Random(0), set()
-    for _ in range(KILLS):
-        ready = SERVER.Event()
-        process = SERVER.Process(target=_write_forever, args=(path, ready), daemon=True)
-        process.start()
-        assert ready.wait(60)
-        time.sleep(chosen.uniform(0, 4 * one_write))
-        os.kill(process.pid, signal.SIGKILL)
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        content = path.read_bytes()
-        assert content in expected
-        seen.add(content)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with Popen(
+        [sys.executable, "-c", _WRITE_FOREVER, path], stdin=PIPE, stdout=PIPE, text=True, env=environment
+    ) as parent:
+        for _ in range(KILLS):
+            parent.stdin.write("start\n")
+            parent.stdin.flush()
+            process = int(parent.stdout.readline())
+            time.sleep(chosen.uniform(0, 4 * one_write))
+            os.kill(process, signal.SIGKILL)
+            content = path.read_bytes()
+            assert content in expected
+            seen.add(content)
+        parent.stdin.close()
+        assert parent.wait(60) == 0
     assert seen == expected, "no write was finished before its process was killed, so nothing was tested"
     leftovers = [file for file in path.parent.iterdir() if file != path]
     assert len(leftovers) < KILLS / 5, "a file is left only by a process that is killed between naming and renaming"
     assert all(file.read_bytes() in expected for file in leftovers)
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_the_old_one(tmp_path, monkeypatch):
+    path = tmp_path / "t.kfac"
+    path.write_bytes(b"old")
+    synced = []
+
+    def sync(descriptor):
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else os.fstat(descriptor).st_size
+        synced.append((kind, path.read_bytes() == b"old"))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    small_curvature().save(path)
+    assert synced == [(path.stat().st_size, True), ("folder", False)]
 
 
 def test_files_of_killed_writers_are_removed_by_later_ones(tmp_path, monkeypatch):
