@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test check docs bench benchmerge gpu golden wheel installcheck compat oldest newest clean
+.PHONY: help demo test testdevices check docs bench benchmerge gpu golden wheel installcheck compat oldest newest clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -34,8 +34,11 @@ demo: $(READY) ## run `kfacpack demo`, and write bundles of small networks; the 
 	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack verify demo/own.kfac
 
-test: $(READY) ## run every test that needs only this clone, in two processes
-	$(BIN)/python -m pytest $(PARALLEL)
+test: $(READY) ## run the tests, in two processes; those of devices and clusters are in testdevices
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/devices
+
+testdevices: $(READY) ## run the tests on a device (a stand-in if there is no GPU), on a Ray cluster and on several nodes
+	$(BIN)/python -m pytest $(PARALLEL) tests/devices
 
 check: $(READY) ## check style and types
 	$(BIN)/ruff check .
