@@ -223,11 +223,14 @@ class Recorder(DispatchMode):
         Returns:
             Whether it can be.
         """
-        if self.seed >= 0 or func not in (aten._local_scalar_dense.default, aten.index.Tensor):
+        if func is aten.index.Tensor:
+            masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]
+        elif func is aten._local_scalar_dense.default:
+            masks = [args[0]]
+        else:
             return False
-        masks = [args[0]] if func is not aten.index.Tensor else [mask for mask in args[1] if mask is not None]
         numbers = [self.number(mask) for mask in masks if mask.dtype is torch.bool]
-        if len(numbers) < len(masks) or None in numbers:
+        if len(numbers) < len(masks) or None in numbers or (masks and self.seed >= 0):
             return False
         self.conditions.update((number, int(mask.count_nonzero())) for number, mask in zip(numbers, masks, strict=True))
         return True
