@@ -8,7 +8,7 @@ from kit import MATRIX_FORMS, about, linear_join, random_psd, random_tau, refuse
 from training.test_regularizer import agree, brute
 
 import kfacpack as kp
-from kfacpack.curvature.matrices.matrix import Matrix
+from kfacpack.curvature.matrices.matrix import StoredOperator
 from kfacpack.training import factor_placement
 from kfacpack.training.factor_placement import FactorPlacement, FactorStream
 from kfacpack.training.penalty_weights import groups_of
@@ -137,8 +137,8 @@ def test_a_shared_factor_is_unpacked_once(stored_as, placement, monkeypatch):
     curvature, calls = layers_of_equal_shape(stored_as, layers=2), []
     regularizer = placed(kp.Regularizer(curvature, 3.0), placement, torch.float32)
     regularizer.value(random_tau(curvature))
-    unpacked = Matrix.unpacked
-    monkeypatch.setattr(Matrix, "unpacked", lambda self, *args: calls.append(self) or unpacked(self, *args))
+    unpack = StoredOperator._unpack
+    monkeypatch.setattr(StoredOperator, "_unpack", lambda self, dtype: calls.append(self) or unpack(self, dtype))
     regularizer.value(random_tau(curvature))
     matrices = {id(matrix) for block in curvature.blocks for _, matrix in block.structure.matrices()}
     is_kept = placement == "single" and not stored_as.endswith("int8")
