@@ -55,6 +55,7 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/merge.py
 	$(BIN)/python tests/bench/linear.py
 	$(BIN)/python tests/bench/overhead.py
+	KFACPACK_TEST_COMPILE=1 $(BIN)/python -m pytest tests/linearization/test_families.py tests/models/test_clip.py
 	$(BIN)/python tests/bench/penalty.py
 	$(BIN)/python tests/bench/sweep.py
 	$(BIN)/python tests/bench/interrupted.py

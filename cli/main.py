@@ -9,7 +9,7 @@ import io
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import wraps
 from typing import Any
 
@@ -37,6 +37,7 @@ from . import (
     vectors,
 )
 from .console import err, show_error
+from .options import IMPLIED_VALUES
 
 
 class PlainHelp:
@@ -59,6 +60,24 @@ class PlainCommand(PlainHelp, TyperCommand):
         arguments = [parameter for parameter in self.get_params(ctx) if parameter.param_type_name == "argument"]
         metavars = [argument.metavar if argument.required else f"[{argument.metavar}]" for argument in arguments]
         return [self.options_metavar or "", *metavars]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parses arguments, after the values that `IMPLIED_VALUES` declares are added to options without one."""
+        options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        rest: list[str] = super().parse_args(ctx, _with_implied_values(args, options))
+        return rest
+
+
+def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
+    """Adds the value of each option in `IMPLIED_VALUES` that is followed by another option or by nothing."""
+    complete = []
+    for argument, following in zip(args, [*args[1:], "-"], strict=True):
+        complete.append(argument)
+        if argument == "--":
+            return complete + args[len(complete) :]
+        if argument in IMPLIED_VALUES and argument in options and following.startswith("-"):
+            complete.append(IMPLIED_VALUES[argument])
+    return complete
 
 
 class CommandGroup(PlainHelp, TyperGroup):

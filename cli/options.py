@@ -45,6 +45,10 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
     return typer.Option(default, *names, help=escape(help), rich_help_panel=panel, **more)
 
 
+IMPLIED_VALUES = {"--ray": "auto"}
+"""Options whose value may be omitted, and the value that is used then."""
+
+
 def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:
     """Declares `--output`.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import logging
+import os
 import re
 import socket
 import threading
@@ -206,11 +207,13 @@ def _summary(error: RayError) -> str:
 
 
 def _connect(address: str) -> None:
-    """Connects this process to a cluster.
+    """Connects this process to a cluster; see `RayPool`.
 
     Raises:
         KfacpackError: If there is no cluster at this address.
     """
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS") or address
     try:
         host, _, port = address.rpartition(":")
         if host and port.isdecimal() and "/" not in host:
@@ -218,6 +221,9 @@ def _connect(address: str) -> None:
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, ValueError, RuntimeError) as error:
+        if address == "auto" and isinstance(error, ConnectionError):
+            warnings.warn("no Ray cluster is running; started one on this machine", JobsWarning, stacklevel=2)
+            return _connect("local")
         remedy = "Start a cluster with `ray start --head`, or use --ray local"
         raise KfacpackError(f"--ray {address}: cannot connect to a cluster: {first_line(error)}. {remedy}") from error
 
@@ -228,7 +234,8 @@ class RayPool(WorkerPool):
     There are as many as the nodes have resources for; nodes that join later are used as well.
 
     Args:
-        address: Address of the cluster; `"auto"` for a running one, `"local"` for a new one on this machine.
+        address: Address of the cluster. `"auto"` is that in RAY_ADDRESS, a cluster that is running on this machine, or
+            else a new one, with a `JobsWarning`; `"local"` is a new one on this machine.
         setup: The plan and the other settings of the run; see `run_setup`.
         root: Folder of the run.
         context: The context of the run.

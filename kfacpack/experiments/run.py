@@ -278,9 +278,9 @@ def run(
             the number as `kfacpack run` does. The results do not depend on it.
         threads: Number of threads of each stage, which affects rounding. Defaults to OMP_NUM_THREADS or, if that is not
             set, to a number that depends on the size of the model.
-        ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster, `"local"` starts one
-            on this machine. `jobs` is then the maximum number of workers, None for as many as the cluster has
-            resources for.
+        ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster or else starts one on
+            this machine, `"local"` always starts one. `jobs` is then the maximum number of workers, None for as many
+            as the cluster has resources for.
 
     Returns:
         The content of `results.json`.

@@ -229,9 +229,9 @@ class Linearized:
             key = signature(keeps_graph, tau, arguments, device) if self._traces else None
             if key is None:
                 return Linearization(*run(), dtypes)
-            entry = self._programs.entry(key)
-            state = entry.begin_use(self._module, self._forward, at_once=self._compile)
             inputs = [*tangents.values(), *tensors_of(arguments)]
+            entry = self._programs.entry(key, inputs)
+            state = entry.begin_use(self._module, self._forward, at_once=self._compile)
             if state is not None:
                 recorder = Recorder(inputs, state.tensors)
                 f, change, backward = run(recorder)

@@ -10,7 +10,9 @@ The same operations on the same values give bitwise identical results, so a repl
 
 A recording is valid for other batches of the same shapes only if the operations depend on the batch through tensors
 alone. `Recorder` therefore refuses steps with values read from a tensor, random numbers, tensors of unknown origin, or
-writes to parameters, buffers or the batch.
+writes to parameters, buffers or the batch. There is one exception, because transformers asks whether a mask contains
+padding: Boolean tensors that are computed from the batch and from buffers may be read, or select rows. They are the
+conditions of a program, which is replayed only if each of them has as many true elements as in the recorded call.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from kfacpack._torch import (
@@ -129,6 +131,8 @@ class Recorder(DispatchMode):
         """Tensors of the model that were used, by number."""
         self.seed = -1
         """Number of u; -1 before the backward pass."""
+        self.conditions: dict[int, int] = {}
+        """Numbers of Boolean tensors on which the operations depend, with the counts of their true elements."""
         self.inputs = [self._add_input(tensor) for tensor in inputs]
         """Numbers of tangents and batch."""
 
@@ -201,7 +205,7 @@ class Recorder(DispatchMode):
             # A tensor from Python numbers.
             args = (self._constant_tensor(args[0]),)
             func = aten.clone.default
-        if (reason := _reason_against(func, args, kwargs)) is not None:
+        if not self._add_conditions(func, args) and (reason := _reason_against(func, args, kwargs)) is not None:
             self.refuse(reason)
             return func(*args, **kwargs)
         reads: list[int] = []
@@ -212,6 +216,24 @@ class Recorder(DispatchMode):
         if self.refusal is None:
             self._add(f"{self._constant(func, 'o')}({', '.join(parts)})", reads, writes, out)
         return out
+
+    def _add_conditions(self, func: Any, args: Any) -> bool:
+        """Adds the conditions under which an operation can be replayed although it depends on values.
+
+        Returns:
+            Whether it can be.
+        """
+        if func is aten.index.Tensor:
+            masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]
+        elif func is aten._local_scalar_dense.default:
+            masks = [args[0]]
+        else:
+            return False
+        numbers = [self.number(mask) for mask in masks if mask.dtype is torch.bool]
+        if len(numbers) < len(masks) or None in numbers or (masks and self.seed >= 0):
+            return False
+        self.conditions.update((number, int(mask.count_nonzero())) for number, mask in zip(numbers, masks, strict=True))
+        return True
 
     def _add(self, text: str, reads: Sequence[int], writes: tuple[int, ...], out: Any) -> None:
         if writes:
@@ -278,6 +300,10 @@ class Recorder(DispatchMode):
         numbers = {name: number for name, tensor in gradients.items() if (number := self.number(tensor)) is not None}
         if len(numbers) < len(gradients):
             self.refuse("a gradient is a tensor of unknown origin")
+        learned = {number for number, tensor in self.state.items() if isinstance(tensor, nn.Parameter)}
+        operations = _needed(self.operations[: self.forward_length], self.conditions, self.root)
+        if not learned.isdisjoint(self.conditions.keys() | {n for operation in operations for n in operation.reads}):
+            self.refuse("the model reads a value that depends on its parameters")
         return Program(self, numbers, compiled=compiled) if self.refusal is None else None
 
 
@@ -309,6 +335,9 @@ class Program:
         self._compiled = compiled
         self._gradients = gradients
         self._backwards: dict[tuple[str, ...], Callable[..., Any]] = {}
+        self.conditions = tuple(recorder.conditions.values())
+        """Counts of true elements, see `Recorder.conditions`, for which the program is valid."""
+        self._count = self._define_count() if self.conditions else None
         state = recorder.state
         backward = _needed(recorder.operations[recorder.forward_length :], set(gradients.values()), recorder.root)
         used = {number for operation in backward for number in operation.reads} | set(gradients.values())
@@ -327,6 +356,18 @@ class Program:
 
     def _context(self) -> AbstractContextManager[None]:
         return below_autograd(bypass=not self._compiled)
+
+    def conditions_for(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """Returns the counts that `conditions` are compared with; reads them from the device, if there are any.
+
+        Args:
+            inputs: As for `forward`; the list is not changed.
+        """
+        if self._count is None:
+            return ()
+        with self._context():
+            masks = self._count(list(inputs), self.state)
+            return tuple(torch.stack([mask.count_nonzero() for mask in masks]).tolist())
 
     def forward(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Computes f and J τ.
@@ -354,6 +395,13 @@ class Program:
             self._backwards[selected] = self._define_backward(selected)
         with self._context():
             return dict(zip(selected, self._backwards[selected](saved, self.state, u), strict=True))
+
+    def _define_count(self) -> Callable[..., Any]:
+        recorder, outputs = self._recorder, list(self._recorder.conditions)
+        operations = _needed(recorder.operations[: recorder.forward_length], outputs, recorder.root)
+        lines = _body(operations, {*outputs, *recorder.state}, recorder.inputs)
+        lines.append(f"return ({''.join(f'{self._name(number)}, ' for number in outputs)})")
+        return self._define("conditions", "inputs", recorder.inputs, lines)
 
     def _define_forward(self, saved: Sequence[int]) -> Callable[..., Any]:
         recorder = self._recorder
@@ -388,7 +436,8 @@ class Program:
         namespace = dict(constants) if self._compiled else {key: callable_of(constants[key]) for key in constants}
         exec(compile(source, f"<kfacpack {name}>", "exec"), namespace)
         function: Callable[..., Any] = namespace[name]
-        return _compiled(function, self.state[0].device) if self._compiled else function
+        is_compiled = self._compiled and name != "conditions"
+        return _compiled(function, self.state[0].device) if is_compiled else function
 
 
 def _compiled(function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:

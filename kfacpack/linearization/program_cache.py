@@ -1,8 +1,8 @@
 """Decides which calls of a linearised model are recorded and replayed, and computes their gradients.
 
 A program belongs to a signature: shapes and dtypes of the batch, the names in τ, autocast, and settings of torch that
-select kernels. It also belongs to a state of the module: its submodules and attributes, and the tensors among them, by
-identity. The values of these tensors may change.
+select kernels. If the program has conditions, there is one for each outcome. It also belongs to a state of the module:
+its submodules and attributes, and the tensors among them, by identity. The values of these tensors may change.
 
 A signature is used three times before its program replaces the model. The first use is untraced, because many shapes
 occur only once. The second is recorded. The third runs both the model and the program, and the program is discarded
@@ -30,6 +30,8 @@ _MAX_SIGNATURES = 32
 _MAX_RECORDINGS = 4
 """Maximum number of recordings of one signature; a changed state of the module requires a new one."""
 _CHILDREN = ("_parameters", "_buffers", "_modules")
+_BASE_ATTRIBUTES = frozenset(vars(nn.Module()))
+"""Attributes of every module. Apart from the children and hooks, their content does not affect the output."""
 
 
 class ModuleState:
@@ -58,8 +60,12 @@ class ModuleState:
         ] + global_module_hooks()
         self._owner = getattr(forward, "__self__", None)
         self._cells = getattr(forward, "__closure__", None) or ()
-        own = {id(vars(submodule)[name]) for submodule in self._modules for name in _CHILDREN}
-        own.update(id(hooks) for hooks in self._hooks)
+        own = {
+            id(value)
+            for submodule in self._modules
+            for name, value in vars(submodule).items()
+            if name in _BASE_ATTRIBUTES
+        }
         self._nested: list[Any] = []
         self._nested = [
             container
@@ -113,7 +119,7 @@ def _container(value: Any) -> Any:
 def _items(container: Any) -> Iterable[Any]:
     if container is None:
         return ()
-    return container.values() if isinstance(container, Mapping) else container
+    return container.values() if isinstance(container, dict) else container
 
 
 def _agree(replayed: Tensor | None, expected: Tensor | None) -> bool:
@@ -234,8 +240,20 @@ class ProgramCache:
     def __init__(self) -> None:
         self._entries: OrderedDict[Any, ProgramEntry] = OrderedDict()
 
-    def entry(self, key: Any) -> ProgramEntry:
-        """Returns the entry of a signature, a new one if there is none."""
+    def entry(self, key: Any, inputs: Sequence[Tensor]) -> ProgramEntry:
+        """Returns the entry of a signature, or of the signature and the values of the conditions of its program.
+
+        Args:
+            key: The signature.
+            inputs: Tangents and tensors of the batch.
+        """
+        entry = self._entry(key)
+        while (program := entry.program) and (counts := program.conditions_for(inputs)) != program.conditions:
+            key = (key, counts)
+            entry = self._entry(key)
+        return entry
+
+    def _entry(self, key: Any) -> ProgramEntry:
         if key not in self._entries:
             self._entries[key] = ProgramEntry()
             if len(self._entries) > _MAX_SIGNATURES:

@@ -5,18 +5,23 @@ product multiplies all of them. Stacks are limited in size: for large blocks, th
 negligible, and a stack would only take memory.
 
 Floating-point matrices are unpacked once and kept on the device. int8 matrices stay in the form they are stored in, and
-are unpacked for each product. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
+are unpacked when they are used. With `offload`, all matrices stay on the CPU in their stored form. Those of a batch of
 blocks are copied in one transfer to one of two buffers on the device, while the blocks in the other buffer are
 computed.
+
+Batches are computed in the order of their blocks, in which blocks that share a matrix, such as the projections of an
+attention layer, are neighbours: the matrix is copied and unpacked once for all of them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,8 +37,9 @@ if TYPE_CHECKING:
 
 STACK_ELEMENTS = 2**16
 """Maximum number of elements of a stack of ΔW, if it has more than one block."""
-SHARING_ELEMENTS = 2**16
-"""Maximum number of elements of a stack whose blocks all share a matrix, which is then unpacked or copied once."""
+
+StackKey: TypeAlias = "tuple[int, ...]"
+"""Identity of several matrices in a fixed order."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,11 @@ class BlockBatch:
         """
         columns = zip(*(_matrices(block) for block in self.blocks), strict=True)
         return {id(column[0]): column[:: _shared_run(column)] for column in columns}
+
+    @cached_property
+    def stack_keys(self) -> dict[int, StackKey]:
+        """Identities of `stacks`, by the same key."""
+        return {key: tuple(map(id, stack)) for key, stack in self.stacks.items()}
 
     def apply(self, delta: Tensor, operators: Mapping[int, Operator]) -> Tensor:
         """Computes G ΔW of each block.
@@ -93,7 +104,7 @@ class BlockBatch:
 def plan_batches(
     blocks: Sequence[CurvatureBlock], weights: Sequence[float], shapes: ParameterShapes
 ) -> list[BlockBatch]:
-    """Groups blocks into batches.
+    """Groups blocks into batches, in the order of their first blocks.
 
     Args:
         blocks: The blocks.
@@ -102,25 +113,30 @@ def plan_batches(
     """
     groups: dict[Hashable, list[CurvatureBlock]] = {}
     covered: dict[Hashable, set[Hashable]] = {}
+    uses = Counter(id(matrix) for block in blocks for matrix in _matrices(block))
     for block, weight in zip(blocks, weights, strict=True):
-        key: Hashable = (weight, join_layout(block.join, shapes), _form(block))
+        # Blocks that share a matrix are stacked separately, so that the stack contains it once.
+        sharing = tuple(uses[id(matrix)] for matrix in _matrices(block))
+        key: Hashable = (weight, join_layout(block.join, shapes), _form(block), sharing)
         pieces = {(piece.parameter, piece.rows) for piece in block.join.pieces}
         # Gradients of a batch are added at once, so that no element may occur twice.
         while pieces & covered.setdefault(key, set()):
             key = (key, "next")
         covered[key] |= pieces
         groups.setdefault(key, []).append(block)
-    weight_of = {id(block): weight for block, weight in zip(blocks, weights, strict=True)}
-    return [
-        BlockBatch(tuple(part), weight_of[id(part[0])]) for group in groups.values() for part in _limited_parts(group)
-    ]
+    order = {id(block): number for number, block in enumerate(blocks)}
+    parts = sorted((part for group in groups.values() for part in _limited_parts(group)), key=lambda p: order[id(p[0])])
+    return [BlockBatch(tuple(part), weights[order[id(part[0])]]) for part in parts]
 
 
 def _limited_parts(group: Sequence[CurvatureBlock]) -> Iterator[Sequence[CurvatureBlock]]:
-    """Divides blocks of equal shape into parts of limited size, with blocks that share a matrix in the same part."""
+    """Divides blocks of equal shape into parts of limited size.
+
+    A part contains all blocks that share a matrix, or one of equal parts of them.
+    """
     run = max(_shared_run(column) for column in zip(*map(_matrices, group), strict=True))
-    elements = group[0].join.rows * group[0].join.columns
-    size = STACK_ELEMENTS // elements // run * run or (run if run * elements <= SHARING_ELEMENTS else 1)
+    limit = STACK_ELEMENTS // (group[0].join.rows * group[0].join.columns)
+    size = limit // run * run or next((size for size in range(limit, 1, -1) if run % size == 0), 1)
     return (group[start : start + size] for start in range(0, len(group), size))
 
 
@@ -165,9 +181,25 @@ class FactorPlacement:
 
     def place(self, batches: Sequence[BlockBatch]) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
         """Yields each batch with its operators, by the keys of `BlockBatch.stacks`."""
+        repeated = _repeated_stacks(batches)
+        unpacked: dict[StackKey, Operator] = {}
+        for number, (batch, placed) in enumerate(self._placed(batches, repeated)):
+            keys = batch.stack_keys
+            operators = {key: unpacked[keys[key]] if keys[key] in unpacked else placed[key] for key in keys}
+            unpacked = {
+                keys[key]: operator.unpacked(self.dtype)
+                for key, operator in operators.items()
+                if keys[key] in repeated[number + 1]
+            }
+            yield batch, {key: unpacked.get(keys[key], operator) for key, operator in operators.items()}
+
+    def _placed(
+        self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
+    ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
+        """Yields each batch with its operators; those of repeated stacks may be missing."""
         if self._offload:
             self._stream = self._stream or FactorStream(self.dtype, self.device)
-            yield from self._stream.place(batches)
+            yield from self._stream.place(batches, repeated)
             return
         for batch in batches:
             yield batch, {key: self._operator(stack) for key, stack in batch.stacks.items()}
@@ -185,6 +217,12 @@ class FactorPlacement:
         if matrix.is_int8:
             return StoredOperator(matrix, self.dtype, self.device)
         return matrix.operator(self.dtype, self.device)
+
+
+def _repeated_stacks(batches: Sequence[BlockBatch]) -> list[frozenset[StackKey]]:
+    """Returns, for each batch, the stacks that the batch before it has as well; the last item is empty."""
+    stacks = [frozenset(batch.stack_keys.values()) for batch in batches]
+    return [frozenset(), *(first & second for first, second in pairwise(stacks)), frozenset()]
 
 
 @dataclass(frozen=True)
@@ -212,13 +250,20 @@ class FactorStream:
         self._dtype = dtype
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._host: dict[int, tuple[BlockBatch, _HostFactors]] = {}
+        self._host: dict[tuple[int, frozenset[StackKey]], tuple[BlockBatch, _HostFactors]] = {}
         self._buffers: list[Tensor] = []
         self._released: list[torch.cuda.Event | None] = [None, None]
 
-    def place(self, batches: Sequence[BlockBatch]) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators, which are valid until the next one is requested."""
-        factors = [self._host_factors(batch) for batch in batches]
+    def place(
+        self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
+    ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
+        """Yields each batch with its operators, which are valid until the next one is requested.
+
+        Args:
+            batches: The batches.
+            repeated: For each batch, stacks that are not copied; their operators are missing.
+        """
+        factors = [self._host_factors(batch, skipped) for batch, skipped in zip(batches, repeated, strict=False)]
         self._reserve(max((host.pack.nbytes for host in factors), default=0))
         copied = [self._start_copy(host, slot) for slot, host in enumerate(factors[:2])]
         for number, (batch, host) in enumerate(zip(batches, factors, strict=True)):
@@ -247,18 +292,21 @@ class FactorStream:
         if stream is not None and released is not None:
             stream.wait_event(released)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            self._buffers[slot][: host.pack.nbytes].copy_(host.pack.buffer, non_blocking=True)
+            if host.pack.nbytes:
+                self._buffers[slot][: host.pack.nbytes].copy_(host.pack.buffer, non_blocking=True)
         return None if stream is None else stream.record_event()
 
-    def _host_factors(self, batch: BlockBatch) -> _HostFactors:
-        if id(batch) not in self._host:
-            self._host[id(batch)] = batch, self._pack(batch)
-        return self._host[id(batch)][1]
+    def _host_factors(self, batch: BlockBatch, skipped: frozenset[StackKey]) -> _HostFactors:
+        key = id(batch), skipped
+        if key not in self._host:
+            self._host[key] = batch, self._pack(batch, skipped)
+        return self._host[key][1]
 
-    def _pack(self, batch: BlockBatch) -> _HostFactors:
+    def _pack(self, batch: BlockBatch, skipped: frozenset[StackKey]) -> _HostFactors:
         stored = {
             key: [StoredOperator(matrix.for_storage(), self._dtype, torch.device("cpu")) for matrix in stack]
             for key, stack in batch.stacks.items()
+            if batch.stack_keys[key] not in skipped
         }
         stacked = {
             key: parts[0].stack(parts) if batch.stacks[key][0].stackable else parts[0] for key, parts in stored.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -9,11 +10,12 @@ import time
 from contextlib import contextmanager
 
 import pytest
-from processes import Python, python_twice
+from kit import random_tau
+from processes import Python, python, python_twice
 
 import kfacpack as kp
 
-LAUNCHER = """
+WORK = """
 import os, sys
 from pathlib import Path
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -27,7 +29,8 @@ def work(arguments):
         sys.stdout.flush()
         if end.code:
             os._exit(end.code)
-
+"""
+LAUNCHER = f"""{WORK}
 endpoint, *arguments = sys.argv[1:]
 config = LaunchConfig(
     2, 2, 1, run_id="test", rdzv_backend="c10d", rdzv_endpoint=endpoint, max_restarts=0, start_method="fork"
@@ -35,15 +38,35 @@ config = LaunchConfig(
 elastic_launch(config, work)(arguments)
 """
 """Does what `torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint ADDRESS` does."""
+ACCELERATE = f"""{WORK}
+from kfacpack._compat import make_torchvision_importable
+make_torchvision_importable()
+import torch.distributed.run
+from accelerate.commands.accelerate_cli import main
+
+def launch(config, entrypoint):
+    assert entrypoint == sys.executable
+    config.start_method = "fork"
+    return lambda *words: elastic_launch(config, work)(list(words[words.index("kfacpack_cli") + 1 :]))
+
+torch.distributed.run.elastic_launch = launch
+sys.argv[0] = "accelerate"
+main()
+"""
+"""Does what `accelerate` does, with processes that are forked from this one instead of new interpreters."""
 
 FEW = ["--params", "visual.transformer.resblocks.3.*", "--batch-size", 6]
 
 
-@contextmanager
-def two_nodes(*arguments):
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        return free.getsockname()[1]
+
+
+@contextmanager
+def two_nodes(*arguments):
+    endpoint = f"127.0.0.1:{free_port()}"
     with Python("-c", LAUNCHER, endpoint, *arguments) as first, Python("-c", LAUNCHER, endpoint, *arguments) as second:
         yield first, second
 
@@ -64,6 +87,22 @@ def test_an_estimate_on_two_nodes(tmp_path):
     assert sorted(bool(result.stdout) for result in results) == [False, True], "only the first process prints"
     assert kp.Bundle(tmp_path / "nodes.kfac").manifest.source.examples == 16
     assert sorted(path.name for path in tmp_path.iterdir()) == ["nodes.kfac"]
+
+
+def test_accelerate_launches_an_estimate(tmp_path):
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    options = ["--multi_gpu", "--num_machines", 1, "--num_processes", 2, "--main_process_port", free_port()]
+    options += ["--mixed_precision", "no", "--dynamo_backend", "no"]
+    arguments = ["estimate", "--task", "digits", "--examples", 16, *FEW, "--json", "-o"]
+    result = python("-c", ACCELERATE, "launch", *options, "-m", "kfacpack_cli", *arguments, tmp_path / "two.kfac")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["examples"] == 16, "only the first process prints"
+    assert [path.name for path in tmp_path.iterdir()] == ["two.kfac"]
+    alone = tmp_path / "one.kfac"
+    assert python("-m", "kfacpack_cli", *arguments, alone).returncode == 0
+    actual, expected = (kp.load(path) for path in (tmp_path / "two.kfac", alone))
+    tau = random_tau(expected)
+    assert float(actual.quadratic(tau)) == pytest.approx(float(expected.quadratic(tau)), rel=1e-5)
 
 
 def test_a_lost_process_is_reported_and_the_run_resumes(tmp_path, ranks):

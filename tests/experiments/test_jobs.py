@@ -391,6 +391,59 @@ def test_a_wrong_ray_cluster_is_reported(tmp_path):
         run.execute()
 
 
+def test_ray_without_an_address(tmp_path, monkeypatch):
+    """A running cluster, that of RAY_ADDRESS, or else a new one, which is reported."""
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
+    from kfacpack.experiments.ray_cluster import _connect
+
+    calls = []
+
+    def init(address, **options):
+        calls.append(address)
+        if address in missing:
+            raise ConnectionError("no running Ray instance")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    missing = {"auto"}
+    with pytest.warns(JobsWarning, match="on this machine"):
+        _connect("auto")
+    missing = {"local", "ray://head"}
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head")
+    with refused(KfacpackError, "--ray ray://head"):
+        _connect("auto")
+    missing = set()
+    _connect("auto")
+    monkeypatch.delenv("RAY_ADDRESS")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _connect("auto")
+    assert calls == ["auto", "local", "ray://head", "ray://head", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], None),
+        (["--ray"], "auto"),
+        (["--ray", "--quiet"], "auto"),
+        (["--ray", "10.0.0.7:6379"], "10.0.0.7:6379"),
+        (["--ray=local"], "local"),
+    ],
+)
+def test_the_address_of_ray_is_optional(tmp_path, monkeypatch, options, expected):
+    from kfacpack_cli import experiments
+    from kfacpack_cli.main import app
+    from typer.testing import CliRunner
+
+    (tmp_path / "plan.yaml").write_text(TEXT)
+    executed = []
+    monkeypatch.setattr(experiments, "execute_run", lambda plan, text, root, options: executed.append(options.ray))
+    result = CliRunner().invoke(app, ["run", str(tmp_path / "plan.yaml"), *options], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert executed == [expected]
+
+
 def test_a_node_with_other_versions_or_files_is_refused(tmp_path):
     pytest.importorskip("ray", reason="needs the extra ray")
     from kfacpack.experiments.ray_cluster import _require_same_keys

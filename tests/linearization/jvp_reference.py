@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+
 import torch
 from torch import nn
 from torch.func import functional_call, jvp
@@ -60,10 +63,30 @@ def assert_near(actual, expected, tolerance, what):
     assert float((actual - expected).abs().amax()) <= tolerance * scale, what
 
 
-def assert_exact(model, batch, tolerance=1e-9, params=None):
+def step_of(lin, batch, tau):
+    """Returns the linearisation at τ, and the gradient of the cost."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.compile
+        point = lin.at(batch, tau)
+        return point, point.gradient(torch.func.grad(cost)(point.f + point.change))
+
+
+def other_modes(model, params):
+    """Yields linearised models without the fast path, and compiled ones if KFACPACK_TEST_COMPILE is set."""
+    lin = kp.linearize(model, params)
+    lin._fast = lin._traces = False
+    yield lin
+    if os.environ.get("KFACPACK_TEST_COMPILE"):
+        yield (compiled := kp.linearize(model, params, compile=True))
+        assert compiled.untraced == ()
+
+
+def assert_exact(model, batch, tolerance=1e-9, params=None, all_modes=False):
     """Asserts that f, J τ and gradients equal those of `torch.func.jvp`: by autograd, by hand, and without a graph.
 
-    All of them have the same bytes when they are untraced, recorded, verified and replayed.
+    All of them have the same bytes when they are untraced, recorded, verified and replayed. `all_modes` also compares
+    those of a torch version without the private parts that the fast path needs and, if KFACPACK_TEST_COMPILE is set,
+    those of a compiled step, which takes up to a minute.
     """
     lin = kp.linearize(model, params)
     module, forward = (model, model) if isinstance(model, nn.Module) else (model.module, model.forward)
@@ -85,18 +108,19 @@ def assert_exact(model, batch, tolerance=1e-9, params=None):
     training = {submodule: submodule.training for submodule in module.modules()}
     module.eval()
     f, expected, gradients = jvp_and_gradient(module, forward, batch, tau)
+    others = [step_of(other, batch, tau) for other in other_modes(model, params)] if all_modes else []
     for submodule, flag in training.items():
         submodule.training = flag
     assert float(expected.abs().amax()) > 1e-6
-    for actual in (f0, point.f):
+    for actual in (f0, point.f, *(other.f for other, _ in others)):
         assert_near(actual, f, tolerance, "f")
-    for actual in (change, point.change, out.detach() - f0):
+    for actual in (change, point.change, out.detach() - f0, *(other.change for other, _ in others)):
         assert_near(actual, expected, tolerance, "change")
     largest = max(float(gradient.abs().amax()) for gradient in gradients.values() if gradient is not None)
     for name, value in tau.items():
         # For a parameter that f does not depend on, jvp gives None or zero.
         expected = torch.zeros_like(value) if gradients[name] is None else gradients[name]
-        for actual in (value.grad, by_hand.get(name)):
+        for actual in (value.grad, by_hand.get(name), *(gradients.get(name) for _, gradients in others)):
             actual = torch.zeros_like(value) if actual is None else actual
             assert float((actual - expected).abs().amax()) <= tolerance * largest, name
     return lin

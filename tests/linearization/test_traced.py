@@ -134,12 +134,12 @@ outside = {"mask": torch.ones(1, dtype=torch.float64)}
 @pytest.mark.parametrize(
     "read",
     [
-        lambda x: 2 if bool(x.sum() > 0) else 3,
         lambda x: float(x[0, 0]),
         lambda x: x[0].tolist()[0],
         lambda x: float(x.numpy()[0, 0]),
         lambda x: torch.from_numpy(np.asarray(x)[0, :1]),
-        lambda x: len(x[x > 0]),
+        lambda x: int(x.argmax()),
+        lambda x: len(x[x > 0].unique()),
         lambda x: torch.rand(1, dtype=torch.float64, generator=torch.Generator().manual_seed(1)),
         lambda x: nn.functional.dropout(torch.ones(3).double(), training=True) * 0 + 1,
         lambda x: x.add_(1)[:, :1],
@@ -155,6 +155,38 @@ def test_a_model_that_depends_on_numbers_stays_untraced(read):
     for batch in batches(count=5):
         expected = step(plain, batch.clone(), tau)
         assert all(map(torch.equal, step(lin, batch.clone(), tau), expected))
+    assert lin.programs == 0
+    assert lin.untraced
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: 2 if bool((x[0] > 0).all()) else 3,
+        lambda x: len(x[x > 0]),
+        lambda x: (x > 0).sum(dim=1, keepdim=True) if (x > 9).any() else 2,
+    ],
+)
+def test_booleans_of_the_batch_are_conditions_of_a_program(read):
+    model = seeded(lambda: Reads(read))
+    positive = torch.ones(7, 5, dtype=torch.float64)
+    inputs = [positive, -positive, positive, 2 * positive, -3 * positive, 3 * positive, -positive, -positive]
+    lin = assert_same_steps(model, inputs)
+    assert lin.programs in (1, 2), lin.untraced
+    assert lin.untraced == ()
+
+
+def test_a_model_that_reads_its_own_output_stays_untraced():
+    class Branch(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 3).double()
+
+        def forward(self, x):
+            h = self.inner(x)
+            return 2 * h if (h.sum() > 0) else h
+
+    lin = assert_same_steps(seeded(Branch), batches(count=5))
     assert lin.programs == 0
     assert lin.untraced
 

@@ -224,7 +224,8 @@ def test_frozen_parameters_and_the_attention_regime(clip_folder, pictures):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
 def test_the_linearised_model_equals_jvp(clip_folder, dtype, tolerance, pictures):
     model = load_model(f"clip:{clip_folder}", dtype=dtype)
-    lin = assert_exact(model, model.prepare(pictures, "any").to(dtype), tolerance)
+    lin = assert_exact(model, model.prepare(pictures, "any").to(dtype), tolerance, all_modes=True)
+    assert lin.programs == 2, lin.untraced
     assert {"visual_projection.weight", "vision_model.embeddings.class_embedding"} <= set(lin.parameters)
 
 

@@ -23,14 +23,23 @@ from kfacpack.curvature.matrices.components import (
 from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
+_ALIGNED_ELEMENTS = 2**16
+"""Maximum size of a product whose rows need not be aligned."""
+
 
 class DenseOperator(Operator):
     """Multiplies by a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x."""
+        """Returns M x; if it is large, on a CPU and without a graph, its rows are aligned."""
         (full,) = self.tensors
-        return full @ x
+        width = aligned(x.shape[-1])
+        if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
+            return full @ x
+        # Writing rows of 769 elements takes up to 1.3 × the time of the product.
+        out = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]]
+        product: Tensor = torch.matmul(full, x, out=out)
+        return product
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
         """Returns the whole matrix as one block, (1, n, n), without a copy."""

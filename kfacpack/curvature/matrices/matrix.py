@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kfacpack._torch import memory_address
 from kfacpack.curvature.matrices.components import TORCH_TYPES, InMemoryTensors, nbytes_of
 from kfacpack.errors import MatrixError
 from kfacpack.format.schema import LAYOUTS
@@ -127,6 +128,14 @@ class Operator(ABC):
         other.tensors = tuple(tensors)
         return other
 
+    def unpacked(self, dtype: torch.dtype) -> Operator:
+        """Returns an operator for repeated products that stays valid when stored tensors of this one are overwritten.
+
+        Args:
+            dtype: Dtype of the tensors to multiply.
+        """
+        return self
+
     def matches(self, dtype: torch.dtype, device: torch.device | None) -> bool:
         """Returns whether the operator can multiply tensors of this dtype on this device."""
         values = self.tensors[-1]
@@ -150,7 +159,17 @@ class StoredOperator(Operator):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns M x."""
-        return self._matrix.unpacked(dict(zip(self._names, self.tensors, strict=True)), x.dtype)(x)
+        return self._unpack(x.dtype)(x)
+
+    def unpacked(self, dtype: torch.dtype) -> Operator:
+        """Returns an operator that does not share memory with the stored tensors."""
+        stored, operator = {memory_address(tensor) for tensor in self.tensors}, self._unpack(dtype)
+        return operator.with_tensors(
+            tensor.clone() if memory_address(tensor) in stored else tensor for tensor in operator.tensors
+        )
+
+    def _unpack(self, dtype: torch.dtype) -> Operator:
+        return self._matrix.unpacked(dict(zip(self._names, self.tensors, strict=True)), dtype)
 
 
 def _narrower(stored: torch.dtype, dtype: torch.dtype) -> torch.dtype:
