@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -101,6 +101,27 @@ def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+@dataclass(frozen=True)
+class BatchShape:
+    """Numbers of a batch: examples, rows of f, and backward passes."""
+
+    examples: int
+    rows: int
+    passes: int
+    mask: Tensor | None
+    """(N, R), False at padded positions."""
+
+
+@dataclass(frozen=True)
+class InputGradients:
+    """Receives the gradients at a tensor that an output is computed from."""
+
+    tensor: Tensor
+    """A leaf that requires a gradient."""
+    store: Callable[[int, Tensor], None]
+    """Called with the index of a backward pass, and the gradient."""
+
+
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
 """Collectors by the operation that they read from, each with the path from its parameter."""
 
@@ -144,10 +165,9 @@ class CurvatureAccumulator:
         shared: dict[int, FactorTally] = {}
         self._collectors = [collector_for(planned, settings, shared) for planned in plan.blocks]
         self._examples, self._rows = torch.zeros(2, dtype=torch.int64).unbind()
-        first = next(iter(parameters.values()))
-        dtype = torch.promote_types(torch.float32, first.dtype)
-        self._output_sum = torch.zeros(plan.width, dtype=dtype, device=first.device)
-        self._output_squares = torch.zeros((), dtype=dtype, device=first.device)
+        device = next((parameter.device for parameter in parameters.values()), settings.device)
+        self._output_sum = torch.zeros(plan.width, dtype=settings.dtype, device=device)
+        self._output_squares = torch.zeros((), dtype=settings.dtype, device=device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,7 +190,25 @@ class CurvatureAccumulator:
             KfacpackError: If f has an unexpected shape, an output depends on the other examples of the batch, or a
                 parameter is used differently than in the first batch.
         """
-        f = call_model(self._forward, batch)
+        self.add_evaluated(call_model(self._forward, batch), batch, numbers)
+
+    def add_evaluated(
+        self, f: Tensor, batch: ModelInput, numbers: int | Sequence[int], inputs: InputGradients | None = None
+    ) -> BatchShape:
+        """Adds a batch whose f is known: one backward pass per probe.
+
+        Args:
+            f: The output of the model with its graph, (P, C).
+            batch: The batch.
+            numbers: As for `add_batch`.
+            inputs: If given, receives the gradients at a tensor that f is computed from.
+
+        Returns:
+            The numbers of examples, rows and passes of the batch.
+
+        Raises:
+            KfacpackError: As for `add_batch`.
+        """
         rows, width = f.shape
         counts = rows_per_example(batch) or [1] * rows
         examples = len(counts)
@@ -188,10 +226,32 @@ class CurvatureAccumulator:
         outputs = f.detach().to(self._output_sum.dtype)
         self._output_sum += outputs.sum(0)
         self._output_squares += outputs.square().sum()
-        graph = AutogradGraph(f)
+        row_numbers = [(number, row) for number, count in zip(numbers, counts, strict=True) for row in range(count)]
+        passes = self._probes.passes(width, max(counts))
+        seeds = self._probes.draw(row_numbers, f.detach())
+        shape = BatchShape(examples, rows, passes, padding_mask(batch))
+        self.add_output(f, seeds, shape, inputs)
+        return shape
+
+    def add_output(
+        self, output: Tensor, seeds: Iterable[Tensor], shape: BatchShape, inputs: InputGradients | None = None
+    ) -> None:
+        """Adds a batch whose output and gradients at the output are known: one backward pass per gradient.
+
+        Args:
+            output: f, or the output of a segment of a model, with its graph.
+            seeds: Gradients at the output, one for each of `shape.passes`.
+            shape: Numbers of examples, rows and passes of the batch.
+            inputs: If given, receives the gradients at the inputs of a segment.
+
+        Raises:
+            KfacpackError: If a parameter is used differently than in the first batch.
+        """
+        graph = AutogradGraph(output)
         collectors = self._collectors_by_node(graph)
-        mask = padding_mask(batch)
-        sinks = graph.sinks(set(collectors))
+        leaf = None if inputs is None else graph.leaf(inputs.tensor)
+        nodes = {*collectors} if leaf is None else {*collectors, leaf}
+        sinks = graph.sinks(nodes)
         # Collectors that run after the backward pass still need their operation, so the graph must be retained.
         retain = any(
             not collector.immediate
@@ -199,13 +259,15 @@ class CurvatureAccumulator:
             if node not in sinks
             for collector, _ in at_node
         )
-        passes = self._probes.passes(width, max(counts))
-        row_numbers = [(number, row) for number, count in zip(numbers, counts, strict=True) for row in range(count)]
-        for index, probe in enumerate(self._probes.draw(row_numbers, f.detach())):
-            backward_pass = BackwardPass(examples, mask, first=index == 0)
-            self._backward(f, probe, collectors, sinks, backward_pass, retain=retain or index + 1 < passes)
-        self._examples += examples
-        self._rows += rows
+        for index, seed in enumerate(seeds):
+            backward_pass = BackwardPass(shape.examples, shape.mask, first=index == 0)
+            at_inputs = self._backward(
+                output, seed, collectors, sinks, backward_pass, leaf, retain=retain or index + 1 < shape.passes
+            )
+            if inputs is not None:
+                inputs.store(index, torch.zeros_like(inputs.tensor) if at_inputs is None else at_inputs)
+        self._examples += shape.examples
+        self._rows += shape.rows
 
     def _require_independence(self, output: Tensor, expected: Tensor) -> None:
         if not same_output(output, expected, rounding_unit(self._parameters)):
@@ -229,23 +291,31 @@ class CurvatureAccumulator:
         collectors: NodeCollectors,
         sinks: set[Node],
         backward_pass: BackwardPass,
+        leaf: Node | None,
         *,
         retain: bool,
-    ) -> None:
-        """Runs one backward pass and its collectors."""
+    ) -> Tensor | None:
+        """Runs one backward pass and its collectors; returns the gradient at a leaf, if it has one."""
+        at_leaf: Tensor | None = None
         deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
         def visit(node: Node, g: Tensor, running: bool) -> None:
+            nonlocal at_leaf
+            if node is leaf:
+                at_leaf = g
+                return
             for collector, steps in collectors[node]:
                 if collector.immediate or not running:
                     collector.collect(steps, g, backward_pass)
                 else:
                     deferred.append((collector, steps, g))
 
-        backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
+        if sinks:  # none in a segment that f does not depend on
+            backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
         with torch.no_grad():
             for collector, steps, g in deferred:
                 collector.collect(steps, g, backward_pass)
+        return at_leaf
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all sums by name; they may be modified in place."""

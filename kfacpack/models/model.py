@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kfacpack.curvature.curvature import identify
 from kfacpack.errors import KfacpackError, did_you_mean, printable
 from kfacpack.format.manifest import Base, Function
+from kfacpack.models.layer_list import LayerWeights
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import Checkpoint
 from kfacpack.tasks.task import Example
@@ -139,6 +140,8 @@ class Model:
     """Maps a task name to the classes that these answers name; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
     """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if there is none."""
+    layer_weights: LayerWeights | None = None
+    """Reads the weights of layers when they are used, if they are not in memory."""
     logit_scale: float = 100.0
     """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
 
