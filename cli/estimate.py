@@ -36,6 +36,7 @@ from .options import (
     DEVICE,
     DTYPE,
     IMAGE_SIZE,
+    MAX_SHARD_SIZE,
     MODEL_NAME,
     PARAMS,
     PROMPTS,
@@ -46,6 +47,7 @@ from .options import (
     WEIGHTS,
     WORKERS,
     check_output,
+    check_shard_size,
     default_output,
     examples_option,
     load_model_option,
@@ -58,6 +60,7 @@ from .options import (
 if TYPE_CHECKING:
     from kfacpack.estimation.accumulator import Forecast
     from kfacpack.estimation.task_estimate import TaskEstimate
+    from kfacpack.models.model import Loading
 
 
 ESTIMATE_PANEL = "Estimate"
@@ -115,6 +118,20 @@ def estimate(
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the examples and the probes."),
     batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Examples per forward pass."),
     offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors on the CPU."),
+    stream: bool = option(
+        RUN_PANEL,
+        False,
+        "--stream",
+        help="Go layer by layer: only the factors of one layer are in memory and, for hf: and lm: models, its weights.",
+    ),
+    stream_folder: Path | None = option(
+        RUN_PANEL,
+        None,
+        "--stream-folder",
+        metavar="DIR",
+        help="Folder for the inputs and gradients of the layers, with --stream. [default: that of the output]",
+    ),
+    max_shard_size: str | None = MAX_SHARD_SIZE,
     resume: bool = RESUME,
     dry_run: bool = option(
         RUN_PANEL, False, "--dry-run", help="Show the blocks, size, time and memory; write nothing."
@@ -127,6 +144,9 @@ def estimate(
 
     Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Processes
     started by torchrun or accelerate share the work: `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
+
+    With --stream, the result is the same, but only one layer is in memory at a time. Its files are stored in a folder
+    beside the output. An output named NAME.kfac.index.json is divided into several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -136,6 +156,9 @@ def estimate(
 
     use_workers(workers)
     target = output or default_output(task, ".kfac")
+    check_shard_size(max_shard_size, target)
+    if stream_folder is not None and not stream:
+        raise KfacpackError("--stream-folder is for --stream; leave it out, or add --stream")
     if not dry_run:
         check_output(target, [weights] if weights else [])
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
@@ -145,10 +168,23 @@ def estimate(
         with loading(model, show=show):
             # The task is loaded first, so that a misspelt name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=quiet or distributed.rank() != 0)
-            loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
+            loading_mode: Loading = "memory" if not stream else "shapes" if dry_run else "layers"
+            loaded_model = load_model_option(
+                model, weights, image_size, dtype, torch_device, prompts=prompts, loading=loading_mode
+            )
         patterns = tuple(params) if params else None
         run = TaskEstimate(
-            loaded_model, loaded_task, options, examples, batch_size, split, patterns, _parse_shard(shard)
+            loaded_model,
+            loaded_task,
+            options,
+            examples,
+            batch_size,
+            split,
+            patterns,
+            _parse_shard(shard),
+            stream,
+            stream_folder,
+            max_shard_size,
         )
         if dry_run:
             forecast = run.forecast()

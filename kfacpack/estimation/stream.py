@@ -101,7 +101,9 @@ class StreamFiles:
                 return tensors, json.loads(file.metadata()["description"])
         except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
             problem = f"{path}: a file of an interrupted estimate is missing or damaged ({error})"
-            raise KfacpackError(f"{problem}. Remove {self.folder} and the partial file beside it to start over") from error
+            raise KfacpackError(
+                f"{problem}. Remove {self.folder} and the partial file beside it to start over"
+            ) from error
 
     def remove(self, pattern: str) -> None:
         """Removes the files that match a pattern."""
@@ -154,6 +156,13 @@ class SegmentPlans:
     """f of the first example, (C,)."""
     zero_gradients: list[int]
     """Number of operations without a gradient, by segment."""
+    bases: list[Base | None]
+    """Identity of the covered parameters, by segment; None for a segment without blocks."""
+
+    @property
+    def weights(self) -> str:
+        """Digest of all covered parameters."""
+        return base_digest(tuple(parameter for base in self.bases if base for parameter in base.parameters))
 
     @property
     def all(self) -> list[BlockPlan]:
@@ -248,12 +257,11 @@ class LayerStream:
         rows = (rows_per_example(batch) or [1] * (example + 1))[example]
         if check:
             self.layers.check(doubled)
-        with torch.no_grad():
-            hidden, calls = self.layers.stem(doubled)
-            inputs = [hidden]
-            for index, call in enumerate(calls):
-                with self.layers.loaded(index) as layer:
-                    inputs.append(call.run(layer, inputs[-1]))
+        hidden, calls = self.layers.stem(doubled)
+        inputs = [hidden.detach()]
+        for index, call in enumerate(calls):
+            with self.layer(index) as (layer, _):
+                inputs.append(call.run(layer, inputs[-1]).detach())
         leaf = inputs.pop().requires_grad_()
         f = self.layers.head(doubled, leaf)
         require_finite(f)
@@ -264,6 +272,7 @@ class LayerStream:
         head = trace_output(f, trace_seeds(f, [rows, rows], twice=True), self.outer, **common, inputs=leaf)
         width = f.shape[1]
         plans, zeros = [_plan_of(head, self.outer, self.options, width)], [head.zero_gradients]
+        bases = [self._base(plans[0])]
         g = head.input_gradient
         for index in reversed(range(len(self.layers))):
             leaf = inputs.pop().requires_grad_()
@@ -272,6 +281,7 @@ class LayerStream:
                 g = torch.zeros_like(output) if g is None else g
                 trace = trace_output(output, [g], parameters, **common, inputs=leaf)
                 plans.append(_plan_of(trace, parameters, self.options, width))
+                bases.append(self._base(plans[-1]))
             zeros.append(trace.zero_gradients)
             g = trace.input_gradient
         hidden, _ = self.layers.stem(doubled)
@@ -282,19 +292,25 @@ class LayerStream:
             zeros.append(trace.zero_gradients)
         else:
             zeros.append(0)
-        return self._combined(stem, plans, zeros, f[0].detach())
+        bases.append(self._base(stem))
+        head_plan, *layers = plans
+        self._require_one_segment(stem, head_plan)
+        used = {name for plan in (stem, head_plan) for block in plan.blocks for name in block.parameters}
+        head_plan = replace(head_plan, unused=tuple(name for name in self.outer if name not in used))
+        reference = f[0].detach()
+        return SegmentPlans(replace(stem, unused=()), layers[::-1], head_plan, reference, zeros[::-1], bases[::-1])
 
-    def _combined(self, stem: BlockPlan, plans: list[BlockPlan], zeros: list[int], reference: Tensor) -> SegmentPlans:
-        """Returns the plans of all segments; `plans` and `zeros` begin with those of the head."""
-        head, *layers = plans
+    def _base(self, plan: BlockPlan) -> Base | None:
+        """Returns the identity of the parameters of a segment, whose weights are in memory."""
+        covered = {name for block in plan.blocks for name in block.parameters}
+        return self.model.base(covered) if covered else None
+
+    def _require_one_segment(self, stem: BlockPlan, head: BlockPlan) -> None:
+        """Checks that no parameter is used in the stem and in the head."""
         in_stem, in_head = ({name for block in plan.blocks for name in block.parameters} for plan in (stem, head))
         if both := sorted(in_stem & in_head):
             problem = f"parameter {both[0]!r} is used before the first and after the last layer"
             raise KfacpackError(f"{problem}, so the model cannot be estimated layer by layer. {ORDINARY}")
-        unused = tuple(name for name in self.outer if name not in in_stem | in_head)
-        return SegmentPlans(
-            replace(stem, unused=()), layers[::-1], replace(head, unused=unused), reference, zeros[::-1]
-        )
 
     def accumulator(
         self, plan: BlockPlan, parameters: Mapping[str, Tensor], reference: tuple[int, Tensor] | None = None
@@ -383,8 +399,7 @@ class StreamedEstimate:
     def _stem_forward(self) -> None:
         """Stores the inputs of the first layer, and the arguments of all layers."""
         for number, batch in enumerate(self.prepared()):
-            with torch.no_grad():
-                hidden, calls = self.stream.layers.stem(batch)
+            hidden, calls = self.stream.layers.stem(batch)
             encoder = _ArgumentEncoder()
             described = [[encoder.encode(call.args), encoder.encode(dict(call.kwargs))] for call in calls]
             mask = padding_mask(batch)
@@ -404,10 +419,12 @@ class StreamedEstimate:
 
     def _layer_forward(self, index: int) -> None:
         """Stores the outputs of a layer."""
-        with self.stream.layer(index) as (layer, _), torch.no_grad():
+        # With gradients, because modules such as nn.MultiheadAttention compute differently without.
+        needs_gradient = index > self.plans.first_needed or bool(self.plans.stem.blocks)
+        with self.stream.layer(index) as (layer, _):
             for batch in range(len(self.numbers)):
                 call, _ = self._call(index, batch)
-                output = call.run(layer, self._hidden(index, batch))
+                output = call.run(layer, self._hidden(index, batch).requires_grad_(needs_gradient))
                 self.files.save(f"inputs-{index + 1}-{batch}", {"hidden": output})
                 self._advance(batch)
 
@@ -468,14 +485,15 @@ class StreamedEstimate:
 
     def _write(self, accumulator: CurvatureAccumulator, segment: int) -> None:
         """Writes the factors of a segment as a bundle, compressed if requested."""
-        if not accumulator.plan.blocks:
+        base = self.plans.bases[segment]
+        if base is None:
             return
         model, options = self.stream.model, self.stream.options
         mean_square, variance = self._progress.scale.tolist()
         curvature = finish_curvature(
             accumulator,
             options,
-            model.base(accumulator.covered),
+            base,
             model.function,
             self.source,
             OutputScale(mean_square=mean_square, variance=variance),

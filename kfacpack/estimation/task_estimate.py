@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kfacpack.curvature.curvature import load
+from kfacpack.curvature.saving import save_index
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
@@ -24,6 +25,7 @@ from kfacpack.estimation.estimate import begin_accumulation, compress_result, de
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
 from kfacpack.estimation.stream import LayerStream, StreamedEstimate, StreamFiles
+from kfacpack.format.bundle_index import is_index
 from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
 from kfacpack.models.families import resolve_model
@@ -143,6 +145,8 @@ class TaskEstimate:
     """Whether to estimate layer by layer."""
     stream_folder: Path | None = None
     """Folder of the stored inputs and gradients of layers; None for one beside the output."""
+    max_shard_size: str | None = None
+    """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)
     """Approximation error of the compression; set by `run` if compression is requested."""
 
@@ -222,7 +226,7 @@ class TaskEstimate:
         if self.options.compress:
             curvature, self.report = compress_result(curvature, self.options)
         if distributed.rank() == 0:
-            curvature.save(output)
+            curvature.save(output, max_shard_size=self.max_shard_size)
         distributed.barrier()
         partial.remove()
         return curvature
@@ -234,7 +238,7 @@ class TaskEstimate:
         layers = LayerStream(self.model, self.options, self.params)
         with eval_mode(self.model.module, layers.outer):
             plans = layers.plan(self._batch(self.indices[: self.batch_size], layers.device))
-        request = self._request([block for plan in plans.all for block in plan.blocks], weights=None)
+        request = self._request([block for plan in plans.all for block in plan.blocks], plans.weights)
         partial = PartialFile(_partial_path(output), "an estimate", request, every)
         if not resume:
             partial.require_absent()
@@ -250,7 +254,10 @@ class TaskEstimate:
         run = StreamedEstimate(layers, plans, files, own_batches, prepared, self._source(), on_progress, stopped)
         curvature = run.run(partial, resume=resume)
         self.report = run.report
-        curvature.save(output)
+        if is_index(output):
+            save_index(curvature, output, run.segment_paths())
+        else:
+            curvature.save(output)
         partial.remove()
         run.remove_files()
         return load(output)
@@ -299,7 +306,7 @@ class TaskEstimate:
         batch: ModelInput = to_device(prepared, device or device_of(self.parameters))
         return batch
 
-    def _request(self, planned: Sequence[PlannedBlock], weights: str | None) -> dict[str, Any]:
+    def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
         """Returns the settings that must be unchanged to resume from a saved state.
 
         Args:

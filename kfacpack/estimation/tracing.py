@@ -353,7 +353,9 @@ def _forward_twice(
 
 def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
     """Returns the largest machine epsilon of the parameters; f may be converted to a more precise dtype."""
-    return max((torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()}), default=0.0)
+    return max(
+        (torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()}), default=0.0
+    )
 
 
 def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:

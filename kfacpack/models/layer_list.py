@@ -7,7 +7,7 @@ call. Weights outside of the layers stay in memory; those of a layer may be load
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -26,14 +26,19 @@ HIDDEN = "hidden_states"
 
 
 class LayerWeights(Protocol):
-    """Weights of a module that are read from files when they are used."""
+    """Weights of a module that are not in memory until they are used."""
 
-    def load(self, module: nn.Module, prefix: str) -> None:
-        """Replaces the empty parameters of a part of a module by those of the files.
+    layers: str
+    """Name of the main list of layers; weights outside of it are in memory."""
+
+    def load(self, prefix: str) -> None:
+        """Gives values to the parameters of a layer.
 
         Args:
-            module: The whole module.
             prefix: Beginning of the names of the parameters.
+
+        Raises:
+            KfacpackError: If the weights cannot be read.
         """
         ...
 
@@ -87,7 +92,7 @@ class LayerList:
         weights: LayerWeights | None = None,
     ):
         self._module, self._forward, self._weights = module, forward, weights
-        self.name = _main_list(module, parameters)
+        self.name = weights.layers if weights else main_list(module, parameters)
         """Name of the list in the module."""
         self.layers: list[nn.Module] = list(module.get_submodule(self.name).children())
         self._require_own_parameters()
@@ -119,7 +124,7 @@ class LayerList:
         if self._weights is None:
             yield layer
             return
-        self._weights.load(self._module, self.prefix(index))
+        self._weights.load(self.prefix(index))
         try:
             yield layer
         finally:
@@ -135,9 +140,7 @@ class LayerList:
             KfacpackError: If the layers return more than hidden states, are not called one after another, receive
                 arguments that depend on parameters, or if f depends on the output of a layer other than the last.
         """
-        hidden, calls = self._record(batch, first_only=True)
-        with self.loaded(0) as layer, torch.no_grad():
-            self._wrap = self._wrapper(calls[0].output(layer, hidden), hidden)
+        self.find_output_form(batch)
         hidden, calls = self.stem(batch)
         if any(tensor.requires_grad for call in calls for tensor in call.tensors()):
             self._refuse("its layers receive tensors that depend on parameters, such as a learned position bias")
@@ -146,6 +149,22 @@ class LayerList:
         gradients = torch.autograd.grad(f.sum(), marks, allow_unused=True)
         if any(gradient is not None for gradient in gradients[:-1]):
             self._refuse("f depends on the output of a layer other than the last")
+
+    def find_output_form(self, batch: ModelInput) -> None:
+        """Runs the first layer on a small batch, to determine the form of a layer's output.
+
+        Raises:
+            KfacpackError: If the layers return more than hidden states.
+        """
+        hidden, calls = self._record(batch, first_only=True)
+        with self.loaded(0) as layer, torch.no_grad():
+            self._wrap = self._wrapper(calls[0].output(layer, hidden), hidden)
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Context manager in which every layer returns its input."""
+        with self._replaced(lambda index, args, kwargs: self._wrap(kwargs.get(HIDDEN, args[0] if args else None))):
+            yield
 
     def stem(self, batch: ModelInput) -> tuple[Tensor, list[LayerCall]]:
         """Runs the stem.
@@ -249,8 +268,16 @@ class LayerList:
         raise KfacpackError(f"{name} cannot be estimated layer by layer: {reason}. {ORDINARY}")
 
 
-def _main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
-    """Returns the name of the list of equal layers with most elements of the parameters."""
+def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
+    """Returns the name of the list of equal layers with most elements of the parameters.
+
+    Args:
+        module: The model.
+        parameters: Parameters by name.
+
+    Raises:
+        KfacpackError: If no such list has parameters.
+    """
     best, most = "", 0
     for name, child in module.named_modules():
         layers = list(child.children())
@@ -289,14 +316,3 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def set_parameter(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replaces a parameter of a module."""
-    path, _, key = name.rpartition(".")
-    module.get_submodule(path)._parameters[key] = nn.Parameter(tensor, requires_grad=False)
-
-
-def parameter_names(module: nn.Module, prefix: str) -> Sequence[str]:
-    """Returns the names of the parameters that begin with a prefix."""
-    return [name for name, _ in module.named_parameters() if name.startswith(prefix)]

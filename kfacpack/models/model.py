@@ -170,6 +170,10 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
     raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
 
 
+Loading = Literal["memory", "layers", "shapes"]
+"""All weights into memory; those of a layer when it is used; or arbitrary values of the same shapes, for forecasts."""
+
+
 class ModelRequest(NamedTuple):
     """Arguments of `ModelFamily.load`."""
 
@@ -187,6 +191,8 @@ class ModelRequest(NamedTuple):
     """Seed of a random initialisation."""
     prompts: PromptStyle | None = None
     """Prompt style, for families that have several; None for the model's own."""
+    loading: Loading = "memory"
+    """How the weights are loaded; families other than `hf` and `lm` load all of them."""
 
     def revision(self, published: str | None) -> str | None:
         """Returns the revision to record.
