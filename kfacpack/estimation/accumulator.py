@@ -28,6 +28,7 @@ from kfacpack.models.functional import (
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
+    from kfacpack.compression.codecs import CodecChain
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
     from kfacpack.estimation.options import Probes
@@ -59,11 +60,13 @@ class Forecast:
     examples: int
     batches: int
     bytes: int
-    """Size of the bundle's tensors, before codecs that are applied at the end of the estimate, such as int8."""
+    """Size of the bundle's tensors."""
     seconds: float
     """Measured time of one batch, times the number of batches."""
     peak_memory: int
     """Bytes of the weights, the sums, and the tensors that autograd saves for the backward pass of a batch."""
+    stored_bytes: int = 0
+    """Bytes of the files that a streamed estimate stores until it is complete, without the bundle."""
 
 
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
@@ -340,14 +343,18 @@ class CurvatureAccumulator:
         """Names of the parameters in the plan."""
         return {parameter for block in self.plan.blocks for parameter in block.parameters}
 
-    def forecasts(self) -> tuple[BlockForecast, ...]:
-        """Returns the form and size of every block."""
+    def forecasts(self, chain: CodecChain) -> tuple[BlockForecast, ...]:
+        """Returns the form and size of every block.
+
+        Args:
+            chain: Codecs that the result is compressed with.
+        """
         forecasts: list[BlockForecast] = []
         counted: set[int] = set()
         for collector in self._collectors:
             new = {id(tally): tally for tally in collector.tallies().values() if id(tally) not in counted}
             counted |= new.keys()
-            size = sum(tally.total.stored_bytes for tally in new.values())
+            size = sum(chain.shape_of(tally.total.shape()).nbytes for tally in new.values())
             block = collector.planned
             forecasts.append(
                 BlockForecast(

@@ -271,7 +271,7 @@ class TaskEstimate:
             seconds = time.perf_counter() - start
             module = self.model.module
             saved_bytes = activation_bytes(module, self.model.forward, self._batch(indices[:1]), len(indices))
-        blocks = accumulator.forecasts()
+        blocks = accumulator.forecasts(self.options.chain)
         return Forecast(
             blocks=blocks,
             frozen=tuple(name for name, _ in module.named_parameters() if name not in self.parameters),
