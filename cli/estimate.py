@@ -59,6 +59,7 @@ from .options import (
 
 if TYPE_CHECKING:
     from kfacpack.estimation.accumulator import Forecast
+    from kfacpack.estimation.stream_forecast import Gpu
     from kfacpack.estimation.task_estimate import TaskEstimate
     from kfacpack.models.model import Loading
 
@@ -136,6 +137,13 @@ def estimate(
     dry_run: bool = option(
         RUN_PANEL, False, "--dry-run", help="Show the blocks, size, time and memory; write nothing."
     ),
+    gpu: str | None = option(
+        RUN_PANEL,
+        None,
+        "--gpu",
+        metavar="NAME",
+        help="With --stream --dry-run: forecast the time on this GPU, such as A100-80GB or H100-80GB.",
+    ),
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
     quiet: bool = QUIET,
@@ -151,7 +159,9 @@ def estimate(
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
     from kfacpack.estimation.options import EstimateOptions
+    from kfacpack.estimation.stream_forecast import find_gpu
     from kfacpack.estimation.task_estimate import TaskEstimate
+    from kfacpack.format.bundle_index import is_index
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
@@ -159,6 +169,9 @@ def estimate(
     check_shard_size(max_shard_size, target)
     if stream_folder is not None and not stream:
         raise KfacpackError("--stream-folder is for --stream; leave it out, or add --stream")
+    if gpu is not None and not (stream and dry_run):
+        raise KfacpackError("--gpu is for forecasts; add --stream --dry-run")
+    target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
@@ -187,9 +200,9 @@ def estimate(
             max_shard_size,
         )
         if dry_run:
-            forecast = run.forecast()
+            forecast = run.forecast(target_gpu, keeps_segments=is_index(target))
             if distributed.rank() == 0 and (as_json or not quiet):
-                print_json(asdict(forecast)) if as_json else _print_forecast(forecast)
+                print_json(asdict(forecast)) if as_json else _print_forecast(forecast, gpu, target_gpu)
             if show:
                 wide = [block for block in forecast.blocks if block.structure == "kronecker"]
                 _print_wide_factors([max(block.rows, block.columns) for block in wide], run)
@@ -279,7 +292,7 @@ def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
         )
 
 
-def _print_forecast(forecast: Forecast) -> None:
+def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) -> None:
     table = plain_table("block", "operation", "ΔW", "structure", numbers=("bytes",))
     for block in forecast.blocks:
         name = name_cell(" + ".join(block.parameters))
@@ -292,7 +305,15 @@ def _print_forecast(forecast: Forecast) -> None:
         f"{len(forecast.blocks)} blocks, {human_bytes(forecast.bytes)}; "
         f"{forecast.examples} examples in {forecast.batches} batches"
     )
-    print_line(
-        f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; peak memory about "
-        f"{human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
-    )
+    memory = f"peak memory about {human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
+    if figures is None:
+        print_line(f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; {memory}")
+    else:
+        from kfacpack.estimation.stream_forecast import DISK_SPEED, EFFICIENCY
+
+        hours = f"about {forecast.seconds / 3600:.1f} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
+        print_line(f"{hours} {human_bytes(DISK_SPEED)}/s of disk; {memory}")
+        fits = "fits" if forecast.peak_memory < 0.9 * figures.memory else "does not fit"
+        print_line(f"this {fits} into the {human_bytes(figures.memory)} of this GPU")
+    if forecast.stored_bytes:
+        print_line(f"disk: {human_bytes(forecast.stored_bytes)} while it runs, in addition to the bundle")

@@ -72,13 +72,28 @@ class Forecast:
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
     """Estimates the bytes that autograd saves for the backward pass of a batch, without weights, from two examples.
 
-    The largest tensor is counted three times, to include its incoming and outgoing gradients.
-
     Args:
         model: The module whose weights are not counted.
         forward: Function from a batch to f.
         batch: A batch with at least one example.
         batch_size: Number of examples to extrapolate to.
+    """
+    two_examples = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
+    saved, f = saved_bytes(model, lambda: call_model(forward, two_examples))
+    return saved * batch_size // len(f)
+
+
+def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """Measures the bytes that autograd saves for a backward pass, without weights.
+
+    The largest tensor is counted three times, to include its incoming and outgoing gradients.
+
+    Args:
+        model: The module whose weights are not counted.
+        compute: Computes an output.
+
+    Returns:
+        The number of bytes, and the output.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
     kept: dict[int, int] = {}
@@ -89,10 +104,9 @@ def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batc
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    two_examples = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        f = call_model(forward, two_examples)
-    return (sum(kept.values()) + 2 * max(kept.values(), default=0)) * batch_size // len(f)
+        output = compute()
+    return sum(kept.values()) + 2 * max(kept.values(), default=0), output
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -362,6 +376,18 @@ class CurvatureAccumulator:
                 )
             )
         return tuple(forecasts)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Number of rows of the largest matrix."""
+        return max((tally.total.side for tally in self._tallies().values()), default=0)
+
+    def sum_flops(self, passes: int) -> int:
+        """Returns the floating-point operations that the sums need for one position and its backward passes."""
+        return sum(
+            2 * (1 if role.endswith("/A") else passes) * sum(tensor.numel() for tensor in tally.tensors())
+            for role, tally in self._tallies().items()
+        )
 
     @property
     def nbytes(self) -> int:

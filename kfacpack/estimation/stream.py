@@ -226,8 +226,23 @@ class LayerStream:
             with eval_mode(layer, parameters):
                 yield layer, parameters
 
-    def plan(self, batch: ModelInput) -> SegmentPlans:
+    def representatives(self) -> list[int]:
+        """Returns, for every layer, the first layer with parameters of the same names, shapes and selection."""
+        first: dict[object, int] = {}
+        kinds = []
+        for index, layer in enumerate(self.layers.layers):
+            prefix = self.layers.prefix(index)
+            parameters = [(n, tuple(p.shape), f"{prefix}{n}" in self.selected) for n, p in layer.named_parameters()]
+            kinds.append(first.setdefault(tuple(parameters), index))
+        return kinds
+
+    def plan(self, batch: ModelInput, *, alike: bool = False) -> SegmentPlans:
         """Plans the blocks of every segment from one example of a batch, as an ordinary estimate does.
+
+        Args:
+            batch: The first batch, on the device of the model.
+            alike: Whether to plan one layer of each kind only, and to leave out the identity of the weights, for
+                forecasts. The names in the plans of other layers are those of the first one of their kind.
 
         Raises:
             KfacpackError: If a parameter cannot be estimated, or the model cannot be divided into segments.
@@ -237,7 +252,7 @@ class LayerStream:
             raise KfacpackError(f"the tensors of a batch differ in their first dimension. {ORDINARY}")
         best: SegmentPlans | None = None
         for example in sorted({0, size // 2, size - 1}):
-            plans = self._plan_from(batch, example, check=best is None)
+            plans = self._plan_from(batch, example, check=best is None, alike=alike)
             if best is None:
                 best = plans
             else:
@@ -252,14 +267,18 @@ class LayerStream:
         require_used(BlockPlan(covered, unused, best.head.width), self.params)
         return best
 
-    def _plan_from(self, batch: ModelInput, example: int, *, check: bool) -> SegmentPlans:
+    def _plan_from(self, batch: ModelInput, example: int, *, check: bool, alike: bool) -> SegmentPlans:
         doubled = map_tensors(batch, lambda tensor: tensor[[example, example]])
         rows = (rows_per_example(batch) or [1] * (example + 1))[example]
         if check:
             self.layers.check(doubled)
         hidden, calls = self.layers.stem(doubled)
         inputs = [hidden.detach()]
+        kinds = self.representatives() if alike else list(range(len(self.layers)))
         for index, call in enumerate(calls):
+            if kinds[index] != index:
+                inputs.append(inputs[-1])
+                continue
             with self.layer(index) as (layer, _):
                 inputs.append(call.run(layer, inputs[-1]).detach())
         leaf = inputs.pop().requires_grad_()
@@ -271,34 +290,34 @@ class LayerStream:
         common = {"examples": 2, "twice": True, "example": example}
         head = trace_output(f, trace_seeds(f, [rows, rows], twice=True), self.outer, **common, inputs=leaf)
         width = f.shape[1]
-        plans, zeros = [_plan_of(head, self.outer, self.options, width)], [head.zero_gradients]
-        bases = [self._base(plans[0])]
         g = head.input_gradient
-        for index in reversed(range(len(self.layers))):
-            leaf = inputs.pop().requires_grad_()
+        of_layers: dict[int, tuple[BlockPlan, Base | None, int]] = {}
+        for index in sorted(set(kinds), reverse=True):
+            leaf = inputs[index].detach().requires_grad_()
             with self.layer(index) as (layer, parameters):
                 output = calls[index].run(layer, leaf)
                 g = torch.zeros_like(output) if g is None else g
                 trace = trace_output(output, [g], parameters, **common, inputs=leaf)
-                plans.append(_plan_of(trace, parameters, self.options, width))
-                bases.append(self._base(plans[-1]))
-            zeros.append(trace.zero_gradients)
+                plan = _plan_of(trace, parameters, self.options, width)
+                of_layers[index] = plan, None if alike else self._base(plan), trace.zero_gradients
             g = trace.input_gradient
+        stem, stem_zeros = BlockPlan((), (), width), 0
         hidden, _ = self.layers.stem(doubled)
-        stem = BlockPlan((), (), width)
         if hidden.requires_grad and g is not None:
             trace = trace_output(hidden, [g], self.outer, **common)
-            stem = _plan_of(trace, self.outer, self.options, width)
-            zeros.append(trace.zero_gradients)
-        else:
-            zeros.append(0)
-        bases.append(self._base(stem))
-        head_plan, *layers = plans
+            stem, stem_zeros = _plan_of(trace, self.outer, self.options, width), trace.zero_gradients
+        head_plan = _plan_of(head, self.outer, self.options, width)
         self._require_one_segment(stem, head_plan)
         used = {name for plan in (stem, head_plan) for block in plan.blocks for name in block.parameters}
-        head_plan = replace(head_plan, unused=tuple(name for name in self.outer if name not in used))
-        reference = f[0].detach()
-        return SegmentPlans(replace(stem, unused=()), layers[::-1], head_plan, reference, zeros[::-1], bases[::-1])
+        layers, bases, zeros = zip(*(of_layers[kind] for kind in kinds), strict=True)
+        return SegmentPlans(
+            replace(stem, unused=()),
+            list(layers),
+            replace(head_plan, unused=tuple(name for name in self.outer if name not in used)),
+            f[0].detach(),
+            [stem_zeros, *zeros, head.zero_gradients],
+            [self._base(stem), *bases, self._base(head_plan)],
+        )
 
     def _base(self, plan: BlockPlan) -> Base | None:
         """Returns the identity of the parameters of a segment, whose weights are in memory."""

@@ -25,6 +25,7 @@ from kfacpack.estimation.estimate import begin_accumulation, compress_result, de
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
 from kfacpack.estimation.stream import LayerStream, StreamedEstimate, StreamFiles
+from kfacpack.estimation.stream_forecast import forecast_stream
 from kfacpack.format.bundle_index import is_index
 from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.accumulator import CurvatureAccumulator
     from kfacpack.estimation.block_plan import PlannedBlock
+    from kfacpack.estimation.stream_forecast import Gpu
     from kfacpack.format.manifest import Fisher, Metric, Probe, Sharing
     from kfacpack.format.units import OnProgress
     from kfacpack.models.functional import ModelInput
@@ -262,9 +264,20 @@ class TaskEstimate:
         run.remove_files()
         return load(output)
 
-    def forecast(self) -> Forecast:
-        """Forecasts blocks, bytes, time and memory of the estimate by running one batch."""
+    def forecast(self, gpu: Gpu | None = None, *, keeps_segments: bool = False) -> Forecast:
+        """Forecasts blocks, bytes, time and memory of the estimate by running one batch.
+
+        Args:
+            gpu: With `stream`, the GPU to forecast the time for; by default the time is measured on this machine.
+            keeps_segments: As for `forecast_stream`.
+        """
         indices = self.indices[: self.batch_size]
+        if self.stream:
+            layers = LayerStream(self.model, self.options, self.params)
+            batch, counts = self._batch(indices, layers.device), (len(self.indices), len(self.own_batches))
+            return forecast_stream(
+                layers, batch, examples=counts[0], batches=counts[1], gpu=gpu, keeps_segments=keeps_segments
+            )
         with self._accumulator() as accumulator:
             start = time.perf_counter()
             accumulator.add_batch(self._batch(indices), indices)

@@ -228,7 +228,10 @@ class SafetensorsWeights(UnloadedWeights):
         if tuple(tensor.shape) != shape:
             found = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
             raise KfacpackError(f"{self._containers[stored].path}: {found}")
-        return tensor.to(self._device, self._dtype)
+        values = tensor.to(self._device, self._dtype)
+        # Layers stay mapped while they are used; the other weights are copied, because they are used until the end.
+        is_mapped = values.data_ptr() == tensor.data_ptr()
+        return values.clone() if is_mapped and not names[0].startswith(f"{self.layers}.") else values
 
 
 class Checkpoint(ABC):
