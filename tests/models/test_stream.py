@@ -47,7 +47,9 @@ def model_and_task(family, request, pairs_task, **options):
     if family == "tiny_clip":
         name = request.getfixturevalue("tiny_clip")
         return kp.load_model(name, weights="random", **options), kp.load_task("digits")
-    folder = request.getfixturevalue("bert_folder") if family == "bert" else request.getfixturevalue("lm_folders")[family]
+    folder = (
+        request.getfixturevalue("bert_folder") if family == "bert" else request.getfixturevalue("lm_folders")[family]
+    )
     return kp.load_model(f"{'hf' if family == 'bert' else 'lm'}:{folder}", **options), pairs_task
 
 
@@ -62,7 +64,9 @@ def test_the_bytes_are_those_of_an_ordinary_estimate(family, request, pairs_task
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
-@pytest.mark.parametrize("options", [{"fisher": "exact"}, {"shard": (2, 2), "sharing": "reduce", "compress": "block:2"}])
+@pytest.mark.parametrize(
+    "options", [{"fisher": "exact"}, {"shard": (2, 2), "sharing": "reduce", "compress": "block:2"}]
+)
 def test_weights_that_are_loaded_layer_by_layer(family, options, request, pairs_task):
     whole, task = model_and_task(family, request, pairs_task)
     parts, _ = model_and_task(family, request, pairs_task, loading="layers")
