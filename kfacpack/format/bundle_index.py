@@ -122,11 +122,7 @@ class ShardedContainer(Container):
 
     def location(self, shard: ShardEntry) -> FileLocation:
         """Returns the location of a shard."""
-        if not isinstance(self.path, Reference):
-            return self.path.with_name(shard.file)
-        folder = self.path.file.rpartition("/")[0]
-        file = f"{folder}/{shard.file}" if folder else shard.file
-        return replace(self.path, file=file, revision=self.commit or self.path.revision, header_only=False)
+        return _beside(self.path, shard.file, self.commit)
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -160,6 +156,34 @@ class ShardedContainer(Container):
     def file_digest(self) -> str:
         """Returns the digest of the bundle, which covers all of its files."""
         return self.metadata[SEAL_KEY]
+
+
+def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
+    """Returns the locations of all files of a bundle or task vector, its index last.
+
+    Args:
+        path: A path or an `hf://` reference.
+
+    Raises:
+        BundleError: If an index is invalid.
+        HubError: If an index cannot be fetched.
+    """
+    location = locate(path)
+    if not is_index(location):
+        return [location]
+    local = local_copy(replace(location, header_only=False)) if isinstance(location, Reference) else location
+    commit = commit_of_copy(location, local) if isinstance(location, Reference) else None
+    shards = shards_of(location, read_index(location, local))
+    return [*(_beside(location, shard.file, commit) for shard in shards), location]
+
+
+def _beside(index: FileLocation, file: str, commit: str | None) -> FileLocation:
+    """Returns the location of a file in the folder of an index, at the same commit."""
+    if not isinstance(index, Reference):
+        return index.with_name(file)
+    folder = index.file.rpartition("/")[0]
+    name = f"{folder}/{file}" if folder else file
+    return replace(index, file=name, revision=commit or index.revision, header_only=False)
 
 
 def _has_offsets(entry: Any) -> bool:
