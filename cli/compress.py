@@ -14,7 +14,18 @@ from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
 
 from .console import out, plain_table, print_json, print_line, print_next, steps_bar
-from .options import AS_JSON, QUIET, RUN_PANEL, File, check_output, model_arguments, option, output_option
+from .options import (
+    AS_JSON,
+    MAX_SHARD_SIZE,
+    QUIET,
+    RUN_PANEL,
+    File,
+    check_output,
+    check_shard_size,
+    model_arguments,
+    option,
+    output_option,
+)
 
 if TYPE_CHECKING:
     from kfacpack.compression.compression_report import BlockCompressionReport, CompressionReport
@@ -99,6 +110,7 @@ def compress(
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the codec, size and errors of every block."),
     dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors; write nothing."),
+    max_shard_size: str | None = MAX_SHARD_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -121,6 +133,7 @@ def compress(
     source = Bundle(bundle)
     if output is not None:
         check_output(output, [bundle, *([vector] if vector else [])])
+    check_shard_size(max_shard_size, output)
     curvature = from_bundle(source)
     tau = read_vector_tensors(vector, curvature) if vector else None
     show = not (quiet or as_json)
@@ -130,8 +143,9 @@ def compress(
         compressed, report = compress_with(curvature, choice, vector=tau, on_progress=advance)
     path, digest, size = None, None, file_size(compressed)
     if output is not None and not dry_run:
-        compressed.save(output)
-        path, digest, size = str(output), Bundle(output).digest, output.stat().st_size
+        compressed.save(output, max_shard_size=max_shard_size)
+        written = Bundle(output)
+        path, digest, size = str(output), written.digest, written.nbytes
     if as_json:
         result: CompressOutput = {
             "path": path,

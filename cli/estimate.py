@@ -36,6 +36,7 @@ from .options import (
     DEVICE,
     DTYPE,
     IMAGE_SIZE,
+    MAX_SHARD_SIZE,
     MODEL_NAME,
     PARAMS,
     PROMPTS,
@@ -46,6 +47,7 @@ from .options import (
     WEIGHTS,
     WORKERS,
     check_output,
+    check_shard_size,
     default_output,
     examples_option,
     load_model_option,
@@ -57,7 +59,9 @@ from .options import (
 
 if TYPE_CHECKING:
     from kfacpack.estimation.accumulator import Forecast
+    from kfacpack.estimation.stream_forecast import Gpu
     from kfacpack.estimation.task_estimate import TaskEstimate
+    from kfacpack.models.model import Loading
 
 
 ESTIMATE_PANEL = "Estimate"
@@ -115,9 +119,30 @@ def estimate(
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the examples and the probes."),
     batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Examples per forward pass."),
     offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors on the CPU."),
+    stream: bool = option(
+        RUN_PANEL,
+        False,
+        "--stream",
+        help="Go layer by layer: only the factors of one layer are in memory and, for hf: and lm: models, its weights.",
+    ),
+    stream_folder: Path | None = option(
+        RUN_PANEL,
+        None,
+        "--stream-folder",
+        metavar="DIR",
+        help="Folder for the inputs and gradients of the layers, with --stream. [default: that of the output]",
+    ),
+    max_shard_size: str | None = MAX_SHARD_SIZE,
     resume: bool = RESUME,
     dry_run: bool = option(
         RUN_PANEL, False, "--dry-run", help="Show the blocks, size, time and memory; write nothing."
+    ),
+    gpu: str | None = option(
+        RUN_PANEL,
+        None,
+        "--gpu",
+        metavar="NAME",
+        help="With --stream --dry-run: forecast the time on this GPU, such as A100-80GB or H100-80GB.",
     ),
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
@@ -127,15 +152,26 @@ def estimate(
 
     Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Processes
     started by torchrun or accelerate share the work: `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
+
+    With --stream, the result is the same, but only one layer is in memory at a time. Its files are stored in a folder
+    beside the output. An output named NAME.kfac.index.json is divided into several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
     from kfacpack.estimation.options import EstimateOptions
+    from kfacpack.estimation.stream_forecast import find_gpu
     from kfacpack.estimation.task_estimate import TaskEstimate
+    from kfacpack.format.bundle_index import is_index
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
     target = output or default_output(task, ".kfac")
+    check_shard_size(max_shard_size, target)
+    if stream_folder is not None and not stream:
+        raise KfacpackError("--stream-folder is for --stream; leave it out, or add --stream")
+    if gpu is not None and not (stream and dry_run):
+        raise KfacpackError("--gpu is for forecasts; add --stream --dry-run")
+    target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])
     options = EstimateOptions(fisher, samples, probe, seed, sharing, structure, compress, offload, metric)
@@ -145,15 +181,28 @@ def estimate(
         with loading(model, show=show):
             # The task is loaded first, so that a misspelt name is reported before the model is loaded.
             loaded_task = load_task_option(task, data, columns, model, quiet=quiet or distributed.rank() != 0)
-            loaded_model = load_model_option(model, weights, image_size, dtype, torch_device, prompts=prompts)
+            loading_mode: Loading = "memory" if not stream else "shapes" if dry_run else "layers"
+            loaded_model = load_model_option(
+                model, weights, image_size, dtype, torch_device, prompts=prompts, loading=loading_mode
+            )
         patterns = tuple(params) if params else None
         run = TaskEstimate(
-            loaded_model, loaded_task, options, examples, batch_size, split, patterns, _parse_shard(shard)
+            loaded_model,
+            loaded_task,
+            options,
+            examples,
+            batch_size,
+            split,
+            patterns,
+            _parse_shard(shard),
+            stream,
+            stream_folder,
+            max_shard_size,
         )
         if dry_run:
-            forecast = run.forecast()
+            forecast = run.forecast(target_gpu, keeps_segments=is_index(target))
             if distributed.rank() == 0 and (as_json or not quiet):
-                print_json(asdict(forecast)) if as_json else _print_forecast(forecast)
+                print_json(asdict(forecast)) if as_json else _print_forecast(forecast, gpu, target_gpu)
             if show:
                 wide = [block for block in forecast.blocks if block.structure == "kronecker"]
                 _print_wide_factors([max(block.rows, block.columns) for block in wide], run)
@@ -243,7 +292,7 @@ def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
         )
 
 
-def _print_forecast(forecast: Forecast) -> None:
+def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) -> None:
     table = plain_table("block", "operation", "ΔW", "structure", numbers=("bytes",))
     for block in forecast.blocks:
         name = name_cell(" + ".join(block.parameters))
@@ -256,7 +305,15 @@ def _print_forecast(forecast: Forecast) -> None:
         f"{len(forecast.blocks)} blocks, {human_bytes(forecast.bytes)}; "
         f"{forecast.examples} examples in {forecast.batches} batches"
     )
-    print_line(
-        f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; peak memory about "
-        f"{human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
-    )
+    memory = f"peak memory about {human_bytes(forecast.peak_memory)}, in addition to Python and its libraries"
+    if figures is None:
+        print_line(f"about {human_seconds(forecast.seconds)} for all batches, extrapolated from one; {memory}")
+    else:
+        from kfacpack.estimation.stream_forecast import DISK_SPEED, EFFICIENCY
+
+        hours = f"about {forecast.seconds / 3600:.1f} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
+        print_line(f"{hours} {human_bytes(DISK_SPEED)}/s of disk; {memory}")
+        fits = "fits" if forecast.peak_memory < 0.9 * figures.memory else "does not fit"
+        print_line(f"this {fits} into the {human_bytes(figures.memory)} of this GPU")
+    if forecast.stored_bytes:
+        print_line(f"disk: {human_bytes(forecast.stored_bytes)} while it runs, in addition to the bundle")

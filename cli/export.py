@@ -12,7 +12,8 @@ import typer
 from typing_extensions import TypedDict
 
 from kfacpack.errors import KfacpackError
-from kfacpack.format.container import VECTOR, Container
+from kfacpack.format.bundle_index import open_container
+from kfacpack.format.container import VECTOR
 from kfacpack.format.manifest import Fisher, FloatType
 from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes
@@ -139,7 +140,7 @@ def export(
     A task vector: with --lora RANK, a folder that peft.PeftModel.from_pretrained loads onto the base model. Biases,
     norms, tokens and embeddings cannot be part of it; they are listed with their share of the vector.
     """
-    is_vector = VECTOR.manifest in Container(file).metadata
+    is_vector = VECTOR.manifest in open_container(file).metadata
     check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
     if is_vector:
         if lora is None:

@@ -16,6 +16,7 @@ from typing_extensions import TypedDict
 
 from kfacpack.curvature.verification import verify as verify_bundle
 from kfacpack.errors import KfacpackError, abbreviate, printable
+from kfacpack.format.bundle_index import open_container
 from kfacpack.format.container import VECTOR, Container
 from kfacpack.format.identity import weights_of_file
 from kfacpack.format.reader import Bundle, CheckResult
@@ -63,7 +64,7 @@ def inspect(
     --norms, the tensors of a task vector are read and their hashes are checked. `kfacpack verify` checks the tensors of
     a bundle. --json prints the whole manifest.
     """
-    container = Container(file if norms else header_of(file))
+    container = open_container(file if norms else header_of(file))
     if VECTOR.manifest in container.metadata:
         _inspect_vector(container, blocks=blocks, norms=norms, as_json=as_json)
         return

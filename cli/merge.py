@@ -15,7 +15,18 @@ from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 
 from .console import out, plain_table, print_json, print_line, print_next, steps_bar
-from .options import AS_JSON, QUIET, RUN_PANEL, File, check_output, model_arguments, option, output_option
+from .options import (
+    AS_JSON,
+    MAX_SHARD_SIZE,
+    QUIET,
+    RUN_PANEL,
+    File,
+    check_output,
+    check_shard_size,
+    model_arguments,
+    option,
+    output_option,
+)
 
 if TYPE_CHECKING:
     from kfacpack.format.manifest import Merge
@@ -59,6 +70,7 @@ def merge(
         help="Merge a block that is missing in some bundles from the other bundles.",
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the error of every block."),
+    max_shard_size: str | None = MAX_SHARD_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -73,6 +85,7 @@ def merge(
     from kfacpack.merging.merge import merge_and_report
 
     check_output(output, bundles)
+    check_shard_size(max_shard_size, output)
     start, show = time.perf_counter(), not (quiet or as_json)
     with steps_bar("measuring", show=show) as advance:
         merged = merge_and_report(
@@ -85,7 +98,7 @@ def merge(
             on_progress=advance,
         )
     with steps_bar("writing", show=show) as advance:
-        merged.curvature.save(output, on_progress=advance)
+        merged.curvature.save(output, max_shard_size=max_shard_size, on_progress=advance)
     seconds, bundle, about = time.perf_counter() - start, Bundle(output), merged.curvature.about
     assert about.merge is not None
     if as_json:

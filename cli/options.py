@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from kfacpack.format.manifest import Base, FloatType
-    from kfacpack.models.model import Model
+    from kfacpack.models.model import Loading, Model
     from kfacpack.models.prompts import PromptStyle
     from kfacpack.tasks.task import Task
 
@@ -228,6 +228,7 @@ def load_model_option(
     device: str | torch.device = "cpu",
     seed: int = 0,
     prompts: PromptStyle | None = None,
+    loading: Loading = "memory",
 ) -> Model:
     """Loads the model that the options describe; see `kfacpack.load_model`."""
     import torch
@@ -242,6 +243,7 @@ def load_model_option(
         device=device,
         seed=seed,
         prompts=prompts,
+        loading=loading,
     )
 
 
@@ -266,6 +268,31 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 def default_output(task: str, suffix: str) -> Path:
     """Returns the output file for a task, in the current folder; a slash in the task's name becomes a dash."""
     return Path(f"{task.replace('/', '-')}{suffix}")
+
+
+MAX_SHARD_SIZE = option(
+    RUN_PANEL,
+    None,
+    "--max-shard-size",
+    metavar="SIZE",
+    help="Maximum size of the files if the output is an index, NAME.kfac.index.json. [default: 5GB]",
+)
+
+
+def check_shard_size(size: str | None, output: Path | None) -> None:
+    """Checks the value of --max-shard-size before any work is done.
+
+    Raises:
+        KfacpackError: If it is not a size, or the output is not an index.
+    """
+    from kfacpack.curvature.saving import parse_shard_size
+    from kfacpack.format.bundle_index import INDEX_SUFFIX, is_index
+
+    if size is None:
+        return
+    parse_shard_size(size)
+    if output is None or not is_index(output):
+        raise KfacpackError(f"--max-shard-size divides a bundle into files; name its index with -o NAME{INDEX_SUFFIX}")
 
 
 def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: bool = False) -> None:

@@ -29,6 +29,6 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Adds the pages and files."""
     for source, page in PAGES.items():
         files.append(File.generated(config, f"{FOLDER}/{page}", content=page_text(source)))
-    for path in (*SPEC.glob("*.schema.json"), SPEC / "reader.py"):
+    for path in (*SPEC.glob("*.schema.json"), SPEC / "reader.py", SPEC / "shards.py"):
         files.append(File.generated(config, f"{FOLDER}/{path.name}", content=path.read_bytes()))
     return files

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from kfacpack.curvature.matrices.components import FILE_TYPES, nbytes_of
+from kfacpack.curvature.matrices.components import FILE_TYPES, SpecTensors, nbytes_of
 from kfacpack.curvature.matrices.matrix import width_for
 from kfacpack.curvature.matrices.sparse import Sparse
 from kfacpack.curvature.matrices.structured import BlockDiagonal, LowRank
@@ -56,6 +56,8 @@ class Codec(ABC):
     """Syntax for help and error messages, such as block:K."""
     structural: ClassVar[bool]
     """Whether the codec chooses which values are kept, rather than how they are stored."""
+    form: ClassVar[type[Matrix] | None] = None
+    """Form of the compressed matrix; None for that of the original."""
 
     @classmethod
     @abstractmethod
@@ -121,6 +123,7 @@ class BlockCodec(Codec):
     name = "block"
     usage = "block:K"
     structural = True
+    form = BlockDiagonal
 
     @classmethod
     def parse(cls, argument: str | None) -> BlockCodec:
@@ -155,6 +158,7 @@ class PruneCodec(Codec):
     name = "prune"
     usage = "prune:P%"
     structural = True
+    form = Sparse
 
     @classmethod
     def parse(cls, argument: str | None) -> PruneCodec:
@@ -192,6 +196,7 @@ class SvdCodec(Codec):
     name = "svd"
     usage = "svd:R or svd:P%"
     structural = True
+    form = LowRank
 
     @classmethod
     def parse(cls, argument: str | None) -> SvdCodec:
@@ -386,14 +391,31 @@ class CodecChain:
         """
         encoded, applied = matrix, []
         for step in self.steps:
-            if step.structural and matrix.structure == "diagonal":
-                continue
-            stored = encoded.for_storage()
-            specs = step.specs(stored)
-            if specs is not None and _nbytes(specs) < stored.nbytes:
+            if self._specs_if_smaller(step, encoded) is not None:
                 encoded = step.encode(encoded)
                 applied.append(step)
         return CodecChain(tuple(applied)), encoded
+
+    def shape_of(self, matrix: Matrix) -> Matrix:
+        """Returns the compressed matrix without values, computed from shapes alone.
+
+        Args:
+            matrix: The matrix to compress, with or without values.
+        """
+        encoded = matrix
+        for step in self.steps:
+            if (specs := self._specs_if_smaller(step, encoded)) is not None:
+                encoded = (step.form or type(encoded.for_storage()))(matrix.side, SpecTensors(specs), psd=matrix.psd)
+        return encoded
+
+    @staticmethod
+    def _specs_if_smaller(step: Codec, matrix: Matrix) -> Specs | None:
+        """Returns the components that a step results in; None if it does not apply or saves nothing."""
+        if step.structural and matrix.structure == "diagonal":
+            return None
+        stored = matrix.for_storage()
+        specs = step.specs(stored)
+        return specs if specs is not None and _nbytes(specs) < stored.nbytes else None
 
 
 def _nbytes(specs: Specs) -> int:

@@ -293,19 +293,27 @@ class Curvature(PretrainedMixin):
         return Curvature(blocks, self.about, bundle=self.bundle)
 
     def save(
-        self, path: str | os.PathLike[str], *, pack: bool = True, on_progress: OnProgress = lambda done, total: None
+        self,
+        path: str | os.PathLike[str],
+        *,
+        pack: bool = True,
+        max_shard_size: int | str | None = None,
+        on_progress: OnProgress = lambda done, total: None,
     ) -> None:
         """Writes the bundle atomically.
 
         Args:
-            path: File to write, by convention `*.kfac`.
+            path: File to write, by convention `*.kfac`. If the name ends in `.kfac.index.json`, the bundle is divided
+                into several files beside this index.
             pack: Whether dense symmetric matrices are stored as lower triangles.
+            max_shard_size: Maximum size of these files, such as `"2GB"`; 5 GB by default. A block, or several that
+                share a matrix, may be larger.
             on_progress: Called with the number of matrices written and their total.
 
         Raises:
             BundleError: If a value is not finite, or the file cannot be written.
         """
-        save(self, path, pack=pack, on_progress=on_progress)
+        save(self, path, pack=pack, max_shard_size=max_shard_size, on_progress=on_progress)
 
     def _matrices(self) -> dict[int, Matrix]:
         """Returns every matrix once, by its id."""
@@ -323,7 +331,8 @@ def load(path: str | os.PathLike[str]) -> Curvature:
     Only the header is read. Tensors are memory-mapped, and read and checked when they are used.
 
     Args:
-        path: A `.kfac` file or `hf://owner/repo@revision/file`.
+        path: A `.kfac` file, the index of a bundle in several files (`*.kfac.index.json`), or
+            `hf://owner/repo@revision/file`.
 
     Returns:
         The curvature.

@@ -10,6 +10,8 @@ import json
 import os
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,13 +19,25 @@ from pydantic import ValidationError
 
 from kfacpack.curvature.matrices.components import FILE_TYPES, raw_bytes
 from kfacpack.errors import BundleError, KfacpackError
+from kfacpack.format.bundle_index import is_index, write_index
 from kfacpack.format.container import UNSEALED, Spec
-from kfacpack.format.manifest import VERSION, About, FloatType, Manifest, MatrixEntry, TensorEntry, first_problem
+from kfacpack.format.manifest import (
+    VERSION,
+    About,
+    FloatType,
+    Manifest,
+    MatrixEntry,
+    TensorEntry,
+    base_digest,
+    first_problem,
+)
+from kfacpack.format.reader import Bundle
 from kfacpack.format.schema import LAYOUTS
-from kfacpack.format.writer import bundle_digest, bundle_size, write_bundle, write_plain
+from kfacpack.format.units import parse_size
+from kfacpack.format.writer import bundle_digest, bundle_size, sealed_header, write_bundle, write_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from typing import Any
 
     from torch import Tensor
@@ -35,12 +49,122 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
 
 
-def save(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, on_progress: OnProgress) -> None:
-    """Writes a curvature to a file atomically; see `Curvature.save`.
+MAX_SHARD_BYTES = 5_000_000_000
+"""Default maximum size of a shard."""
+
+
+def save(
+    curvature: Curvature,
+    path: str | os.PathLike[str],
+    *,
+    pack: bool,
+    max_shard_size: int | str | None,
+    on_progress: OnProgress,
+) -> None:
+    """Writes a curvature to a file, or to several with an index, atomically; see `Curvature.save`.
 
     Raises:
-        BundleError: If a value is not finite, the metadata is invalid, or the file cannot be written.
+        BundleError: If a value is not finite, the metadata is invalid, or a file cannot be written.
     """
+    if not is_index(path):
+        _save_file(curvature, path, pack=pack, on_progress=on_progress)
+        return
+    limit = MAX_SHARD_BYTES if max_shard_size is None else parse_shard_size(max_shard_size)
+    groups, done, target = _shard_groups(curvature, limit, pack=pack), 0, Path(path)
+    total = sum(len(_named_matrices(group)[0]) for group in groups)
+    try:
+        with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            parts = []
+            for number, group in enumerate(groups):
+                part, start = Path(folder) / f"{number}.kfac", done
+                _save_file(group, part, pack=pack, on_progress=lambda n, _, start=start: on_progress(start + n, total))
+                done += len(_named_matrices(group)[0])
+                parts.append(part)
+            save_index(curvature, target, parts, pack=pack)
+    except OSError as error:
+        raise BundleError(path, f"could not be written: {error.strerror or error}") from error
+
+
+def parse_shard_size(size: int | str) -> int:
+    """Parses the maximum size of a shard, such as 2GB.
+
+    Raises:
+        KfacpackError: If the text is not a size in bytes.
+    """
+    try:
+        return parse_size(size, 0) or parse_size("", 0)
+    except KfacpackError as error:
+        raise KfacpackError(f"maximum size of a shard {size!r}: expected a size such as 500MB or 2GB") from error
+
+
+def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack: bool = True) -> None:
+    """Turns bundles that together have the blocks of a curvature into the shards of one bundle.
+
+    Args:
+        curvature: The curvature.
+        path: The index to write.
+        parts: The bundles, which are linked or copied to their names beside the index.
+        pack: As for `Curvature.save`.
+
+    Raises:
+        BundleError: If the bundles do not have the blocks of the curvature, or a file cannot be written.
+    """
+    matrices, identifiers = _named_matrices(curvature)
+    stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
+    manifest, specs = _manifest_and_specs(curvature, path, stored, identifiers)
+    bundles = [Bundle(part) for part in parts]
+    digests = {
+        tensor.name: tensor.sha256
+        for bundle in bundles
+        for matrix in bundle.manifest.matrices
+        for tensor in matrix.tensors
+    }
+    if digests.keys() != specs.keys():
+        raise BundleError(path, "the shards do not have the tensors of the bundle")
+    header = sealed_header(path, manifest, specs, digests)
+    write_index(path, header, [(part, bundle.digest) for part, bundle in zip(parts, bundles, strict=True)])
+
+
+def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curvature]:
+    """Divides a curvature into consecutive groups of blocks of at most `limit` bytes, or of blocks that share."""
+    groups: list[list[CurvatureBlock]] = []
+    sizes: list[int] = []
+    owners: dict[object, int] = {}  # group by the id of a matrix or the name of a parameter
+    for block in curvature.blocks:
+        matrices = [matrix for _, matrix in block.structure.matrices()]
+        keys = {*map(id, matrices), *block.parameters}
+        shared = {owners[key] for key in keys if key in owners}
+        size = sum((m.for_storage() if pack else m).nbytes for m in matrices if id(m) not in owners)
+        if shared:
+            group = min(shared)
+            for other in shared - {group}:  # later groups share as well: they become one
+                groups[group] += groups[other]
+                sizes[group] += sizes[other]
+                groups[other], sizes[other] = [], 0
+                owners.update({key: group for key, owner in owners.items() if owner == other})
+        elif groups and groups[-1] and sizes[-1] + size <= limit:
+            group = len(groups) - 1
+        else:
+            groups.append([])
+            sizes.append(0)
+            group = len(groups) - 1
+        groups[group].append(block)
+        sizes[group] += size
+        owners.update(dict.fromkeys(keys, group))
+    return [part_of(curvature, group) for group in groups if group]
+
+
+def part_of(curvature: Curvature, blocks: Sequence[CurvatureBlock]) -> Curvature:
+    """Returns the curvature of some of the blocks of a curvature."""
+    covered = {name for block in blocks for name in block.parameters}
+    base = curvature.about.base
+    parameters = tuple(parameter for parameter in base.parameters if parameter.name in covered)
+    own = base.model_copy(update={"parameters": parameters, "sha256": base_digest(parameters)})
+    return type(curvature)(blocks, curvature.about.model_copy(update={"base": own}))
+
+
+def _save_file(curvature: Curvature, path: str | os.PathLike[str], *, pack: bool, on_progress: OnProgress) -> None:
+    """Writes a curvature to one file atomically."""
     matrices, identifiers = _named_matrices(curvature)
     stored = {name: matrix.for_storage() if pack else matrix for name, matrix in matrices.items()}
     manifest, specs = _manifest_and_specs(curvature, path, stored, identifiers)

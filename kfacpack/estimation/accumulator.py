@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from kfacpack.models.functional import (
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
+    from kfacpack.compression.codecs import CodecChain
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
     from kfacpack.estimation.options import Probes
@@ -59,23 +60,40 @@ class Forecast:
     examples: int
     batches: int
     bytes: int
-    """Size of the bundle's tensors, before codecs that are applied at the end of the estimate, such as int8."""
+    """Size of the bundle's tensors."""
     seconds: float
     """Measured time of one batch, times the number of batches."""
     peak_memory: int
     """Bytes of the weights, the sums, and the tensors that autograd saves for the backward pass of a batch."""
+    stored_bytes: int = 0
+    """Bytes of the files that a streamed estimate stores until it is complete, without the bundle."""
 
 
 def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batch_size: int) -> int:
     """Estimates the bytes that autograd saves for the backward pass of a batch, without weights, from two examples.
-
-    The largest tensor is counted three times, to include its incoming and outgoing gradients.
 
     Args:
         model: The module whose weights are not counted.
         forward: Function from a batch to f.
         batch: A batch with at least one example.
         batch_size: Number of examples to extrapolate to.
+    """
+    two_examples = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
+    saved, f = saved_bytes(model, lambda: call_model(forward, two_examples))
+    return saved * batch_size // len(f)
+
+
+def saved_bytes(model: nn.Module, compute: Callable[[], Tensor]) -> tuple[int, Tensor]:
+    """Measures the bytes that autograd saves for a backward pass, without weights.
+
+    The largest tensor is counted three times, to include its incoming and outgoing gradients.
+
+    Args:
+        model: The module whose weights are not counted.
+        compute: Computes an output.
+
+    Returns:
+        The number of bytes, and the output.
     """
     weights = {tensor.untyped_storage().data_ptr() for tensor in _parameters_and_buffers(model)}
     kept: dict[int, int] = {}
@@ -86,10 +104,9 @@ def activation_bytes(model: nn.Module, forward: Forward, batch: ModelInput, batc
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    two_examples = map_tensors(batch, lambda tensor: tensor[[0, 0]]) if batch_size_of(batch) else batch
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        f = call_model(forward, two_examples)
-    return (sum(kept.values()) + 2 * max(kept.values(), default=0)) * batch_size // len(f)
+        output = compute()
+    return sum(kept.values()) + 2 * max(kept.values(), default=0), output
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -99,6 +116,27 @@ def weight_bytes(model: nn.Module) -> int:
 
 def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
     return [*model.parameters(), *model.buffers()]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Numbers of a batch: examples, rows of f, and backward passes."""
+
+    examples: int
+    rows: int
+    passes: int
+    mask: Tensor | None
+    """(N, R), False at padded positions."""
+
+
+@dataclass(frozen=True)
+class InputGradients:
+    """Receives the gradients at a tensor that an output is computed from."""
+
+    tensor: Tensor
+    """A leaf that requires a gradient."""
+    store: Callable[[int, Tensor], None]
+    """Called with the index of a backward pass, and the gradient."""
 
 
 NodeCollectors = dict["Node", list[tuple[Collector, GraphSteps]]]
@@ -144,10 +182,9 @@ class CurvatureAccumulator:
         shared: dict[int, FactorTally] = {}
         self._collectors = [collector_for(planned, settings, shared) for planned in plan.blocks]
         self._examples, self._rows = torch.zeros(2, dtype=torch.int64).unbind()
-        first = next(iter(parameters.values()))
-        dtype = torch.promote_types(torch.float32, first.dtype)
-        self._output_sum = torch.zeros(plan.width, dtype=dtype, device=first.device)
-        self._output_squares = torch.zeros((), dtype=dtype, device=first.device)
+        device = next((parameter.device for parameter in parameters.values()), settings.device)
+        self._output_sum = torch.zeros(plan.width, dtype=settings.dtype, device=device)
+        self._output_squares = torch.zeros((), dtype=settings.dtype, device=device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,7 +207,25 @@ class CurvatureAccumulator:
             KfacpackError: If f has an unexpected shape, an output depends on the other examples of the batch, or a
                 parameter is used differently than in the first batch.
         """
-        f = call_model(self._forward, batch)
+        self.add_evaluated(call_model(self._forward, batch), batch, numbers)
+
+    def add_evaluated(
+        self, f: Tensor, batch: ModelInput, numbers: int | Sequence[int], inputs: InputGradients | None = None
+    ) -> BatchShape:
+        """Adds a batch whose f is known: one backward pass per probe.
+
+        Args:
+            f: The output of the model with its graph, (P, C).
+            batch: The batch.
+            numbers: As for `add_batch`.
+            inputs: If given, receives the gradients at a tensor that f is computed from.
+
+        Returns:
+            The numbers of examples, rows and passes of the batch.
+
+        Raises:
+            KfacpackError: As for `add_batch`.
+        """
         rows, width = f.shape
         counts = rows_per_example(batch) or [1] * rows
         examples = len(counts)
@@ -188,10 +243,32 @@ class CurvatureAccumulator:
         outputs = f.detach().to(self._output_sum.dtype)
         self._output_sum += outputs.sum(0)
         self._output_squares += outputs.square().sum()
-        graph = AutogradGraph(f)
+        row_numbers = [(number, row) for number, count in zip(numbers, counts, strict=True) for row in range(count)]
+        passes = self._probes.passes(width, max(counts))
+        seeds = self._probes.draw(row_numbers, f.detach())
+        shape = BatchShape(examples, rows, passes, padding_mask(batch))
+        self.add_output(f, seeds, shape, inputs)
+        return shape
+
+    def add_output(
+        self, output: Tensor, seeds: Iterable[Tensor], shape: BatchShape, inputs: InputGradients | None = None
+    ) -> None:
+        """Adds a batch whose output and gradients at the output are known: one backward pass per gradient.
+
+        Args:
+            output: f, or the output of a segment of a model, with its graph.
+            seeds: Gradients at the output, one for each of `shape.passes`.
+            shape: Numbers of examples, rows and passes of the batch.
+            inputs: If given, receives the gradients at the inputs of a segment.
+
+        Raises:
+            KfacpackError: If a parameter is used differently than in the first batch.
+        """
+        graph = AutogradGraph(output)
         collectors = self._collectors_by_node(graph)
-        mask = padding_mask(batch)
-        sinks = graph.sinks(set(collectors))
+        leaf = None if inputs is None else graph.leaf(inputs.tensor)
+        nodes = {*collectors} if leaf is None else {*collectors, leaf}
+        sinks = graph.sinks(nodes)
         # Collectors that run after the backward pass still need their operation, so the graph must be retained.
         retain = any(
             not collector.immediate
@@ -199,13 +276,15 @@ class CurvatureAccumulator:
             if node not in sinks
             for collector, _ in at_node
         )
-        passes = self._probes.passes(width, max(counts))
-        row_numbers = [(number, row) for number, count in zip(numbers, counts, strict=True) for row in range(count)]
-        for index, probe in enumerate(self._probes.draw(row_numbers, f.detach())):
-            backward_pass = BackwardPass(examples, mask, first=index == 0)
-            self._backward(f, probe, collectors, sinks, backward_pass, retain=retain or index + 1 < passes)
-        self._examples += examples
-        self._rows += rows
+        for index, seed in enumerate(seeds):
+            backward_pass = BackwardPass(shape.examples, shape.mask, first=index == 0)
+            at_inputs = self._backward(
+                output, seed, collectors, sinks, backward_pass, leaf, retain=retain or index + 1 < shape.passes
+            )
+            if inputs is not None:
+                inputs.store(index, torch.zeros_like(inputs.tensor) if at_inputs is None else at_inputs)
+        self._examples += shape.examples
+        self._rows += shape.rows
 
     def _require_independence(self, output: Tensor, expected: Tensor) -> None:
         if not same_output(output, expected, rounding_unit(self._parameters)):
@@ -229,23 +308,31 @@ class CurvatureAccumulator:
         collectors: NodeCollectors,
         sinks: set[Node],
         backward_pass: BackwardPass,
+        leaf: Node | None,
         *,
         retain: bool,
-    ) -> None:
-        """Runs one backward pass and its collectors."""
+    ) -> Tensor | None:
+        """Runs one backward pass and its collectors; returns the gradient at a leaf, if it has one."""
+        at_leaf: Tensor | None = None
         deferred: list[tuple[Collector, GraphSteps, Tensor]] = []
 
         def visit(node: Node, g: Tensor, running: bool) -> None:
+            nonlocal at_leaf
+            if node is leaf:
+                at_leaf = g
+                return
             for collector, steps in collectors[node]:
                 if collector.immediate or not running:
                     collector.collect(steps, g, backward_pass)
                 else:
                     deferred.append((collector, steps, g))
 
-        backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
+        if sinks:  # none in a segment that f does not depend on
+            backward_to_nodes(f, probe.to(f), collectors, sinks, visit, retain=retain)
         with torch.no_grad():
             for collector, steps, g in deferred:
                 collector.collect(steps, g, backward_pass)
+        return at_leaf
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all sums by name; they may be modified in place."""
@@ -270,14 +357,18 @@ class CurvatureAccumulator:
         """Names of the parameters in the plan."""
         return {parameter for block in self.plan.blocks for parameter in block.parameters}
 
-    def forecasts(self) -> tuple[BlockForecast, ...]:
-        """Returns the form and size of every block."""
+    def forecasts(self, chain: CodecChain) -> tuple[BlockForecast, ...]:
+        """Returns the form and size of every block.
+
+        Args:
+            chain: Codecs that the result is compressed with.
+        """
         forecasts: list[BlockForecast] = []
         counted: set[int] = set()
         for collector in self._collectors:
             new = {id(tally): tally for tally in collector.tallies().values() if id(tally) not in counted}
             counted |= new.keys()
-            size = sum(tally.total.stored_bytes for tally in new.values())
+            size = sum(chain.shape_of(tally.total.shape()).nbytes for tally in new.values())
             block = collector.planned
             forecasts.append(
                 BlockForecast(
@@ -285,6 +376,18 @@ class CurvatureAccumulator:
                 )
             )
         return tuple(forecasts)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Number of rows of the largest matrix."""
+        return max((tally.total.side for tally in self._tallies().values()), default=0)
+
+    def sum_flops(self, passes: int) -> int:
+        """Returns the floating-point operations that the sums need for one position and its backward passes."""
+        return sum(
+            2 * (1 if role.endswith("/A") else passes) * sum(tensor.numel() for tensor in tally.tensors())
+            for role, tally in self._tallies().items()
+        )
 
     @property
     def nbytes(self) -> int:

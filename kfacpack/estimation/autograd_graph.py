@@ -99,6 +99,10 @@ class AutogradGraph:
         """Returns whether f was computed from a parameter."""
         return id(parameter) in self._leaves
 
+    def leaf(self, tensor: Tensor) -> Node | None:
+        """Returns the node of a leaf, whose gradient is that of the leaf; None if f was not computed from it."""
+        return self._leaves.get(id(tensor))
+
     def first_operations(self, parameters: Iterable[Tensor]) -> set[Node]:
         """Returns every operation that may be the first to combine one of the parameters with anything else.
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.estimation.block_plan import BlockPlan
-    from kfacpack.format.manifest import Base, EstimateStructure, Fisher, Metric, Probe, Sharing, Source
+    from kfacpack.format.manifest import Base, EstimateStructure, Fisher, Metric, OutputScale, Probe, Sharing, Source
     from kfacpack.models.functional import Forward, ModelInput
 
 
@@ -209,7 +209,12 @@ def _trace_and_plan(
 
 
 def finish_curvature(
-    accumulator: CurvatureAccumulator, options: EstimateOptions, base: Base, function: Function, source: Source | None
+    accumulator: CurvatureAccumulator,
+    options: EstimateOptions,
+    base: Base,
+    function: Function,
+    source: Source | None,
+    output_scale: OutputScale | None = None,
 ) -> Curvature:
     """Adds up the sums of all processes and returns them as a curvature.
 
@@ -219,13 +224,14 @@ def finish_curvature(
         base: Description of the model.
         function: Description of f.
         source: Description of the data.
+        output_scale: Scale of f; None for that of the accumulator's outputs.
     """
     distributed.all_reduce_sum(tensor for _, tensor in accumulator.tensors())
     blocks = [_with_loss(block, options) for block in accumulator.finish()]
     about = About(
         base=base,
         function=function,
-        output_scale=accumulator.output_scale,
+        output_scale=output_scale or accumulator.output_scale,
         metric="kl" if options.metric == "kl" else None,
         scaling=options.scaling,
         estimate=options.manifest(accumulator.dtype),
@@ -248,10 +254,15 @@ def compress_result(curvature: Curvature, options: EstimateOptions) -> tuple[Cur
         The compressed curvature, and a report of the approximation error of these steps.
     """
     compressed, report = compress_with(curvature, choose_codecs(curvature, options.compress, None))
-    if options.diagonal_blocks > 1:
-        unknown = (Loss(step=str(options.chain)),)
-        compressed = Curvature(compressed.blocks, compressed.about.model_copy(update={"losses": unknown}))
-    return compressed, report
+    return with_unknown_loss(compressed, options), report
+
+
+def with_unknown_loss(curvature: Curvature, options: EstimateOptions) -> Curvature:
+    """Records that the loss of a compressed estimate is unknown, if off-diagonal blocks were not computed."""
+    if options.diagonal_blocks <= 1:
+        return curvature
+    unknown = (Loss(step=str(options.chain)),)
+    return Curvature(curvature.blocks, curvature.about.model_copy(update={"losses": unknown}))
 
 
 def device_of(parameters: Mapping[str, Tensor]) -> torch.device:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil
 
 import torch
 from torch import Tensor
 
-from kfacpack.curvature.matrices.components import FILE_TYPES, LazyTensors, pack_rows
+from kfacpack.curvature.matrices.components import FILE_TYPES, LazyTensors, MatrixTensors, SpecTensors, pack_rows
 from kfacpack.curvature.matrices.dense import Packed
 from kfacpack.curvature.matrices.matrix import Matrix
 from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, spans
@@ -53,10 +53,9 @@ class RunningSum(ABC):
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
         """Returns the sum divided by `divisor`, as a matrix on the CPU. The sum cannot be used afterwards."""
 
-    @property
     @abstractmethod
-    def stored_bytes(self) -> int:
-        """Size of the finished matrix in a bundle."""
+    def shape(self) -> Matrix:
+        """Returns the finished matrix without values, from which its size in a bundle follows."""
 
 
 class TriangleSum:
@@ -167,10 +166,9 @@ class GramSum(RunningSum):
         if self._sums is not None:
             yield from (self._sums, self._count)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Size of the finished matrix in a bundle."""
-        return prod(self._packed_shape) * self._dtype.itemsize
+    def shape(self) -> Matrix:
+        """Returns the finished matrix without values."""
+        return self._matrix(SpecTensors({"data": (FILE_TYPES[self._dtype], self._data_shape)}))
 
     def is_finite(self) -> bool:
         """Returns whether the sum contains neither NaN nor Inf."""
@@ -178,11 +176,18 @@ class GramSum(RunningSum):
 
     def finish(self, divisor: float, *, examples: int, positions: int | None) -> Matrix:
         """Returns the divided sum, which is packed on first access."""
-        form: type[Packed | BlockDiagonal] = Packed if self.blocks == 1 else BlockDiagonal
-        shape = self._packed_shape if self.blocks > 1 else self._packed_shape[1:]
+        shape = self._data_shape
         # Packed on demand: saving reads the matrix once anyway, and other uses may never need it.
         components = LazyTensors((FILE_TYPES[self._dtype], shape), lambda: self._packed(divisor).reshape(shape))
+        return self._matrix(components, examples=examples, positions=positions)
+
+    def _matrix(self, components: MatrixTensors, examples: int | None = None, positions: int | None = None) -> Matrix:
+        form: type[Packed | BlockDiagonal] = Packed if self.blocks == 1 else BlockDiagonal
         return form(self.side, components, examples=examples, positions=positions)
+
+    @property
+    def _data_shape(self) -> tuple[int, ...]:
+        return self._packed_shape if self.blocks > 1 else self._packed_shape[1:]
 
     @property
     def _packed_shape(self) -> tuple[int, int]:
@@ -220,10 +225,9 @@ class DiagonalSum(RunningSum):
         """Yields the summed tensors, which may be modified in place."""
         yield self._values
 
-    @property
-    def stored_bytes(self) -> int:
-        """Size of the finished matrix in a bundle."""
-        return self._values.nbytes
+    def shape(self) -> Matrix:
+        """Returns the finished matrix without values."""
+        return Diagonal(self.side, SpecTensors({"data": (FILE_TYPES[self._values.dtype], (self.side,))}))
 
     def is_finite(self) -> bool:
         """Returns whether the sum contains neither NaN nor Inf."""

@@ -123,7 +123,7 @@ class Probes:
         return torch.from_numpy(generator.standard_normal(shape))
 
 
-_ROWS_AT_ONCE = 256
+ROWS_AT_ONCE = 256
 """Number of rows whose distributions over the vocabulary are in memory at the same time."""
 
 
@@ -137,7 +137,7 @@ def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterato
     """
     W = output_layer.detach()
     parts = []
-    for rows, numbers in zip(f.split(_ROWS_AT_ONCE), uniform.split(_ROWS_AT_ONCE), strict=True):
+    for rows, numbers in zip(f.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True):
         p = (rows.to(W) @ W.T).softmax(1, dtype=torch.promote_types(W.dtype, torch.float32))
         cumulative = p.double().cumsum(1)
         y = torch.searchsorted(cumulative, numbers.to(p.device) * cumulative[:, -1:]).clamp(max=len(W) - 1)

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kfacpack.curvature.curvature import load
+from kfacpack.curvature.saving import save_index
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
 from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature, probes_of
 from kfacpack.estimation.options import EstimateOptions
 from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
+from kfacpack.estimation.stream import LayerStream, StreamedEstimate, StreamFiles
+from kfacpack.estimation.stream_forecast import forecast_stream
+from kfacpack.format.bundle_index import is_index
 from kfacpack.format.manifest import EstimateStructure, Source
 from kfacpack.models.data_loading import batches, fingerprint
 from kfacpack.models.families import resolve_model
@@ -30,15 +35,18 @@ from kfacpack.tasks.registry import load_task
 from kfacpack.tasks.task import batched, parse_count, sample_indices
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from kfacpack.compression.compression_report import CompressionReport
     from kfacpack.curvature.curvature import Curvature
     from kfacpack.estimation.accumulator import CurvatureAccumulator
-    from kfacpack.format.manifest import Base, Fisher, Metric, Probe, Sharing
+    from kfacpack.estimation.block_plan import PlannedBlock
+    from kfacpack.estimation.stream_forecast import Gpu
+    from kfacpack.format.manifest import Fisher, Metric, Probe, Sharing
     from kfacpack.format.units import OnProgress
     from kfacpack.models.functional import ModelInput
-    from kfacpack.models.model import Model
+    from kfacpack.models.model import Batch, Model
     from kfacpack.tasks.task import Split, Task
 
 
@@ -60,6 +68,7 @@ def estimate_task(
     batch_size: int = 32,
     offload: bool = False,
     metric: Metric = "l2",
+    stream: bool = False,
     output: str | os.PathLike[str] | None = None,
     resume: bool = False,
     on_progress: OnProgress = lambda done, total: None,
@@ -85,6 +94,8 @@ def estimate_task(
         offload: Whether to accumulate on the CPU, regardless of the model's device.
         metric: `"l2"` for the squared norm of the change of f, `"kl"` for the divergence of the output distribution of
             a language model.
+        stream: Whether to estimate layer by layer, for a model whose factors do not fit into memory. Inputs and
+            gradients of the layers are stored in a folder beside `output`.
         output: File to write. The state of an interrupted run is saved beside it. By default, no file is written.
         resume: Whether to resume an interrupted run with the same `output`.
         on_progress: Called with the number of examples done by this process and their total.
@@ -111,6 +122,7 @@ def estimate_task(
         split,
         (params,) if isinstance(params, str) else tuple(params) if params is not None else None,
         shard,
+        stream,
     )
     with output_path(output, "task.kfac", resume=resume) as path:
         return run.run(path, resume=resume, on_progress=on_progress, stopped=stopped)
@@ -131,6 +143,12 @@ class TaskEstimate:
     """Names or patterns; None covers all parameters that the model family does not freeze."""
     shard: tuple[int, int] = (1, 1)
     """(k, n): every n-th example, starting at the k-th."""
+    stream: bool = False
+    """Whether to estimate layer by layer."""
+    stream_folder: Path | None = None
+    """Folder of the stored inputs and gradients of layers; None for one beside the output."""
+    max_shard_size: str | None = None
+    """Maximum size of the files of a bundle with an index; a streamed estimate writes one file per segment."""
     report: CompressionReport | None = field(default=None, init=False)
     """Approximation error of the compression; set by `run` if compression is requested."""
 
@@ -187,16 +205,17 @@ class TaskEstimate:
             KfacpackError: If the output cannot be written, or the state was saved with other settings.
         """
         require_writable_folder(output)
+        if self.stream:
+            return self._run_streamed(output, resume=resume, every=every, on_progress=on_progress, stopped=stopped)
         own_batches = self.own_batches
         total = sum(map(len, own_batches))
         with self._accumulator() as accumulator:
             base = self.model.base(accumulator.covered)
-            partial = PartialFile(_partial_path(output), "an estimate", self._request(accumulator, base), every)
+            request = self._request(accumulator.plan.blocks, base.sha256)
+            partial = PartialFile(_partial_path(output), "an estimate", request, every)
             done = partial.restore(accumulator) if resume else partial.require_absent()
             on_progress(accumulator.examples, total)
-            prepared = batches(
-                self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches[done:]]
-            )
+            prepared = self._prepared(own_batches[done:])
             for number, (examples, batch) in enumerate(zip(own_batches[done:], prepared, strict=True), start=done + 1):
                 accumulator.add_batch(to_device(batch, device_of(self.parameters)), examples)
                 on_progress(accumulator.examples, total)
@@ -209,21 +228,63 @@ class TaskEstimate:
         if self.options.compress:
             curvature, self.report = compress_result(curvature, self.options)
         if distributed.rank() == 0:
-            curvature.save(output)
+            curvature.save(output, max_shard_size=self.max_shard_size)
         distributed.barrier()
         partial.remove()
         return curvature
 
-    def forecast(self) -> Forecast:
-        """Forecasts blocks, bytes, time and memory of the estimate by running one batch."""
+    def _run_streamed(
+        self, output: Path, *, resume: bool, every: float, on_progress: OnProgress, stopped: Callable[[], bool]
+    ) -> Curvature:
+        """Estimates layer by layer; the arguments are those of `run`."""
+        layers = LayerStream(self.model, self.options, self.params)
+        with eval_mode(self.model.module, layers.outer):
+            plans = layers.plan(self._batch(self.indices[: self.batch_size], layers.device))
+        request = self._request([block for plan in plans.all for block in plan.blocks], plans.weights)
+        partial = PartialFile(_partial_path(output), "an estimate", request, every)
+        if not resume:
+            partial.require_absent()
+        folder = self.stream_folder or output.parent
+        own_batches = self.own_batches
+
+        def prepared() -> Iterator[ModelInput]:
+            with closing(self._prepared(own_batches)) as loader:
+                for batch in loader:
+                    yield to_device(batch, layers.device)
+
+        files = StreamFiles(folder / f"{output.name}.partial-stream", layers.device)
+        run = StreamedEstimate(layers, plans, files, own_batches, prepared, self._source(), on_progress, stopped)
+        curvature = run.run(partial, resume=resume)
+        self.report = run.report
+        if is_index(output):
+            save_index(curvature, output, run.segment_paths())
+        else:
+            curvature.save(output)
+        partial.remove()
+        run.remove_files()
+        return load(output)
+
+    def forecast(self, gpu: Gpu | None = None, *, keeps_segments: bool = False) -> Forecast:
+        """Forecasts blocks, bytes, time and memory of the estimate by running one batch.
+
+        Args:
+            gpu: With `stream`, the GPU to forecast the time for; by default the time is measured on this machine.
+            keeps_segments: As for `forecast_stream`.
+        """
         indices = self.indices[: self.batch_size]
+        if self.stream:
+            layers = LayerStream(self.model, self.options, self.params)
+            batch, counts = self._batch(indices, layers.device), (len(self.indices), len(self.own_batches))
+            return forecast_stream(
+                layers, batch, examples=counts[0], batches=counts[1], gpu=gpu, keeps_segments=keeps_segments
+            )
         with self._accumulator() as accumulator:
             start = time.perf_counter()
             accumulator.add_batch(self._batch(indices), indices)
             seconds = time.perf_counter() - start
             module = self.model.module
             saved_bytes = activation_bytes(module, self.model.forward, self._batch(indices[:1]), len(indices))
-        blocks = accumulator.forecasts()
+        blocks = accumulator.forecasts(self.options.chain)
         return Forecast(
             blocks=blocks,
             frozen=tuple(name for name, _ in module.named_parameters() if name not in self.parameters),
@@ -249,19 +310,29 @@ class TaskEstimate:
                 probes_of(self.model, self.options),
             )
 
-    def _batch(self, indices: Iterable[int]) -> ModelInput:
+    def _prepared(self, own_batches: Sequence[Sequence[int]]) -> Generator[Batch, None, None]:
+        """Yields the prepared batches of these examples."""
+        return batches(self.model, [(self.split, self.task.name)], [(0, examples) for examples in own_batches])
+
+    def _batch(self, indices: Iterable[int], device: torch.device | None = None) -> ModelInput:
         prepared = self.model.prepare([self.split[index] for index in indices], self.task.name)
-        batch: ModelInput = to_device(prepared, device_of(self.parameters))
+        batch: ModelInput = to_device(prepared, device or device_of(self.parameters))
         return batch
 
-    def _request(self, accumulator: CurvatureAccumulator, base: Base) -> dict[str, Any]:
-        """Returns the settings that must be unchanged to resume from a saved state."""
+    def _request(self, planned: Sequence[PlannedBlock], weights: str) -> dict[str, Any]:
+        """Returns the settings that must be unchanged to resume from a saved state.
+
+        Args:
+            planned: The blocks.
+            weights: Digest of the weights.
+        """
         model = self.model
-        blocks = [(block.name, block.structure) for block in accumulator.plan.blocks]
+        blocks = [(block.name, block.structure) for block in planned]
         return {
             **asdict(self.options),
             "model": f"{model.family} {model.name}",
-            "weights": base.sha256,
+            "weights": weights,
+            **({"stream": True} if self.stream else {}),
             "preprocessing": model.preprocessing,
             "task": self.task.name,
             "data": f"{self.split.source.dataset}, {self.split_name} of {len(self.split)} examples",

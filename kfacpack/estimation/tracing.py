@@ -13,7 +13,7 @@ keeps all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
@@ -212,6 +212,8 @@ class ModelTrace:
     """Relative rounding error of the parameters; that of f is taken into account as well."""
     zero_gradients: int = 0
     """Number of operations where this example has no gradient, so that another example may be more informative."""
+    input_gradient: Tensor | None = None
+    """Gradient at the inputs of a segment, in a trace of a part of a model; None in other traces."""
     _layouts: dict[Node, ExampleLayout | None] = field(default_factory=dict)
 
     def layout(self, node: Node) -> ExampleLayout | None:
@@ -266,19 +268,66 @@ def trace_model(forward: Forward, batch: ModelInput, parameters: Mapping[str, Te
     if len(counts) < 2:
         problem = "the first batch has one example, and its first dimension is not that of the examples"
         raise KfacpackError(f"{problem}; pass at least two examples, so that their layout can be determined")
-    graph = AutogradGraph(f)
-    nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
-    if not nodes:
-        names = ", ".join(list(parameters)[:3])
-        problem = f"f does not depend on any of the chosen parameters ({names}, …)"
-        raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
+    return trace_output(
+        f, trace_seeds(f, counts, twice=twice), parameters, examples=len(counts), twice=twice, example=example
+    )
+
+
+def trace_seeds(f: Tensor, counts: Sequence[int], *, twice: bool) -> list[Tensor]:
+    """Returns the gradients at f that tell examples apart, as described at the top of this module.
+
+    Args:
+        f: The output, (P, C).
+        counts: Number of rows of each example.
+        twice: Whether one example was passed twice, rather than a whole batch.
+    """
     directions = torch.randn(max(counts), f.shape[1], generator=torch.Generator().manual_seed(0)).to(f)
     seeds = [torch.zeros_like(f)] if twice else [torch.zeros_like(f), torch.zeros_like(f)]
     seeds[0][: counts[0]] = directions[: counts[0]]
     seeds[-1][len(f) - counts[-1] :] = 2 * directions[: counts[-1]]
-    by_seed = [_gradients_at(f, nodes, graph, seed) for seed in seeds]
+    return seeds
+
+
+def trace_output(
+    output: Tensor,
+    seeds: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
+    *,
+    examples: int,
+    twice: bool,
+    example: int = 0,
+    inputs: Tensor | None = None,
+) -> ModelTrace:
+    """Collects the gradients that tell examples apart, from an output with its graph.
+
+    Args:
+        output: f, or the output of a segment of a model.
+        seeds: Gradients at the output.
+        parameters: Parameters to trace, which require gradients.
+        examples: Number of examples in the output.
+        twice: Whether one example was passed twice, rather than a whole batch.
+        example: Index in the batch of the example that was passed twice.
+        inputs: Inputs of a segment, a leaf that requires a gradient. A segment need not use any of the parameters.
+
+    Returns:
+        The trace.
+
+    Raises:
+        KfacpackError: If f depends on none of the parameters.
+    """
+    graph = AutogradGraph(output)
+    nodes = graph.first_operations(parameter for parameter in parameters.values() if graph.uses(parameter))
+    if not nodes and inputs is None:
+        names = ", ".join(list(parameters)[:3])
+        problem = f"f does not depend on any of the chosen parameters ({names}, …)"
+        raise KfacpackError(f"{problem}. Choose others, or make sure that f is not computed under torch.no_grad")
+    leaf = None if inputs is None else graph.leaf(inputs)
+    visited = nodes if leaf is None else {*nodes, leaf}
+    by_seed = [_gradients_at(output, visited, graph, seed) for seed in seeds]
     gradients = {node: tuple(of_seed[node] for of_seed in by_seed) for node in nodes if node in by_seed[0]}
-    return ModelTrace(graph, f, len(counts), twice, gradients, example, precision)
+    trace = ModelTrace(graph, output, examples, twice, gradients, example, rounding_unit(parameters))
+    trace.input_gradient = None if leaf is None else by_seed[0].get(leaf)
+    return trace
 
 
 def _forward_twice(
@@ -304,7 +353,9 @@ def _forward_twice(
 
 def rounding_unit(parameters: Mapping[str, Tensor]) -> float:
     """Returns the largest machine epsilon of the parameters; f may be converted to a more precise dtype."""
-    return max(torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()})
+    return max(
+        (torch.finfo(dtype).eps for dtype in {parameter.dtype for parameter in parameters.values()}), default=0.0
+    )
 
 
 def same_output(output: Tensor, expected: Tensor, precision: float) -> bool:

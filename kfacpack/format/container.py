@@ -171,8 +171,7 @@ class Container:
             raise BundleError(path, error.strerror or str(error)) from error
         except ValueError as error:
             raise BundleError(path, str(error)) from error
-        self._entries = parse_json(self.path, self.header[8:], "header")
-        self.metadata = _metadata(self.path, self._entries.pop("__metadata__", {}))
+        self._entries, self.metadata = header_entries(self.path, self.header)
 
     def _file_state(self) -> tuple[int, int]:
         """Returns the size and modification time, which change when the file is written to."""
@@ -182,7 +181,7 @@ class Container:
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
         """All tensors by name. Evaluated lazily, so that an unknown format version is reported before other errors."""
-        specs = _tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
+        specs = tensor_specs(self.path, self._entries, len(self.header), self.nbytes)
         self._entries = {}  # saves memory when many bundles are open
         return specs
 
@@ -376,7 +375,24 @@ def _metadata(path: FileLocation, metadata: Any) -> dict[str, str]:
     return metadata
 
 
-def _tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
+def header_entries(path: FileLocation, header: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parses a header.
+
+    Args:
+        path: The file that contains it, for error messages.
+        header: The length prefix and the header.
+
+    Returns:
+        The entries of the tensors, and the metadata.
+
+    Raises:
+        BundleError: If the header is invalid.
+    """
+    entries = parse_json(path, header[8:], "header")
+    return entries, _metadata(path, entries.pop("__metadata__", {}))
+
+
+def tensor_specs(path: FileLocation, entries: dict[str, Any], start: int, nbytes: int) -> dict[str, TensorSpec]:
     """Returns all tensors' specs after checking that they fill the file from `start` to its end."""
     tensors = {name: _tensor_spec(path, name, entry, start) for name, entry in entries.items()}
     position, previous = start, "the header"

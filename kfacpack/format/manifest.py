@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 
-VERSION = "1.2"
+VERSION = "1.3"
 MAX_SIDE = 2**24
 MAX_PIECES = 64
 

@@ -14,6 +14,7 @@ import numpy as np
 from pydantic import BaseModel, ValidationError
 
 from kfacpack.errors import BundleError, CorruptTensor
+from kfacpack.format.bundle_index import open_container
 from kfacpack.format.container import (
     BUNDLE,
     ITEM_BYTES,
@@ -65,7 +66,7 @@ class SealedFile:
     """
 
     def __init__(self, path: str | os.PathLike[str] | Container, keys: SealKeys):
-        self._container = path if isinstance(path, Container) else Container(path)
+        self._container = path if isinstance(path, Container) else open_container(path)
         self._keys = keys
         self.path: FileLocation = self._container.path
         self.nbytes = self._container.nbytes
@@ -168,7 +169,8 @@ class Bundle(SealedFile):
         matrices: The manifest's matrices by name.
 
     Args:
-        path: A path, an `hf://` reference or an open container.
+        path: A path, an `hf://` reference or an open container. The path of a bundle in several files is that of its
+            index, `NAME.kfac.index.json`.
 
     Raises:
         BundleError: If the file is not a valid bundle.

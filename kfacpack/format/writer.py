@@ -128,8 +128,7 @@ def write_sealed(
             pending.result()
         _require_complete(specs, written)
         digests = {name: content.hexdigest() for name, content in hashes.items()}
-        final = _header(path, manifest, tensors, digests, keys)
-        _write_at(descriptor, memoryview(final.replace(UNSEALED.encode(), seal(final).encode(), 1)), 0)
+        _write_at(descriptor, memoryview(_sealed(_header(path, manifest, tensors, digests, keys))), 0)
 
 
 @contextlib.contextmanager
@@ -185,6 +184,28 @@ def bundle_digest(
         The digest of the file.
     """
     return seal(_header(keys.kind, manifest, tensors, digests, keys))
+
+
+def sealed_header(
+    path: str | os.PathLike[str], manifest: Manifest, tensors: Mapping[str, Spec], digests: Mapping[str, str]
+) -> bytes:
+    """Returns the length prefix and the header of a bundle.
+
+    Args:
+        path: The file, for error messages.
+        manifest: The manifest.
+        tensors: Dtype and shape of every tensor by name.
+        digests: SHA-256 of every tensor by name.
+
+    Raises:
+        BundleError: If the manifest does not match the tensors, or the header would be too large.
+    """
+    check_consistency(Path(path), manifest, tensor_offsets(tensors))
+    return _sealed(_header(path, manifest, tensors, digests, BUNDLE))
+
+
+def _sealed(header: bytes) -> bytes:
+    return header.replace(UNSEALED.encode(), seal(header).encode(), 1)
 
 
 def bundle_size(manifest: Manifest, tensors: Mapping[str, Spec]) -> int:

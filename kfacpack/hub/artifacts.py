@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from kfacpack.curvature.verification import Verification, verify
 from kfacpack.errors import BundleError, VerificationError
-from kfacpack.format.container import BUNDLE, VECTOR, Container
+from kfacpack.format.bundle_index import INDEX_SUFFIX, open_container
+from kfacpack.format.container import BUNDLE, VECTOR
 from kfacpack.format.manifest import Base, Source
 from kfacpack.format.reader import Bundle, check_tensors
 from kfacpack.format.reference import header_of
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from kfacpack.format.reader import CheckProgress
 
 
-SUFFIXES = (".kfac", ".safetensors")
-"""File name suffixes of bundles and task vectors."""
+SUFFIXES = (".kfac", ".safetensors", INDEX_SUFFIX)
+"""File name suffixes of bundles and task vectors; a bundle in several files is represented by its index."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Artifact(ABC):
             BundleError: If the file is neither a bundle nor a task vector.
         """
         location = header_of(path)
-        container = Container(location)  # opened once: on the Hub, every access may be a request
+        container = open_container(location)  # opened once: on the Hub, every access may be a request
         if BUNDLE.manifest in container.metadata:
             return BundleArtifact(name, Bundle(container))
         if VECTOR.manifest in container.metadata:

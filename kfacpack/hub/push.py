@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kfacpack.errors import HubError, KfacpackError, printable
+from kfacpack.format.bundle_index import files_of
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, local_copy
 from kfacpack.format.reference import is_reference
@@ -70,7 +71,7 @@ def push(
     that an interrupted push can be repeated. Text of an existing card outside of the two marker comments is kept.
 
     Args:
-        files: Paths of bundles and task vectors.
+        files: Paths of bundles and task vectors. The shards of a bundle are uploaded with its index.
         repository: Repository, `owner/repo`.
         private: Whether a newly created repository is private.
         revision: Branch to commit to; created if it does not exist. Defaults to the main branch.
@@ -130,7 +131,7 @@ def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
         raise KfacpackError(f"{os.fspath(path)}: is already on the Hub; expected a local file")
     name = Path(path).name
     if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
-        problem = "the file name is part of a URL; expected letters, digits and -_.+, ending in .kfac or .safetensors"
+        problem = "the file name is part of a URL; expected letters, digits and -_.+, ending in .kfac, .safetensors or .kfac.index.json"
         raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename it")
     return Artifact.of(path, name)
 
@@ -190,7 +191,7 @@ def _upload(
 
     name, revision = planned.repository, planned.revision
     new = [(path, file.item) for path, file in zip(paths, planned.files, strict=True) if not file.unchanged]
-    operations = [CommitOperationAdd(item.name, os.fspath(path)) for path, item in new]
+    operations = [CommitOperationAdd(Path(file).name, os.fspath(file)) for path, _ in new for file in files_of(path)]
     if planned.card_changed:
         operations.append(CommitOperationAdd(CARD, planned.card.encode()))
     message = message or (f"Add {', '.join(item.name for _, item in new)}" if new else "Update the model card")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from kfacpack.errors import BundleError, HubError, KfacpackError
+from kfacpack.format.bundle_index import files_of
 from kfacpack.format.hub_client import digest_of_file, hub_api, hub_errors, local_copy
 from kfacpack.format.reference import REPOSITORY, SCHEME, Reference
 from kfacpack.format.writer import replace_atomically
@@ -159,12 +160,20 @@ def pull(
     references = _select_files(what, files)
     pulled = []
     for reference, target in zip(references, _targets(references, output), strict=True):
-        cached = local_copy(reference, checked=True)
+        # The index of a bundle in several files comes last; all are in one folder of the cache, at one commit.
+        *shards, cached = [local_copy(file, checked=True) for file in _references(reference)]
         item = Artifact.of(cached, reference.file)
         item.require_valid(cached, on_progress)
+        for shard in shards:
+            _copy_to(shard, target.with_name(shard.name), force=force)
         _copy_to(cached, target, force=force)
         pulled.append(PullResult(reference, target, Artifact.of(target, reference.file)))
     return pulled
+
+
+def _references(reference: Reference) -> list[Reference]:
+    """Returns the references of all files of a bundle or task vector, its index last."""
+    return [file for file in files_of(reference) if isinstance(file, Reference)]
 
 
 def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference]:
@@ -187,7 +196,7 @@ def _select_files(what: str | Reference, files: Sequence[str]) -> list[Reference
 def _targets(references: Sequence[Reference], output: str | os.PathLike[str] | None) -> list[Path]:
     """Returns the path that each file is written to."""
     target = Path(output) if output is not None else Path()
-    if len(references) == 1 and output is not None and not target.is_dir() and target.suffix in SUFFIXES:
+    if len(references) == 1 and output is not None and not target.is_dir() and target.name.endswith(SUFFIXES):
         return [target]
     if target.exists() and not target.is_dir():
         raise KfacpackError(f"{target}: expected a directory for {len(references)} files, got a file")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from kfacpack.curvature.curvature import identify
 from kfacpack.errors import KfacpackError, did_you_mean, printable
 from kfacpack.format.manifest import Base, Function
+from kfacpack.models.layer_list import LayerWeights
 from kfacpack.models.prompts import PromptStyle
 from kfacpack.models.weights import Checkpoint
 from kfacpack.tasks.task import Example
@@ -139,6 +140,8 @@ class Model:
     """Maps a task name to the classes that these answers name; None if `answer_tokens` is None."""
     output_layer: Callable[[], Tensor] | None = None
     """Returns W, (vocabulary, C), where softmax(W f) is the distribution of the next token; None if there is none."""
+    layer_weights: LayerWeights | None = None
+    """Reads the weights of layers when they are used, if they are not in memory."""
     logit_scale: float = 100.0
     """Factor from cosine similarities to logits: the model's own, or by default the final value in CLIP's training."""
 
@@ -167,6 +170,10 @@ def unwrap_model(model: nn.Module | Model) -> tuple[nn.Module, Callable[..., Ten
     raise KfacpackError(f"expected an nn.Module or a model from kp.load_model, got {type(model).__name__}")
 
 
+Loading = Literal["memory", "layers", "shapes"]
+"""All weights into memory; those of a layer when it is used; or arbitrary values of the same shapes, for forecasts."""
+
+
 class ModelRequest(NamedTuple):
     """Arguments of `ModelFamily.load`."""
 
@@ -184,6 +191,8 @@ class ModelRequest(NamedTuple):
     """Seed of a random initialisation."""
     prompts: PromptStyle | None = None
     """Prompt style, for families that have several; None for the model's own."""
+    loading: Loading = "memory"
+    """How the weights are loaded; families other than `hf` and `lm` load all of them."""
 
     def revision(self, published: str | None) -> str | None:
         """Returns the revision to record.

@@ -8,18 +8,21 @@ from __future__ import annotations
 import os
 import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import mkdtemp
 
+import torch
 from torch import Tensor, nn
 
-from kfacpack.curvature.matrices.components import raw_bytes, spec_of
+from kfacpack.curvature.matrices.components import map_tensor, raw_bytes, spec_of
 from kfacpack.errors import BundleError, KfacpackError, first_line
 from kfacpack.format.container import Container
 from kfacpack.format.hub_client import hub_errors
 from kfacpack.format.writer import write_plain
+from kfacpack.models.layer_list import main_list
 
 LOCAL_WEIGHTS = "Pass a safetensors file, --weights FILE (weights=FILE), or use --weights random (weights='random')"
 """Remedy for weights that cannot be downloaded."""
@@ -112,6 +115,123 @@ def weights_error(
     if problem := mismatched_tensors(path, expected(), resized):
         return KfacpackError(f"{path}: does not contain the weights of {model}: {problem}")
     return KfacpackError(f"{path}: could not be loaded into {model}: {first_line(error)}")
+
+
+class UnloadedWeights(ABC):
+    """The weights of a module that was built on the meta device: those of its layers are loaded when they are used.
+
+    Args:
+        module: The module. Weights outside of its main list of layers are loaded immediately.
+        dtype: Dtype of the parameters.
+        device: Device of the parameters.
+
+    Raises:
+        KfacpackError: If the module has no list of layers, or the weights cannot be read.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, device: torch.device):
+        self._module, self._dtype, self._device = module, dtype, device
+        self.layers = main_list(module, dict(module.named_parameters()))
+        """Name of the main list of layers."""
+        # A parameter with several names (tied weights) has to be replaced under all of them.
+        self._names: dict[int, list[str]] = defaultdict(list)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            self._names[id(parameter)].append(name)
+        self._tied = list(self._names.values())
+        for buffer_name, buffer in module.named_buffers():
+            path, _, key = buffer_name.rpartition(".")
+            dtype_of = dtype if buffer.is_floating_point() and buffer_name in module.state_dict() else buffer.dtype
+            module.get_submodule(path)._buffers[key] = buffer.to(device, dtype_of)
+        self._load(names for names in self._tied if not names[0].startswith(f"{self.layers}."))
+
+    def load(self, prefix: str) -> None:
+        """Gives values to the parameters whose names begin with a prefix.
+
+        Raises:
+            KfacpackError: If the weights cannot be read.
+        """
+        self._load(names for names in self._tied if names[0].startswith(prefix))
+
+    def _load(self, groups: Iterable[list[str]]) -> None:
+        for names in groups:
+            tensor = self._values(names, tuple(self._module.get_parameter(names[0]).shape))
+            if tensor is None:
+                continue
+            parameter = nn.Parameter(tensor, requires_grad=False)
+            for name in names:
+                path, _, key = name.rpartition(".")
+                self._module.get_submodule(path)._parameters[key] = parameter
+
+    @abstractmethod
+    def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor | None:
+        """Returns the values of a parameter with these names; None if f does not use it and it is missing."""
+
+
+class PlaceholderWeights(UnloadedWeights):
+    """Arbitrary values, for forecasts, which depend on shapes only. Large matrices outside of layers take no memory."""
+
+    def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        if len(shape) != 2:
+            return (1 + 0.1 * torch.randn(shape, generator=generator)).to(self._device, self._dtype)
+        # Entry (i, j) is element i + j of a random vector: no two rows or columns are equal.
+        vector = torch.randn(sum(shape), generator=generator) / shape[1] ** 0.5
+        matrix = vector.to(self._device, self._dtype).as_strided(shape, (1, 1))
+        return matrix.contiguous() if names[0].startswith(f"{self.layers}.") else matrix
+
+
+class SafetensorsWeights(UnloadedWeights):
+    """Weights in safetensors files, which are mapped into memory.
+
+    Args:
+        module: As for `UnloadedWeights`.
+        dtype: As for `UnloadedWeights`.
+        device: As for `UnloadedWeights`.
+        files: The files.
+        prefix: Prefix that the names in the files may have or lack, such as `"model"`.
+        unused: Prefixes of parameters that f does not use and that may be missing.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        files: Sequence[Path],
+        prefix: str = "",
+        unused: tuple[str, ...] = (),
+    ):
+        self._containers = {name: file for file in map(Container, files) for name in file.tensors}
+        self._files, self._prefix, self._unused = files, f"{prefix}.", unused
+        self.missing: set[str] = set()
+        """Names of unused parameters that are missing."""
+        super().__init__(module, dtype, device)
+        for names in self._tied:
+            self._stored_name(names)
+
+    def _stored_name(self, names: Sequence[str]) -> str | None:
+        for name in names:
+            for stored in (name, f"{self._prefix}{name}", name.removeprefix(self._prefix)):
+                if stored in self._containers:
+                    return stored
+        if not names[0].startswith(self._unused):
+            where = self._files[0] if len(self._files) == 1 else self._files[0].parent
+            problem = f"{where}: does not contain the weights of this model: {names[0]!r} is missing"
+            raise KfacpackError(f"{problem}. If the names are those of an older version, load it without --stream")
+        self.missing.update(names)
+        return None
+
+    def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor | None:
+        if (stored := self._stored_name(names)) is None:
+            return None
+        tensor = map_tensor(self._containers[stored], stored)
+        if tuple(tensor.shape) != shape:
+            found = f"tensor {stored!r} has shape {list(tensor.shape)}, expected {list(shape)}"
+            raise KfacpackError(f"{self._containers[stored].path}: {found}")
+        values = tensor.to(self._device, self._dtype)
+        # Layers stay mapped while they are used; the other weights are copied, because they are used until the end.
+        is_mapped = values.data_ptr() == tensor.data_ptr()
+        return values.clone() if is_mapped and not names[0].startswith(f"{self.layers}.") else values
 
 
 class Checkpoint(ABC):

@@ -375,3 +375,18 @@ def test_push_to_hub_and_from_pretrained_of_a_vector(owner, artifacts):
     assert set(owner.files("owner/vector")) == {"vector.safetensors", "README.md"}
     assert kp.TaskVector.from_pretrained("owner/vector").digest == tau.digest
     assert kp.TaskVector.from_pretrained("owner/vector", revision=result.commit).digest == tau.digest
+
+
+def test_a_bundle_in_several_files_is_pushed_pulled_and_read(owner, artifacts, tmp_path, monkeypatch):
+    index = tmp_path / "parts.kfac.index.json"
+    kp.load(artifacts / "one.kfac").save(index, max_shard_size=200)
+    names = {path.name for path in tmp_path.iterdir()}
+    result = pushed(index, "owner/repo")
+    assert [file["name"] for file in result["files"]] == [index.name]
+    assert set(owner.files("owner/repo")) == names | {"README.md"}
+    reference = f"hf://owner/repo/{index.name}"
+    assert kp.load(reference).digest == kp.load(index).digest
+    target = tmp_path / "pulled"
+    run("pull", reference, "-o", target)
+    assert {path.name for path in target.iterdir()} == names
+    assert kp.verify(target / index.name).holds

@@ -17,8 +17,9 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "spec" / "golden"
-SCHEMA = ROOT / "spec" / "kfac-1.2.schema.json"
+SCHEMA = ROOT / "spec" / "kfac-1.3.schema.json"
 EXPECTED = GOLDEN / "expected.json"
+SHARDED = GOLDEN / "shards" / "sharded.kfac.index.json"
 
 
 def schema_text() -> str:
@@ -26,7 +27,7 @@ def schema_text() -> str:
     from kfacpack.format.manifest import Manifest
 
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_for_files(Manifest.model_json_schema())}
-    schema["title"] = "Manifest of a kfac bundle, format 1.2"
+    schema["title"] = "Manifest of a kfac bundle, format 1.3"
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
 
@@ -96,6 +97,10 @@ def write_good() -> None:
         plain = small_curvature("packed", seed=3)
         function = plain.about.function.model_copy(update={"output": "hidden-state", "normalized": False})
         Curvature(plain.blocks, plain.about.model_copy(update={"function": function, "metric": "kl"})).save(target)
+    if not (target := SHARDED).exists():
+        target.parent.mkdir(exist_ok=True)
+        small_curvature("packed", seed=7).save(GOLDEN / "sharded.kfac")
+        small_curvature("packed", seed=7).save(target, max_shard_size=200)
     if not (target := GOLDEN / "merged.kfac").exists():
         plain = small_curvature("block", seed=5)
         parents = tuple(

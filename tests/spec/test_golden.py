@@ -72,6 +72,15 @@ def test_the_library_computes_the_golden_numbers(name):
         assert {"trace": float(dense.trace()), "norm": float(dense.norm())} == pytest.approx(values, rel=1e-9)
 
 
+def test_a_bundle_in_several_files_is_the_bundle_in_one(tmp_path):
+    whole, index = golden.GOLDEN / "sharded.kfac", golden.SHARDED
+    assert kp.Bundle(index).digest == kp.Bundle(whole).digest == EXPECTED["sharded.kfac"]["sha256"]
+    assert kp.verify(index).holds
+    joined = tmp_path / "joined.kfac"
+    subprocess.run([sys.executable, golden.ROOT / "spec" / "shards.py", index, joined], check=True, timeout=60)
+    assert joined.read_bytes() == whole.read_bytes()
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_golden_files_still_verify(name):
     assert kp.verify(golden.GOLDEN / name).holds

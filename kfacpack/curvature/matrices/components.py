@@ -217,6 +217,16 @@ class InMemoryTensors(MatrixTensors):
         return self._tensors[name]
 
 
+class SpecTensors(MatrixTensors):
+    """Components without values, for the size of a matrix that is not computed yet."""
+
+    def __init__(self, specs: Mapping[str, Spec]):
+        self.specs = specs
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise AssertionError(f"{name!r} has no values")
+
+
 class LazyTensors(MatrixTensors):
     """The component `data`, computed on first use and then cached."""
 

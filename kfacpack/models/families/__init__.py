@@ -17,7 +17,15 @@ from kfacpack.models.families.encoder import EncoderFamily
 from kfacpack.models.families.open_clip import OpenClipFamily
 from kfacpack.models.families.t5 import T5Family
 from kfacpack.models.families.timm import TimmFamily
-from kfacpack.models.model import Model, ModelFamily, ModelRequest, UnknownModel, WeightsSource, cached_repositories
+from kfacpack.models.model import (
+    Loading,
+    Model,
+    ModelFamily,
+    ModelRequest,
+    UnknownModel,
+    WeightsSource,
+    cached_repositories,
+)
 from kfacpack.models.prompts import PromptStyle
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -87,6 +95,7 @@ def load_model(
     device: str | torch.device = "cpu",
     seed: int = 0,
     prompts: PromptStyle | None = None,
+    loading: Loading = "memory",
 ) -> Model:
     """Loads a pretrained model by name.
 
@@ -101,6 +110,8 @@ def load_model(
         seed: Seed of a random initialisation.
         prompts: Prompt style of a language model: `"t5"` or `"flan"` for `t5:`, `"plain"` or `"chat"` for `lm:`. By
             default the one it was trained with.
+        loading: `"layers"` reads the weights of a layer when it is used, for `kp.estimate_task(..., stream=True)` on
+            `hf:` and `lm:` models that do not fit into memory. `"shapes"` reads no weights, for forecasts.
 
     Returns:
         The model, in eval mode.
@@ -122,7 +133,7 @@ def load_model(
         raise KfacpackError(f"prompt style {printable(prompts)!r} for {printable(spec)}: {expected}")
     try:
         source: WeightsSource = None if weights is None else "random" if weights == "random" else Path(weights)
-        request = ModelRequest(name, source, image_size, dtype, _check_device(device), seed, prompts)
+        request = ModelRequest(name, source, image_size, dtype, _check_device(device), seed, prompts, loading)
         return FAMILIES[prefix].load(request)
     except UnknownModel as error:
         raise UnknownModel(f"{error} {_EXPECTED}") from error

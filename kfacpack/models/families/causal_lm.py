@@ -23,12 +23,13 @@ from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
     embedding_names,
     identity_fields,
-    load_pretrained,
+    load_layerwise,
     max_length,
     text_columns,
     word_rows,
 )
 from kfacpack.models.functional import ANSWERS
+from kfacpack.models.layer_list import LayerList
 from kfacpack.models.model import CachedRepository, Model, ModelRequest
 from kfacpack.models.prompts import CONFIG_KEY, PromptStyle, answers, label_words, prompt_style, prompts
 from kfacpack.tasks.task import COMPLETION_COLUMNS, Example
@@ -51,7 +52,7 @@ class CausalLMFamily:
         """Loads a model. The prompt style is recorded in the module's config, so that checkpoints keep it."""
         name, device = request.name, request.device
         config, tokenizer = config_and_tokenizer(request, self.prefix)
-        module, missing = load_pretrained(_causal_class(config, name), config, request)
+        module, missing, layer_weights = load_layerwise(_causal_class(config, name), config, request)
         _require_dense_layers(module, name)
         default: PromptStyle = "chat" if tokenizer.chat_template else "plain"
         style = request.prompts or prompt_style(config, default, self.prompt_styles)
@@ -74,7 +75,13 @@ class CausalLMFamily:
             weight: Tensor = module.get_output_embeddings().weight.detach()
             return weight
 
-        _require_linear_output(module, output_layer(), name)
+        if layer_weights is None:
+            _require_linear_output(module, output_layer(), name)
+        else:
+            layers = LayerList(module, decoder, dict(module.named_parameters()), layer_weights)
+            layers.find_output_form({"input_ids": torch.tensor([[1, 2]], device=device), "use_cache": False})
+            with layers.skipped():
+                _require_linear_output(module, output_layer(), name)
         return Model(
             **identity_fields(request, self.name, config, module, tokenizer, missing),
             forward=forward,
@@ -88,6 +95,7 @@ class CausalLMFamily:
             frozen=(*embedding_names(module), "lm_head*", "embed_out*"),
             prepare=texts.prepare,
             output_layer=output_layer,
+            layer_weights=layer_weights,
             word_weights=lambda words: word_rows(output_layer(), tokenizer, words, f"lm:{name}"),
             label_words=lambda classes, task: label_words(classes, task, style),
             answer_tokens=texts.answer_tokens,

@@ -17,7 +17,7 @@ from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
     embedding_names,
     identity_fields,
-    load_pretrained,
+    load_layerwise,
     max_length,
     text_columns,
 )
@@ -40,7 +40,8 @@ class EncoderFamily:
         """Loads an encoder. Its pooler, which f does not use, may be missing from the weights."""
         name, device = request.name, request.device
         config, tokenizer = config_and_tokenizer(request, self.prefix)
-        module, missing = load_pretrained(_encoder_class(config, name), config, request, unused=("pooler.",))
+        encoder = _encoder_class(config, name)
+        module, missing, layer_weights = load_layerwise(encoder, config, request, unused=("pooler.",))
         limit = max_length(tokenizer, config)
 
         def forward(input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
@@ -71,6 +72,7 @@ class EncoderFamily:
             ),
             frozen=(*embedding_names(module), "pooler.*"),
             prepare=prepare,
+            layer_weights=layer_weights,
             preprocessing=f"the text, or the pair of texts, at most {limit} tokens",
         )
 

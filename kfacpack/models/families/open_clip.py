@@ -69,7 +69,7 @@ class OpenClipFamily:
         file, only the latter apply. A file does not record its activation: `ViT-B-32` with a file is the architecture
         as open_clip configures it, and `ViT-B-32/openai` with a file uses QuickGELU, as those weights need.
         """
-        spec, weights, image_size, dtype, device, seed, _ = request
+        spec, weights, image_size, dtype, device, seed, *_ = request
         require("open_clip_torch")
         with compiler_deferred():
             make_torchvision_importable()

@@ -42,7 +42,7 @@ class TimmFamily:
 
     def load(self, request: ModelRequest) -> Model:
         """Loads a model. A weights file may have a different classifier than the published weights, or none."""
-        name, weights, image_size, dtype, device, seed, _ = request
+        name, weights, image_size, dtype, device, seed, *_ = request
         require(extra="timm", feature=f"timm:{name}")
         with compiler_deferred():
             make_torchvision_importable()

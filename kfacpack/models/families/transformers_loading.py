@@ -12,9 +12,21 @@ from torch import Tensor, nn
 
 from kfacpack._compat import make_torchvision_importable, require, silence_logging
 from kfacpack.errors import KfacpackError, first_line, printable
+from kfacpack.format.container import parse_json
+from kfacpack.format.hub_client import hub_errors
 from kfacpack.models.functional import at_least_float32
+from kfacpack.models.layer_list import parameters_on_meta
 from kfacpack.models.model import ModelRequest, seeded_rng
-from kfacpack.models.weights import LOCAL_WEIGHTS, CheckpointFolder, check_safetensors, format_call, weights_error
+from kfacpack.models.weights import (
+    LOCAL_WEIGHTS,
+    CheckpointFolder,
+    PlaceholderWeights,
+    SafetensorsWeights,
+    UnloadedWeights,
+    check_safetensors,
+    format_call,
+    weights_error,
+)
 from kfacpack.tasks.task import Example
 
 MAX_TOKENS = 512
@@ -141,6 +153,60 @@ def load_pretrained(
     if missing := sorted(key for key in info["missing_keys"] if not key.startswith(unused)):
         raise KfacpackError(f"{weights or name}: does not contain the weights of this model: {missing[0]!r} is missing")
     return model.to(request.device).eval(), frozenset(info["missing_keys"])
+
+
+def load_layerwise(
+    model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
+) -> tuple[Any, frozenset[str], UnloadedWeights | None]:
+    """Loads a model as `request.loading` says: the whole model, or without the weights of its layers.
+
+    Random weights are those of the whole model, which is therefore in memory.
+
+    Args:
+        model_class: Class of transformers.
+        config: The model's config.
+        request: Name, weights, dtype, device and seed of the model.
+        unused: Prefixes of parameters that f does not use and that may be missing.
+
+    Returns:
+        The module and the names of the missing parameters, as for `load_pretrained`, and the weights of layers that
+        are not in memory; None if all are.
+
+    Raises:
+        KfacpackError: If the weights cannot be loaded, or some that f uses are missing.
+    """
+    if request.loading == "memory" or (request.loading == "layers" and request.weights == "random"):
+        return *load_pretrained(model_class, config, request, unused), None
+    name, weights = request.name, request.weights
+    with quiet_transformers(), parameters_on_meta():
+        module = model_class(config).eval()
+        module.tie_weights()
+    if request.loading == "shapes":
+        return module, frozenset(), PlaceholderWeights(module, request.dtype, request.device)
+    files = [check_safetensors(file) for file in ([Path(weights)] if weights else _weight_files(name))]
+    read = SafetensorsWeights(module, request.dtype, request.device, files, module.base_model_prefix, unused)
+    return module, frozenset(read.missing), read
+
+
+def _weight_files(name: str) -> list[Path]:
+    """Returns the safetensors files of a folder or a Hub repository, which are downloaded if necessary."""
+    folder = Path(name)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        with hub_errors(f"the weights of {name}", name, None, offline_remedy=LOCAL_WEIGHTS):
+            folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.safetensors.index.json"]))
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+    else:
+        parts = parse_json(index, index.read_bytes(), "index").get("weight_map")
+        if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+            raise KfacpackError(f"{index}: expected the key 'weight_map' with a file name for every tensor")
+        files = [folder / part for part in sorted(set(parts.values()))]
+    if not files:
+        raise KfacpackError(f"{name}: has no weights in safetensors. {LOCAL_WEIGHTS}")
+    return files
 
 
 def identity_fields(

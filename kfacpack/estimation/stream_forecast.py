@@ -1,0 +1,258 @@
+"""Forecasts the blocks, size, time, disk space and memory of an estimate that goes layer by layer.
+
+One layer of each kind is planned and measured. No weights are needed: a model that is loaded with `loading="shapes"`
+has arbitrary values. For a GPU that is not at hand, the time follows from the number of floating-point operations.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from kfacpack.errors import KfacpackError, did_you_mean
+from kfacpack.estimation.accumulator import BatchShape, BlockForecast, Forecast, saved_bytes, weight_bytes
+from kfacpack.estimation.options import ROWS_AT_ONCE
+from kfacpack.models.functional import batch_size_of, eval_mode, map_tensors, padding_mask, rows_per_example
+
+if TYPE_CHECKING:
+    from kfacpack.estimation.block_plan import BlockPlan
+    from kfacpack.estimation.stream import LayerStream
+    from kfacpack.models.functional import ModelInput
+    from kfacpack.models.layer_list import LayerCall
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Published figures of a GPU."""
+
+    memory: float
+    """Bytes."""
+    half: float
+    """Floating-point operations per second in bfloat16, dense."""
+    single: float
+    """Floating-point operations per second in float32, in which factors are accumulated."""
+
+
+GPUS = {
+    "A100-40GB": Gpu(40e9, 312e12, 19.5e12),
+    "A100-80GB": Gpu(80e9, 312e12, 19.5e12),
+    "H100-80GB": Gpu(80e9, 989e12, 67e12),
+    "L40S": Gpu(48e9, 362e12, 91.6e12),
+    "RTX-4090": Gpu(24e9, 165e12, 82.6e12),
+}
+"""GPUs by name."""
+EFFICIENCY = 0.4
+"""Assumed fraction of a GPU's published speed."""
+DISK_SPEED = 1e9
+"""Assumed bytes per second of the disk."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """Returns the figures of a GPU.
+
+    Raises:
+        KfacpackError: If the name is unknown.
+    """
+    gpu = next((gpu for key, gpu in GPUS.items() if key.lower() == name.lower()), None)
+    if gpu is None:
+        raise KfacpackError(f"unknown GPU {name!r}{did_you_mean(name, GPUS)} Expected one of {', '.join(GPUS)}")
+    return gpu
+
+
+@dataclass
+class _Segment:
+    """Cost of one segment for one batch, and its blocks."""
+
+    blocks: tuple[BlockForecast, ...]
+    weights: int
+    """Bytes of its weights."""
+    sums: int
+    """Bytes of its sums."""
+    peak: int
+    """Bytes of everything that is in memory while it is computed or written, without weights outside of layers."""
+    flops: int = 0
+    """Floating-point operations of its forward pass, for one batch."""
+    sum_flops: int = 0
+    """Floating-point operations of its sums, for one batch."""
+    seconds: float = 0.0
+    """Measured time of one batch, forward and backward."""
+
+
+def forecast_stream(
+    stream: LayerStream,
+    batch: ModelInput,
+    *,
+    examples: int,
+    batches: int,
+    gpu: Gpu | None = None,
+    keeps_segments: bool = False,
+) -> Forecast:
+    """Forecasts a streamed estimate.
+
+    Args:
+        stream: The segments of the model.
+        batch: The first batch, on the device of the model.
+        examples: Number of examples.
+        batches: Number of batches.
+        gpu: GPU to forecast the time for; by default it is measured on this machine.
+        keeps_segments: Whether the files of the segments become those of the bundle, so that none is copied.
+
+    Returns:
+        The forecast.
+    """
+    module, layers = stream.model.module, stream.layers
+    with eval_mode(module, stream.outer):
+        plans = stream.plan(batch, alike=True)
+        size = batch_size_of(batch) or 1
+        passes = stream.options.probes.passes(plans.head.width, max(rows_per_example(batch) or [1]))
+        pair = map_tensors(batch, lambda tensor: tensor[[0, 0]])
+        hidden, calls = layers.stem(pair)
+        hidden = hidden.detach()
+        kinds, of_kind = stream.representatives(), {}
+        for index in dict.fromkeys(kinds):
+            with stream.layer(index) as (layer, _):
+                segment = _measured(stream, plans.layers[index], layer, calls[index], hidden, size, passes)
+                if gpu is None:
+                    whole, all_calls = layers.stem(batch)
+                    segment.seconds = _seconds(
+                        stream, plans.layers[index], layer, all_calls[index], whole.detach(), batch, passes
+                    )
+                of_kind[index] = segment
+        ends = [_unmeasured(stream, plan) for plan in (plans.stem, plans.head)]
+    segments = [
+        replace(of_kind[kind], blocks=_renamed(of_kind[kind].blocks, layers.prefix(kind), layers.prefix(index)))
+        for index, kind in enumerate(kinds)
+    ]
+    blocks = [block for segment in (ends[0], *segments, ends[1]) for block in segment.blocks]
+    size_on_disk = sum(block.bytes for block in blocks)
+    state = hidden.nbytes * size // 2
+    calls_bytes = sum(t.nbytes for t in {id(t): t for call in calls for t in call.tensors()}.values()) * size // 2
+    kept_inputs = len(segments) + 1 - plans.first_needed
+    stored = batches * (state * (kept_inputs + 2 * passes) + calls_bytes) + (0 if keeps_segments else size_on_disk)
+    in_memory = stream.model.layer_weights is None
+    outer = weight_bytes(module) if in_memory else _outer_bytes(module, layers.is_outside)
+    head = ends[1].sums + _metric_bytes(stream, batch) + 4 * state
+    needed = segments[plans.first_needed :]
+    peak = outer + max(
+        [head, ends[0].sums + 4 * state, *(segment.peak + (0 if in_memory else segment.weights) for segment in needed)]
+    )
+    if gpu is None:
+        seconds = batches * sum(segment.seconds for segment in segments)
+    else:
+        seconds = _gpu_seconds(gpu, stream, segments, batches, passes) + _disk_seconds(
+            segments, outer, state * batches, passes, size_on_disk
+        )
+    return Forecast(
+        blocks=tuple(blocks),
+        frozen=tuple(name for name, _ in module.named_parameters() if name not in stream.selected),
+        unused=tuple(name for plan in plans.all for name in plan.unused),
+        examples=examples,
+        batches=batches,
+        bytes=size_on_disk,
+        seconds=seconds,
+        peak_memory=peak,
+        stored_bytes=stored,
+    )
+
+
+def _unmeasured(stream: LayerStream, plan: BlockPlan) -> _Segment:
+    """Returns the blocks and sums of the stem or the head, whose time is small."""
+    accumulator = stream.accumulator(plan, {})
+    return _Segment(accumulator.forecasts(stream.options.chain), 0, accumulator.nbytes, 0)
+
+
+def _measured(
+    stream: LayerStream, plan: BlockPlan, layer: nn.Module, call: LayerCall, hidden: Tensor, size: int, passes: int
+) -> _Segment:
+    """Returns the costs of a layer for a batch of `size` examples, from two examples."""
+    accumulator = stream.accumulator(plan, {})
+    with FlopCounterMode(display=False) as counter:
+        saved, _ = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
+    activations = saved * size // 2 + 4 * hidden.nbytes * size // 2
+    # While a segment is written, its largest matrix is packed; codecs unpack it and compare it with the result.
+    side, item = accumulator.largest_matrix, stream.options.settings(hidden.dtype, hidden.device).dtype.itemsize
+    copies = 4 * side**2 * item if stream.options.compress else side**2 * item // 2
+    positions = hidden.numel() // hidden.shape[-1] * size // 2
+    return _Segment(
+        accumulator.forecasts(stream.options.chain),
+        weights=sum(parameter.nbytes for parameter in layer.parameters()),
+        sums=accumulator.nbytes,
+        peak=accumulator.nbytes + max(activations, copies),
+        flops=counter.get_total_flops() * size // 2,
+        sum_flops=accumulator.sum_flops(passes) * positions,
+    )
+
+
+def _seconds(
+    stream: LayerStream,
+    plan: BlockPlan,
+    layer: nn.Module,
+    call: LayerCall,
+    hidden: Tensor,
+    batch: ModelInput,
+    passes: int,
+) -> float:
+    """Measures the time of a layer for one batch: two forward passes, and the backward passes."""
+    parameters = {name: dict(layer.named_parameters())[name.removeprefix(p)] for p, name in _own_names(stream, plan)}
+    accumulator = stream.accumulator(plan, parameters)
+    examples = batch_size_of(batch) or 1
+    shape = BatchShape(examples, examples, passes, padding_mask(batch))
+    start = time.perf_counter()
+    call.run(layer, hidden)
+    output = call.run(layer, hidden.requires_grad_())
+    accumulator.add_output(output, (torch.randn_like(output) for _ in range(passes)), shape)
+    return time.perf_counter() - start
+
+
+def _own_names(stream: LayerStream, plan: BlockPlan) -> list[tuple[str, str]]:
+    """Returns the covered parameters of a layer, each with the prefix of the layer."""
+    prefixes = [stream.layers.prefix(index) for index in range(len(stream.layers))]
+    names = dict.fromkeys(name for block in plan.blocks for name in block.parameters)
+    return [(next(prefix for prefix in prefixes if name.startswith(prefix)), name) for name in names]
+
+
+def _renamed(blocks: Sequence[BlockForecast], old: str, new: str) -> tuple[BlockForecast, ...]:
+    """Returns the blocks of a layer with the names of another layer of the same kind."""
+    return tuple(
+        replace(
+            block,
+            name=new + block.name.removeprefix(old),
+            parameters=tuple(new + name.removeprefix(old) for name in block.parameters),
+        )
+        for block in blocks
+    )
+
+
+def _outer_bytes(module: nn.Module, is_outside: Any) -> int:
+    """Returns the bytes of all parameters outside of the layers, and of all buffers."""
+    parameters = {id(p): p.nbytes for name, p in module.named_parameters() if is_outside(name)}
+    return sum(parameters.values()) + sum(buffer.nbytes for buffer in module.buffers())
+
+
+def _metric_bytes(stream: LayerStream, batch: ModelInput) -> int:
+    """Returns the bytes of the distributions over the vocabulary that the metric `kl` needs."""
+    if stream.options.metric != "kl" or stream.model.output_layer is None:
+        return 0
+    rows = sum(rows_per_example(batch) or [batch_size_of(batch) or 1])
+    return min(rows, ROWS_AT_ONCE) * len(stream.model.output_layer()) * 16
+
+
+def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], batches: int, passes: int) -> float:
+    """Returns the computing time on a GPU: two forward passes, the backward passes to the inputs, and the sums."""
+    dtype = next(iter(stream.selected.values())).dtype
+    speed = EFFICIENCY * (gpu.half if dtype.itemsize == 2 else gpu.single)
+    model = sum(segment.flops for segment in segments) * (2 + passes) / speed
+    sums = sum(segment.sum_flops for segment in segments) / (EFFICIENCY * gpu.single)
+    return batches * (model + sums)
+
+
+def _disk_seconds(segments: Sequence[_Segment], outer: int, states: int, passes: int, bundle: int) -> float:
+    """Returns the time to read the weights three times and the states, and to write states and bundle twice."""
+    weights = outer + 3 * sum(segment.weights for segment in segments)
+    return (weights + len(segments) * states * (3 + 2 * passes) + 2 * bundle) / DISK_SPEED

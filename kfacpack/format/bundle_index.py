@@ -1,0 +1,280 @@
+"""Bundles in several files: an index, `NAME.kfac.index.json`, and shards, which are bundles of some of the blocks.
+
+The index contains the header that the bundle would have as one file, so both have the same manifest and digest, and a
+list of the shards with their digests. It is written after all shards and then renamed to its name, and the names of
+shards contain their digests, so a new bundle never overwrites the shards of an old one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kfacpack.errors import BundleError, HubError
+from kfacpack.format.container import (
+    MAX_HEADER_BYTES,
+    SEAL_KEY,
+    Container,
+    TensorSpec,
+    download_again,
+    header_entries,
+    parse_json,
+    tensor_specs,
+)
+from kfacpack.format.hub_client import commit_of_copy, local_copy
+from kfacpack.format.reference import FileLocation, Reference, locate
+from kfacpack.format.writer import write_atomically
+
+INDEX_SUFFIX = ".kfac.index.json"
+SHARD_SUFFIX = ".kfac.shard"
+INDEX_VERSION = "1.3"
+MAX_INDEX_BYTES = 4 * MAX_HEADER_BYTES
+"""Maximum size of an index; quotes in the header are escaped twice."""
+
+
+class ShardEntry(NamedTuple):
+    """A shard in an index."""
+
+    file: str
+    """File name; shards are in the folder of the index."""
+    nbytes: int
+    """Size in bytes."""
+    sha256: str
+    """Digest of the shard."""
+
+
+def is_index(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is that of an index, by its name."""
+    return os.fspath(path).endswith(INDEX_SUFFIX)
+
+
+def open_container(path: str | os.PathLike[str]) -> Container:
+    """Opens a safetensors file, or a bundle in several files by its index.
+
+    Args:
+        path: A path or an `hf://` reference.
+
+    Raises:
+        BundleError: If a file cannot be read or is invalid.
+        HubError: If a reference cannot be fetched.
+    """
+    location = locate(path)
+    if is_index(location):
+        return ShardedContainer(location)
+    if isinstance(location, Path) and not location.exists() and (index := index_path(location)).is_file():
+        raise BundleError(path, "no such file", None, f"The bundle has several files: use {index}")
+    return Container(location)
+
+
+def index_path(path: Path) -> Path:
+    """Returns the path of the index of a bundle, given the path that it would have as one file."""
+    return path.with_name(path.name.removesuffix(".kfac") + INDEX_SUFFIX)
+
+
+class ShardedContainer(Container):
+    """The files of one bundle, opened as one. If only the header is read, the shards are not opened.
+
+    Args:
+        path: The index.
+
+    Raises:
+        BundleError: If the index is invalid, or a shard is missing or belongs to another bundle.
+        HubError: If a file on the Hub cannot be fetched.
+    """
+
+    def __init__(self, path: FileLocation):
+        self.path = path
+        local = local_copy(replace(path, header_only=False)) if isinstance(path, Reference) else path
+        self.commit = commit_of_copy(path, local) if isinstance(path, Reference) else None
+        index = read_index(path, local)
+        text = index["header"].encode("utf-8", "replace")
+        self.header = len(text).to_bytes(8, "little") + text
+        self._entries, self.metadata = header_entries(path, self.header)
+        self.shards = shards_of(path, index)
+        self.nbytes = sum(shard.nbytes for shard in self.shards)
+        self._containers: dict[str, Container] = {}
+        self._header_only = isinstance(path, Reference) and path.header_only
+        if not self._header_only:
+            for shard in self.shards:
+                container = self._open(shard)
+                self._containers.update(dict.fromkeys(container.tensors, container))
+
+    def _open(self, shard: ShardEntry) -> Container:
+        try:
+            container = Container(self.location(shard))
+        except (BundleError, HubError) as error:
+            problem = f"its shard {shard.file} cannot be opened: {error.problem}"
+            raise BundleError(
+                self.path, problem, None, f"Put all {len(self.shards)} shards beside the index"
+            ) from error
+        if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
+            digest = (container.metadata.get(SEAL_KEY) or "no digest")[:16]
+            found = f"{container.nbytes} bytes and {digest}, expected {shard.nbytes} bytes and {shard.sha256[:16]}"
+            problem = f"its shard {shard.file} belongs to another bundle or is damaged: it has {found}"
+            raise BundleError(self.path, problem, None, download_again(self.path))
+        return container
+
+    def location(self, shard: ShardEntry) -> FileLocation:
+        """Returns the location of a shard."""
+        return _beside(self.path, shard.file, self.commit)
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorSpec]:
+        """All tensors by name; each has its position in its shard."""
+        end = max((entry["data_offsets"][1] for entry in self._entries.values() if _has_offsets(entry)), default=0)
+        specs = tensor_specs(self.path, self._entries, len(self.header), len(self.header) + end)
+        if self._header_only:
+            return specs
+        if unlisted := self._containers.keys() - specs.keys():
+            raise BundleError(self.path, f"a shard has the tensor {min(unlisted)!r}, which the header does not list")
+        stored = {}
+        for name, spec in specs.items():
+            if name not in self._containers:
+                raise BundleError(self.path, "is in none of the shards", f"tensor {name!r}", download_again(self.path))
+            stored[name] = self._containers[name].tensors[name]
+            if (stored[name].dtype, stored[name].shape) != (spec.dtype, spec.shape):
+                found = f"is {stored[name].dtype} of shape {list(stored[name].shape)} in its shard"
+                raise BundleError(
+                    self.path, f"{found}, expected {spec.dtype} of {list(spec.shape)}", f"tensor {name!r}"
+                )
+        return stored
+
+    def bytes_of(self, name: str) -> memoryview:
+        """Maps a tensor's bytes into memory; see `Container.bytes_of`."""
+        return self._containers[name].bytes_of(name)
+
+    def read(self, name: str, start: int, stop: int) -> bytearray:
+        """Returns a copy of a part of a tensor's bytes; see `Container.read`."""
+        return self._containers[name].read(name, start, stop)
+
+    def file_digest(self) -> str:
+        """Returns the digest of the bundle, which covers all of its files."""
+        return self.metadata[SEAL_KEY]
+
+
+def files_of(path: str | os.PathLike[str]) -> list[FileLocation]:
+    """Returns the locations of all files of a bundle or task vector, its index last.
+
+    Args:
+        path: A path or an `hf://` reference.
+
+    Raises:
+        BundleError: If an index is invalid.
+        HubError: If an index cannot be fetched.
+    """
+    location = locate(path)
+    if not is_index(location):
+        return [location]
+    local = local_copy(replace(location, header_only=False)) if isinstance(location, Reference) else location
+    commit = commit_of_copy(location, local) if isinstance(location, Reference) else None
+    shards = shards_of(location, read_index(location, local))
+    return [*(_beside(location, shard.file, commit) for shard in shards), location]
+
+
+def _beside(index: FileLocation, file: str, commit: str | None) -> FileLocation:
+    """Returns the location of a file in the folder of an index, at the same commit."""
+    if not isinstance(index, Reference):
+        return index.with_name(file)
+    folder = index.file.rpartition("/")[0]
+    name = f"{folder}/{file}" if folder else file
+    return replace(index, file=name, revision=commit or index.revision, header_only=False)
+
+
+def _has_offsets(entry: Any) -> bool:
+    offsets = entry.get("data_offsets") if isinstance(entry, dict) else None
+    return isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int
+
+
+def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
+    """Reads an index and checks its version and header.
+
+    Args:
+        path: Location of the index, for error messages.
+        local: The local file.
+
+    Raises:
+        BundleError: If the file cannot be read or is not a valid index.
+    """
+    try:
+        with local.open("rb") as stream:
+            text = stream.read(MAX_INDEX_BYTES + 1)
+    except OSError as error:
+        raise BundleError(path, error.strerror or str(error)) from error
+    if len(text) > MAX_INDEX_BYTES:
+        raise BundleError(path, f"is larger than {MAX_INDEX_BYTES} bytes, the maximum size of an index")
+    index = parse_json(path, text, "index")
+    version = index.get("version")
+    if not isinstance(version, str) or version.partition(".")[0] != INDEX_VERSION.partition(".")[0]:
+        problem = f"unsupported version {str(version)[:80]!r} of an index, expected 1.x"
+        raise BundleError(path, problem, "index: version", "Upgrade kfacpack to read it")
+    if not isinstance(index.get("header"), str) or not index["header"].startswith("{"):
+        raise BundleError(path, "expected the header of a bundle as a string", "index: header", download_again(path))
+    return index
+
+
+def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ...]:
+    """Returns the shards of an index.
+
+    Raises:
+        BundleError: If an entry is invalid, or a name is not that of a file beside the index.
+    """
+    entries = index.get("shards")
+    if not isinstance(entries, list) or not entries:
+        raise BundleError(path, "expected a list of at least one shard", "index: shards", download_again(path))
+    shards = []
+    for entry in entries:
+        file, nbytes, digest = (
+            entry.get(key) if isinstance(entry, dict) else None for key in ("file", "bytes", "sha256")
+        )
+        plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\") and file.strip(".")
+        if not plain or type(nbytes) is not int or not isinstance(digest, str) or len(digest) != 64:
+            problem = f"expected 'file', a name without folders, 'bytes' and 'sha256', got {str(entry)[:80]}"
+            raise BundleError(path, problem, "index: shards", download_again(path))
+        shards.append(ShardEntry(str(file), nbytes, digest))
+    return tuple(shards)
+
+
+def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> None:
+    """Gives bundles the names of shards, writes the index atomically, and removes the shards of an old index.
+
+    Args:
+        path: The index to write.
+        header: Length prefix and sealed header of the bundle as one file.
+        parts: Files and digests of the shards, in the order of the index. The files are linked or copied.
+
+    Raises:
+        BundleError: If a file cannot be written.
+    """
+    old: set[str] = set()
+    with suppress(BundleError):
+        old = {shard.file for shard in shards_of(path, read_index(path, path))}
+    stem, shards = path.name.removesuffix(INDEX_SUFFIX), []
+    try:
+        for number, (part, digest) in enumerate(parts, start=1):
+            name = f"{stem}-{number:05d}-of-{len(parts):05d}-{digest[:8]}{SHARD_SUFFIX}"
+            nbytes = part.stat().st_size
+            _link_or_copy(part, path.with_name(name))
+            shards.append({"file": name, "bytes": nbytes, "sha256": digest})
+    except OSError as error:
+        raise BundleError(path, f"a shard could not be written: {error.strerror or error}") from error
+    index = {"version": INDEX_VERSION, "header": header[8:].decode(), "shards": shards}
+    write_atomically(path, json.dumps(index, indent=1).encode())
+    for name in old - {shard["file"] for shard in shards}:
+        path.with_name(name).unlink(missing_ok=True)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Links a file, or copies it to another file system. A target that exists has the same digest in its name."""
+    temporary = target.with_name(f".{target.name}.partial")
+    temporary.unlink(missing_ok=True)
+    try:
+        os.link(source, temporary)
+    except OSError:  # another file system, or one without hard links
+        shutil.copyfile(source, temporary)
+    temporary.replace(target)

@@ -1,0 +1,318 @@
+"""The main list of layers of a model, and ways to run a model without some of its layers.
+
+A model is divided into its stem (everything before the first layer), its layers, and its head (everything after the
+last layer). Stock modules are used as they are: a layer is skipped by replacing its `forward` for the duration of a
+call. Weights outside of the layers stay in memory; those of a layer may be loaded when it is used (`LayerWeights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kfacpack.errors import KfacpackError
+from kfacpack.models.functional import Forward, ModelInput, call_model, tensors_of
+
+ORDINARY = "Estimate it without --stream (stream=False)"
+"""Remedy for a model that cannot be estimated layer by layer."""
+
+HIDDEN = "hidden_states"
+"""Name of a layer's input in transformers, if it is a keyword argument."""
+
+
+class LayerWeights(Protocol):
+    """Weights of a module that are not in memory until they are used."""
+
+    layers: str
+    """Name of the main list of layers; weights outside of it are in memory."""
+
+    def load(self, prefix: str) -> None:
+        """Gives values to the parameters of a layer.
+
+        Args:
+            prefix: Beginning of the names of the parameters.
+
+        Raises:
+            KfacpackError: If the weights cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The arguments of a layer, without its hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def output(self, layer: nn.Module, hidden: Tensor) -> Any:
+        """Runs a layer and returns its output as it is."""
+        if HIDDEN in self.kwargs:
+            return layer(*self.args, **{**self.kwargs, HIDDEN: hidden})
+        return layer(hidden, *self.args, **self.kwargs)
+
+    def run(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Runs a layer and returns its hidden states."""
+        output = self.output(layer, hidden)
+        result: Tensor = output if isinstance(output, Tensor) else output[0]
+        return result
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors in the arguments."""
+        return tensors_of((self.args, dict(self.kwargs)))
+
+
+class _FirstLayerReached(Exception):  # noqa: N818 - not an error: it ends a forward pass early
+    """Raised by the first layer to end a forward pass."""
+
+
+class LayerList:
+    """The main list of layers of a model.
+
+    Args:
+        module: The model.
+        forward: Function from a batch to f.
+        parameters: The parameters of the estimate, by name. The list with most of them is the main one.
+        weights: Source of weights that are not in memory, if there are any.
+
+    Raises:
+        KfacpackError: If the model has no list of layers, or parameters are shared between layers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        parameters: Mapping[str, Tensor],
+        weights: LayerWeights | None = None,
+    ):
+        self._module, self._forward, self._weights = module, forward, weights
+        self.name = weights.layers if weights else main_list(module, parameters)
+        """Name of the list in the module."""
+        self.layers: list[nn.Module] = list(module.get_submodule(self.name).children())
+        self._require_own_parameters()
+        self._wrap: Callable[[Tensor], Any] = lambda hidden: hidden
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def prefix(self, index: int) -> str:
+        """Returns the beginning of the names of a layer's parameters."""
+        child = list(dict(self._module.get_submodule(self.name).named_children()))[index]
+        return f"{self.name}.{child}."
+
+    def is_outside(self, name: str) -> bool:
+        """Returns whether a parameter belongs to no layer."""
+        return not name.startswith(f"{self.name}.")
+
+    @contextmanager
+    def loaded(self, index: int) -> Iterator[nn.Module]:
+        """Context manager in which the weights of a layer are in memory.
+
+        Args:
+            index: Index of the layer.
+
+        Yields:
+            The layer.
+        """
+        layer = self.layers[index]
+        if self._weights is None:
+            yield layer
+            return
+        self._weights.load(self.prefix(index))
+        try:
+            yield layer
+        finally:
+            to_meta(layer)
+
+    def check(self, batch: ModelInput) -> None:
+        """Checks on one batch that the model is its stem, its layers one after another, and its head.
+
+        Args:
+            batch: A small batch on the device of the model.
+
+        Raises:
+            KfacpackError: If the layers return more than hidden states, are not called one after another, receive
+                arguments that depend on parameters, or if f depends on the output of a layer other than the last.
+        """
+        self.find_output_form(batch)
+        hidden, calls = self.stem(batch)
+        if any(tensor.requires_grad for call in calls for tensor in call.tensors()):
+            self._refuse("its layers receive tensors that depend on parameters, such as a learned position bias")
+        marks: list[Tensor] = [torch.empty_like(hidden).copy_(hidden.detach()).requires_grad_() for _ in self.layers]
+        f = self._call_with(lambda index, _: self._wrap(marks[index]), batch)
+        gradients = torch.autograd.grad(f.sum(), marks, allow_unused=True)
+        if any(gradient is not None for gradient in gradients[:-1]):
+            self._refuse("f depends on the output of a layer other than the last")
+
+    def find_output_form(self, batch: ModelInput) -> None:
+        """Runs the first layer on a small batch, to determine the form of a layer's output.
+
+        Raises:
+            KfacpackError: If the layers return more than hidden states.
+        """
+        hidden, calls = self._record(batch, first_only=True)
+        with self.loaded(0) as layer, torch.no_grad():
+            self._wrap = self._wrapper(calls[0].output(layer, hidden), hidden)
+
+    @contextmanager
+    def skipped(self) -> Iterator[None]:
+        """Context manager in which every layer returns its input."""
+        with self._replaced(lambda index, args, kwargs: self._wrap(kwargs.get(HIDDEN, args[0] if args else None))):
+            yield
+
+    def stem(self, batch: ModelInput) -> tuple[Tensor, list[LayerCall]]:
+        """Runs the stem.
+
+        Args:
+            batch: The batch, on the device of the model.
+
+        Returns:
+            The inputs of the first layer, with their graph, and the other arguments of every layer.
+
+        Raises:
+            KfacpackError: If the layers are not called one after another.
+        """
+        hidden, calls = self._record(batch)
+        if len(calls) != len(self.layers):
+            self._refuse(f"f uses {len(calls)} of its {len(self.layers)} layers")
+        return hidden, calls
+
+    def _record(self, batch: ModelInput, *, first_only: bool = False) -> tuple[Tensor, list[LayerCall]]:
+        """Returns the inputs of the first layer, and the other arguments of every layer, or of the first only."""
+        received: list[Tensor] = []
+        calls: list[LayerCall] = []
+        passed: list[Tensor] = []
+
+        def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = kwargs.get(HIDDEN, args[0] if args else None)
+            if not isinstance(hidden, Tensor) or index != len(calls) or (passed and hidden is not passed[-1]):
+                self._refuse("its layers are not called one after another, each once, on the output of the one before")
+            assert isinstance(hidden, Tensor)
+            received.append(hidden)
+            calls.append(LayerCall(args if HIDDEN in kwargs else args[1:], kwargs))
+            if first_only:
+                raise _FirstLayerReached
+            # A new tensor for each layer, so that other uses of hidden states are noticed, without a graph.
+            passed.append(hidden.detach().view_as(hidden))
+            return self._wrap(passed[-1])
+
+        with self._replaced(record), suppress(_FirstLayerReached):
+            call_model(self._forward, batch, finite=False)
+        if not calls:
+            self._refuse("f does not use its layers")
+        return received[0], calls
+
+    def head(self, batch: ModelInput, hidden: Tensor) -> Tensor:
+        """Returns f, given the output of the last layer.
+
+        Args:
+            batch: The batch, on the device of the model.
+            hidden: Output of the last layer.
+        """
+        last = len(self.layers) - 1
+        return self._call_with(
+            lambda index, received: self._wrap(hidden if index == last else received.detach()), batch
+        )
+
+    def _call_with(self, output: Callable[[int, Tensor], Any], batch: ModelInput) -> Tensor:
+        """Runs the model with layers that return `output` of their index and input."""
+
+        def replace(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return output(index, kwargs.get(HIDDEN, args[0] if args else None))
+
+        with self._replaced(replace):
+            return call_model(self._forward, batch, finite=False)
+
+    @contextmanager
+    def _replaced(self, function: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+        """Replaces the `forward` of every layer by `function` of its index and arguments."""
+
+        def stub(index: int) -> Callable[..., Any]:
+            return lambda *args, **kwargs: function(index, args, kwargs)
+
+        try:
+            for index, layer in enumerate(self.layers):
+                layer.__dict__["forward"] = stub(index)
+            yield
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+
+    def _wrapper(self, output: Any, hidden: Tensor) -> Callable[[Tensor], Any]:
+        """Returns the function that turns hidden states into the output of a layer."""
+        if isinstance(output, Tensor) and output.shape == hidden.shape:
+            return lambda hidden: hidden
+        if isinstance(output, tuple) and output and isinstance(output[0], Tensor) and not tensors_of(output[1:]):
+            rest = output[1:]
+            return lambda hidden: (hidden, *rest)
+        self._refuse("its layers return more than hidden states")
+        raise AssertionError
+
+    def _require_own_parameters(self) -> None:
+        """Checks that every parameter of a layer belongs to that layer alone."""
+        owners: dict[int, tuple[str, str]] = {}
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            own = next((p for p in map(self.prefix, range(len(self))) if name.startswith(p)), "")
+            first, owner = owners.setdefault(id(parameter), (name, own))
+            if owner != own:
+                self._refuse(f"{first!r} and {name!r} are the same parameter, used by several layers")
+
+    def _refuse(self, reason: str) -> None:
+        name = type(self._module).__name__
+        raise KfacpackError(f"{name} cannot be estimated layer by layer: {reason}. {ORDINARY}")
+
+
+def main_list(module: nn.Module, parameters: Mapping[str, Tensor]) -> str:
+    """Returns the name of the list of equal layers with most elements of the parameters.
+
+    Args:
+        module: The model.
+        parameters: Parameters by name.
+
+    Raises:
+        KfacpackError: If no such list has parameters.
+    """
+    best, most = "", 0
+    for name, child in module.named_modules():
+        layers = list(child.children())
+        if not isinstance(child, nn.ModuleList | nn.Sequential) or len(layers) < 2 or not name:
+            continue
+        if len({type(layer) for layer in layers}) > 1:
+            continue
+        size = sum(parameter.numel() for key, parameter in parameters.items() if key.startswith(f"{name}."))
+        if size > most:
+            best, most = name, size
+    if not best:
+        problem = f"{type(module).__name__} cannot be estimated layer by layer: it has no list of equal layers"
+        raise KfacpackError(f"{problem} with chosen parameters. {ORDINARY}")
+    return best
+
+
+def to_meta(module: nn.Module) -> None:
+    """Releases the parameters of a module: replaces them by parameters on the meta device."""
+    for child in module.modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            child._parameters[name] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Builds modules whose parameters are on the meta device, so that they take no memory. Buffers have values."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
