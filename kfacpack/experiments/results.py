@@ -222,7 +222,7 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
         "added_perplexity": [
             task["perplexity"]
             for seed in seeds
-            for task in seed["added"][method]["tasks"].values()
+            for task in seed["added"][method].get("tasks", {}).values()
             if "perplexity" in task
         ],
     }
