@@ -130,6 +130,9 @@ ROWS_AT_ONCE = 256
 def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterator[Tensor]:
     """Yields Wᵀ (e_y - p) for every sample y ~ p = softmax(W f).
 
+    The distribution functions are summed in float64 on the CPU, in the order of the vocabulary: not every device has
+    float64, and the samples then do not depend on how a device orders its sums.
+
     Args:
         f: Rows, (P, C).
         output_layer: W, (vocabulary, C).
@@ -139,17 +142,17 @@ def _sampled_probes(f: Tensor, output_layer: Tensor, uniform: Tensor) -> Iterato
     parts = []
     for rows, numbers in zip(f.split(ROWS_AT_ONCE), uniform.split(ROWS_AT_ONCE), strict=True):
         p = (rows.to(W) @ W.T).softmax(1, dtype=torch.promote_types(W.dtype, torch.float32))
-        cumulative = p.double().cumsum(1)
-        y = torch.searchsorted(cumulative, numbers.to(p.device) * cumulative[:, -1:]).clamp(max=len(W) - 1)
-        parts.append(W[y] - (p.to(W) @ W)[:, None])
+        cumulative = p.cpu().double().cumsum(1)
+        y = torch.searchsorted(cumulative, numbers * cumulative[:, -1:]).clamp(max=len(W) - 1)
+        parts.append(W[y.to(W.device)] - (p.to(W) @ W)[:, None])
     yield from torch.cat(parts).unbind(1)
 
 
 def _metric_roots(f: Tensor, output_layer: Tensor) -> Tensor:
-    """Returns R, (P, C, C), with R Rᵀ = Wᵀ (diag p - p pᵀ) W for every row of f."""
-    W = output_layer.detach().double()
+    """Returns R, (P, C, C), with R Rᵀ = Wᵀ (diag p - p pᵀ) W for every row of f; computed in float64 on the CPU."""
+    W = output_layer.detach().cpu().double()
     roots = []
-    for row in f.double():
+    for row in f.detach().cpu().double():
         p = (W @ row).softmax(0)
         centred = W - p @ W
         values, vectors = torch.linalg.eigh(centred.T @ (p[:, None] * centred))

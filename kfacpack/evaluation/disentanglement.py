@@ -35,10 +35,9 @@ from kfacpack.evaluation.edited_model import (
     require_compatible_vectors,
 )
 from kfacpack.format.units import OnProgress
-from kfacpack.models.heads import require_matching_classes
+from kfacpack.models.heads import Head, require_classes, require_matching_classes
 
 if TYPE_CHECKING:
-    from kfacpack.models.heads import Head
     from kfacpack.models.model import Model
     from kfacpack.vectors.task_vector import TaskVector
 
@@ -59,7 +58,8 @@ def disentanglement(
 ) -> dict[str, Any]:
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
-    In the linear regime each example is processed once for any grid; in other regimes once per pair of coefficients.
+    In the linear regime each example is processed once for any grid; in other regimes, and for answers of several
+    tokens, once per pair of coefficients.
 
     Args:
         model: The base model.
@@ -91,7 +91,9 @@ def disentanglement(
         for evaluation_set, vector in zip(evaluation_sets, vectors, strict=True)
     )
     grid = _ErrorGrid(model, tasks, vectors, alphas, batch_size, on_progress)
-    errors = grid.linear_errors() if vectors[0].is_linear else grid.nonlinear_errors()
+    # Likelihoods of answers with several tokens are not linear in f, and so not in the coefficients.
+    affine = all(type(head) is Head for _, head in tasks)
+    errors = grid.linear_errors() if vectors[0].is_linear and affine else grid.nonlinear_errors()
     sizes = [len(evaluation_set.numbers) for evaluation_set in evaluation_sets]
     first, second = (counts.cpu().double() / size for counts, size in zip(errors, sizes, strict=True))
     return {
@@ -166,6 +168,7 @@ def _head(model: Model, evaluation_set: EvaluationSet, vector: TaskVector, heads
         own = printable(", ".join(vector.tasks))
         raise KfacpackError(f"expected examples of {own}, the task of the vector, got {printable(task.name)}")
     head = heads.get(task.name) or head_of(model, task, vector)
+    require_classes(task)
     require_matching_classes(head, task)
     return head
 

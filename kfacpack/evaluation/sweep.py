@@ -24,6 +24,7 @@ from kfacpack.evaluation.accuracy import (
     scoring_inputs,
 )
 from kfacpack.format.units import OnProgress
+from kfacpack.models.heads import require_classes
 
 if TYPE_CHECKING:
     from kfacpack.models.heads import Head
@@ -435,7 +436,8 @@ def negate(
         margin over chance, or None if there was no margin.
 
     Raises:
-        KfacpackError: If an α is negative, `keep` is out of range, or the control is one of the targets.
+        KfacpackError: If an α is negative, `keep` is out of range, the control is one of the targets, or a task has no
+            classes.
     """
     check_alphas(vector, alphas)
     if negative := [alpha for alpha in alphas if alpha < 0]:
@@ -445,6 +447,8 @@ def negate(
         raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")
     if control.name in [target.name for target in targets]:
         raise KfacpackError(f"{control.name!r} is a task to forget and cannot be the control; choose another task")
+    for task in (*targets, control):
+        require_classes(task.test.task)  # of prompts with completions, accuracies have no chance level
     candidates = [0.0, *sorted({float(alpha) for alpha in alphas} - {0.0})]
     task_scores = SelectionScores(model, [*targets, control], -vector, candidates, 2, batch_size, on_progress)
     *target_scores, control_scores = task_scores.validation()

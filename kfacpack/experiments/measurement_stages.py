@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kfacpack.curvature.curvature import load
+from kfacpack.errors import KfacpackError
 from kfacpack.evaluation.accuracy import Score, score, scores
 from kfacpack.evaluation.bundle_quality import drift, spectra
 from kfacpack.evaluation.disentanglement import disentanglement, localisation
@@ -18,6 +19,7 @@ from kfacpack.vectors.task_vector import TaskVector
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet
     from kfacpack.experiments.artifact_stages import AddStage, EstimateStage, TaskVectorStage
+    from kfacpack.experiments.plan import EvaluationSection
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +42,12 @@ class BaseAccuracyStage(MeasurementStage):
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns the accuracy and the number of examples."""
+        """Returns the accuracy and the number of examples; for completions, also the perplexity."""
         context = self.context
         examples = context.evaluation_set(self.task)
         size = context.plan.evaluation.batch_size
         result = score(context.model, context.head(self.task), examples, batch_size=size, on_progress=monitor.report)
-        return {"accuracy": result.accuracy, "examples": result.examples}
+        return {"accuracy": result.accuracy, "examples": result.examples, **perplexity_entry(result)}
 
     def cost(self) -> float:
         """Returns the number of test examples."""
@@ -86,7 +88,7 @@ class SweepStage(MeasurementStage):
         }
 
     def measure(self, monitor: StageProgress) -> dict[str, Any]:
-        """Returns the number of correct predictions at every α."""
+        """Returns the number of correct predictions at every α; for completions, also their log-likelihood."""
         context, tau = self.context, TaskVector.load(self.vector.path)
         results = scores(
             context.model,
@@ -97,10 +99,12 @@ class SweepStage(MeasurementStage):
             batch_size=context.plan.evaluation.batch_size,
             on_progress=monitor.report,
         )
+        likelihoods = [result.log_likelihood for result in results]
         return {
             "alphas": list(self.alphas),
             "correct": [result.correct for result in results],
             "examples": results[0].examples,
+            **({"tokens": results[0].tokens, "log_likelihood": likelihoods} if results[0].tokens else {}),
         }
 
     def cost(self) -> float:
@@ -111,7 +115,12 @@ class SweepStage(MeasurementStage):
     def scores(self) -> list[Score]:
         """Reads the scores, one for every α."""
         values = self.read()
-        return [Score(correct, values["examples"]) for correct in values["correct"]]
+        correct, tokens = values["correct"], values.get("tokens")
+        likelihoods = values.get("log_likelihood", [None] * len(correct))
+        return [
+            Score(count, values["examples"], tokens, likelihood)
+            for count, likelihood in zip(correct, likelihoods, strict=True)
+        ]
 
     def at(self, alpha: float) -> Score:
         """Reads the score at one α."""
@@ -178,6 +187,23 @@ class NegationStage(MeasurementStage):
         """Returns the cost of both tasks on both splits."""
         tasks = (self.vector.task, self.control)
         return 3.0 * sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
+
+
+def require_no_class_measurement(evaluation: EvaluationSection) -> None:
+    """Checks that a plan of tasks with completions, which have no classes, measures nothing that compares classes.
+
+    Raises:
+        KfacpackError: If it measures negation or disentanglement.
+    """
+    for key in ("negation", "disentanglement"):
+        if getattr(evaluation, key) is not None:
+            problem = f"prompts with completions have no classes, which evaluation.{key} compares"
+            raise KfacpackError(f"{problem}; remove {key}, or leave out the task")
+
+
+def perplexity_entry(result: Score) -> dict[str, float]:
+    """Returns the perplexity as an entry of the results; nothing for a task with classes."""
+    return {} if result.perplexity is None else {"perplexity": result.perplexity}
 
 
 def evaluation_settings(stage: Stage, tasks: Sequence[str], splits: Sequence[str]) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def headline(results: Results) -> list[Cell]:
     plain = next((row for row in rows if row.arm in penalties and penalties[row.arm] is None), None)
     conclusion = _conclusion(best, plain) if plain and plain != best else ""
     sentences = [
+        *_perplexity_sentences(best, plain),
         text(f"{conclusion}With the vectors of all"), Cell(kind="count", value=len(results.tasks)),
         text(f"tasks added to {results.model.name}, the mean test accuracy is"), _share(best.added),
         text("; with each task's own vector alone, it is"), _share(best.individual), text("."),
@@ -57,6 +58,19 @@ def headline(results: Results) -> list[Cell]:
         return [*sentences, text(".")]
     recovery = f": “{best.arm}”, which needs no data of other tasks, recovers"
     return [*sentences, text(recovery), _share(best.recovered), text("of that loss.")]
+
+
+def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
+    """Returns the perplexities of an arm, and of one without a penalty; nothing if no task has completions."""
+    sentences = []
+    for row in (best, *([plain] if plain and plain != best else [])):
+        if row.added_perplexity is not None:
+            sentences += [
+                text(f"“{row.arm}”: the perplexity of the completions is"),
+                Cell(kind="number", value=row.added_perplexity), text("with all vectors added and"),
+                Cell(kind="number", value=row.individual_perplexity), text("with the own vectors."),
+            ]  # fmt: skip
+    return sentences
 
 
 def _method_headline(results: Results) -> list[Cell]:
@@ -99,7 +113,8 @@ def summary(results: Results) -> Section:
         how_to_read="“Own vector” is the accuracy on each task with only its own vector; “all added” is the accuracy "
         "of one model with all vectors. “Normalised” is the mean over tasks of the ratio of the two. “Recovered” is "
         "the fraction by which this arm reduces the accuracy loss from adding, compared with the arm without a "
-        "penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted.",
+        "penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector is subtracted."
+        + _completions_note(results),
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )
@@ -119,11 +134,12 @@ def _summary_table(results: Results) -> ReportTable:
             Cell(kind="number", value=row.best_alpha),
             *map(_share, (row.best, row.removed, row.control_kept)),
             Cell(kind="score", value=row.auroc),
+            *(Cell(kind="number", value=value) for value in (row.individual_perplexity, row.added_perplexity)),
         ]
 
     columns = [
         "arm", "method", "own vector", "all added", "normalised", "recovered", "best\u00a0α", "at best\u00a0α",
-        "removed", "control kept", "AUROC",
+        "removed", "control kept", "AUROC", "perplexity, own vector", "perplexity, all added",
     ]  # fmt: skip
     rows = [cells(row) for row in results.summary]
     kept = [k for k in range(len(columns)) if any(row[k].value is not None for row in rows)]
@@ -195,7 +211,31 @@ def by_task(results: Results) -> Section:
         title="Results by task",
         how_to_read="The columns to the right show the combined vectors: the closer they are to “own vector”, the "
         "less the tasks interfere with each other.",
-        tables=[_task_table(results, arm) for arm in results.arms],
+        tables=[
+            *(_task_table(results, arm) for arm in results.arms),
+            *(_perplexity_table(results, arm) for arm in results.arms if arm.seeds[0].individual_perplexity),
+        ],
+    )
+
+
+def _perplexity_table(results: Results, arm: ArmResult) -> ReportTable:
+    methods = list(arm.seeds[0].added)
+    rows = [
+        [
+            text(task),
+            Cell(kind="number", value=results.base.tasks[task].perplexity),
+            over_seeds("number", (seed.individual_perplexity[task] for seed in arm.seeds)),
+            *(
+                over_seeds("number", (seed.added[method].tasks[task].perplexity for seed in arm.seeds))
+                for method in methods
+            ),
+        ]
+        for task in arm.seeds[0].individual_perplexity
+    ]
+    return ReportTable(
+        caption=f"{arm.name}: perplexity per token of the test completions{_seeds(results)}",
+        columns=["task", "base model", "own vector", *methods],
+        rows=rows,
     )
 
 
@@ -337,6 +377,15 @@ def negation(results: Results) -> Section | None:
         "removes most of the task while the control task keeps its accuracy. “After” should be close to “chance”, and "
         "the accuracy of the control task should hardly change.",
         tables=tables,
+    )
+
+
+def _completions_note(results: Results) -> str:
+    if not any(row.added_perplexity for row in results.summary):
+        return ""
+    return (
+        " For tasks with completions, accuracy is the fraction of tokens that are predicted correctly; “perplexity” is "
+        "per token, its mean over tasks is geometric, and lower is better."
     )
 
 

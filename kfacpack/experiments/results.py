@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean, geometric_mean, stdev
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from typing_extensions import NotRequired, TypedDict
@@ -142,7 +142,9 @@ def _merge(stage: MergeStage) -> dict[str, Any]:
 
 
 def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
-    individual = {task: stage.at(1.0).accuracy for task, stage in run.own.items()}
+    own = {task: stage.at(1.0) for task, stage in run.own.items()}
+    individual = {task: score.accuracy for task, score in own.items()}
+    perplexity = {task: score.perplexity for task, score in own.items() if score.perplexity is not None}
     added: dict[str, dict[str, Any]] = {
         label: {"alpha": 1.0, **evaluation_result({task: stage.at(1.0) for task, stage in stages.items()}, individual)}
         for label, stages in run.sums.items()
@@ -159,6 +161,7 @@ def _seed(run: ArmRun, negation: NegationSection | None) -> dict[str, Any]:
     return {
         "seed": run.seed,
         "individual": individual,
+        **({"individual_perplexity": perplexity} if perplexity else {}),
         "added": added,
         **first,
         "negation": {"control": negation.control, "keep": negation.keep, "tasks": negated}
@@ -214,6 +217,15 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
     best_alphas = [seed["best"] if first else seed["added"][method].get("best") for seed in seeds]
     chosen = [entry for entry in best_alphas if entry]
     negated = [entry for seed in seeds if seed["negation"] for entry in seed["negation"]["tasks"].values()]
+    perplexities = {
+        "individual_perplexity": [value for seed in seeds for value in seed.get("individual_perplexity", {}).values()],
+        "added_perplexity": [
+            task["perplexity"]
+            for seed in seeds
+            for task in seed["added"][method].get("tasks", {}).values()
+            if "perplexity" in task
+        ],
+    }
     return {
         "arm": arm["name"],
         "method": method,
@@ -227,6 +239,7 @@ def _line(arm: dict[str, Any], method: str) -> dict[str, Any]:
         "removed": _mean(entry["removed"] for entry in negated),
         "control_kept": _mean(normalized(entry["control"], entry["control_before"]) for entry in negated),
         "auroc": _mean(seed["localisation"]["auroc"] for seed in seeds if seed["localisation"]),
+        **{key: geometric_mean(values) for key, values in perplexities.items() if values},
     }
 
 

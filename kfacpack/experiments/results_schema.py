@@ -177,6 +177,8 @@ class TaskAccuracy(ResultModel):
     accuracy: FiniteFloat
     normalized: FiniteFloat | None
     examples: NonNegativeInt | None = None
+    perplexity: FiniteFloat | None = None
+    """Perplexity per token of completions, whose accuracy is that of tokens; null for a task with classes."""
 
 
 class BestAlpha(ResultModel):
@@ -203,6 +205,8 @@ class SeedResult(ResultModel):
 
     seed: int
     individual: PerTask
+    individual_perplexity: PerTask = {}
+    """Perplexity with each task's own vector, for tasks with completions."""
     added: dict[str, AddedResult]
     """By label of the merge method."""
     sweep: SweepResult | None = None
@@ -251,6 +255,9 @@ class Summary(ResultModel):
     removed: FiniteFloat | None = None
     control_kept: FiniteFloat | None = None
     auroc: FiniteFloat | None = None
+    individual_perplexity: FiniteFloat | None = None
+    """Geometric mean over the tasks with completions."""
+    added_perplexity: FiniteFloat | None = None
 
 
 class PlanInfo(ResultModel):
@@ -321,6 +328,7 @@ class BaseScore(ResultModel):
 
     accuracy: FiniteFloat
     examples: NonNegativeInt
+    perplexity: FiniteFloat | None = None
 
 
 class BaseInfo(ResultModel):

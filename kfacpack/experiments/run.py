@@ -29,12 +29,13 @@ from kfacpack.estimation.resume import Interrupted
 from kfacpack.evaluation.accuracy import EvaluationSet
 from kfacpack.evaluation.edited_model import OutputCache
 from kfacpack.experiments.jobs import ProcessPool, Scheduler, WorkerPool, choose_jobs
+from kfacpack.experiments.measurement_stages import require_no_class_measurement
 from kfacpack.experiments.plan_file import read_plan
 from kfacpack.experiments.results import RESULTS, RunRecord, StageEvent, open_events, results
 from kfacpack.experiments.stage import StageProgress
 from kfacpack.experiments.stage_graph import StageGraph
 from kfacpack.experiments.worker import run_setup
-from kfacpack.format.hub_client import commit_of, digest_of_file
+from kfacpack.format.hub_client import commit_of
 from kfacpack.format.reference import is_reference
 from kfacpack.format.writer import write_atomically
 from kfacpack.models.data_loading import fingerprint, outputs
@@ -43,6 +44,8 @@ from kfacpack.models.functional import select_parameters
 from kfacpack.models.heads import check_head, head_for, require_classes, require_several_classes
 from kfacpack.tasks.data_sources import is_dataset_address
 from kfacpack.tasks.registry import load_task
+from kfacpack.tasks.task import has_completions
+from kfacpack.vectors.checkpoints import checkpoint_digest
 
 if TYPE_CHECKING:
     from kfacpack.experiments.plan import Plan
@@ -144,7 +147,8 @@ class RunContext:
     def data_key(self, task: str, split: str) -> str:
         """Returns a hash of the content of a split."""
         if (task, split) not in self._fingerprints:
-            examples = fingerprint(self.model, self.task(task).split(split), task, labels=True)
+            loaded = self.task(task)
+            examples = fingerprint(self.model, loaded.split(split), task, labels=not has_completions(loaded))
             self._fingerprints[task, split] = self._with_files(task, split, examples)
         return self._fingerprints[task, split]
 
@@ -170,7 +174,7 @@ class RunContext:
                 if is_reference(source):
                     self._checkpoints[arm, task] = f"{source} {commit_of(source)}"
                 else:
-                    self._checkpoints[arm, task] = _files_key(self.plan.resolve_path(source), source)
+                    self._checkpoints[arm, task] = checkpoint_digest(self.plan.resolve_path(source), source)
         return self._checkpoints[arm, task]
 
     def shared_keys(self) -> dict[str, Any]:
@@ -193,13 +197,17 @@ class RunContext:
         """Checks tasks, model and heads before any stage runs.
 
         Raises:
-            KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, the head does not
-                fit the model, or a checkpoint does not exist; the message starts with the location in the plan.
+            KfacpackError: If a task or the model cannot be loaded, a task has fewer than two classes, a measurement
+                needs classes that a task does not have, the head does not fit the model, or a checkpoint does not
+                exist; the message starts with the location in the plan.
         """
         tasks = [self.task(section.name) for section in self.plan.tasks]
         for number, task in enumerate(tasks):
             with self.plan.at("tasks", number):
-                require_several_classes(task, require_classes(task))
+                if has_completions(task):
+                    require_no_class_measurement(self.plan.evaluation)
+                else:
+                    require_several_classes(task, require_classes(task))
         model = self.model  # loaded here, so that its errors are reported for `model` and not for `model.head`
         with self.plan.at("model", "head"):
             for task in tasks:
@@ -231,23 +239,6 @@ class RunContext:
             selected = EvaluationSet.of(self.task(task), split, examples)
             self._evaluation_sets[key] = replace(selected, outputs=OutputCache())
         return self._evaluation_sets[key]
-
-
-def _files_key(path: Path, written: str) -> str:
-    """Returns a hash of a checkpoint: of the safetensors and JSON files of a folder, or of a file.
-
-    Args:
-        path: The file or folder.
-        written: The path as it is written in the plan, for error messages.
-    """
-    if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
-    else:
-        # The weights of an adapter are read with the configuration beside them.
-        files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
-    if not any(file.suffix == ".safetensors" for file in files):
-        raise KfacpackError(f"{written}: no safetensors file; expected a checkpoint, a folder or a PEFT adapter")
-    return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()
 
 
 _PROBE_EXAMPLES = 32

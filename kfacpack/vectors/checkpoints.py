@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from kfacpack.curvature.matrices.components import FILE_TYPES, TORCH_TYPES, map_tensor
-from kfacpack.errors import BundleError, HubError, TaskVectorError, abbreviate, printable
+from kfacpack.errors import BundleError, HubError, KfacpackError, TaskVectorError, abbreviate, printable
 from kfacpack.format.container import BUNDLE, VECTOR, Container, Spec, parse_json
-from kfacpack.format.hub_client import local_copy, snapshot
+from kfacpack.format.hub_client import digest_of_file, local_copy, snapshot
 from kfacpack.format.reference import FileLocation, Reference, expand_user, is_reference, parse_address
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -447,3 +447,23 @@ def _splits(name: str) -> Iterable[tuple[str, str]]:
     yield "", name
     for dot in re.finditer(r"\.", name):
         yield name[: dot.end()], name[dot.end() :]
+
+
+def checkpoint_digest(path: Path, written: str) -> str:
+    """Returns a hash of a checkpoint: of the safetensors and JSON files of a folder, or of a file.
+
+    Args:
+        path: The file or folder.
+        written: The path as the user wrote it, for error messages.
+
+    Raises:
+        KfacpackError: If there is no safetensors file.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in (".safetensors", ".json"))
+    else:
+        # The weights of an adapter are read with the configuration beside them.
+        files = [file for file in (path, path.parent / "adapter_config.json") if file.is_file()]
+    if not any(file.suffix == ".safetensors" for file in files):
+        raise KfacpackError(f"{written}: no safetensors file; expected a checkpoint, a folder or a PEFT adapter")
+    return sha256(repr([(file.name, digest_of_file(file)) for file in files]).encode()).hexdigest()

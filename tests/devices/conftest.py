@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from devices import accelerator
-from models.conftest import _no_network, bert_folder, t5_folder  # noqa: F401
+from models.conftest import _no_network, bert_folder, lm_folders, t5_folder  # noqa: F401
 from toys import ToyTask, toy_model
 
 import kfacpack as kp

@@ -166,3 +166,15 @@ def test_linearised_text_models(device, t5_folder, bert_folder):
             tau = {name: torch.randn(zero.shape, generator=generator).to(where) for name, zero in lin.zeros().items()}
             outputs.append(torch.cat(lin.outputs(batch, tau)))
         assert_same(outputs[1], outputs[0], 1e-3)
+
+
+@pytest.mark.parametrize("fisher", ["exact", "mc"])
+def test_the_metric_of_a_language_model_needs_no_float64(device, lm_folders, fisher):
+    text = [{"prompt": "a dog runs", "completion": " over the field"}, {"prompt": "nobody", "completion": " sleeps"}]
+    options = {"metric": "kl", "fisher": fisher, "params": ["model.norm.weight", "model.layers.1.mlp.down_proj.weight"]}
+    curvatures = []
+    for where in ("cpu", device):
+        model = kp.load_model(f"lm:{lm_folders['llama']}", device=where)
+        curvatures.append(kp.estimate(model, [model.prepare(text, "texts")], **options))
+    expected, actual = curvatures
+    assert_same_curvature(actual, expected, 1e-3)

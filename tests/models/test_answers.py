@@ -218,3 +218,53 @@ def test_a_saved_model_is_loaded_by_transformers(kind, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "edited").eos_token == "<|end|>"
     edited, expected = kp.load_model(f"lm:{tmp_path / 'edited'}"), kp.evaluate(model, task, vector=vector)
     assert kp.evaluate(edited, task).log_likelihood == pytest.approx(expected.log_likelihood, rel=1e-4)
+
+
+COMPLETION_PLAN = """\
+name: completions
+model: {{name: "lm:{model}"}}
+tasks:
+  - {{name: moves, data: {data}/moves}}
+  - {{name: sleeps, data: {data}/sleeps}}
+curvature: {{examples: 8, metric: kl}}
+training: {{steps: 2, batch_size: 8, lr: 1.0e-3}}
+arms:
+  without: {{penalty: none}}
+  kfac: {{penalty: kronecker, strength: 3}}
+evaluation:
+  alphas: "0,1"
+  localisation: {{examples: 4}}
+"""
+
+
+@pytest.mark.filterwarnings("ignore::kfacpack.training.metrics.PenaltyWarning")
+def test_plans_with_completions_report_perplexities(folder, tmp_path):
+    tasks = {verb: write_completions(tmp_path / verb, completions(verb)) for verb in ("moves", "sleeps")}
+    (tmp_path / "plan.yaml").write_text(COMPLETION_PLAN.format(model=folder, data=tmp_path))
+    results = kp.run(tmp_path / "plan.yaml", tmp_path / "out")
+    model, (plain, _) = kp.load_model(f"lm:{folder}"), results["arms"]
+    (seed,) = plain["seeds"]
+    total = kp.TaskVector.load(next((tmp_path / "out").glob("*/sum*without*.safetensors")))
+    for name, task in tasks.items():
+        base, added = kp.evaluate(model, task), kp.evaluate(model, task, vector=total)
+        assert results["base"]["tasks"][name]["perplexity"] == pytest.approx(base.perplexity)
+        assert seed["added"]["sum"]["tasks"][name]["perplexity"] == pytest.approx(added.perplexity)
+        assert seed["added"]["sum"]["tasks"][name]["accuracy"] == pytest.approx(added.accuracy)
+        assert seed["individual_perplexity"][name] < base.perplexity
+    product = 1.0
+    for name in tasks:
+        product *= seed["added"]["sum"]["tasks"][name]["perplexity"]
+    assert results["summary"][0]["added_perplexity"] == pytest.approx(product**0.5)
+    kp.report(tmp_path / "out", tmp_path / "report.html")
+    assert "perplexity per token" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("section", ["negation: {control: moves}", "disentanglement: {}"])
+def test_measurements_that_compare_classes_are_refused_for_completions(folder, tmp_path, section):
+    for verb in ("moves", "sleeps"):
+        write_completions(tmp_path / verb, completions(verb))
+    text = COMPLETION_PLAN.format(model=folder, data=tmp_path) + f"  {section}\n"
+    (tmp_path / "plan.yaml").write_text(text)
+    with refused(kp.KfacpackError, section.partition(":")[0], "plan.yaml"):
+        kp.run(tmp_path / "plan.yaml", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
