@@ -90,6 +90,9 @@ class ReportOutput(TypedDict):
 def run(
     plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan; paths in it are relative to its folder."),
     output: Path | None = output_option("DIR", None, "Output folder. [default: the name of the plan file]"),
+    scale: str | None = option(
+        RUN_PANEL, None, "--scale", metavar="NAME", help="Entry of the plan's `scales` that overrides its settings."
+    ),
     device: str = DEVICE,
     dry_run: bool = option(
         RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
@@ -121,13 +124,13 @@ def run(
     """
     from kfacpack.experiments.plan_file import read_plan
 
-    parsed, text = read_plan(plan)
+    parsed, text = read_plan(plan, scale)
     # Imported here so that --help does not wait for torch.
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
     options = Execution(device, jobs, threads, ray, dry_run, as_json, quiet, events)
-    execute_run(parsed, text, output or Path(plan.stem), options)
+    execute_run(parsed, text, output or Path(f"{plan.stem}-{scale}" if scale else plan.stem), options)
 
 
 @dataclass(frozen=True)
