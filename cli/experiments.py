@@ -75,6 +75,27 @@ class RunForecastOutput(TypedDict):
     """Estimated time of all stages that are not done."""
 
 
+class OfflineForecastOutput(TypedDict):
+    """Output of `kfacpack run --dry-run --gpu NAME --json`."""
+
+    model: str
+    parameters: int
+    """Number of trained numbers in the regime linear."""
+    blocks: int
+    """Number of blocks of a bundle."""
+    largest_side: int
+    """Side of the largest matrix of a bundle."""
+    forward_flops: int
+    """Operations of one forward pass of one example."""
+    gpu: str
+    bytes: int
+    """Size of all files."""
+    hours: float
+    """Time of all stages on one GPU."""
+    stages: dict[str, int]
+    """Number of stages by kind."""
+
+
 class ReportOutput(TypedDict):
     """Output of `kfacpack report --json`."""
 
@@ -96,6 +117,14 @@ def run(
     device: str = DEVICE,
     dry_run: bool = option(
         RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
+    ),
+    gpu: str | None = option(
+        RUN_PANEL,
+        None,
+        "--gpu",
+        metavar="NAME",
+        help="With --dry-run: check the plan without weights and data, and print shapes, bytes and hours on this GPU, "
+        "such as A100.",
     ),
     as_json: bool = AS_JSON,
     jobs: int | None = JOBS,
@@ -129,6 +158,11 @@ def run(
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
+    if gpu is not None:
+        if not dry_run:
+            raise KfacpackError("--gpu applies to --dry-run, which estimates the time; use --device to select a device")
+        _print_offline_forecast(parsed, gpu, as_json=as_json, quiet=quiet)
+        return
     options = Execution(device, jobs, threads, ray, dry_run, as_json, quiet, events)
     execute_run(parsed, text, output or Path(f"{plan.stem}-{scale}" if scale else plan.stem), options)
 
@@ -271,6 +305,38 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
     print_line(
         f"{len(pending)} stages to run, {finished} finished; about {total} in one process, extrapolated from one batch"
     )
+
+
+def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool) -> None:
+    """Checks a plan without weights and data, and prints the result."""
+    from kfacpack.experiments.offline_check import UTILISATION, check_offline
+
+    forecast = check_offline(plan, gpu)
+    if as_json:
+        output: OfflineForecastOutput = {
+            "model": forecast.model,
+            "parameters": forecast.parameters,
+            "blocks": forecast.blocks,
+            "largest_side": forecast.largest_side,
+            "forward_flops": forecast.forward_flops,
+            "gpu": forecast.gpu,
+            "bytes": forecast.bytes,
+            "hours": forecast.hours,
+            "stages": {kind.kind: kind.stages for kind in forecast.kinds},
+        }
+        print_json(output)
+        return
+    if quiet:
+        return
+    table = plain_table("stages", numbers=("number", "files", f"hours on one {forecast.gpu}"))
+    for kind in forecast.kinds:
+        table.add_row(kind.kind, str(kind.stages), human_bytes(kind.bytes), f"{kind.hours:.2f}")
+    table.add_row("all", str(sum(kind.stages for kind in forecast.kinds)), human_bytes(forecast.bytes),
+                  f"{forecast.hours:.1f}")  # fmt: skip
+    out.print(table)
+    shapes = f"{forecast.parameters:,} trained numbers in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
+    print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
+    print_line(f"every stage was built without weights and data; hours assume {UTILISATION:.0%} of the peak speed")
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, field_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
 from kfacpack.errors import KfacpackError
 from kfacpack.experiments.plan_sections import (
@@ -21,6 +21,7 @@ from kfacpack.experiments.plan_sections import (
     EvaluationSection,
     KeyPath,
     ModelSection,
+    PenaltySection,
     PlanSection,
     SeedNumber,
     ShortText,
@@ -45,11 +46,26 @@ class Plan(PlanSection):
     seeds: Annotated[tuple[SeedNumber, ...], Field(min_length=1)] = (0,)
     curvature: CurvatureSection = CurvatureSection()
     training: TrainingSection = TrainingSection()
+    penalty: PenaltySection = PenaltySection()
     arms: Annotated[dict[ShortText, ArmSection], Field(min_length=1)]
     evaluation: EvaluationSection = EvaluationSection()
     _folder: Path = PrivateAttr(default=Path())
     _source_name: str = PrivateAttr(default="plan")
     _locate: Callable[[KeyPath], str] | None = PrivateAttr(default=None)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_penalties(cls, value: Any) -> Any:
+        """Fills in the defaults of `penalty` in the arms that do not state them."""
+        if not isinstance(value, dict) or not isinstance(value.get("penalty"), dict):
+            return value
+        defaults = {key: entry for key, entry in value["penalty"].items() if key in PenaltySection.model_fields}
+        arms = value.get("arms")
+        filled = {
+            name: {**defaults, **arm} if isinstance(arm, dict) and arm.get("penalty") == "kronecker" else arm
+            for name, arm in (arms.items() if isinstance(arms, dict) else ())
+        }
+        return {**value, "arms": filled} if isinstance(arms, dict) else value
 
     @field_validator("model", mode="before")
     @classmethod

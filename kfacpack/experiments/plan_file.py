@@ -257,6 +257,7 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("references",): plans.TaskSection,
     ("curvature",): plans.CurvatureSection,
     ("training",): plans.TrainingSection,
+    ("penalty",): plans.PenaltySection,
     ("arms",): plans.ArmSection,
     ("arms", "curvature"): plans.CurvatureSection,
     ("arms", "training"): plans.TrainingSection,

@@ -166,6 +166,13 @@ class TrainingSection(PlanSection):
         return {name: value for name, value in self.model_dump().items() if defaults.get(name, ...) != value}
 
 
+class PenaltySection(PlanSection):
+    """Defaults of the arms with `penalty: kronecker`."""
+
+    strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
+    preset: Literal["tak"] | None = None
+
+
 class ArmSection(PlanSection):
     """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
 
