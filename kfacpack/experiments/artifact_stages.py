@@ -99,7 +99,8 @@ class EstimateStage(BundleStage):
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
         section = self.section
-        return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * section.samples
+        probes = self.context.model.function.width if section.fisher == "exact" else section.samples
+        return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * probes
 
     def command(self) -> str:
         """Returns the command that writes the same file."""

@@ -29,6 +29,7 @@ from kfacpack.experiments.run import RunContext
 from kfacpack.experiments.stage_graph import StageGraph
 from kfacpack.format.units import parse_size
 from kfacpack.models.families import load_model
+from kfacpack.models.functional import call_model
 from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 from kfacpack.tasks.task import ClassSplitTask, DataOrigin, parse_class_split
 from kfacpack.training.masks import KEEP
@@ -372,6 +373,7 @@ def _forward_flops(context: RunContext) -> int:
     """Counts the operations of one forward pass of one example of the first task."""
     name = context.plan.tasks[0].name
     batch = context.model.prepare([context.task(name).split("test")[0]], name)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        context.model.forward(batch)
+    # With gradients, because the fused attention that is used without them is not counted.
+    with FlopCounterMode(display=False) as counter:
+        call_model(context.model.forward, batch)
     return int(counter.get_total_flops())

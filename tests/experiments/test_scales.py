@@ -81,18 +81,19 @@ def test_settings_of_an_arm_reach_its_stages(tmp_path):
     assert len({f"{stage.kind}/{stage.name}" for stage in run.stages}) == len(run.stages)
 
 
-def test_results_state_the_settings_of_arms(tmp_path):
-    arms = {
-        "small": {"penalty": "kronecker", "compress": "block:2", "every": 2},
-        "talos": {"penalty": "none", "training": {"regime": "sparse", "mask": "bundles", "keep": 0.2, "lr": 0.01}},
-    }
+def test_results_state_the_settings_of_an_arm(tmp_path):
+    sparse = {"regime": "sparse", "mask": "bundles", "keep": 0.2, "lr": 0.01}
+    arms = {"it": {"penalty": "kronecker", "compress": "block:2", "every": 2, "training": sparse}}
     content = plan_with(arms, training={"steps": 1, "batch_size": 4}, curvature={"examples": 2, "batch_size": 2})
+    content["evaluation"] = {"examples": 2, "alphas": "1"}
     run = run_of(content, tmp_path)
-    by_name = {arm["name"]: arm for arm in run.execute()["arms"]}
-    assert by_name["small"]["penalty"]["every"] == 2
-    assert by_name["small"]["settings"] == {"compress": "block:2"}
-    assert by_name["small"]["bundle_bytes"] < by_name["talos"]["bundle_bytes"]
-    talos = kp.TaskVector.load(run.graph.arm_runs[1].vectors["faces"].path)
+    (arm,) = run.execute()["arms"]
+    assert arm["penalty"]["every"] == 2
+    assert arm["settings"] == {"compress": "block:2", "training": sparse}
+    (arm_run,) = run.graph.arm_runs
+    sizes = [bundle.path.stat().st_size for bundle in run.graph.compressed.values()]
+    assert arm["bundle_bytes"] == pytest.approx(sum(sizes) / 2, rel=0.1)
+    talos = kp.TaskVector.load(arm_run.vectors["faces"].path)
     assert talos.regime == "sparse"
     assert talos.about.tasks[0].training.settings["keep"] == 0.2
 
@@ -130,7 +131,7 @@ def test_a_plan_is_checked_without_weights_and_data():
     assert forecast.gpu == "A100"
     assert kinds["vectors"].stages == 6
     assert kinds["vectors"].bytes == 6 * 4 * forecast.parameters
-    assert kinds["compressed"].bytes < 0.1 * kinds["bundles"].bytes
+    assert kinds["compressed"].bytes < 0.15 * kinds["bundles"].bytes
     assert forecast.hours > 0
     assert check_offline(plan, "H100").hours < forecast.hours
     with refused(kp.KfacpackError, "abacus", "A100"):
