@@ -74,7 +74,12 @@ OUTPUTS: dict[str, dict[str, Any]] = {
         "interference": InterferenceResult,
         "spectra": SpectraResult,
     },
-    "run": {"": Results, "--dry-run": experiments.RunForecastOutput, "--events": StageEvent},
+    "run": {
+        "": Results,
+        "--dry-run": experiments.RunForecastOutput,
+        "--dry-run --gpu NAME": experiments.OfflineForecastOutput,
+        "--events": StageEvent,
+    },
     "report": {"": experiments.ReportOutput},
     "demo": {"": Results, "--events": StageEvent},
     "push": {"": hub.PushOutput},

@@ -345,7 +345,7 @@ def _cost(results: Results) -> Verdict:
 PLANS: dict[str, PlanPage] = {
     "addition": PlanPage(
         "Task addition, linearised",
-        "Table 1 (linear fine-tuning), Figures 1 and 6",
+        "Table 1 (linear fine-tuning), Figures 1, 5 and 9",
         (
             Claim("KFAC > diagonal > no penalty at α = 1", _order),
             within("KFAC is within 1 point of τJp without its data", 0.01, at_one("kfac"), at_one("tjp")),
@@ -359,7 +359,7 @@ PLANS: dict[str, PlanPage] = {
     ),
     "nonlinear": PlanPage(
         "Task addition, without linearisation",
-        "Table 1 (non-linear fine-tuning), Figure 13",
+        "Table 1 (non-linear fine-tuning), Figures 12 and 13",
         (
             exceeds(
                 "Attention-only + KFAC > attention-only, best α", at_best("attention + kfac"), at_best("attention")
@@ -409,7 +409,7 @@ PLANS: dict[str, PlanPage] = {
     ),
     "estimation": PlanPage(
         "Number of examples and probes",
-        "Figure 9 (left)",
+        "Figure 7 (left)",
         (
             within(
                 "128 examples are within 1 point of 30 % of the data",
@@ -429,7 +429,7 @@ PLANS: dict[str, PlanPage] = {
     ),
     "compression": PlanPage(
         "Compressed bundles",
-        "Figure 9 (right) and Figure 14, ViT-B/16",
+        "Figure 7 (right) and Figure 14, ViT-B/16",
         (
             Claim("`block:8` is within 1 point at 13 % of the bytes", _block8),
             within(
@@ -452,7 +452,7 @@ PLANS: dict[str, PlanPage] = {
     ),
     "every": PlanPage(
         "The penalty at every N-th step",
-        "Figure 10",
+        "Figure 8",
         (
             within(
                 "Every 16th step is within 2 points of every step",
@@ -473,7 +473,7 @@ PLANS: dict[str, PlanPage] = {
     ),
     "methods": PlanPage(
         "Merge methods",
-        "Figure 5 and Table 4; the number is that of linear fine-tuning without and with the penalty at α = 1",
+        "Figure 4 and Table 4; the number is that of linear fine-tuning without and with the penalty at α = 1",
         (
             Claim("Curvature merging of unpenalised vectors > their sum (not in the paper)", _methods),
             exceeds(
@@ -509,7 +509,7 @@ PLANS: dict[str, PlanPage] = {
     ),
     "text": PlanPage(
         "Text",
-        "Figure 4 and Table 8, T5-base on six tasks; flan-T5-small on three here",
+        "Figure 3 and Table 8, T5-base on six tasks; flan-T5-small on three here",
         (
             exceeds("Text: KFAC > no penalty at α = 1", at_one("kfac"), at_one("without")),
             exceeds("Text: τJp > KFAC at α = 1", at_one("tjp"), at_one("kfac")),
@@ -519,10 +519,10 @@ PLANS: dict[str, PlanPage] = {
     ),
     "cost": PlanPage(
         "Cost",
-        "Figure 8",
+        "Figure 6",
         (Claim("The penalty costs less than half of what τJp adds to a step", _cost),),
         {"estimate, one probe": "3.9 min", "estimate, exact": "198.7 min"},
-        "paper, ViT-B/16, all tasks",
+        "paper, all eight tasks",
         table=cost_table,
         figure="",
     ),
