@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,27 +73,6 @@ class RunForecastOutput(TypedDict):
     stages: list[PlannedStageOutput]
     seconds: float
     """Estimated time of all stages that are not done."""
-
-
-class OfflineForecastOutput(TypedDict):
-    """Output of `kfacpack run --dry-run --gpu NAME --json`."""
-
-    model: str
-    parameters: int
-    """Number of trained numbers in the regime linear."""
-    blocks: int
-    """Number of blocks of a bundle."""
-    largest_side: int
-    """Side of the largest matrix of a bundle."""
-    forward_flops: int
-    """Operations of one forward pass of one example."""
-    gpu: str
-    bytes: int
-    """Size of all files."""
-    hours: float
-    """Time of all stages on one GPU."""
-    stages: dict[str, int]
-    """Number of stages by kind."""
 
 
 class ReportOutput(TypedDict):
@@ -313,18 +292,7 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
 
     forecast = check_offline(plan, gpu)
     if as_json:
-        output: OfflineForecastOutput = {
-            "model": forecast.model,
-            "parameters": forecast.parameters,
-            "blocks": forecast.blocks,
-            "largest_side": forecast.largest_side,
-            "forward_flops": forecast.forward_flops,
-            "gpu": forecast.gpu,
-            "bytes": forecast.bytes,
-            "hours": forecast.hours,
-            "stages": {kind.kind: kind.stages for kind in forecast.kinds},
-        }
-        print_json(output)
+        print_json(asdict(forecast))
         return
     if quiet:
         return

@@ -32,6 +32,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from kfacpack.estimation.accumulator import Forecast
 from kfacpack.evaluation.interference import InterferenceResult
 from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, NegationOutput, SweepOutput
+from kfacpack.experiments.offline_check import OfflineForecast
 from kfacpack.experiments.results import StageEvent
 from kfacpack.experiments.results_schema import (
     DisentanglementResult,
@@ -77,7 +78,7 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "run": {
         "": Results,
         "--dry-run": experiments.RunForecastOutput,
-        "--dry-run --gpu NAME": experiments.OfflineForecastOutput,
+        "--dry-run --gpu NAME": OfflineForecast,
         "--events": StageEvent,
     },
     "report": {"": experiments.ReportOutput},

@@ -217,7 +217,7 @@ class KindForecast:
 
 @dataclass(frozen=True)
 class OfflineForecast:
-    """The result of an offline check."""
+    """The result of an offline check, and the output of `kfacpack run --dry-run --gpu NAME --json`."""
 
     model: str
     parameters: int
@@ -230,16 +230,10 @@ class OfflineForecast:
     """Operations of one forward pass of one example."""
     gpu: str
     kinds: tuple[KindForecast, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of all files."""
-        return sum(kind.bytes for kind in self.kinds)
-
-    @property
-    def hours(self) -> float:
-        """Time of all stages on one GPU."""
-        return sum(kind.hours for kind in self.kinds)
+    bytes: int
+    """Size of all files."""
+    hours: float
+    """Time of all stages on one GPU."""
 
 
 class _Sizes:
@@ -358,6 +352,7 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
     first = EstimateStage(context, graph.root, plan.tasks[0].name, "kronecker", plan.seeds[0], plan.curvature)
     blocks = sizes.forecast(first).blocks
     trained: Any = REGIMES["linear"](context.model).parameters.values()
+    kinds = tuple(KindForecast(kind, *numbers) for kind, numbers in totals.items())
     return OfflineForecast(
         model=plan.model.name,
         parameters=sum(parameter.numel() for parameter in trained),
@@ -365,7 +360,9 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
         largest_side=max(side for block in blocks for side in matrix_sides(block) or [1]),
         forward_flops=flops,
         gpu=gpu,
-        kinds=tuple(KindForecast(kind, *numbers) for kind, numbers in totals.items()),
+        kinds=kinds,
+        bytes=sum(kind.bytes for kind in kinds),
+        hours=sum(kind.hours for kind in kinds),
     )
 
 
