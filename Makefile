@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test testdevices check docs bench benchmerge gpu golden wheel installcheck compat oldest newest clean
+.PHONY: help demo test testdevices check docs bench benchmerge paper gpu golden wheel installcheck compat oldest newest clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -70,6 +70,9 @@ gpu: $(READY) ## run the device tests and benches on the GPU, or on its stand-in
 benchmerge: $(READY) ## merge eight vectors of the size of ViT-B/32 with their bundles; takes ten minutes
 	$(BIN)/python tests/bench/merge_vectors.py
 
+paper: $(READY) ## run the plans of examples/paper on tiny, and write RESULTS.md; takes hours, the same command resumes
+	$(BIN)/python examples/paper/results.py run -o paper
+
 golden: $(READY) ## write the JSON schema and any golden file that is missing
 	$(BIN)/python tests/spec/golden.py
 
@@ -91,7 +94,7 @@ newest:
 	$(NEWEST_PYTHON) tests/environments/compat.py newest $(VENV)/newest
 
 clean: ## remove everything that make has created
-	rm -rf $(VENV) build dist demo gpu site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist demo gpu paper site *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	mkdir -p $(TMPDIR)

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +90,20 @@ class ReportOutput(TypedDict):
 def run(
     plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan; paths in it are relative to its folder."),
     output: Path | None = output_option("DIR", None, "Output folder. [default: the name of the plan file]"),
+    scale: str | None = option(
+        RUN_PANEL, None, "--scale", metavar="NAME", help="Entry of the plan's `scales` that overrides its settings."
+    ),
     device: str = DEVICE,
     dry_run: bool = option(
         RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
+    ),
+    gpu: str | None = option(
+        RUN_PANEL,
+        None,
+        "--gpu",
+        metavar="NAME",
+        help="With --dry-run: check the plan without weights and data, and print shapes, bytes and hours on this GPU, "
+        "such as A100.",
     ),
     as_json: bool = AS_JSON,
     jobs: int | None = JOBS,
@@ -121,13 +132,18 @@ def run(
     """
     from kfacpack.experiments.plan_file import read_plan
 
-    parsed, text = read_plan(plan)
+    parsed, text = read_plan(plan, scale)
     # Imported here so that --help does not wait for torch.
     from kfacpack.models.data_loading import use_workers
 
     use_workers(workers)
+    if gpu is not None:
+        if not dry_run:
+            raise KfacpackError("--gpu applies to --dry-run, which estimates the time; use --device to select a device")
+        _print_offline_forecast(parsed, gpu, as_json=as_json, quiet=quiet)
+        return
     options = Execution(device, jobs, threads, ray, dry_run, as_json, quiet, events)
-    execute_run(parsed, text, output or Path(plan.stem), options)
+    execute_run(parsed, text, output or Path(f"{plan.stem}-{scale}" if scale else plan.stem), options)
 
 
 @dataclass(frozen=True)
@@ -268,6 +284,27 @@ def _print_forecast(planned: Run, *, as_json: bool) -> None:
     print_line(
         f"{len(pending)} stages to run, {finished} finished; about {total} in one process, extrapolated from one batch"
     )
+
+
+def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool) -> None:
+    """Checks a plan without weights and data, and prints the result."""
+    from kfacpack.experiments.offline_check import UTILISATION, check_offline
+
+    forecast = check_offline(plan, gpu)
+    if as_json:
+        print_json(asdict(forecast))
+        return
+    if quiet:
+        return
+    table = plain_table("stages", numbers=("number", "files", f"hours on one {forecast.gpu}"))
+    for kind in forecast.kinds:
+        table.add_row(kind.kind, str(kind.stages), human_bytes(kind.bytes), f"{kind.hours:.2f}")
+    table.add_row("all", str(sum(kind.stages for kind in forecast.kinds)), human_bytes(forecast.bytes),
+                  f"{forecast.hours:.1f}")  # fmt: skip
+    out.print(table)
+    shapes = f"{forecast.parameters:,} trained numbers in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
+    print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
+    print_line(f"every stage was built without weights and data; hours assume {UTILISATION:.0%} of the peak speed")
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from kfacpack.curvature.verification import Verification
     from kfacpack.format.manifest import DenseEntry, FloatType, KroneckerEntry, Manifest
-    from kfacpack.format.vector_manifest import MethodEntry
+    from kfacpack.format.vector_manifest import MethodEntry, ParameterStorage
     from kfacpack.vectors.storage import FileVector
 
     AnyBlockEntry = KroneckerEntry | DenseEntry
@@ -96,16 +96,21 @@ class InspectOutput(TypedDict):
     """The manifest as it is stored in the file. The file format has a JSON Schema for it."""
 
 
+ChangeForm = Literal["dense", "factored", "sparse", "unchanged"]
+
+
 class VectorParameterOutput(TypedDict):
     """The change of one parameter."""
 
     name: str
     shape: list[int]
-    form: Literal["dense", "factored", "unchanged"]
+    form: ChangeForm
     rank: int | None
     """Rank of the factors; 0 if the parameter does not change, null for a dense change."""
     remainder: int | None
     """Number of entries that need a remainder to be exact; null if there are none."""
+    entries: int | None
+    """Number of elements of a sparse change; null for other forms."""
     bytes: int
     norm: float | None
     """Frobenius norm of the change; null without `--norms`."""
@@ -252,12 +257,20 @@ def _vector_parameters(vector: FileVector, *, norms: bool) -> Iterator[VectorPar
         yield {
             "name": parameter.name,
             "shape": list(parameter.shape),
-            "form": "dense" if rank is None else "factored" if rank else "unchanged",
+            "form": _change_form(entry),
             "rank": rank,
             "remainder": entry.remainder if entry else None,
+            "entries": entry.entries if entry else None,
             "bytes": sum(tensors[name].nbytes for name in specs),
             "norm": float(vector.read(parameter.name).double().norm()) if norms else None,
         }
+
+
+def _change_form(entry: ParameterStorage | None) -> ChangeForm:
+    """Returns the form in which the change of a parameter is stored."""
+    if entry is None or entry.remainder is not None:
+        return "dense"
+    return "sparse" if entry.entries is not None else "factored" if entry.rank else "unchanged"
 
 
 def _print_parameters(parameters: Sequence[VectorParameterOutput]) -> None:
@@ -266,6 +279,7 @@ def _print_parameters(parameters: Sequence[VectorParameterOutput]) -> None:
     for parameter in parameters[:MAX_BLOCKS]:
         form = f"factors of rank {parameter['rank']}" if parameter["rank"] else parameter["form"]
         form += f", remainder of {parameter['remainder']:,}" if parameter["remainder"] else ""
+        form += f", {parameter['entries']:,} elements" if parameter["entries"] else ""
         shape = "×".join(map(str, parameter["shape"])) or "scalar"
         norm = [] if parameter["norm"] is None else [f"{parameter['norm']:.3g}"]
         table.add_row(Text(parameter["name"], overflow="fold"), shape, form, human_bytes(parameter["bytes"]), *norm)

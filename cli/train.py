@@ -147,7 +147,18 @@ def train(
         "linear",
         "--regime",
         help="Training regime. linear: the linearised model. full: the model itself. attention: the attention layers "
-        "of the model itself.",
+        "of the model itself. sparse: the least sensitive weights of the model itself (TaLoS).",
+    ),
+    mask: list[File] | None = option(
+        TRAINING_PANEL,
+        None,
+        "--mask",
+        metavar="FILE.kfac",
+        help="Bundle of other tasks that selects the weights of --regime sparse, instead of validation examples; "
+        "repeatable.",
+    ),
+    keep: float | None = option(
+        TRAINING_PANEL, None, "--keep", metavar="SHARE", help="Share of the weights of --regime sparse. [default: 0.1]"
     ),
     steps: int | None = option(
         TRAINING_PANEL,
@@ -172,13 +183,24 @@ def train(
         help="Examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
     ),
     lr: float | None = option(
-        TRAINING_PANEL, None, "--lr", metavar="X", help="Peak learning rate. [default: derived from the model]"
+        TRAINING_PANEL,
+        None,
+        "--lr",
+        metavar="X",
+        help="Peak learning rate. [default: derived from the model; 1e-5 in --regime sparse]",
     ),
     warmup: float = option(
         TRAINING_PANEL, 0.1, "--warmup", help="Fraction of the steps over which the learning rate increases linearly."
     ),
     weight_decay: float = option(
         TRAINING_PANEL, 0.1, "--weight-decay", help="Weight decay of AdamW on the task vector."
+    ),
+    clip: float | None = option(
+        TRAINING_PANEL,
+        None,
+        "--clip",
+        metavar="X",
+        help="Largest norm of the gradient. [default: 1 in --regime sparse]",
     ),
     autocast: bool | None = option(
         TRAINING_PANEL, None, "--autocast/--no-autocast", help="Run the model in bfloat16. [default: on CUDA only]"
@@ -212,10 +234,10 @@ def train(
     from kfacpack.training.metrics import require_metrics_path
     from kfacpack.training.optimizer import TrainingSettings
     from kfacpack.training.regularizer import OutputScaleWarning, OwnTaskWarning
-    from kfacpack.training.train import build_trainer, check_penalty_options
+    from kfacpack.training.train import build_trainer, check_mask_options, check_penalty_options
 
     use_workers(workers)
-    settings = TrainingSettings(steps, epochs, batch_size, micro_batch_size, lr, warmup, weight_decay, seed)
+    settings = TrainingSettings(steps, epochs, batch_size, micro_batch_size, lr, warmup, weight_decay, clip, seed)
     penalty: dict[str, Any] = {
         "strength": strength,
         "weights": _parse_weights(weight or ()),
@@ -225,8 +247,9 @@ def train(
         "offload": offload,
     }
     check_penalty_options(reg or (), reg_data or (), **penalty)
+    check_mask_options(regime, mask or (), keep)
     target = output or default_output(task, ".safetensors")
-    check_output(target, [*(reg or ()), *([weights] if weights else ())])
+    check_output(target, [*(reg or ()), *(mask or ()), *([weights] if weights else ())])
     require_metrics_path(target)
     torch_device = distributed.local_device(device)
     with distributed.process_group(torch_device):
@@ -249,6 +272,8 @@ def train(
                 reg=reg or (),
                 reg_data=other_tasks,
                 regime=regime,
+                mask=mask or (),
+                keep=keep,
                 params=tuple(params) if params else None,
                 head=head,
                 autocast=autocast,

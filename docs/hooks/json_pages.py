@@ -32,6 +32,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from kfacpack.estimation.accumulator import Forecast
 from kfacpack.evaluation.interference import InterferenceResult
 from kfacpack.evaluation.sweep import ChoiceOutput, Evaluation, NegationOutput, SweepOutput
+from kfacpack.experiments.offline_check import OfflineForecast
 from kfacpack.experiments.results import StageEvent
 from kfacpack.experiments.results_schema import (
     DisentanglementResult,
@@ -74,7 +75,12 @@ OUTPUTS: dict[str, dict[str, Any]] = {
         "interference": InterferenceResult,
         "spectra": SpectraResult,
     },
-    "run": {"": Results, "--dry-run": experiments.RunForecastOutput, "--events": StageEvent},
+    "run": {
+        "": Results,
+        "--dry-run": experiments.RunForecastOutput,
+        "--dry-run --gpu NAME": OfflineForecast,
+        "--events": StageEvent,
+    },
     "report": {"": experiments.ReportOutput},
     "demo": {"": Results, "--events": StageEvent},
     "push": {"": hub.PushOutput},

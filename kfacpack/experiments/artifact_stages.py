@@ -33,7 +33,7 @@ from kfacpack.vectors.add import add
 from kfacpack.vectors.task_vector import TaskVector
 
 if TYPE_CHECKING:
-    from kfacpack.experiments.plan import ArmSection, MethodSection, TrainingSection
+    from kfacpack.experiments.plan_sections import ArmSection, CurvatureSection, MethodSection, TrainingSection
     from kfacpack.training.metrics import Metrics
 
 
@@ -47,16 +47,25 @@ class EstimateStage(BundleStage):
     task: str
     structure: EstimateStructure
     seed: int
+    section: CurvatureSection
+    """Settings of the estimate."""
 
     @property
     def name(self) -> str:
         """Name of the file, without its key."""
-        return f"{self.task}.{self.structure}.seed-{self.seed}"
+        return f"{self.task}.{self.variant}"
+
+    @property
+    def variant(self) -> str:
+        """Structure, seed and the settings that differ from those of the plan, as they appear in file names."""
+        usual = self.context.plan.curvature.model_dump()
+        others = [f".{key}-{value}" for key, value in self.section.model_dump().items() if value != usual[key]]
+        return f"{self.structure}.seed-{self.seed}{''.join(others)}"
 
     @property
     def options(self) -> EstimateOptions:
         """Options of the estimate."""
-        section = self.context.plan.curvature
+        section = self.section
         compress = section.compress if self.structure == "kronecker" else None
         return EstimateOptions(
             section.fisher,
@@ -70,7 +79,7 @@ class EstimateStage(BundleStage):
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
-        section = self.context.plan.curvature
+        section = self.section
         return {
             **asdict(self.options),
             "task": self.task,
@@ -81,7 +90,7 @@ class EstimateStage(BundleStage):
 
     def make(self, monitor: StageProgress) -> None:
         """Computes and writes the file."""
-        section = self.context.plan.curvature
+        section = self.section
         job = TaskEstimate(
             self.context.model, self.context.task(self.task), self.options, section.examples, section.batch_size
         )
@@ -89,12 +98,13 @@ class EstimateStage(BundleStage):
 
     def cost(self) -> float:
         """Returns the cost relative to one forward pass of one example."""
-        section = self.context.plan.curvature
-        return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * section.samples
+        section = self.section
+        probes = self.context.model.function.width if section.fisher == "exact" else section.samples
+        return 8.0 * parse_count(section.examples, self.context.task(self.task).sizes["train"]) * probes
 
     def command(self) -> str:
         """Returns the command that writes the same file."""
-        section, options = self.context.plan.curvature, self.options
+        section, options = self.section, self.options
         return command(
             "estimate",
             *model_options(self.context.plan, self.root),
@@ -109,13 +119,15 @@ class EstimateStage(BundleStage):
 
 @dataclass(frozen=True, eq=False)
 class CompressStage(BundleStage):
-    """Compresses the bundle of one task, for a merge method."""
+    """Compresses the bundle of one task, for a merge method or an arm."""
 
     kind: ClassVar[str] = "compressed"
     purpose: ClassVar[str] = "the same bundles, compressed"
 
     bundle: EstimateStage
     codec: str
+    """The codec, or a size if `is_budget`."""
+    is_budget: bool = False
 
     @property
     def name(self) -> str:
@@ -123,18 +135,39 @@ class CompressStage(BundleStage):
         return f"{self.bundle.name}.{self.codec}"
 
     @property
+    def task(self) -> str:
+        """The task of the bundle."""
+        return self.bundle.task
+
+    @property
+    def structure(self) -> EstimateStructure:
+        """The structure of the bundle."""
+        return self.bundle.structure
+
+    @property
+    def seed(self) -> int:
+        """The seed of the bundle."""
+        return self.bundle.seed
+
+    @property
+    def variant(self) -> str:
+        """The variant of the bundle and the codec, as they appear in file names."""
+        return f"{self.bundle.variant}.{self.codec}"
+
+    @property
     def inputs(self) -> tuple[Stage, ...]:
         """The stage of the bundle."""
         return (self.bundle,)
 
     def settings(self) -> dict[str, Any]:
-        """Returns the codec."""
-        return {"codec": self.codec}
+        """Returns the codec, or the budget."""
+        return {"budget" if self.is_budget else "codec": self.codec}
 
     def make(self, monitor: StageProgress) -> None:
         """Computes and writes the file."""
         curvature, report = load(self.bundle.path), monitor.interruptible().report
-        compressed, _ = compress_with(curvature, choose_codecs(curvature, self.codec, None), on_progress=report)
+        spec, budget = (None, self.codec) if self.is_budget else (self.codec, None)
+        compressed, _ = compress_with(curvature, choose_codecs(curvature, spec, budget, report), on_progress=report)
         compressed.save(self.path)
 
     def cost(self) -> float:
@@ -143,7 +176,8 @@ class CompressStage(BundleStage):
 
     def command(self) -> str:
         """Returns the command that writes the same file."""
-        return command("compress", self.bundle.file, self.codec, "-o", self.file)
+        codec = ("--budget", self.codec) if self.is_budget else (self.codec,)
+        return command("compress", self.bundle.file, *codec, "-o", self.file)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +188,7 @@ class MergeStage(BundleStage):
     purpose: ClassVar[str] = "for each task, the curvature of the others in one bundle"
 
     without: str
-    bundles: tuple[EstimateStage, ...]
+    bundles: tuple[EstimateStage | CompressStage, ...]
     rule: str
     rank: int
 
@@ -163,7 +197,8 @@ class MergeStage(BundleStage):
         """Name of the file, without its key."""
         first = self.bundles[0]
         rank = f"-{self.rank}" if self.rank > 1 else ""
-        return f"not-{self.without}.{first.structure}.{self.rule}{rank}.seed-{first.seed}"
+        protected = "" if len(self.bundles) > 1 else f"{first.task}-"
+        return f"{protected}not-{self.without}.{self.rule}{rank}.{first.variant}"
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
@@ -229,11 +264,13 @@ class TrainStage(TaskVectorStage):
     purpose: ClassVar[str] = "the vector of each task, with and without the penalty"
 
     merged: MergeStage | None
+    mask: MergeStage | None = None
+    """The bundle that selects the weights of the regime `sparse`."""
 
     @property
     def inputs(self) -> tuple[Stage, ...]:
         """Stages whose files this one reads."""
-        return (self.merged,) if self.merged else ()
+        return tuple(stage for stage in (self.merged, self.mask) if stage)
 
     @property
     def _training(self) -> TrainingSection:
@@ -242,13 +279,14 @@ class TrainStage(TaskVectorStage):
     @property
     def _protected(self) -> tuple[str, ...]:
         """Tasks whose drift is penalised on their own data."""
-        return tuple(task.name for task in self.context.plan.others(self.task)) if self._arm.penalty == "data" else ()
+        return self.context.plan.protected(self.arm, self.task) if self._arm.penalty == "data" else ()
 
     def settings(self) -> dict[str, Any]:
         """Returns the settings that determine the content of the file."""
         return {
-            **self._training.model_dump(exclude={"compile"}),
-            **({"compile": True} if self._training.compile else {}),
+            **self._training.key,
+            **({"preset": self._arm.preset} if self._arm.preset else {}),
+            **({"every": self._arm.every} if self._arm.every > 1 else {}),
             "task": self.task,
             "seed": self.seed,
             "head": self.context.plan.model.head,
@@ -270,12 +308,17 @@ class TrainStage(TaskVectorStage):
                 lr=section.lr,
                 warmup=section.warmup,
                 weight_decay=section.weight_decay,
+                clip=section.clip,
                 seed=self.seed,
             ),
             reg=[self.merged.path] if self.merged else (),
             reg_data=[context.task(name) for name in self._protected],
             strength=arm.lam if self.merged or self._protected else None,
+            preset=arm.preset,
+            reg_every=arm.every,
             regime=section.regime,
+            mask=[self.mask.path] if self.mask else (),
+            keep=section.keep,
             head=context.head(self.task),
             compile=section.compile,
         )
@@ -296,6 +339,7 @@ class TrainStage(TaskVectorStage):
         penalty: tuple[object, ...] = ()
         if self.merged:
             penalty = ("--reg", self.merged.file, "--strength", self._arm.lam)
+            penalty += (*optional("--preset", self._arm.preset), *optional("--reg-every", self._arm.every, default=1))
         elif self._protected:
             values = [task_data_option(plan, name, self.root) for name in self._protected]
             penalty = (*(word for value in values for word in ("--reg-data", value)), "--strength", self._arm.lam)
@@ -306,7 +350,9 @@ class TrainStage(TaskVectorStage):
             *optional("--head", plan.model.head, default="auto"),
             *optional("--regime", section.regime, default="linear"),
             *("--steps", section.steps, "--batch-size", section.batch_size, "--warmup", section.warmup),
-            *("--weight-decay", section.weight_decay, *optional("--lr", section.lr)),
+            *("--weight-decay", section.weight_decay, *optional("--lr", section.lr), *optional("--clip", section.clip)),
+            *(("--mask", self.mask.file) if self.mask else ()),
+            *optional("--keep", section.keep),
             *penalty,
             *(("--autocast",) if uses_autocast(self.context.model) else ()),
             *(("--compile",) if section.compile else ()),

@@ -1,6 +1,6 @@
 """The contents of a plan: the model, the tasks, the arms to compare and the measurements to make.
 
-Each section of the YAML file is one pydantic model; `kfacpack.experiments.plan_file` reads the file.
+`kfacpack.experiments.plan_sections` has the sections; `kfacpack.experiments.plan_file` reads the YAML file.
 """
 
 from __future__ import annotations
@@ -10,293 +10,29 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 
-from kfacpack.compression.codecs import CodecChain
 from kfacpack.errors import KfacpackError
+from kfacpack.experiments.plan_sections import (
+    ArmSection,
+    CurvatureSection,
+    EvaluationSection,
+    KeyPath,
+    ModelSection,
+    PenaltySection,
+    PlanSection,
+    SeedNumber,
+    ShortText,
+    TaskSection,
+    TrainingSection,
+)
 from kfacpack.format.container import first_duplicate
 from kfacpack.format.identity import share_classes
-from kfacpack.format.manifest import Fisher, FloatType, Metric, Probe
 from kfacpack.format.reference import expand_user
-from kfacpack.format.units import parse_alphas
-from kfacpack.format.vector_manifest import HeadKind, RegimeName
+from kfacpack.format.vector_manifest import RegimeName
 from kfacpack.models.families import FAMILIES
-from kfacpack.models.prompts import PromptStyle
-from kfacpack.tasks.task import parse_count
-from kfacpack.training.penalty_weights import MAX_RATE, resolve_strength
-from kfacpack.vectors.methods import METHODS
-
-ShortText = Annotated[str, Field(min_length=1, max_length=200)]
-
-
-def _refuse_bool(value: Any) -> Any:
-    """Converts booleans to text, which numeric fields reject: in Python, `True` is also the integer 1."""
-    return str(value) if isinstance(value, bool) else value
-
-
-Integer = Annotated[int, BeforeValidator(_refuse_bool)]
-FiniteNumber = Annotated[float, BeforeValidator(_refuse_bool)]
-Positive = Annotated[Integer, Field(ge=1)]
-SeedNumber = Annotated[Integer, Field(ge=0, lt=2**32)]
-KeyPath = tuple[str | int, ...]
-"""A location in a plan: mapping keys and list indices."""
-BASELINE = "without"
-"""Name of the arm without a penalty, against which the other arms are compared."""
-
-
-class PlanSection(BaseModel):
-    """Base class of the sections of a plan: immutable, and unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class ModelSection(PlanSection):
-    """The model that is fine-tuned, and how it is loaded."""
-
-    name: ShortText = "tiny"
-    weights: ShortText | None = None
-    image_size: Positive | None = None
-    dtype: FloatType = "float32"
-    prompts: PromptStyle | None = None
-    """Prompt style of a `t5:` or `lm:` model, as for `--prompts`."""
-    head: HeadKind = "auto"
-    """Kind of classification head, see `kfacpack/models/heads.py`."""
-
-
-class TaskSection(PlanSection):
-    """One task and the location of its data."""
-
-    name: ShortText
-    data: ShortText | None = None
-    """Folder of the data, or `hf://datasets/…`; None for a registered task."""
-    columns: ShortText | None = None
-    """Roles of the data's columns, as for `--columns`."""
-
-    @field_validator("name")
-    @classmethod
-    def _check_name(cls, name: str) -> str:
-        if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
-            raise ValueError("expected letters, digits and -_.@/+")
-        return name
-
-
-def _examples(text: str) -> str:
-    parse_count(text, 1)
-    return text
-
-
-def _codec(spec: str) -> str:
-    CodecChain.parse(spec)
-    return spec
-
-
-def _alphas(text: str) -> str:
-    parse_alphas(text)
-    return text
-
-
-def _magnitudes(text: str) -> str:
-    if negative := [alpha for alpha in parse_alphas(text) if alpha < 0]:
-        raise KfacpackError(
-            f"alpha {negative[0]:g}: negation already subtracts the vector; expected zero or more, such as 0:3:0.1"
-        )
-    return text
-
-
-def _validated_by(check: Callable[[str], str]) -> AfterValidator:
-    """Converts the `KfacpackError` of a library check to a validation error, which has a location in the plan."""
-
-    def validate(text: str) -> str:
-        try:
-            return check(text)
-        except KfacpackError as error:
-            raise ValueError(str(error)) from error
-
-    return AfterValidator(validate)
-
-
-Examples = Annotated[str, BeforeValidator(str), _validated_by(_examples)]
-CodecSpec = Annotated[ShortText, _validated_by(_codec)]
-Alphas = Annotated[ShortText, BeforeValidator(str), _validated_by(_alphas)]
-Magnitudes = Annotated[ShortText, BeforeValidator(str), _validated_by(_magnitudes)]
-
-
-class CurvatureSection(PlanSection):
-    """How the curvature of each task is estimated."""
-
-    examples: Examples = "256"
-    fisher: Fisher = "mc"
-    samples: Positive = 1
-    probe: Probe = "orthogonal"
-    metric: Metric = "l2"
-    compress: CodecSpec | None = None
-    """Codec for the Kronecker factors, as for `kfacpack compress`."""
-    batch_size: Positive = 32
-
-
-class TrainingSection(PlanSection):
-    """How the task vectors are trained."""
-
-    regime: RegimeName = "linear"
-    steps: Positive = 100
-    batch_size: Positive = 32
-    lr: Annotated[FiniteNumber, Field(gt=0, le=MAX_RATE)] | None = None
-    warmup: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.1
-    weight_decay: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] = 0.1
-    compile: bool = False
-    """Whether torch.compile compiles the linearised step."""
-
-
-class ArmSection(PlanSection):
-    """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
-
-    vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
-    """By task, a fine-tuned checkpoint or an adapter to extract the vector from: a file, a folder or `hf://…`."""
-    penalty: Literal["none", "kronecker", "diagonal", "data"]
-    rule: Literal["tak", "optimal", "stack"] = "tak"
-    rank: Positive = 1
-    strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
-    training: TrainingSection = TrainingSection()
-    """Settings of this arm that override the plan's `training`."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_penalty_of_extracted_vectors(cls, value: Any) -> Any:
-        return {"penalty": "none", **value} if isinstance(value, dict) and value.get("vectors") else value
-
-    @property
-    def lam(self) -> float:
-        """λ: the `strength` of the plan, or the default of the penalty."""
-        return resolve_strength(self.strength, on_data=self.penalty == "data")
-
-    @model_validator(mode="after")
-    def _check_settings_apply(self) -> ArmSection:
-        if self.vectors is not None and (self.penalty != "none" or "training" in self.model_fields_set):
-            key = "penalty" if self.penalty != "none" else "training"
-            raise ValueError(f"{key} does not apply to vectors that are extracted; remove it, or remove vectors")
-        for key, penalties in (
-            ("rule", ("kronecker", "diagonal")),
-            ("rank", ("kronecker",)),
-            ("strength", ("kronecker", "diagonal", "data")),
-        ):
-            if key in self.model_fields_set and self.penalty not in penalties:
-                raise ValueError(f"{key} requires penalty: {' or '.join(penalties)}; got penalty: {self.penalty}")
-        if self.rank > 1 and self.rule != "optimal":
-            raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
-        return self
-
-
-class MethodSection(PlanSection):
-    """A merge method. Keys beyond the fields below are settings of the method, such as `keep` of `ties`."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: ShortText
-    label: Annotated[str, Field(max_length=60, pattern=r"^[\w+][\w.+=:,% -]*$")] = ""
-    """Name in the results. Defaults to the name of the method with its settings."""
-    compress: CodecSpec | None = None
-    """Codec with which the bundles are compressed before the method uses them, as for `kfacpack compress`."""
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of the method that are not defaults."""
-        return dict(self.model_extra or {})
-
-    @property
-    def all_settings(self) -> dict[str, Any]:
-        """All settings of the method, with their defaults."""
-        return METHODS[self.name].of(self.settings).settings
-
-    @property
-    def needs_bundles(self) -> bool:
-        """Whether the method needs the bundle of every task."""
-        return METHODS[self.name].needs_bundles
-
-    @model_validator(mode="before")
-    @classmethod
-    def _expand(cls, value: Any) -> Any:
-        """Expands a name alone, and fills in the label."""
-        value = {"name": value} if isinstance(value, str) else value
-        if not isinstance(value, dict) or "label" in value:
-            return value
-        settings = [f"{key}={entry}" for key, entry in value.items() if key not in ("name", "compress")]
-        words = [str(value.get("name")), *settings, *([str(value["compress"])] if value.get("compress") else [])]
-        return {**value, "label": " ".join(words)}
-
-    @model_validator(mode="after")
-    def _check_settings(self) -> MethodSection:
-        if self.name not in METHODS:
-            raise ValueError(f"unknown merge method {self.name!r}; expected one of: {', '.join(METHODS)}")
-        try:
-            METHODS[self.name].of(self.settings)
-        except KfacpackError as error:
-            raise ValueError(str(error)) from error
-        if self.compress and not self.needs_bundles:
-            names = [name for name, method in METHODS.items() if method.needs_bundles]
-            raise ValueError(f"compress is for methods that use bundles: {', '.join(names)}; got method {self.name!r}")
-        return self
-
-
-class NegationSection(PlanSection):
-    """Negation: each task is removed from the model while a control task is kept."""
-
-    control: ShortText
-    """The task whose accuracy is kept."""
-    instead: ShortText | None = None
-    """The control task when `control` itself is negated. Defaults to the first of the other tasks."""
-    keep: Annotated[FiniteNumber, Field(gt=0, le=1)] = 0.95
-    alphas: Magnitudes = "0:3:0.1"
-
-
-class PairsSection(PlanSection):
-    """Disentanglement: pairs of tasks and the values of α."""
-
-    alphas: Alphas = "-2:2:0.5"
-    pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
-    """Pairs to measure. Defaults to the first task with each of the others."""
-    examples: Examples = "200"
-
-
-class ExamplesSection(PlanSection):
-    """A measurement whose only setting is the number of examples."""
-
-    examples: Examples = "200"
-
-
-class DriftSection(ExamplesSection):
-    """Predicted and measured drift."""
-
-    layer_examples: Annotated[Integer, Field(ge=0)] = 8
-    """Examples for the drift of single layers, each of which needs its own forward pass; 0 skips the layers."""
-
-
-class EvaluationSection(PlanSection):
-    """The measurements of a plan, and the examples and merge methods that they use."""
-
-    examples: Examples = "all"
-    batch_size: Positive = 64
-    methods: Annotated[tuple[MethodSection, ...], Field(min_length=1)] = (MethodSection(name="sum"),)
-    alphas: Alphas = "0:2:0.1"
-    method_alphas: bool = False
-    """Whether every method is evaluated at all `alphas`, instead of only the first one."""
-    negation: NegationSection | None = None
-    disentanglement: PairsSection | None = None
-    localisation: ExamplesSection | None = None
-    drift: DriftSection | None = None
-    spectra: bool = False
-    in_depth: tuple[ShortText, ...] | None = None
-    """Arms for which negation, disentanglement, localisation and drift are measured. Defaults to all arms."""
 
 
 class Plan(PlanSection):
@@ -305,21 +41,38 @@ class Plan(PlanSection):
     name: ShortText
     model: ModelSection = ModelSection()
     tasks: Annotated[tuple[TaskSection, ...], Field(min_length=2)]
+    references: tuple[TaskSection, ...] = ()
+    """Further tasks, for which no vector is trained: the control of negation, and tasks that arms protect."""
     seeds: Annotated[tuple[SeedNumber, ...], Field(min_length=1)] = (0,)
     curvature: CurvatureSection = CurvatureSection()
     training: TrainingSection = TrainingSection()
+    penalty: PenaltySection = PenaltySection()
     arms: Annotated[dict[ShortText, ArmSection], Field(min_length=1)]
     evaluation: EvaluationSection = EvaluationSection()
     _folder: Path = PrivateAttr(default=Path())
     _source_name: str = PrivateAttr(default="plan")
     _locate: Callable[[KeyPath], str] | None = PrivateAttr(default=None)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_penalties(cls, value: Any) -> Any:
+        """Fills in the defaults of `penalty` in the arms that do not state them."""
+        if not isinstance(value, dict) or not isinstance(value.get("penalty"), dict):
+            return value
+        defaults = {key: entry for key, entry in value["penalty"].items() if key in PenaltySection.model_fields}
+        arms = value.get("arms")
+        filled = {
+            name: {**defaults, **arm} if isinstance(arm, dict) and arm.get("penalty") == "kronecker" else arm
+            for name, arm in (arms.items() if isinstance(arms, dict) else ())
+        }
+        return {**value, "arms": filled} if isinstance(arms, dict) else value
+
     @field_validator("model", mode="before")
     @classmethod
     def _expand_model_name(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
-    @field_validator("tasks", mode="before")
+    @field_validator("tasks", "references", mode="before")
     @classmethod
     def _expand_task_names(cls, value: Any) -> Any:
         if not isinstance(value, list):
@@ -347,13 +100,17 @@ class Plan(PlanSection):
         """
         names = [task.name for task in self.tasks]
         evaluation = self.evaluation
+        known = [*names, *(reference.name for reference in self.references)]
         for key_path, values in (
             (("tasks",), names),
+            (("references",), known),
             (("seeds",), [str(seed) for seed in self.seeds]),
             (("evaluation", "methods"), [method.label for method in evaluation.methods]),
         ):
             if duplicate := first_duplicate(values):
-                return (*key_path, len(values) - 1 - values[::-1].index(duplicate)), f"duplicate entry {duplicate!r}"
+                last = len(values) - 1 - values[::-1].index(duplicate)
+                number = last - len(names) if key_path == ("references",) else last
+                return (*key_path, number), f"duplicate entry {duplicate!r}"
         for number, name in enumerate(names):
             if other := next((earlier for earlier in names[:number] if share_classes(earlier, name)), None):
                 problem = f"{name!r} and {other!r} have classes in common, which would be counted twice"
@@ -367,6 +124,15 @@ class Plan(PlanSection):
         for arm, section in self.arms.items():
             if mismatch := _mismatch(names, section.vectors):
                 return ("arms", arm, "vectors"), mismatch
+        for arm, section in self.arms.items():
+            for number, name in enumerate(section.protects or ()):
+                if name not in known:
+                    problem = f"unknown task {name!r}; expected a task or a reference of the plan: {', '.join(known)}"
+                    return ("arms", arm, "protects", number), problem
+            if (section.compress or section.budget) and self.curvature_of(arm).compress:
+                key = "compress" if section.compress else "budget"
+                problem = "the bundles are already compressed, by curvature.compress. Remove one of the two"
+                return ("arms", arm, key), problem
         for number, method in enumerate(evaluation.methods):
             if method.compress and self.curvature.compress:
                 problem = f"all bundles are already compressed, by curvature.compress: {self.curvature.compress}"
@@ -383,7 +149,8 @@ class Plan(PlanSection):
         references: list[tuple[KeyPath, str]] = []
         if evaluation.negation:
             control, instead = evaluation.negation.control, evaluation.negation.instead
-            references.append((("evaluation", "negation", "control"), control))
+            if control not in known:
+                references.append((("evaluation", "negation", "control"), control))
             if instead is not None:
                 references.append((("evaluation", "negation", "instead"), instead))
             if instead == control:
@@ -407,9 +174,23 @@ class Plan(PlanSection):
         """Returns the training settings of an arm: those of the plan, overridden by its own."""
         return self.training.model_copy(update=self.arms[arm].training.model_dump(exclude_unset=True))
 
+    def curvature_of(self, arm: str) -> CurvatureSection:
+        """Returns the settings of an arm's bundles: those of the plan, overridden by its own."""
+        return self.curvature.model_copy(update=self.arms[arm].curvature.model_dump(exclude_unset=True))
+
     def task(self, name: str) -> TaskSection:
-        """Returns the section of the task `name`."""
-        return next(task for task in self.tasks if task.name == name)
+        """Returns the section of the task or reference `name`."""
+        return next(task for task in (*self.tasks, *self.references) if task.name == name)
+
+    def task_location(self, name: str) -> KeyPath:
+        """Returns the location of the task or reference `name` in the plan."""
+        key = "tasks" if any(task.name == name for task in self.tasks) else "references"
+        return key, next(number for number, task in enumerate(getattr(self, key)) if task.name == name)
+
+    def protected(self, arm: str, task: str) -> tuple[str, ...]:
+        """Returns the tasks whose drift is penalised when the vector of a task is trained in an arm."""
+        names = self.arms[arm].protects or tuple(section.name for section in self.tasks)
+        return tuple(name for name in names if name != task)
 
     def others(self, name: str) -> tuple[TaskSection, ...]:
         """Returns the sections of all tasks except `name`."""

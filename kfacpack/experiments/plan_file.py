@@ -12,11 +12,14 @@ import yaml
 from pydantic import ValidationError
 
 from kfacpack.errors import KfacpackError, printable
-from kfacpack.experiments import plan as plans
-from kfacpack.experiments.plan import KeyPath, Plan
+from kfacpack.experiments import plan_sections as plans
+from kfacpack.experiments.plan import Plan
+from kfacpack.experiments.plan_sections import KeyPath
 from kfacpack.training.penalty_weights import STRENGTH
 
 _MAX_BYTES = 1 << 20
+_SCALES = "scales"
+"""Key of a plan with settings for other sizes of the same comparison."""
 _REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
 
@@ -45,27 +48,94 @@ for _tag, _pattern, _first in (
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first))
 
 
-def read_plan(path: Path) -> tuple[Plan, str]:
+def read_plan(path: Path, scale: str | None = None) -> tuple[Plan, str]:
     """Reads a plan from a file.
 
     Args:
         path: The YAML file. Paths in the plan are relative to the folder of this file.
+        scale: Name of an entry of the plan's `scales`, whose settings override those of the plan.
 
     Returns:
-        The plan and the text of the file.
+        The plan and its text. With a scale, the text is that of the resulting plan, without `scales`.
 
     Raises:
-        KfacpackError: If the file cannot be read or is not a valid plan.
+        KfacpackError: If a file cannot be read or is not a valid plan, or there is no such scale.
     """
+    text, name = _read(path), str(path)
+    if scale is not None:
+        text, name = _scaled_text(text, path, scale), f"{path} with --scale {printable(scale)}"
+    return parse(text, name).based_at(path.absolute().parent), text
+
+
+def _read(path: Path) -> str:
+    """Reads a YAML file."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise KfacpackError(f"{path}: larger than {_MAX_BYTES} bytes; expected a plan, a short YAML file")
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise KfacpackError(f"{path}: cannot be read: {error.strerror}. Expected a plan, a YAML file") from error
     except UnicodeDecodeError as error:
         raise KfacpackError(f"{path}: not UTF-8 text; expected a plan, a YAML file") from error
-    return parse(text, str(path)).based_at(path.absolute().parent), text
+
+
+def scales_of(path: Path) -> list[str]:
+    """Returns the names of the scales of a plan.
+
+    Args:
+        path: The YAML file.
+
+    Raises:
+        KfacpackError: If the file cannot be read.
+    """
+    return list(_scales(_content(_read(path), str(path)), str(path)))
+
+
+def _scales(content: dict[str, Any], name: str) -> dict[str, Any]:
+    scales = content.get(_SCALES) or {}
+    if not isinstance(scales, dict):
+        raise KfacpackError(f"{name}: {_SCALES}: expected names with settings that override those of the plan")
+    return scales
+
+
+def _scaled_text(text: str, path: Path, scale: str) -> str:
+    """Returns the text of a plan with the settings of a scale."""
+    content = _content(text, str(path))
+    scales = _scales(content, str(path))
+    if scale not in scales:
+        expected = f"expected one of: {', '.join(scales)}" if scales else "this plan has no scales"
+        raise KfacpackError(f"{path}: unknown scale {printable(scale)!r}; {expected}")
+    content.pop(_SCALES)
+    overrides = scales[scale] if isinstance(scales[scale], list) else [scales[scale]]
+    for override in overrides:
+        if isinstance(override, str):
+            file = path.parent / override
+            override = _content(_read(file), str(file))
+        if not isinstance(override, dict):
+            problem = "expected settings, the name of a YAML file with settings, or a list of these"
+            raise KfacpackError(f"{path}: {_SCALES}.{scale}: {problem}")
+        content = _overridden(content, override)
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=120))
+
+
+def _overridden(settings: Any, override: Any) -> Any:
+    """Returns settings with others put over them. Mappings are merged; null removes a key."""
+    if not isinstance(settings, dict) or not isinstance(override, dict):
+        return override
+    merged = {key: value for key, value in settings.items() if override.get(key, ...) is not None}
+    for key, value in override.items():
+        if value is not None:
+            merged[key] = _overridden(merged.get(key), value)
+    return merged
+
+
+def _content(text: str, name: str) -> dict[str, Any]:
+    """Parses the text of a plan, or of the settings of a scale, without validating the keys."""
+    with _convert_yaml_errors(name):
+        content = _with_text_keys(_Loader(text).get_single_data())
+    if not isinstance(content, dict):
+        raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, got none")
+    return content
 
 
 def parse(text: str, name: str) -> Plan:
@@ -89,6 +159,7 @@ def parse(text: str, name: str) -> Plan:
             raise KfacpackError(f"{name}, line 1: expected keys such as model, tasks and arms, got none")
         _key_lines(root, (), lines, name)
         content = _with_text_keys(loader.construct_document(root))
+        content.pop(_SCALES, None)
 
     def locate(key_path: KeyPath) -> str:
         """Describes a location by file, line and key; unknown keys get the line of their parent."""
@@ -183,9 +254,12 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     (): Plan,
     ("model",): plans.ModelSection,
     ("tasks",): plans.TaskSection,
+    ("references",): plans.TaskSection,
     ("curvature",): plans.CurvatureSection,
     ("training",): plans.TrainingSection,
+    ("penalty",): plans.PenaltySection,
     ("arms",): plans.ArmSection,
+    ("arms", "curvature"): plans.CurvatureSection,
     ("arms", "training"): plans.TrainingSection,
     ("evaluation",): plans.EvaluationSection,
     ("evaluation", "methods"): plans.MethodSection,

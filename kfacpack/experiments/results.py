@@ -20,17 +20,17 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from typing_extensions import NotRequired, TypedDict
 
 from kfacpack.evaluation.sweep import as_table, best, evaluation_result, normalized
-from kfacpack.experiments.artifact_stages import CompressStage
-from kfacpack.experiments.plan import BASELINE
+from kfacpack.experiments.artifact_stages import CompressStage, MergeStage
+from kfacpack.experiments.plan_sections import BASELINE
 from kfacpack.experiments.results_schema import FORMAT
 from kfacpack.format.reader import Bundle
 from kfacpack.format.writer import write_atomically
 from kfacpack.vectors.methods import METHODS
 
 if TYPE_CHECKING:
-    from kfacpack.experiments.artifact_stages import EstimateStage, MergeStage
+    from kfacpack.experiments.artifact_stages import EstimateStage
     from kfacpack.experiments.measurement_stages import SweepStage
-    from kfacpack.experiments.plan import ArmSection, MethodSection, NegationSection
+    from kfacpack.experiments.plan_sections import ArmSection, MethodSection, NegationSection
     from kfacpack.experiments.stage import Stage
     from kfacpack.experiments.stage_graph import ArmRun, StageGraph
 
@@ -55,6 +55,7 @@ def results(graph: StageGraph, text: str) -> dict[str, Any]:
             "regime": plan.regime_of(arm),
             "penalty": _penalty(section),
             **({"vectors": section.vectors} if section.vectors else {}),
+            **_arm_settings(graph, arm),
             "seeds": [_seed(run, plan.evaluation.negation) for run in graph.arm_runs if run.arm == arm],
         }
         for arm, section in plan.arms.items()
@@ -100,7 +101,23 @@ def _penalty(arm: ArmSection) -> dict[str, Any] | None:
     if arm.penalty == "data":
         return {"data": True, "strength": arm.lam}
     rank = {"rank": arm.rank} if arm.rank > 1 else {}
-    return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.lam}
+    preset = {"preset": arm.preset} if arm.preset else {}
+    every = {"every": arm.every} if arm.every > 1 else {}
+    return {"structure": arm.penalty, "rule": arm.rule, **rank, "strength": arm.lam, **preset, **every}
+
+
+def _arm_settings(graph: StageGraph, arm: str) -> dict[str, Any]:
+    """Returns the settings of an arm that override those of the plan, and the size of its bundles."""
+    section = graph.plan.arms[arm]
+    names = {"compress", "budget", "protects", "curvature", "training"} & section.model_fields_set
+    settings = section.model_dump(mode="json", include=names, exclude_unset=True)
+    run = next(run for run in graph.arm_runs if run.arm == arm)
+    merges = [stage for vector in run.vectors.values() for stage in vector.inputs if isinstance(stage, MergeStage)]
+    sizes = {bundle.key: Bundle(bundle.path).nbytes for merge in merges for bundle in merge.bundles}
+    return {
+        **({"settings": settings} if settings else {}),
+        **({"bundle_bytes": fmean(sizes.values())} if sizes else {}),
+    }
 
 
 def _method(method: MethodSection) -> dict[str, Any]:
@@ -120,6 +137,7 @@ def _bundle(stage: EstimateStage | CompressStage) -> dict[str, Any]:
         "structure": estimate.structure,
         "seed": estimate.seed,
         "compress": stage.codec if isinstance(stage, CompressStage) else estimate.options.compress,
+        "settings": estimate.section.model_dump(mode="json", exclude={"compress", "batch_size"}),
         "file": stage.file,
         "bytes": bundle.nbytes,
         "dense_bytes": bundle.dense_bytes,

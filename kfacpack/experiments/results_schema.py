@@ -226,6 +226,9 @@ class PenaltyResult(ResultModel):
     rank: int = 1
     data: bool = False
     strength: FiniteFloat
+    preset: str | None = None
+    every: int = 1
+    """The penalty was applied at every N-th step."""
 
 
 class ArmResult(ResultModel):
@@ -236,6 +239,10 @@ class ArmResult(ResultModel):
     penalty: PenaltyResult | None
     vectors: dict[str, str] | None = None
     """By task, the checkpoint that the vector was extracted from; null if the vectors were trained."""
+    settings: dict[str, Any] | None = None
+    """Settings of the arm that override those of the plan."""
+    bundle_bytes: FiniteFloat | None = None
+    """Mean size of the bundles of the penalty, one for each task."""
     seeds: list[SeedResult] = Field(min_length=1)
 
 
@@ -304,6 +311,8 @@ class BundleInfo(ResultModel):
     structure: str
     seed: int | None
     compress: str | None = None
+    settings: dict[str, Any] = {}
+    """Settings of the estimate."""
     file: str
     bytes: NonNegativeInt
     dense_bytes: NonNegativeInt | None

@@ -136,9 +136,8 @@ class RunContext:
             KfacpackError: If the task cannot be loaded; the message starts with its location in the plan.
         """
         if name not in self._tasks:
-            number = next(k for k, task in enumerate(self.plan.tasks) if task.name == name)
-            section = self.plan.tasks[number]
-            with self.plan.at("tasks", number):
+            section = self.plan.task(name)
+            with self.plan.at(*self.plan.task_location(name)):
                 local = section.data is not None and not is_dataset_address(section.data)
                 data = self.plan.resolve_path(str(section.data)) if local else section.data
                 self._tasks[name] = load_task(name, data, columns=section.columns)
@@ -255,6 +254,7 @@ def run(
     jobs: int | None = 1,
     threads: int | None = None,
     ray: str | None = None,
+    scale: str | None = None,
 ) -> dict[str, Any]:
     """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
 
@@ -272,6 +272,7 @@ def run(
         ray: Address of a Ray cluster that computes the stages; `"auto"` finds a running cluster or else starts one on
             this machine, `"local"` always starts one. `jobs` is then the maximum number of workers, None for as many
             as the cluster has resources for.
+        scale: Entry of the plan's `scales` that overrides its settings.
 
     Returns:
         The content of `results.json`.
@@ -284,7 +285,7 @@ def run(
         >>> results = kp.run("examples/eight_tasks.yaml", "eight")
         >>> kp.report("eight", "eight/report.html")
     """
-    parsed, text = read_plan(Path(plan))
+    parsed, text = read_plan(Path(plan), scale)
     root = Path(plan).stem if output is None else output
     with Run(parsed, text, Path(root), local_device(device), jobs, threads, ray) as planned:
         return planned.execute(show, stopped)

@@ -28,7 +28,8 @@ from kfacpack.experiments.measurement_stages import (
 from kfacpack.format.units import parse_alphas
 
 if TYPE_CHECKING:
-    from kfacpack.experiments.plan import MethodSection, Plan
+    from kfacpack.experiments.plan import Plan
+    from kfacpack.experiments.plan_sections import CurvatureSection, MethodSection
     from kfacpack.experiments.run import RunContext
     from kfacpack.experiments.stage import Stage
 
@@ -73,12 +74,10 @@ class StageGraph:
 
     context: RunContext
     root: Path
-    bundles: dict[tuple[str, str, int], EstimateStage] = field(default_factory=dict)
-    """By structure, task and seed."""
-    compressed: dict[tuple[str, str, int], CompressStage] = field(default_factory=dict)
-    """By codec, task and seed."""
-    merges: dict[tuple[str, str, int, str, int], MergeStage] = field(default_factory=dict)
-    """By structure, rule, rank, left-out task and seed."""
+    bundles: dict[str, EstimateStage] = field(default_factory=dict)
+    """By key, as are the other fields."""
+    compressed: dict[str, CompressStage] = field(default_factory=dict)
+    merges: dict[str, MergeStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         plan = self.plan
@@ -86,9 +85,9 @@ class StageGraph:
         self.base = {task.name: self._stage(BaseAccuracyStage, task.name) for task in plan.tasks}
         # All arms of the first seed run first, so that a first comparison is available early.
         self.arm_runs = [self._arm_run(arm, seed) for seed in plan.seeds for arm in plan.arms]
-        # This bundle exists: validation rejects plans that request spectra without estimating Kronecker factors.
-        first = ("kronecker", plan.tasks[0].name, plan.seeds[0])
-        self.spectra = self._stage(SpectraStage, self.bundles[first]) if plan.evaluation.spectra else None
+        self.spectra = None
+        if plan.evaluation.spectra:
+            self.spectra = self._stage(SpectraStage, self._bundle("kronecker", plan.tasks[0].name, plan.seeds[0]))
 
     @property
     def plan(self) -> Plan:
@@ -101,7 +100,7 @@ class StageGraph:
         for seed in self.plan.seeds:
             of_seed = [arm_run for arm_run in self.arm_runs if arm_run.seed == seed]
             vectors = [vector for arm_run in of_seed for vector in arm_run.vectors.values()]
-            merges = [vector.merged for vector in vectors if isinstance(vector, TrainStage) and vector.merged]
+            merges = [stage for vector in vectors for stage in vector.inputs if isinstance(stage, MergeStage)]
             measurements = [stage for arm_run in of_seed for stage in arm_run.stages()]
             requested += [bundle for merge in merges for bundle in merge.bundles]
             requested += [*merges, *vectors, *measurements]
@@ -153,32 +152,40 @@ class StageGraph:
         if not method.needs_bundles:
             return ()
         bundles = [self._bundle("kronecker", task.name, seed) for task in self.plan.tasks]
-        if method.compress is None:
-            return tuple(bundles)
-        for bundle in bundles:
-            key = (method.compress, bundle.task, seed)
-            if key not in self.compressed:
-                self.compressed[key] = self._stage(CompressStage, bundle, method.compress)
-        return tuple(self.compressed[method.compress, bundle.task, seed] for bundle in bundles)
+        return tuple(self._compressed(bundle, method.compress, None) for bundle in bundles)
+
+    def _compressed(
+        self, bundle: EstimateStage, codec: str | None, budget: str | None
+    ) -> EstimateStage | CompressStage:
+        """Returns the stage of a compressed bundle; that of the bundle itself without a codec and a budget."""
+        if (spec := codec or budget) is None:
+            return bundle
+        stage = self._stage(CompressStage, bundle, spec, budget is not None)
+        return self.compressed.setdefault(stage.key, stage)
 
     def _vector(self, task: str, arm: str, seed: int) -> TaskVectorStage:
         section = self.plan.arms[arm]
         if section.vectors is not None:
             return self._stage(ExtractStage, task, arm, seed)
-        merged = None
-        if section.penalty in ("kronecker", "diagonal"):
-            key = (section.penalty, section.rule, section.rank, task, seed)
-            if key not in self.merges:
-                others = [self._bundle(section.penalty, other.name, seed) for other in self.plan.others(task)]
-                self.merges[key] = self._stage(MergeStage, task, tuple(others), section.rule, section.rank)
-            merged = self.merges[key]
-        return self._stage(TrainStage, task, arm, seed, merged)
+        merged = self._merged(task, arm, seed) if section.penalty in ("kronecker", "diagonal") else None
+        training = self.plan.training_of(arm)
+        by_bundles = training.regime == "sparse" and training.mask == "bundles"
+        return self._stage(TrainStage, task, arm, seed, merged, self._merged(task, arm, seed) if by_bundles else None)
 
-    def _bundle(self, structure: str, task: str, seed: int) -> EstimateStage:
-        key = (structure, task, seed)
-        if key not in self.bundles:
-            self.bundles[key] = self._stage(EstimateStage, task, structure, seed)
-        return self.bundles[key]
+    def _merged(self, task: str, arm: str, seed: int) -> MergeStage:
+        """Returns the stage that merges the bundles of the tasks that an arm protects."""
+        section, curvature = self.plan.arms[arm], self.plan.curvature_of(arm)
+        structure = "diagonal" if section.penalty == "diagonal" else "kronecker"
+        bundles = tuple(
+            self._compressed(self._bundle(structure, name, seed, curvature), section.compress, section.budget)
+            for name in self.plan.protected(arm, task)
+        )
+        stage = self._stage(MergeStage, task, bundles, section.rule, section.rank)
+        return self.merges.setdefault(stage.key, stage)
+
+    def _bundle(self, structure: str, task: str, seed: int, curvature: CurvatureSection | None = None) -> EstimateStage:
+        stage = self._stage(EstimateStage, task, structure, seed, curvature or self.plan.curvature)
+        return self.bundles.setdefault(stage.key, stage)
 
     def _negate(self, vector: TaskVectorStage) -> NegationStage:
         section = self.plan.evaluation.negation

@@ -60,7 +60,7 @@ VECTOR = SealKeys(
     "kfacpack.vector.sha256",
     "task vector",
     "Task vectors are added by `kfacpack add`, shown by `kfacpack inspect` and used by `kfacpack eval --vector`",
-    frozenset({"factors", "remainders"}),
+    frozenset({"factors", "remainders", "sparse"}),
 )
 KINDS = (BUNDLE, VECTOR)
 UNSEALED = "0" * 64

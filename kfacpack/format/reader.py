@@ -269,7 +269,7 @@ def _key_path(value: Any, keys: tuple[int | str, ...]) -> str:
 
 def _first_non_finite(data: bytearray, dtype: str) -> int | None:
     """Returns the index of the first NaN or Inf, or None."""
-    if dtype.startswith("I"):
+    if not dtype.startswith(("F", "BF")):
         return None
     numbers = np.frombuffer(data, {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}[dtype])
     # numpy has no bfloat16. Its exponent is the eight bits after the sign; NaN and Inf have all of them set.

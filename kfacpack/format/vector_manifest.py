@@ -7,12 +7,15 @@ of these are float32.
 Since version 1.1, the change of parameter k (in the order of `base`, from 0) may be stored as factors `FACTORS.k.U`, of
 shape (m, r), and `FACTORS.k.V`, of shape (r, n), in place of the dense tensor. A dense tensor may have a remainder,
 `REMAINDER.k.index` and `REMAINDER.k.value`, of shape (entries,). A vector that was extracted also lists its checkpoint.
-Files without any of these are of version 1.0.
+
+Since version 1.2, the change may be sparse: `SPARSE.k.mask`, of shape (⌈elements / 8⌉,), has one bit per element, and
+`SPARSE.k.value`, of shape (entries,), the elements whose bit is set. Files have the lowest version that has all of
+their features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Annotated, Any, Literal
 
@@ -44,21 +47,23 @@ from kfacpack.format.manifest import (
 )
 from kfacpack.format.reference import SCHEME, parse_address
 
-VERSION = "1.1"
-"""Version of files with factors, remainders or checkpoints; files without them are of version 1.0."""
+VERSION = "1.2"
+"""Version of files with sparse changes or of the regime `sparse`; see `version_of` for other files."""
 HEAD = "kfacpack.head"
 """Prefix of the names of a head's tensors, which no parameter may have."""
 FACTORS = "kfacpack.factors"
 """Prefix of the names of factors, which no parameter may have."""
 REMAINDER = "kfacpack.remainder"
 """Prefix of the names of a remainder's tensors, which no parameter may have."""
+SPARSE = "kfacpack.sparse"
+"""Prefix of the names of a sparse change's tensors, which no parameter may have."""
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
 """How a head is built; "auto" chooses by the model and the task."""
-RegimeName = Literal["linear", "full", "attention"]
+RegimeName = Literal["linear", "full", "attention", "sparse"]
 HeadOrigin = Literal["text", "prototypes", "words"]
-Feature = Literal["factors", "remainders"]
-"""Features of version 1.1."""
+Feature = Literal["factors", "remainders", "sparse"]
+"""Features of version 1.1 and, for `sparse`, 1.2."""
 CheckpointKind = Literal["weights", "adapter"]
 Setting = StrictBool | StrictInt | StrictFloat | Text
 
@@ -229,7 +234,7 @@ class AboutVector(Entry):
     def _check_names(self) -> AboutVector:
         if duplicate := first_duplicate(task.name for task in self.tasks):
             raise ValueError(f"the task {duplicate!r} is listed twice")
-        for prefix in (HEAD, FACTORS, REMAINDER):
+        for prefix in (HEAD, FACTORS, REMAINDER, SPARSE):
             if reserved := [p.name for p in self.base.parameters if p.name.startswith(prefix)]:
                 raise ValueError(f"invalid parameter name {reserved[0]!r}: the prefix {prefix!r} is reserved")
         if self.method and not self.addends:
@@ -246,16 +251,25 @@ class ParameterStorage(Entry):
     """Rank r of the factors; 0 means that the change is exactly zero and that nothing is stored."""
     remainder: Dimension | None = None
     """Number of entries of the remainder."""
+    entries: Dimension | None = None
+    """Number of elements of a sparse change that are stored."""
 
     @model_validator(mode="after")
     def _check_form(self) -> ParameterStorage:
-        if (self.rank is None) == (self.remainder is None):
-            raise ValueError(f"{self.name!r}: expected either a rank or a remainder")
+        if [self.rank, self.remainder, self.entries].count(None) != 2:
+            raise ValueError(f"{self.name!r}: expected either a rank, a remainder or entries")
         return self
+
+    @model_serializer(mode="wrap")
+    def _without_entries(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leaves out the key of version 1.2 if it is empty, so that other files stay the same."""
+        return {key: value for key, value in handler(self).items() if key != "entries" or value is not None}
 
     @property
     def feature(self) -> Feature:
         """The feature that a reader must support."""
+        if self.entries is not None:
+            return "sparse"
         return "remainders" if self.rank is None else "factors"
 
     def specs(self, number: int, shape: tuple[int, ...]) -> dict[str, Spec]:
@@ -271,6 +285,11 @@ class ParameterStorage(Entry):
                 self.name: ("F32", shape),
                 remainder_name(number, "index"): (index, (self.remainder,)),
                 remainder_name(number, "value"): ("F64", (self.remainder,)),
+            }
+        if self.entries is not None:
+            return {
+                sparse_name(number, "mask"): ("U8", (-(-prod(shape) // 8),)),
+                sparse_name(number, "value"): ("F32", (self.entries,)),
             }
         if not self.rank:
             return {}
@@ -316,10 +335,9 @@ class VectorManifest(AboutVector):
             size = prod(shape)
             if (entry.rank or 0) > min(side := shape[0] if shape else 1, size // side):
                 raise ValueError(f"the storage of {entry.name!r} has rank {entry.rank}, too much for {list(shape)}")
-            if (entry.remainder or 0) > size:
-                raise ValueError(
-                    f"the remainder of {entry.name!r} has {entry.remainder} entries, expected at most {size}"
-                )
+            if (count := entry.remainder or entry.entries or 0) > size:
+                form = "remainder" if entry.remainder else "sparse change"
+                raise ValueError(f"the {form} of {entry.name!r} has {count} entries, expected at most {size}")
             if entry.feature not in self.requires:
                 raise ValueError(
                     f"the storage of {entry.name!r} uses {entry.feature!r}, which `requires` does not list"
@@ -343,6 +361,23 @@ class VectorManifest(AboutVector):
                 specs[head_name(number, "weight")] = "F32", (len(task.head.classes), self.function.width)
                 specs[head_name(number, "bias")] = "F32", (len(task.head.classes),)
         return specs
+
+    def index_limits(self) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+        """Returns the limits of tensors that refer to elements of parameters.
+
+        Returns:
+            By name of a tensor of indices, the number of elements of its parameter. By name of a bitmap, the number of
+            bits that are set and the number of elements.
+        """
+        storage = {entry.name: entry for entry in self.storage}
+        indices, bitmaps = {}, {}
+        for number, parameter in enumerate(self.base.parameters):
+            entry, size = storage.get(parameter.name), prod(parameter.shape)
+            if entry and entry.remainder is not None:
+                indices[remainder_name(number, "index")] = size
+            elif entry and entry.entries is not None:
+                bitmaps[sparse_name(number, "mask")] = entry.entries, size
+        return indices, bitmaps
 
     def with_digests(self, digests: Mapping[str, str]) -> VectorManifest:
         """Returns a copy with the SHA-256 of each tensor filled in.
@@ -386,3 +421,25 @@ def remainder_name(number: int, tensor: Literal["index", "value"]) -> str:
         tensor: Name of the tensor.
     """
     return f"{REMAINDER}.{number}.{tensor}"
+
+
+def sparse_name(number: int, tensor: Literal["mask", "value"]) -> str:
+    """Returns the name of a sparse change's tensor.
+
+    Args:
+        number: Index of the parameter in the manifest.
+        tensor: Name of the tensor.
+    """
+    return f"{SPARSE}.{number}.{tensor}"
+
+
+def version_of(about: AboutVector, storage: Sequence[ParameterStorage]) -> str:
+    """Returns the lowest version of the format that has all features of a vector.
+
+    Args:
+        about: The metadata.
+        storage: The parameters that are not stored as a dense tensor alone.
+    """
+    if about.regime == "sparse" or any(entry.feature == "sparse" for entry in storage):
+        return VERSION
+    return "1.1" if storage or about.checkpoints else "1.0"

@@ -203,6 +203,6 @@ class VectorArtifact(Artifact):
         checks = (
             check_tensors("sha256", file, file.hash_problem, on_progress),
             check_tensors("finite", file, file.finite_problem, on_progress),
-            *([check_tensors("indices", file, file.index_problem, on_progress)] if file.has_remainders else []),
+            *([check_tensors("indices", file, file.index_problem, on_progress)] if file.has_indices else []),
         )
         return Verification(str(file.path), file.digest, checks)

@@ -124,7 +124,9 @@ def _summarise_storage(manifest: VectorManifest) -> Iterator[str]:
         yield f"{len(ranks)} parameters as factors of rank {span}"
     if unchanged := sum(entry.rank == 0 for entry in manifest.storage):
         yield f"{unchanged} unchanged"
-    if dense := len(manifest.base.parameters) - len(ranks) - unchanged:
+    if entries := [entry.entries for entry in manifest.storage if entry.entries is not None]:
+        yield f"{len(entries)} sparse, with {sum(entries):,} elements"
+    if dense := len(manifest.base.parameters) - len(ranks) - unchanged - len(entries):
         exact = sum(entry.remainder is not None for entry in manifest.storage)
         yield f"{dense} dense" + (f" ({exact} with a remainder)" if exact else "")
 
@@ -133,6 +135,7 @@ REGIME_DESCRIPTIONS = {
     "linear": "linear: trained and used in the linearised model",
     "full": "full: all parameters of the model itself",
     "attention": "attention: the attention layers of the model itself",
+    "sparse": "sparse: the least sensitive weights of the model itself",
 }
 """Descriptions by training regime."""
 

@@ -227,7 +227,8 @@ def check_head(model: Model, task: Task, kind: HeadKind = "auto") -> None:
     elif resolved == "words":
         word_head(model, task)
     else:
-        _examples_by_class(task.split("train"), task, require_classes(task))
+        whole = parent_task(task)  # a class split has the prototypes of the whole task
+        _examples_by_class(whole.split("train"), whole, require_classes(whole))
 
 
 def _resolve_kind(model: Model, task: Task, kind: HeadKind) -> HeadKind:

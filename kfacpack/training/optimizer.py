@@ -63,6 +63,8 @@ class TrainingSettings:
     """Fraction of the steps with a linearly rising learning rate, followed by a cosine decay to zero."""
     weight_decay: float = 0.1
     """Weight decay of τ, which pulls the model towards the base model."""
+    clip: float | None = None
+    """Largest norm of the gradient. Defaults to no limit, and to 1 in the regime `sparse`."""
     seed: int = 0
     """Seed of the order of the examples."""
 
@@ -76,6 +78,7 @@ class TrainingSettings:
             ("micro_batch_size", self.micro_batch_size, 1),
             ("learning rate", self.lr, 0),
             ("weight decay", self.weight_decay, 0),
+            ("clip", self.clip, 1e-30),
         ):
             if value is not None and not (isfinite(value) and value >= minimum):
                 raise KfacpackError(f"{name} {value}: expected a number of at least {minimum}")
@@ -211,15 +214,36 @@ def no_influence_error(regime: Regime) -> KfacpackError:
     )
 
 
+def clip_scale(gradients: Sequence[Tensor], limit: float) -> Tensor:
+    """Returns the factor, at most 1, that limits the norm of gradients; does not synchronise with the device.
+
+    Args:
+        gradients: The gradients.
+        limit: Largest norm.
+    """
+    norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+    scale: Tensor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return scale
+
+
 class AdamWState:
     """The state that a training step changes: τ, its gradient, and the moments of AdamW.
 
     Args:
         parameters: Parameters to train, by name; τ has their shapes and starts at zero.
         settings: Provides the weight decay.
+        clip: Largest norm of the gradient; None for no limit.
+        masks: Boolean tensors by name; only the elements that they select are changed. None for all.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], settings: TrainingSettings):
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        settings: TrainingSettings,
+        clip: float | None = None,
+        masks: Mapping[str, Tensor] | None = None,
+    ):
+        self._clip, self._masks = clip, masks or {}
         self.tau = zeros_like_parameters(parameters)
         self.gradients = {name: torch.zeros_like(tensor) for name, tensor in self.tau.items()}
         self._optimizer = torch.optim.AdamW(
@@ -256,6 +280,13 @@ class AdamWState:
         """Takes one step."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
+        if self._clip is not None:
+            scale = clip_scale(list(self.gradients.values()), self._clip)
+            for gradient in self.gradients.values():
+                gradient.mul_(scale)
+        for name, mask in self._masks.items():
+            # τ and the moments of elements without a gradient stay zero, and so does their weight decay.
+            self.gradients[name].mul_(mask)
         for name, tensor in self.tau.items():
             tensor.grad = self.gradients[name]
         self._optimizer.step()

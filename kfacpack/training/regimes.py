@@ -2,7 +2,7 @@
 
 `linear` trains the linearised model f + J τ, in which task vectors add up. `full` trains the model itself at θ0 + τ.
 `attention` also trains the model itself, but changes only parameters of attention layers, which keeps it closer to its
-linearisation.
+linearisation. `sparse` changes only the weights to which f is least sensitive; `masks.py` selects them.
 
 Notation: N is the number of examples, C the width of f. τ and its gradient have the shapes of the parameters.
 """
@@ -62,6 +62,10 @@ class Regime(ABC):
     """Name on the command line and in vector files."""
     relative_step: ClassVar[float]
     """Target change of f in the first step, relative to its size, for the default learning rate."""
+    default_lr: ClassVar[float | None] = None
+    """Default learning rate; None derives it from the model."""
+    default_clip: ClassVar[float | None] = None
+    """Default limit of the norm of the gradient; None for no limit."""
 
     def __init__(self, model: Model, params: Iterable[str] | str | None = None, *, compile: bool = False):
         self.model = model
@@ -75,6 +79,13 @@ class Regime(ABC):
     def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
         """Returns the parameters to train, by state-dict name; see `Regime` for the arguments."""
         return select_parameters(model.module, params, model.frozen)
+
+    def _require_some(self, model: Model, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns parameters, of which there must be at least one."""
+        if not parameters:
+            remedy = "choose some with --params (params)"
+            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; {remedy}")
+        return parameters
 
     @abstractmethod
     def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
@@ -203,11 +214,43 @@ class AttentionRegime(FullRegime):
                 for name, parameter in parameters.items()
                 if ATTENTION.search(name) and not NORM.search(name)
             }
-        if not parameters:
-            remedy = "choose some with --params (params)"
-            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; {remedy}")
-        return parameters
+        return self._require_some(model, parameters)
 
 
-REGIMES: dict[str, type[Regime]] = {regime.name: regime for regime in (LinearRegime, FullRegime, AttentionRegime)}
+LAYERS = re.compile("linear|conv|norm|attention|attn", re.IGNORECASE)
+"""Matches the classes of layers whose weights the regime `sparse` may train."""
+
+
+class SparseRegime(FullRegime):
+    """Trains the model itself, but only some of the weights of linear, attention, convolution and norm layers.
+
+    Which ones is decided by the masks of the trainer. The default learning rate and limit of the gradient are those of
+    TaLoS.
+
+    Raises:
+        KfacpackError: If the model has no such parameters.
+    """
+
+    name = "sparse"
+    default_lr = 1e-5
+    default_clip = 1.0
+
+    def choose_parameters(self, model: Model, params: Iterable[str] | str | None) -> dict[str, Tensor]:
+        """Returns the chosen parameters, or the weights of the layers above if `params` is None."""
+        parameters = super().choose_parameters(model, params)
+        if params is None:
+            weights = {
+                f"{prefix}.{name}" if prefix else name
+                for prefix, module in model.module.named_modules()
+                if LAYERS.search(type(module).__name__)
+                for name, _ in module.named_parameters(recurse=False)
+                if name.endswith("weight")
+            }
+            parameters = {name: parameter for name, parameter in parameters.items() if name in weights}
+        return self._require_some(model, parameters)
+
+
+REGIMES: dict[str, type[Regime]] = {
+    regime.name: regime for regime in (LinearRegime, FullRegime, AttentionRegime, SparseRegime)
+}
 """Regimes by name."""

@@ -15,6 +15,7 @@ from kfacpack.models.heads import Head, head_for
 from kfacpack.models.model import Model
 from kfacpack.tasks.registry import load_task
 from kfacpack.training.data_penalty import DataPenalty
+from kfacpack.training.masks import KEEP, calibrated_masks, masks_from_bundles, require_share
 from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
 from kfacpack.training.regularizer import Regularizer
@@ -43,6 +44,8 @@ def train(
     penalty_precision: PenaltyPrecision | None = None,
     offload: bool = False,
     regime: RegimeName = "linear",
+    mask: Sequence[Mergeable] | Mergeable = (),
+    keep: float | None = None,
     params: Sequence[str] | str | None = None,
     head: Head | HeadKind = "auto",
     steps: int | None = None,
@@ -52,6 +55,7 @@ def train(
     lr: float | None = None,
     warmup: float = 0.1,
     weight_decay: float = 0.1,
+    clip: float | None = None,
     autocast: bool | None = None,
     compile: bool = False,
     seed: int = 0,
@@ -75,16 +79,21 @@ def train(
         penalty_precision: `"tf32"` or `"bf16"` for faster products with the factors; `"bf16"` also halves the memory of
             the factors. `Regularizer.precision_loss` measures the effect.
         offload: Whether to keep the factors on the CPU and copy them to the device a few blocks at a time.
-        regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only.
+        regime: `"linear"` trains f + Jτ, `"full"` the model itself, `"attention"` its attention layers only, `"sparse"`
+            the weights to which f is least sensitive (TaLoS).
+        mask: Bundles of other tasks that select the weights of the regime `"sparse"`, instead of a calibration on the
+            task's validation split.
+        keep: Share of the weights that the regime `"sparse"` trains; 0.1 by default.
         params: Names or patterns of the trained parameters; by default all that the model family does not freeze.
         head: A frozen head, or the kind of head to compute: `"auto"`, `"text"`, `"words"` or `"prototypes"`.
         steps: Number of steps; 500 if neither `steps` nor `epochs` is given.
         epochs: Passes over the training examples, instead of `steps`.
         batch_size: Examples per step, summed over all processes.
         micro_batch_size: Examples per forward pass; the gradients of a step are accumulated.
-        lr: Peak learning rate; by default derived from the model.
+        lr: Peak learning rate; by default derived from the model, and 1e-5 in the regime `"sparse"`.
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
+        clip: Largest norm of the gradient. By default there is no limit, and 1 in the regime `"sparse"`.
         autocast: Whether to run the model in bfloat16; by default only on CUDA.
         compile: Whether torch.compile compiles the linearised step, with CUDA graphs on a GPU. Needs a C++ compiler.
         seed: Seed for the order of the examples.
@@ -119,6 +128,8 @@ def train(
         penalty_precision=penalty_precision,
         offload=offload,
         regime=regime,
+        mask=mask,
+        keep=keep,
         params=params,
         head=head,
         settings=TrainingSettings(
@@ -129,6 +140,7 @@ def train(
             lr=lr,
             warmup=warmup,
             weight_decay=weight_decay,
+            clip=clip,
             seed=seed,
         ),
         autocast=autocast,
@@ -152,6 +164,8 @@ def build_trainer(
     penalty_precision: PenaltyPrecision | None = None,
     offload: bool = False,
     regime: RegimeName = "linear",
+    mask: Sequence[Mergeable] | Mergeable = (),
+    keep: float | None = None,
     params: Sequence[str] | str | None = None,
     head: Head | HeadKind = "auto",
     autocast: bool | None = None,
@@ -173,6 +187,8 @@ def build_trainer(
         penalty_precision: See `train`.
         offload: See `train`.
         regime: See `train`.
+        mask: See `train`.
+        keep: See `train`.
         params: See `train`.
         head: See `train`.
         autocast: See `train`.
@@ -198,6 +214,8 @@ def build_trainer(
     )
     if regime not in REGIMES:
         raise KfacpackError(f"unknown regime {regime!r}; expected one of {', '.join(REGIMES)}")
+    mask_bundles = as_bundle_list(mask)
+    check_mask_options(regime, mask_bundles, keep)
     training_regime = REGIMES[regime](model, params, compile=compile)
     regularizer = None
     if bundles:
@@ -212,15 +230,27 @@ def build_trainer(
             exclude_task=task.name,
         )
     base = identify_base(training_regime, regularizer)  # before the head, which may take a long time
+    masked = Regularizer(mask_bundles, exclude_task=task.name) if mask_bundles else None
+    if masked:
+        masked.check(model, base=base)
+    built_head = head if isinstance(head, Head) else head_for(model, task, kind=head, on_progress=on_head)
+    masks = None
+    if masked:
+        masks = masks_from_bundles(training_regime, masked, KEEP if keep is None else keep)
+    elif regime == "sparse":
+        masks = calibrated_masks(
+            training_regime, built_head, task, KEEP if keep is None else keep, settings.seed, on_head
+        )
     return Trainer(
         training_regime,
         task,
-        head if isinstance(head, Head) else head_for(model, task, kind=head, on_progress=on_head),
+        built_head,
         settings,
         regularizer,
         _data_penalty(reg_data, strength, task, settings),
         torch.bfloat16 if uses_autocast(model, autocast) else None,
         base=base,
+        masks=masks,
     )
 
 
@@ -263,6 +293,23 @@ def check_penalty_options(
     if not bundles and (weights or preset or reg_every != 1 or penalty_precision or offload):
         options = "--weight (weights), --preset, --reg-every, --penalty-precision (penalty_precision) and --offload"
         raise KfacpackError(f"{options} apply to a penalty from bundles: pass some with --reg (reg)")
+
+
+def check_mask_options(regime: str, mask: Sequence[object], keep: float | None) -> None:
+    """Rejects options of the regime `sparse` in other regimes; needs no model, so that it can be called first.
+
+    Args:
+        regime: See `train`.
+        mask: See `train`.
+        keep: See `train`.
+
+    Raises:
+        KfacpackError: If an option does not apply or is out of range.
+    """
+    if regime != "sparse" and (mask or keep is not None):
+        raise KfacpackError(f"--mask (mask) and --keep (keep) apply to the regime 'sparse', got {regime!r}")
+    if keep is not None:
+        require_share(keep)
 
 
 def uses_autocast(model: Model, autocast: bool | None = None) -> bool:

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Batch
     from kfacpack.tasks.task import Split, Task
     from kfacpack.training.data_penalty import DataPenalty
+    from kfacpack.training.masks import SparsityMasks
     from kfacpack.training.regimes import Regime
     from kfacpack.training.regularizer import PrecisionLoss, Regularizer
 
@@ -91,6 +92,8 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
     model, penalty_splits = trainer.regime.model, trainer.data_penalty.splits if trainer.data_penalty else {}
     settings = _settings(trainer)
     settings.pop("output_scale", None)  # follows from the bundles or the data
+    if settings["clip"] is None:
+        del settings["clip"]  # runs of earlier versions, which had no such setting, can be resumed
     return {
         **settings,
         "regime": trainer.regime.name,
@@ -103,6 +106,7 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
         "reg_data_content": {name: fingerprint(model, split, name) for name, split in penalty_splits.items()},
         "head": f"{trainer.head.origin}, {_head_digest(trainer.head)}",
         "bundles": list(trainer.regularizer.digests) if trainer.regularizer else [],
+        **({"mask_content": trainer.masks.digest} if trainer.masks else {}),
     }
 
 
@@ -138,7 +142,8 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
         tasks=(TaskEntry(source=source, training=training),),
     )
     heads = {trainer.task.name: trainer.head} if trainer.head.is_stored else {}
-    return TaskVector({name: tensor.cpu() for name, tensor in tau.items()}, about, heads)
+    masks = {name: mask.cpu() for name, mask in trainer.masks.tensors.items()} if trainer.masks else None
+    return TaskVector({name: tensor.cpu() for name, tensor in tau.items()}, about, heads, masks=masks)
 
 
 def _settings(trainer: Trainer) -> dict[str, Any]:
@@ -149,9 +154,11 @@ def _settings(trainer: Trainer) -> dict[str, Any]:
         **asdict(trainer.settings),
         "steps": trainer.steps,
         "lr": trainer.lr,
+        "clip": trainer.clip,
         **(penalty.settings if penalty else {}),
         **autocast,
         **({"compile": True} if trainer.regime.compiled else {}),
+        **(trainer.masks.settings if trainer.masks else {}),
     }
 
 
@@ -206,12 +213,18 @@ class Trainer:
     """Compute dtype of the model. Defaults to that of its weights; τ is always float32."""
     base: Base | None = None
     """Identity by `identify_base`, if it was computed already; it is not computed again."""
+    masks: SparsityMasks | None = None
+    """The weights to train, in the regime `sparse`."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.head, CompletionHead):
             require_several_classes(self.task, self.head.classes)
         if not len(self.split):
             raise KfacpackError(f"{printable(self.task.name)}: the training split has no examples")
+        if (self.masks is None) == (self.regime.name == "sparse"):
+            raise KfacpackError(
+                f"regime {self.regime.name!r}: masks are required in the regime 'sparse', and only there"
+            )
         if self.regularizer and self.data_penalty:
             raise KfacpackError("the penalty comes from bundles or from data, got both")
         if self.data_penalty:
@@ -238,12 +251,17 @@ class Trainer:
     @cached_property
     def lr(self) -> float:
         """Peak learning rate. If it is derived, all processes use the same examples."""
-        if self.settings.lr is not None:
-            return self.settings.lr
+        if (lr := self.settings.lr if self.settings.lr is not None else self.regime.default_lr) is not None:
+            return lr
         numbers = self._order.batch(0)[:_LR_EXAMPLES]
         return find_learning_rate(
             self.regime, self._own_head, self._batch(numbers), self._labels(numbers).to(self.head.weight.device)
         )
+
+    @property
+    def clip(self) -> float | None:
+        """Largest norm of the gradient; None for no limit."""
+        return self.settings.clip if self.settings.clip is not None else self.regime.default_clip
 
     @cached_property
     def _own_head(self) -> Head:
@@ -287,7 +305,8 @@ class Trainer:
         require_writable_folder(output)
         require_metrics_path(output)
         model, base = self.regime.model, self._trained_base()
-        state = AdamWState(self.regime.parameters, self.settings)
+        masks = self.masks.tensors if self.masks else None
+        state = AdamWState(self.regime.parameters, self.settings, self.clip, masks)
         # Fails before the first step, rather than after the last, if the metadata is invalid.
         build_task_vector(self, state.tau, base)
         partial = PartialFile(_partial_path(output), "a training run", resume_request(self, base), every)

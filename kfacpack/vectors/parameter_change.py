@@ -1,4 +1,4 @@
-"""The change of one parameter: dense, as the factors of a low-rank matrix, or dense with a remainder.
+"""The change of one parameter: dense, dense with a remainder, sparse, or as the factors of a low-rank matrix.
 
 Conventions: a parameter of shape (m, …) is a matrix of shape (m, n), a vector is one column, a scalar a 1×1 matrix.
 Factors U (m, r) and V (r, n) are float32 and stand for the change U V; r = 0 stands for exactly zero.
@@ -6,13 +6,17 @@ Factors U (m, r) and V (r, n) are float32 and stand for the change U V; r = 0 st
 A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32, and where |θ| is much smaller than |θ0|,
 adding it to θ0 does not return θ. For such entries a remainder holds the flat index in ascending order and the value
 ρ = (θ − θ0) − τ in float64, and (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
+
+A sparse change has the values of some elements; the others are zero. In files, the elements are marked in a bitmap
+whose lowest bit of the first byte belongs to the first element.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +26,8 @@ Factors = tuple[Tensor, Tensor]
 """U (m, r) and V (r, n) in float32."""
 Remainder = tuple[Tensor, Tensor]
 """Flat indices (k,), int64, ascending; and values (k,), float64."""
+SparseChange = tuple[Tensor, Tensor]
+"""Flat indices (k,), int64, ascending; and values (k,), float32."""
 
 # A value that is smaller than every float32, but not zero. It turns a sum of +0 into −0 when it is rounded.
 _NEGATIVE_ZERO = -(2.0**-1000)
@@ -96,6 +102,97 @@ def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
         return pairs[0]
     device = pairs[0][0].device
     return torch.cat([U.to(device) for U, _ in pairs], 1), torch.cat([V.to(device) for _, V in pairs])
+
+
+def sparse_is_smaller(entries: int, size: int) -> bool:
+    """Returns whether a bitmap and values take less space than the dense tensor: size / 8 + 4 entries < 4 size.
+
+    Args:
+        entries: Number of stored elements.
+        size: Number of elements of the parameter.
+    """
+    return -(-size // 8) + 4 * entries < 4 * size
+
+
+def separate_sparse(
+    tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, SparseChange], dict[str, Factors]]:
+    """Separates changes by the form in which they are stored.
+
+    Args:
+        tensors: Dense changes by name.
+        masks: For some of them, a boolean tensor of the same shape that selects the elements that may change.
+
+    Returns:
+        The changes that stay dense, because they have no mask or a sparse form would be larger; the sparse ones; and
+        the factors of those that do not change at all.
+
+    Raises:
+        TaskVectorError: If a mask does not match its change, or an element outside the mask is not zero.
+    """
+    dense, sparse, unchanged = dict(tensors), dict[str, SparseChange](), dict[str, Factors]()
+    for name, mask in masks.items():
+        change = tensors.get(name)
+        if change is None or mask.dtype != torch.bool or mask.shape != change.shape:
+            problem = "there is no dense change of this name" if change is None else f"{mask.dtype} of {[*mask.shape]}"
+            raise TaskVectorError(f"mask of parameter {name!r}: {problem}; expected booleans of the parameter's shape")
+        index = mask.flatten().nonzero().squeeze(1)
+        if int(change.count_nonzero()) != int(change.flatten()[index].count_nonzero()):
+            raise TaskVectorError(f"parameter {name!r} changes outside its mask")
+        if not len(index):
+            unchanged[name] = no_change(change.shape)
+        elif sparse_is_smaller(len(index), change.numel()):
+            sparse[name] = index, change.flatten()[index].float()
+        if name in sparse or name in unchanged:
+            del dense[name]
+    return dense, sparse, unchanged
+
+
+def from_sparse(sparse: SparseChange, shape: Sequence[int]) -> Tensor:
+    """Returns a sparse change as a dense tensor in float32.
+
+    Args:
+        sparse: Indices and values.
+        shape: Shape of the parameter.
+    """
+    index, value = sparse
+    dense = torch.zeros(prod(shape), device=value.device)
+    dense[index.to(value.device)] = value.float()
+    return dense.reshape(tuple(shape))
+
+
+def add_sparse(terms: Sequence[tuple[float, SparseChange]]) -> SparseChange:
+    """Sums sparse changes in float64; the result has every element that one of them has.
+
+    Args:
+        terms: At least one coefficient and sparse change.
+    """
+    if len(terms) == 1 and terms[0][0] == 1:
+        return terms[0][1]
+    index, place = torch.cat([index.cpu() for _, (index, _) in terms]).unique(return_inverse=True)
+    values = torch.cat([coefficient * value.cpu().double() for coefficient, (_, value) in terms])
+    return index, torch.zeros(len(index), dtype=torch.float64).index_add_(0, place, values).float()
+
+
+def pack_bitmap(index: Tensor, size: int) -> Tensor:
+    """Returns a bitmap (⌈size / 8⌉,), uint8, with the bits of some elements set.
+
+    Args:
+        index: Flat indices of the elements.
+        size: Number of elements of the parameter.
+    """
+    bits = np.zeros(size, dtype=np.uint8)
+    bits[index.cpu().numpy()] = 1
+    return torch.from_numpy(np.packbits(bits, bitorder="little"))
+
+
+def unpack_bitmap(bitmap: Tensor) -> Tensor:
+    """Returns the flat indices of the set bits, ascending, int64.
+
+    Args:
+        bitmap: The bitmap, uint8.
+    """
+    return torch.from_numpy(np.flatnonzero(np.unpackbits(bitmap.cpu().numpy(), bitorder="little")))
 
 
 def check_factors(name: str, factors: Factors, shape: Sequence[int]) -> None:

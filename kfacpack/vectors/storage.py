@@ -23,7 +23,6 @@ from kfacpack.errors import BundleError
 from kfacpack.format.container import UNSEALED, VECTOR, Container, download_again
 from kfacpack.format.reader import SealedFile, validated
 from kfacpack.format.vector_manifest import (
-    VERSION,
     AboutVector,
     ParameterStorage,
     StoredTensor,
@@ -31,10 +30,21 @@ from kfacpack.format.vector_manifest import (
     factor_name,
     head_name,
     remainder_name,
+    sparse_name,
+    version_of,
 )
 from kfacpack.format.writer import bundle_digest, write_sealed
 from kfacpack.models.heads import Head
-from kfacpack.vectors.parameter_change import Factors, Remainder, dense_change, no_change
+from kfacpack.vectors.parameter_change import (
+    Factors,
+    Remainder,
+    SparseChange,
+    dense_change,
+    from_sparse,
+    no_change,
+    pack_bitmap,
+    unpack_bitmap,
+)
 
 if TYPE_CHECKING:
     import os
@@ -60,6 +70,9 @@ class ParameterChanges(Protocol):
 
     def remainder(self, name: str) -> Remainder | None:
         """Returns the remainder of a parameter's dense change, or None."""
+
+    def sparse(self, name: str) -> SparseChange | None:
+        """Returns the elements of a parameter's change if it is stored as a sparse tensor, or None."""
 
 
 class VectorStorage(ABC):
@@ -110,6 +123,17 @@ class VectorStorage(ABC):
         """
         return None
 
+    def sparse(self, name: str) -> SparseChange | None:
+        """Returns the elements of a parameter's change that are stored, if it is sparse.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            Flat indices and float32 values, or None. All other elements are zero.
+        """
+        return None
+
     @property
     @abstractmethod
     def heads(self) -> Mapping[str, Head]:
@@ -130,11 +154,12 @@ class InMemoryVector(VectorStorage):
     """A task vector whose tensors are in memory.
 
     Args:
-        tensors: The changes of the parameters that have no factors.
+        tensors: The changes of the parameters that have neither factors nor a sparse change.
         about: The provenance.
         heads: Heads by task name.
         factors: The factors of the other parameters.
         remainders: Remainders of dense changes.
+        sparse: Sparse changes.
     """
 
     def __init__(
@@ -144,16 +169,19 @@ class InMemoryVector(VectorStorage):
         heads: Mapping[str, Head],
         factors: Mapping[str, Factors] | None = None,
         remainders: Mapping[str, Remainder] | None = None,
+        sparse: Mapping[str, SparseChange] | None = None,
     ):
         self.about = about
         self._tensors, self._heads = tensors, heads
-        self._factors, self._remainders = factors or {}, remainders or {}
+        self._factors, self._remainders, self._sparse = factors or {}, remainders or {}, sparse or {}
         self._shapes = {parameter.name: parameter.shape for parameter in about.base.parameters}
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter's change in float32."""
         if name in self._factors:
             return dense_change(self._factors[name], self._shapes[name])
+        if name in self._sparse:
+            return from_sparse(self._sparse[name], self._shapes[name])
         return self._tensors[name].detach().float()
 
     def factors(self, name: str) -> Factors | None:
@@ -163,6 +191,10 @@ class InMemoryVector(VectorStorage):
     def remainder(self, name: str) -> Remainder | None:
         """Returns the remainder of a parameter's change, or None."""
         return self._remainders.get(name)
+
+    def sparse(self, name: str) -> SparseChange | None:
+        """Returns the elements of a parameter's change, or None if it is not sparse."""
+        return self._sparse.get(name)
 
     @property
     def heads(self) -> Mapping[str, Head]:
@@ -188,8 +220,11 @@ class FileVector(VectorStorage):
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter's change in float32; the first access checks the SHA-256 of its tensors."""
-        factors = self.factors(name)
-        return self.file.tensor(name) if factors is None else dense_change(factors, self._parameters[name][1])
+        if (factors := self.factors(name)) is not None:
+            return dense_change(factors, self._parameters[name][1])
+        if (sparse := self.sparse(name)) is not None:
+            return from_sparse(sparse, self._parameters[name][1])
+        return self.file.tensor(name)
 
     def rank(self, name: str) -> int | None:
         """Returns the rank of a parameter's factors; None if its change is dense."""
@@ -209,10 +244,21 @@ class FileVector(VectorStorage):
         if name not in self._storage or self._storage[name].remainder is None:
             return None
         number = self._parameters[name][0]
-        index = remainder_name(number, "index")
-        if problem := self.file.index_problem(index):
-            raise BundleError(self.file.path, problem, f"tensor {index!r}")
-        return self.file.tensor(index).long(), self.file.tensor(remainder_name(number, "value"))
+        index = self._checked_index(remainder_name(number, "index"))
+        return index.long(), self.file.tensor(remainder_name(number, "value"))
+
+    def sparse(self, name: str) -> SparseChange | None:
+        """Returns the elements of a parameter's change, or None if it is not sparse."""
+        if name not in self._storage or self._storage[name].entries is None:
+            return None
+        number = self._parameters[name][0]
+        bitmap = self._checked_index(sparse_name(number, "mask"))
+        return unpack_bitmap(bitmap), self.file.tensor(sparse_name(number, "value"))
+
+    def _checked_index(self, name: str) -> Tensor:
+        if problem := self.file.index_problem(name):
+            raise BundleError(self.file.path, problem, f"tensor {name!r}")
+        return self.file.tensor(name)
 
     @cached_property
     def heads(self) -> Mapping[str, Head]:
@@ -248,7 +294,7 @@ class VectorFile(SealedFile):
         super().__init__(path, VECTOR)
         self.manifest = validated(self.path, self.manifest_json, VectorManifest)
         self._digests = {tensor.name: tensor.sha256 for tensor in self.manifest.tensors}
-        self._indexed = _index_limits(self.manifest)
+        self._indexed, self._bitmaps = self.manifest.index_limits()
         expected = self.manifest.specs()
         for name, (dtype, shape) in expected.items():
             where = f"tensor {name!r}"
@@ -272,16 +318,26 @@ class VectorFile(SealedFile):
         return map_tensor(self, name)
 
     @property
-    def has_remainders(self) -> bool:
-        """Whether the file contains remainders."""
-        return bool(self._indexed)
+    def has_indices(self) -> bool:
+        """Whether the file contains remainders or sparse changes."""
+        return bool(self._indexed or self._bitmaps)
 
     def index_problem(self, name: str) -> str | None:
-        """Returns the problem with the indices of a remainder; None if they ascend and lie inside the parameter.
+        """Returns the problem with the indices of a remainder, or with the bitmap of a sparse change.
 
         Args:
-            name: Name of a tensor. Tensors other than indices have no such problem.
+            name: Name of a tensor. Tensors other than indices and bitmaps have no such problem.
+
+        Returns:
+            None if indices ascend and lie inside the parameter, and a bitmap has as many bits as there are values.
         """
+        if name in self._bitmaps:
+            entries, size = self._bitmaps[name]
+            positions = unpack_bitmap(self.tensor(name))
+            if len(positions) != entries:
+                return f"has {len(positions)} bits, expected {entries}, one for each value"
+            if entries and int(positions[-1]) >= size:
+                return f"bit {int(positions[-1])} is set, expected only bits below {size}"
         if name not in self._indexed:
             return None
         index, size = self.tensor(name).long(), self._indexed[name]
@@ -294,16 +350,6 @@ class VectorFile(SealedFile):
 
     def __reduce__(self) -> tuple[type[VectorFile], tuple[str]]:
         return VectorFile, (str(self.path),)
-
-
-def _index_limits(manifest: VectorManifest) -> dict[str, int]:
-    """Returns the number of entries of the parameter that each tensor of indices refers to."""
-    with_remainder = {entry.name for entry in manifest.storage if entry.remainder}
-    return {
-        remainder_name(number, "index"): prod(parameter.shape)
-        for number, parameter in enumerate(manifest.base.parameters)
-        if parameter.name in with_remainder
-    }
 
 
 def write_vector(
@@ -366,6 +412,11 @@ def _file_tensors(
             assert factors is not None, name
             yield factor_name(number, "U"), factors[0]
             yield factor_name(number, "V"), factors[1]
+        elif sparse_name(number, "mask") in specs:
+            sparse = changes.sparse(name)
+            assert sparse is not None, name
+            yield sparse_name(number, "mask"), pack_bitmap(sparse[0], prod(parameter.shape))
+            yield sparse_name(number, "value"), sparse[1].float()
     for number, task in enumerate(manifest.tasks):
         if task.head:
             yield head_name(number, "weight"), heads[task.name].weight.detach().float()
@@ -379,9 +430,11 @@ def _manifest(about: AboutVector, changes: ParameterChanges) -> VectorManifest:
             storage.append(ParameterStorage(name=parameter.name, rank=rank))
         elif remainder := changes.remainder(parameter.name):
             storage.append(ParameterStorage(name=parameter.name, remainder=len(remainder[0])))
+        elif (sparse := changes.sparse(parameter.name)) is not None:
+            storage.append(ParameterStorage(name=parameter.name, entries=len(sparse[0])))
     fields = {key: getattr(about, key) for key in AboutVector.model_fields}
     manifest = VectorManifest(
-        version=VERSION if storage or about.checkpoints else "1.0",
+        version=version_of(about, storage),
         producer=f"kfacpack {version('kfacpack')}",
         requires=tuple(sorted({entry.feature for entry in storage})),
         storage=tuple(storage),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,15 @@ from kfacpack.errors import TaskVectorError, printable
 from kfacpack.format.identity import function_difference
 from kfacpack.format.manifest import Base, base_digest
 from kfacpack.format.vector_manifest import AboutVector, Addend, TaskEntry
-from kfacpack.vectors.parameter_change import Factors, Remainder, add_factors, factors_are_smaller
+from kfacpack.vectors.parameter_change import (
+    Factors,
+    Remainder,
+    SparseChange,
+    add_factors,
+    add_sparse,
+    factors_are_smaller,
+    sparse_is_smaller,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,6 +95,20 @@ class SummedChanges:
         self.shapes[name]  # raises KeyError for an unknown parameter
         terms = self._terms_of(name)
         return terms[0][1].remainder(name) if len(terms) == 1 and terms[0][0] == 1 else None
+
+    def sparse(self, name: str) -> SparseChange | None:
+        """Returns the elements of a parameter's change; None if a term is dense or the sum is no longer smaller."""
+        shape, terms = self.shapes[name], []
+        for coefficient, storage in self._terms_of(name):
+            if storage.rank(name) == 0:
+                continue
+            if (sparse := storage.sparse(name)) is None:
+                return None
+            terms.append((coefficient, sparse))
+        if not terms:
+            return None
+        total = add_sparse(terms)
+        return total if sparse_is_smaller(len(total[0]), prod(shape)) else None
 
 
 def check_addable(first: VectorStorage, second: VectorStorage) -> None:

@@ -22,8 +22,10 @@ from kfacpack.format.vector_manifest import AboutVector, HeadEntry, RegimeName
 from kfacpack.vectors.parameter_change import (
     Factors,
     Remainder,
+    SparseChange,
     add_change,
     check_factors,
+    separate_sparse,
 )
 from kfacpack.vectors.storage import FileVector, InMemoryVector, VectorStorage, vector_digest, write_vector
 from kfacpack.vectors.sums import SummedChanges, about_sum, check_addable, heads_of, joint_base, require_finite
@@ -51,6 +53,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         heads: Classification heads by task name, for the tasks that have one.
         factors: Changes of low rank: U (m, r) and V (r, n) in float32 by name. The change is U V in the shape of the
             parameter, whose first dimension is m.
+        masks: Boolean tensors by name, for parameters in `tensors` that change only where the mask is true. The other
+            elements are not stored, if that saves space.
 
     Raises:
         TaskVectorError: If tensors or heads do not match `about`.
@@ -73,16 +77,18 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
         heads: Mapping[str, Head] | None = None,
         *,
         factors: Mapping[str, Factors] | None = None,
+        masks: Mapping[str, Tensor] | None = None,
     ):
         heads, factors = dict(heads or {}), dict(factors or {})
         _check_tensors(tensors, factors, about)
+        tensors, sparse, unchanged = separate_sparse(tensors, masks or {})
         _check_heads(heads, about)
         tasks = (
             task.model_copy(update={"head": _head_entry(heads[task.name]) if task.name in heads else None})
             for task in about.tasks
         )
         about = AboutVector.model_validate({**dict(about), "tasks": tuple(tasks)})
-        storage = InMemoryVector(dict(tensors), about, heads, factors)
+        storage = InMemoryVector(tensors, about, heads, factors | unchanged, sparse=sparse)
         self._terms: tuple[tuple[float, VectorStorage], ...] = ((1.0, storage),)
 
     @classmethod
@@ -251,6 +257,19 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
             Flat indices and values, or None.
         """
         return self._changes.remainder(name)
+
+    def sparse(self, name: str) -> SparseChange | None:
+        """Returns the elements of a parameter's change, if it is stored as a sparse tensor.
+
+        A sum of sparse changes is sparse as long as that is smaller than the dense tensor.
+
+        Args:
+            name: Name of the parameter.
+
+        Returns:
+            Flat indices in ascending order and float32 values, or None. All other elements are zero.
+        """
+        return self._changes.sparse(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.parameters)

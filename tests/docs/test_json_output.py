@@ -154,6 +154,7 @@ def test_runs(tmp_path, monkeypatch):
     plan, out = tmp_path / "plan.yaml", tmp_path / "out"
     plan.write_text(PLAN, encoding="utf-8")
     check("run", plan, "-o", out, "--dry-run", form="--dry-run")
+    check("run", plan, "--dry-run", "--gpu", "A100", form="--dry-run --gpu NAME")
     with monkeypatch.context() as patch:  # drawing figures takes seconds
         patch.setattr("kfacpack.experiments.report.report", lambda folder, page: page)
         patch.setattr("kfacpack.experiments.plan_file.plan_text", lambda all_tasks: PLAN)

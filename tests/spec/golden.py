@@ -119,6 +119,15 @@ def write_good() -> None:
         Curvature(blocks, about).save(target)
 
 
+def write_vector() -> None:
+    """Writes the golden task vector, with sparse changes, if it is missing."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from vectors.test_sparse_vectors import sparse
+
+    if not (target := GOLDEN / "sparse.safetensors").exists():
+        sparse().save(target)
+
+
 def write_refused() -> None:
     """Writes the missing golden files that every reader must reject, named after the reason."""
     sys.path.insert(0, str(ROOT / "tests"))
@@ -180,6 +189,7 @@ def main() -> None:
     GOLDEN.mkdir(exist_ok=True)
     SCHEMA.write_text(schema_text(), encoding="utf-8")
     write_good()
+    write_vector()
     write_refused()
     expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
     for path in sorted(GOLDEN.glob("*.kfac")):

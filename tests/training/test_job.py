@@ -19,6 +19,7 @@ import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.training import trainer as trainer_module
 from kfacpack.training.data_penalty import DataPenalty
+from kfacpack.training.masks import calibrated_masks
 from kfacpack.training.metrics import Metrics, MetricsWarning, metrics_path, open_metrics_log, read_metrics
 from kfacpack.training.optimizer import TrainingSettings
 from kfacpack.training.regimes import REGIMES
@@ -32,7 +33,10 @@ SETTINGS = TrainingSettings(steps=12, batch_size=10, lr=0.02)
 def job(regime="linear", settings=SETTINGS, task=None, model=None, head=None, **more):
     model, task = model or toy_model(), task or ToyTask()
     head = head or kp.head_for(model, task)
-    return Trainer(REGIMES[regime](model), task, head, settings, **more)
+    trained = REGIMES[regime](model)
+    if regime == "sparse":
+        more["masks"] = calibrated_masks(trained, head, task, keep=0.5)
+    return Trainer(trained, task, head, settings, **more)
 
 
 def bundle_of(model, task):
@@ -114,6 +118,7 @@ def test_bundles_and_penalty_settings_are_recorded(other, tmp_path):
         (4, "attention", "bundles"),
         (5, "attention", "data"),
         (6, "full", None),
+        (7, "sparse", "bundles"),
     ],
 )
 def test_an_interrupted_and_resumed_run_gives_the_same_bytes(other, seed, regime, penalty, tmp_path):

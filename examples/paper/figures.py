@@ -1,0 +1,133 @@
+"""Figures of RESULTS.md, in the form of those of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("svg")
+import matplotlib.pyplot as plt
+from claims import Results, spread
+
+COLORS = (
+    "#6b7280",
+    "#d97706",
+    "#15803d",
+    "#2563eb",
+    "#9333ea",
+    "#be123c",
+    "#0e7490",
+    "#a16207",
+    "#4d7c0f",
+    "#7c2d12",
+    "#334155",
+)
+
+
+def _errorbar(axes: Any, results: Results, names: list[str]) -> None:
+    for position, name in enumerate(names):
+        values = [100 * value for value in results.sum_at_one(name)]
+        axes.bar(
+            position, fmean(values), yerr=spread(values), color=COLORS[position % len(COLORS)], width=0.7, capsize=3
+        )
+    axes.set_xticks(range(len(names)), names, rotation=30, ha="right")
+    low = min(100 * min(results.sum_at_one(name)) for name in names)
+    axes.set_ylim(bottom=max(0, low - 5))
+    axes.set_ylabel("accuracy of the sum at α = 1, %")
+
+
+def bars(results: Results, figure: Any) -> None:
+    """Accuracy of the sum of each arm at α = 1."""
+    _errorbar(figure.subplots(), results, list(results.arms))
+
+
+def sweeps(results: Results, figure: Any) -> None:
+    """Accuracy over α, and the distribution of ‖Δf‖² on and off the own task."""
+    located = [name for name, arm in results.arms.items() if arm["seeds"][0]["scores"]]
+    left, right = figure.subplots(1, 2) if located else (figure.subplots(), None)
+    for color, name in zip(COLORS, results.arms, strict=False):
+        table = [next(iter(seed["methods"].values()))["sweep"] for seed in results.arms[name]["seeds"]]
+        means = [100 * fmean(values) for values in zip(*(sweep["mean"] for sweep in table), strict=True)]
+        left.plot(table[0]["alphas"], means, color=color, label=name)
+    left.axvline(1, color="#d1d5db", zorder=0)
+    left.set_xlabel("α")
+    left.set_ylabel("accuracy of the sum, %")
+    left.legend(frameon=False, fontsize=8)
+    if right is None:
+        return
+    for position, name in enumerate(located):
+        for shift, side, color in ((-0.17, "on", "#15803d"), (0.17, "off", "#be123c")):
+            quantiles = [
+                fmean(values)
+                for values in zip(*(seed["scores"][side] for seed in results.arms[name]["seeds"]), strict=True)
+            ]
+            right.plot([position + shift] * 2, [quantiles[0], quantiles[4]], color=color, lw=1)
+            right.plot([position + shift] * 2, [quantiles[1], quantiles[3]], color=color, lw=6, solid_capstyle="butt")
+    right.set_yscale("log")
+    right.set_xticks(range(len(located)), located, rotation=30, ha="right")
+    right.set_ylabel("‖Δf‖²: own task green, others red")
+
+
+def negation(results: Results, figure: Any) -> None:
+    """Target and control accuracy after negation."""
+    axes = figure.subplots()
+    for color, name in zip(COLORS, results.arms, strict=False):
+        control = [100 * value for value in results.values(name, lambda seed: seed["negation"]["control"])]
+        target = [100 * value for value in results.values(name, lambda seed: seed["negation"]["accuracy"])]
+        axes.errorbar(
+            fmean(control), fmean(target), xerr=spread(control), yerr=spread(target), fmt="o", color=color, label=name
+        )
+    axes.set_xlabel("control, %")
+    axes.set_ylabel("target, %")
+    axes.legend(frameon=False, fontsize=8)
+
+
+def size(results: Results, figure: Any) -> None:
+    """Accuracy over the size of the bundles."""
+    axes = figure.subplots()
+    for color, (name, arm) in zip(COLORS, results.arms.items(), strict=False):
+        values = [100 * value for value in results.sum_at_one(name)]
+        axes.errorbar(arm["bundle_bytes"] / 1e6, fmean(values), yerr=spread(values), fmt="o", color=color)
+        axes.annotate(
+            name, (arm["bundle_bytes"] / 1e6, fmean(values)), textcoords="offset points", xytext=(5, 3), fontsize=8
+        )
+    axes.set_xscale("log")
+    axes.set_xlabel("MB per task")
+    axes.set_ylabel("accuracy of the sum at α = 1, %")
+
+
+def methods(results: Results, figure: Any) -> None:
+    """Accuracy of each merge method over α, by arm."""
+    all_axes = figure.subplots(1, len(results.arms), sharey=True)
+    for axes, (name, arm) in zip(all_axes, results.arms.items(), strict=True):
+        for color, label in zip(COLORS, arm["seeds"][0]["methods"], strict=False):
+            table = [seed["methods"][label]["sweep"] for seed in arm["seeds"]]
+            means = [100 * fmean(values) for values in zip(*(sweep["mean"] for sweep in table), strict=True)]
+            axes.plot(table[0]["alphas"], means, color=color, label=label)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("α")
+    all_axes[0].set_ylabel("accuracy, %")
+    all_axes[0].legend(frameon=False, fontsize=8)
+
+
+FIGURES: dict[str, Callable[[Results, Any], None]] = {
+    "bars": bars,
+    "sweeps": sweeps,
+    "negation": negation,
+    "bytes": size,
+    "methods": methods,
+}
+"""Figures by name."""
+
+
+def draw(name: str, results: Results, path: Path) -> None:
+    """Writes a figure as SVG, with the same bytes for the same results."""
+    with plt.rc_context({"svg.hashsalt": "kfacpack", "svg.fonttype": "none", "font.size": 9}):
+        figure = plt.figure(figsize=(8, 3.2), layout="constrained")
+        FIGURES[name](results, figure)
+        figure.savefig(path, metadata={"Date": None})
+        plt.close(figure)

@@ -1,0 +1,376 @@
+"""Checks a plan to its last stage without weights and data: shapes, bytes, and the time on a named GPU.
+
+The model has random weights, and published tasks have stand-ins: as many examples and classes as the data on the Hub,
+but blank images or texts. All stages are built with them, with their keys, commands and costs. Sizes of files follow
+from shapes. Times are extrapolated from the operations of a forward pass, which are counted, and the speed of the GPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from kfacpack.compression.codecs import CodecChain, NumberCodec
+from kfacpack.curvature.matrices.components import nbytes_of
+from kfacpack.curvature.matrices.dense import Dense
+from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.errors import KfacpackError, printable
+from kfacpack.estimation.task_estimate import TaskEstimate
+from kfacpack.experiments.artifact_stages import AddStage, CompressStage, EstimateStage, MergeStage, TaskVectorStage
+from kfacpack.experiments.run import RunContext
+from kfacpack.experiments.stage_graph import StageGraph
+from kfacpack.format.units import parse_size
+from kfacpack.models.families import load_model
+from kfacpack.models.functional import call_model
+from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
+from kfacpack.tasks.task import ClassSplitTask, DataOrigin, parse_class_split
+from kfacpack.training.masks import KEEP
+from kfacpack.training.regimes import REGIMES
+
+if TYPE_CHECKING:
+    from kfacpack.estimation.accumulator import BlockForecast, Forecast
+    from kfacpack.experiments.plan import Plan
+    from kfacpack.experiments.stage import Stage
+    from kfacpack.format.container import Spec
+    from kfacpack.models.model import Model
+    from kfacpack.tasks.published_tasks import PublishedTask
+    from kfacpack.tasks.task import Example, Task
+
+
+GPUS = {"A10": 125, "A100": 312, "H100": 989, "L40S": 362, "RTX4090": 165, "V100": 125}
+"""Peak speed of matrix products in bfloat16 (float16 for V100), without sparsity, in 10¹² operations per second."""
+UTILISATION = 0.17
+"""Share of the peak speed that is reached: an estimate, equal to a linearised step of 128 examples of ViT-B/32 in 0.1 s
+on an A100."""
+_T5_SHAPES = {
+    "google-t5/t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
+    "google-t5/t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
+}
+_WORDS = 64
+"""Words of a stand-in text."""
+_IMAGE_SIZE = 256
+
+
+@dataclass
+class StandInSplit:
+    """As many blank examples as a published split has."""
+
+    source: DataOrigin
+    size: int
+    classes: int
+    inputs: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Example:
+        if self.inputs == ("image",):
+            from PIL import Image
+
+            return {"image": Image.new("RGB", (_IMAGE_SIZE, _IMAGE_SIZE))}
+        return dict.fromkeys(self.inputs, " ".join(["word"] * (_WORDS // len(self.inputs))))
+
+    def label(self, index: int) -> int:
+        """Returns the class of an example."""
+        return index % self.classes
+
+
+@dataclass(frozen=True)
+class StandInTask:
+    """A published task without its data. Implements `Task`."""
+
+    definition: PublishedTask
+
+    license = None
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        return self.definition.name
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Stand-ins for the names of the classes."""
+        return tuple(f"class {number}" for number in range(self.definition.classes))
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Number of examples of each split on the Hub."""
+        return self.definition.sizes
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """Names of the splits."""
+        return tuple(self.sizes)
+
+    @property
+    def templates(self) -> tuple[str, ...]:
+        """Prompt templates."""
+        return self.definition.templates
+
+    @property
+    def source(self) -> str:
+        """The repository on the Hub."""
+        return self.definition.repository
+
+    def notices(self, model: str) -> tuple[str, ...]:
+        """Returns no notes."""
+        return ()
+
+    def listing(self, split: str) -> list[tuple[str, str]]:
+        """Returns no files."""
+        return []
+
+    def split(self, name: str) -> StandInSplit:
+        """Returns blank examples."""
+        if name not in self.sizes:
+            raise KfacpackError(f"{self.name}: no split {printable(name)!r}; expected one of {', '.join(self.sizes)}")
+        inputs = tuple(self.definition.inputs)
+        return StandInSplit(DataOrigin(self.source, name), self.sizes[name], self.definition.classes, inputs)
+
+
+def stand_in_task(name: str, data: str | None) -> Task:
+    """Returns a task without reading data: an embedded task, or a stand-in for a published one.
+
+    Args:
+        name: Name of the task, possibly a class split.
+        data: Location of its data in the plan.
+
+    Raises:
+        KfacpackError: If the task is neither embedded nor published.
+    """
+    if part := parse_class_split(name):
+        return ClassSplitTask(stand_in_task(part.whole, data), part.k, part.n)
+    if data is None and name in TASKS:
+        return load_task(name)
+    if name not in PUBLISHED:
+        problem = "its size is unknown without its data"
+        raise KfacpackError(f"{printable(name)}: {problem}. --gpu checks embedded and published tasks; omit it")
+    return StandInTask(PUBLISHED[name])
+
+
+def _write_t5(folder: Path, shape: Mapping[str, Any]) -> None:
+    """Writes the config of a T5 and a tokenizer of whole words, which every text maps to."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, T5Config
+
+    words = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {f"class{number}": number + 3 for number in range(8)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    settings: dict[str, Any] = {**shape, "vocab_size": 32128, "decoder_start_token_id": 0}
+    T5Config(**settings).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+
+
+class OfflineContext(RunContext):
+    """The context of a plan with random weights and stand-ins for published tasks."""
+
+    @cached_property
+    def model(self) -> Model:
+        """The model of the plan with random weights."""
+        section = self.plan.model
+        with self.plan.at("model"), TemporaryDirectory() as folder:
+            name, weights = section.name, None if section.name in EMBEDDED_MODELS else "random"
+            if name.partition(":")[2] in _T5_SHAPES:
+                _write_t5(Path(folder), _T5_SHAPES[name.partition(":")[2]])
+                name = f"t5:{folder}"
+            return load_model(
+                name, weights=weights, image_size=section.image_size, device=self.device, prompts=section.prompts
+            )
+
+    @cached_property
+    def model_key(self) -> str:
+        """The name of the model, in place of a hash of its weights."""
+        return self.plan.model.name
+
+    def task(self, name: str) -> Task:
+        """Returns the task `name` of the plan, or its stand-in."""
+        if name not in self._tasks:
+            with self.plan.at(*self.plan.task_location(name)):
+                self._tasks[name] = stand_in_task(name, self.plan.task(name).data)
+        return self._tasks[name]
+
+    def data_key(self, task: str, split: str) -> str:
+        """Returns the name of a split, in place of a hash of its content."""
+        return f"{task} {split}"
+
+
+@dataclass(frozen=True)
+class KindForecast:
+    """The stages of one kind."""
+
+    kind: str
+    stages: int
+    bytes: int
+    """Size of their files."""
+    hours: float
+    """Time on one GPU."""
+
+
+@dataclass(frozen=True)
+class OfflineForecast:
+    """The result of an offline check, and the output of `kfacpack run --dry-run --gpu NAME --json`."""
+
+    model: str
+    parameters: int
+    """Number of trained numbers in the regime `linear`."""
+    blocks: int
+    """Number of blocks of a bundle."""
+    largest_side: int
+    """Side of the largest matrix of a bundle."""
+    forward_flops: int
+    """Operations of one forward pass of one example."""
+    gpu: str
+    kinds: tuple[KindForecast, ...]
+    bytes: int
+    """Size of all files."""
+    hours: float
+    """Time of all stages on one GPU."""
+
+
+class _Sizes:
+    """Sizes of files, computed from shapes."""
+
+    def __init__(self, context: RunContext):
+        self._context = context
+        self._forecasts: dict[str, Forecast] = {}
+
+    def forecast(self, stage: EstimateStage) -> Forecast:
+        """Returns the blocks of a bundle, which do not depend on the number of examples and probes."""
+        if stage.structure not in self._forecasts:
+            options = replace(stage.options, fisher="mc", samples=1, compress=None)
+            task = self._context.task(stage.task)
+            self._forecasts[stage.structure] = TaskEstimate(self._context.model, task, options, "1", 1).forecast()
+        return self._forecasts[stage.structure]
+
+    def of(self, stage: Stage) -> int:
+        """Returns the size of the file of a stage; that of a measurement is neglected."""
+        if isinstance(stage, EstimateStage):
+            return self._bundle(stage, stage.options.compress, None)
+        if isinstance(stage, CompressStage):
+            codec, budget = (None, stage.codec) if stage.is_budget else (stage.codec, None)
+            return self._bundle(stage.bundle, codec, budget)
+        if isinstance(stage, MergeStage):
+            terms = {"stack": len(stage.bundles), "optimal": min(stage.rank, len(stage.bundles))}.get(stage.rule, 1)
+            return terms * self.of(stage.bundles[0])
+        if isinstance(stage, TaskVectorStage | AddStage):
+            return self._vector(stage.arm)
+        return 0
+
+    def _vector(self, arm: str) -> int:
+        plan, training = self._context.plan, self._context.plan.training_of(arm)
+        parameters = REGIMES[plan.regime_of(arm)](self._context.model).parameters
+        size = sum(parameter.numel() for parameter in parameters.values())
+        if plan.regime_of(arm) != "sparse":
+            return 4 * size
+        return int(4 * size * (training.keep or KEEP)) + size // 8
+
+    def _bundle(self, stage: EstimateStage, codec: str | None, budget: str | None) -> int:
+        blocks = self.forecast(stage).blocks
+        if budget is not None:
+            return parse_size(budget, 4 * sum(side**2 for block in blocks for side in matrix_sides(block)))
+        if codec is None:
+            return sum(block.bytes for block in blocks)
+        chain = CodecChain.parse(codec)
+        return sum(
+            sum(encoded_bytes(chain, side) for side in matrix_sides(block))
+            if block.structure == "kronecker"
+            else block.bytes
+            for block in blocks
+        )
+
+
+def matrix_sides(block: BlockForecast) -> list[int]:
+    """Returns the sides of the symmetric matrices of a block, without those that an earlier block has as well.
+
+    Args:
+        block: The block. Its number of bytes tells which of its matrices are its own.
+    """
+    rows, columns = block.rows, block.columns
+    candidates = [[rows, columns], [rows], [columns]] if block.structure == "kronecker" else [[rows * columns]]
+    packed = (sides for sides in candidates if block.bytes == 4 * sum(n * (n + 1) // 2 for n in sides))
+    return next(packed, [])
+
+
+@cache
+def encoded_bytes(chain: CodecChain, side: int) -> int:
+    """Returns the size of a symmetric float32 matrix that is compressed by a chain of codecs.
+
+    Args:
+        chain: The codecs. Steps that do not make the matrix smaller are skipped.
+        side: Side of the matrix.
+    """
+    triangle: dict[str, Spec] = {"data": ("F32", (side * (side + 1) // 2,))}
+    encoded = chain.structure.specs(Dense.of(torch.zeros(side, side))) if chain.structure else None
+    is_smaller = encoded is not None and sum(map(nbytes_of, encoded.values())) < nbytes_of(triangle["data"])
+    specs: dict[str, Spec] = dict(encoded) if encoded is not None and is_smaller else triangle
+    numbers = next((step.name for step in chain.steps if isinstance(step, NumberCodec)), None)
+    if numbers is not None:
+        specs["data"] = {"int8": "I8", "fp16": "F16", "bf16": "BF16"}[numbers], specs["data"][1]
+    if numbers == "int8":
+        specs["scale"] = "F32", (side,)
+    return sum(map(nbytes_of, specs.values()))
+
+
+def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
+    """Builds all stages of a plan without weights and data.
+
+    Args:
+        plan: The plan.
+        gpu: Name of a GPU, one of `GPUS`.
+
+    Returns:
+        Shapes, bytes and hours.
+
+    Raises:
+        KfacpackError: If the GPU is unknown, or a stage cannot be built; the message starts with the location in the
+            plan.
+    """
+    names = {name.lower(): name for name in GPUS}
+    if gpu.lower() not in names:
+        raise KfacpackError(f"--gpu {printable(gpu)}: unknown GPU; expected one of: {', '.join(GPUS)}")
+    gpu = names[gpu.lower()]
+    context = OfflineContext(plan, torch.device("cpu"), 1)
+    context.check()
+    graph = StageGraph(context, Path("dry-run"))
+    stages, sizes = graph.in_order(), _Sizes(context)
+    flops = _forward_flops(context)
+    seconds = flops / (GPUS[gpu] * 1e12 * UTILISATION)
+    totals: dict[str, tuple[int, int, float]] = {}
+    for stage in stages:
+        json.dumps([stage.key, stage.command()])
+        count, size, hours = totals.get(stage.kind, (0, 0, 0.0))
+        totals[stage.kind] = count + 1, size + sizes.of(stage), hours + stage.cost() * seconds / 3600
+    first = EstimateStage(context, graph.root, plan.tasks[0].name, "kronecker", plan.seeds[0], plan.curvature)
+    blocks = sizes.forecast(first).blocks
+    trained: Any = REGIMES["linear"](context.model).parameters.values()
+    kinds = tuple(KindForecast(kind, *numbers) for kind, numbers in totals.items())
+    return OfflineForecast(
+        model=plan.model.name,
+        parameters=sum(parameter.numel() for parameter in trained),
+        blocks=len(blocks),
+        largest_side=max(side for block in blocks for side in matrix_sides(block) or [1]),
+        forward_flops=flops,
+        gpu=gpu,
+        kinds=kinds,
+        bytes=sum(kind.bytes for kind in kinds),
+        hours=sum(kind.hours for kind in kinds),
+    )
+
+
+def _forward_flops(context: RunContext) -> int:
+    """Counts the operations of one forward pass of one example of the first task."""
+    name = context.plan.tasks[0].name
+    batch = context.model.prepare([context.task(name).split("test")[0]], name)
+    # With gradients, because the fused attention that is used without them is not counted.
+    with FlopCounterMode(display=False) as counter:
+        call_model(context.model.forward, batch)
+    return int(counter.get_total_flops())

@@ -1,0 +1,335 @@
+"""The sections of a plan. Each section of the YAML file is one pydantic model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from kfacpack.compression.codecs import CodecChain
+from kfacpack.errors import KfacpackError
+from kfacpack.format.manifest import Fisher, FloatType, Metric, Probe
+from kfacpack.format.units import parse_alphas, parse_size
+from kfacpack.format.vector_manifest import HeadKind, RegimeName
+from kfacpack.models.prompts import PromptStyle
+from kfacpack.tasks.task import parse_count
+from kfacpack.training.penalty_weights import MAX_RATE, resolve_strength
+from kfacpack.vectors.methods import METHODS
+
+ShortText = Annotated[str, Field(min_length=1, max_length=200)]
+
+
+def _refuse_bool(value: Any) -> Any:
+    """Converts booleans to text, which numeric fields reject: in Python, `True` is also the integer 1."""
+    return str(value) if isinstance(value, bool) else value
+
+
+Integer = Annotated[int, BeforeValidator(_refuse_bool)]
+FiniteNumber = Annotated[float, BeforeValidator(_refuse_bool)]
+Positive = Annotated[Integer, Field(ge=1)]
+SeedNumber = Annotated[Integer, Field(ge=0, lt=2**32)]
+KeyPath = tuple[str | int, ...]
+"""A location in a plan: mapping keys and list indices."""
+BASELINE = "without"
+"""Name of the arm without a penalty, against which the other arms are compared."""
+
+
+class PlanSection(BaseModel):
+    """Base class of the sections of a plan: immutable, and unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ModelSection(PlanSection):
+    """The model that is fine-tuned, and how it is loaded."""
+
+    name: ShortText = "tiny"
+    weights: ShortText | None = None
+    image_size: Positive | None = None
+    dtype: FloatType = "float32"
+    prompts: PromptStyle | None = None
+    """Prompt style of a `t5:` or `lm:` model, as for `--prompts`."""
+    head: HeadKind = "auto"
+    """Kind of classification head, see `kfacpack/models/heads.py`."""
+
+
+class TaskSection(PlanSection):
+    """One task and the location of its data."""
+
+    name: ShortText
+    data: ShortText | None = None
+    """Folder of the data, or `hf://datasets/…`; None for a registered task."""
+    columns: ShortText | None = None
+    """Roles of the data's columns, as for `--columns`."""
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[\w.@/+ -]+", name) or name.startswith((".", "/")) or ".." in name:
+            raise ValueError("expected letters, digits and -_.@/+")
+        return name
+
+
+def _examples(text: str) -> str:
+    parse_count(text, 1)
+    return text
+
+
+def _codec(spec: str) -> str:
+    CodecChain.parse(spec)
+    return spec
+
+
+def _alphas(text: str) -> str:
+    parse_alphas(text)
+    return text
+
+
+def _magnitudes(text: str) -> str:
+    if negative := [alpha for alpha in parse_alphas(text) if alpha < 0]:
+        raise KfacpackError(
+            f"alpha {negative[0]:g}: negation already subtracts the vector; expected zero or more, such as 0:3:0.1"
+        )
+    return text
+
+
+def _validated_by(check: Callable[[str], str]) -> AfterValidator:
+    """Converts the `KfacpackError` of a library check to a validation error, which has a location in the plan."""
+
+    def validate(text: str) -> str:
+        try:
+            return check(text)
+        except KfacpackError as error:
+            raise ValueError(str(error)) from error
+
+    return AfterValidator(validate)
+
+
+def _budget(text: str) -> str:
+    parse_size(text, 1)
+    return text
+
+
+Budget = Annotated[ShortText, BeforeValidator(str), _validated_by(_budget)]
+Examples = Annotated[str, BeforeValidator(str), _validated_by(_examples)]
+CodecSpec = Annotated[ShortText, _validated_by(_codec)]
+Alphas = Annotated[ShortText, BeforeValidator(str), _validated_by(_alphas)]
+Magnitudes = Annotated[ShortText, BeforeValidator(str), _validated_by(_magnitudes)]
+
+
+class CurvatureSection(PlanSection):
+    """How the curvature of each task is estimated."""
+
+    examples: Examples = "256"
+    fisher: Fisher = "mc"
+    samples: Positive = 1
+    probe: Probe = "orthogonal"
+    metric: Metric = "l2"
+    compress: CodecSpec | None = None
+    """Codec for the Kronecker factors, as for `kfacpack compress`."""
+    batch_size: Positive = 32
+
+
+class TrainingSection(PlanSection):
+    """How the task vectors are trained."""
+
+    regime: RegimeName = "linear"
+    steps: Positive = 100
+    batch_size: Positive = 32
+    lr: Annotated[FiniteNumber, Field(gt=0, le=MAX_RATE)] | None = None
+    warmup: Annotated[FiniteNumber, Field(ge=0, le=1)] = 0.1
+    weight_decay: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] = 0.1
+    compile: bool = False
+    """Whether torch.compile compiles the linearised step."""
+    clip: Annotated[FiniteNumber, Field(gt=0)] | None = None
+    """Largest norm of the gradient."""
+    keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
+    """Share of the weights that the regime `sparse` trains."""
+    mask: Literal["data", "bundles"] = "data"
+    """How the weights of the regime `sparse` are selected: on validation examples, or by the other tasks' bundles."""
+
+    @property
+    def key(self) -> dict[str, Any]:
+        """The settings that determine a vector. Later additions are left out if they have their defaults."""
+        added = ("compile", "clip", "keep", "mask")
+        defaults = {name: TrainingSection.model_fields[name].default for name in added}
+        return {name: value for name, value in self.model_dump().items() if defaults.get(name, ...) != value}
+
+
+class PenaltySection(PlanSection):
+    """Defaults of the arms with `penalty: kronecker`."""
+
+    strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
+    preset: Literal["tak"] | None = None
+
+
+class ArmSection(PlanSection):
+    """One way of obtaining the vectors of all tasks: by training, or by extraction from checkpoints."""
+
+    vectors: Annotated[dict[ShortText, ShortText], Field(min_length=1)] | None = None
+    """By task, a fine-tuned checkpoint or an adapter to extract the vector from: a file, a folder or `hf://…`."""
+    penalty: Literal["none", "kronecker", "diagonal", "data"]
+    rule: Literal["tak", "optimal", "stack"] = "tak"
+    rank: Positive = 1
+    strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
+    preset: Literal["tak"] | None = None
+    """`tak`: the scaling and the group weights of the paper, for which `strength` must be given."""
+    every: Positive = 1
+    """The penalty is applied at every N-th step."""
+    compress: CodecSpec | None = None
+    """Codec of the bundles of this arm, as for `kfacpack compress`. They are compressed before they are merged."""
+    budget: Budget | None = None
+    """Size of each bundle of this arm, as for `kfacpack compress --budget`."""
+    protects: Annotated[tuple[ShortText, ...], Field(min_length=1)] | None = None
+    """Tasks or references whose drift is penalised. Defaults to the other tasks of the plan."""
+    curvature: CurvatureSection = CurvatureSection()
+    """Settings of this arm that override the plan's `curvature`."""
+    training: TrainingSection = TrainingSection()
+    """Settings of this arm that override the plan's `training`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_penalty_of_extracted_vectors(cls, value: Any) -> Any:
+        return {"penalty": "none", **value} if isinstance(value, dict) and value.get("vectors") else value
+
+    @property
+    def lam(self) -> float:
+        """λ: the `strength` of the plan, or the default of the penalty."""
+        return resolve_strength(self.strength, on_data=self.penalty == "data")
+
+    @model_validator(mode="after")
+    def _check_settings_apply(self) -> ArmSection:
+        if self.vectors is not None and (self.penalty != "none" or "training" in self.model_fields_set):
+            key = "penalty" if self.penalty != "none" else "training"
+            raise ValueError(f"{key} does not apply to vectors that are extracted; remove it, or remove vectors")
+        for key, penalties in (
+            ("rule", ("kronecker", "diagonal")),
+            ("rank", ("kronecker",)),
+            ("strength", ("kronecker", "diagonal", "data")),
+            ("protects", ("kronecker", "diagonal", "data")),
+            ("preset", ("kronecker",)),
+            ("every", ("kronecker", "diagonal")),
+            ("compress", ("kronecker",)),
+            ("budget", ("kronecker",)),
+        ):
+            if key in self.model_fields_set and self.penalty not in penalties:
+                raise ValueError(f"{key} requires penalty: {' or '.join(penalties)}; got penalty: {self.penalty}")
+        if self.rank > 1 and self.rule != "optimal":
+            raise ValueError(f"rank requires rule: optimal; got rule: {self.rule}")
+        if self.preset and self.strength is None:
+            raise ValueError("preset requires strength, the λ of the paper for the model, such as 100 for ViT-B/32")
+        if self.compress and self.budget:
+            raise ValueError("expected either compress or budget, got both")
+        return self
+
+
+class MethodSection(PlanSection):
+    """A merge method. Keys beyond the fields below are settings of the method, such as `keep` of `ties`."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: ShortText
+    label: Annotated[str, Field(max_length=60, pattern=r"^[\w+][\w.+=:,% -]*$")] = ""
+    """Name in the results. Defaults to the name of the method with its settings."""
+    compress: CodecSpec | None = None
+    """Codec with which the bundles are compressed before the method uses them, as for `kfacpack compress`."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the method that are not defaults."""
+        return dict(self.model_extra or {})
+
+    @property
+    def all_settings(self) -> dict[str, Any]:
+        """All settings of the method, with their defaults."""
+        return METHODS[self.name].of(self.settings).settings
+
+    @property
+    def needs_bundles(self) -> bool:
+        """Whether the method needs the bundle of every task."""
+        return METHODS[self.name].needs_bundles
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        """Expands a name alone, and fills in the label."""
+        value = {"name": value} if isinstance(value, str) else value
+        if not isinstance(value, dict) or "label" in value:
+            return value
+        settings = [f"{key}={entry}" for key, entry in value.items() if key not in ("name", "compress")]
+        words = [str(value.get("name")), *settings, *([str(value["compress"])] if value.get("compress") else [])]
+        return {**value, "label": " ".join(words)}
+
+    @model_validator(mode="after")
+    def _check_settings(self) -> MethodSection:
+        if self.name not in METHODS:
+            raise ValueError(f"unknown merge method {self.name!r}; expected one of: {', '.join(METHODS)}")
+        try:
+            METHODS[self.name].of(self.settings)
+        except KfacpackError as error:
+            raise ValueError(str(error)) from error
+        if self.compress and not self.needs_bundles:
+            names = [name for name, method in METHODS.items() if method.needs_bundles]
+            raise ValueError(f"compress is for methods that use bundles: {', '.join(names)}; got method {self.name!r}")
+        return self
+
+
+class NegationSection(PlanSection):
+    """Negation: each task is removed from the model while a control task is kept."""
+
+    control: ShortText
+    """The task whose accuracy is kept."""
+    instead: ShortText | None = None
+    """The control task when `control` itself is negated. Defaults to the first of the other tasks."""
+    keep: Annotated[FiniteNumber, Field(gt=0, le=1)] = 0.95
+    alphas: Magnitudes = "0:3:0.1"
+
+
+class PairsSection(PlanSection):
+    """Disentanglement: pairs of tasks and the values of α."""
+
+    alphas: Alphas = "-2:2:0.5"
+    pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
+    """Pairs to measure. Defaults to the first task with each of the others."""
+    examples: Examples = "200"
+
+
+class ExamplesSection(PlanSection):
+    """A measurement whose only setting is the number of examples."""
+
+    examples: Examples = "200"
+
+
+class DriftSection(ExamplesSection):
+    """Predicted and measured drift."""
+
+    layer_examples: Annotated[Integer, Field(ge=0)] = 8
+    """Examples for the drift of single layers, each of which needs its own forward pass; 0 skips the layers."""
+
+
+class EvaluationSection(PlanSection):
+    """The measurements of a plan, and the examples and merge methods that they use."""
+
+    examples: Examples = "all"
+    batch_size: Positive = 64
+    methods: Annotated[tuple[MethodSection, ...], Field(min_length=1)] = (MethodSection(name="sum"),)
+    alphas: Alphas = "0:2:0.1"
+    method_alphas: bool = False
+    """Whether every method is evaluated at all `alphas`, instead of only the first one."""
+    negation: NegationSection | None = None
+    disentanglement: PairsSection | None = None
+    localisation: ExamplesSection | None = None
+    drift: DriftSection | None = None
+    spectra: bool = False
+    in_depth: tuple[ShortText, ...] | None = None
+    """Arms for which negation, disentanglement, localisation and drift are measured. Defaults to all arms."""
