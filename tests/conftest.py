@@ -2,8 +2,8 @@
 
 Tasks are cached in a temporary folder that the worker processes of `make test` share, the Hub is not contacted, and
 each process computes with one thread. Commands that tests start inherit these settings, so that their files can be
-compared byte by byte with those of the test process. The test process does not wait for the disk: a power failure during
-the tests may damage their temporary files.
+compared byte by byte with those of the test process. The test process does not wait for the disk: a power failure
+may damage temporary files.
 """
 
 import os

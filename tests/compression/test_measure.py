@@ -62,7 +62,8 @@ def test_the_error_of_quadratic_agrees_with_many_random_task_vectors():
         q = float(before.quadratic(tau))
         errors += torch.tensor([(q - float(after.quadratic(tau))) ** 2 for after, _ in results])
         size += q**2
-    assert [report.moments.quadratic for _, report in results] == pytest.approx((errors / size).sqrt().tolist(), rel=0.1)
+    expected = (errors / size).sqrt().tolist()
+    assert [report.moments.quadratic for _, report in results] == pytest.approx(expected, rel=0.1)
 
 
 def test_the_error_on_a_given_task_vector():
