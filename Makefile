@@ -57,6 +57,7 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/sweep.py
 	$(BIN)/python tests/bench/interrupted.py
 	$(BIN)/python tests/bench/jobs.py
+	$(BIN)/python tests/bench/ray_cluster.py --out $(VENV)/cache/ray-cluster
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
 

@@ -72,7 +72,7 @@ def step_of(lin, batch, tau):
 
 
 def other_modes(model, params):
-    """Yields a linearised model without the fast path, and a compiled one in float32 if KFACPACK_TEST_COMPILE is set."""
+    """Yields the fallback and, if KFACPACK_TEST_COMPILE is set and the model is float32, a compiled step."""
     lin = kp.linearize(model, params)
     lin._fast = lin._traces = False
     yield lin
