@@ -120,7 +120,7 @@ def test_autocast_is_the_default_on_cuda_only(device, requested, expected):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
 @pytest.mark.parametrize("mode", ["traced", "fallback", "compiled"])
 def test_a_run_resumes_with_the_same_bytes_in_every_mode(mode, tmp_path, monkeypatch):
-    """Interrupted before, while and after a step is recorded. Compiling takes long; KFACPACK_TEST_COMPILE enables it."""
+    """Interrupted before, while and after a step is recorded. KFACPACK_TEST_COMPILE adds the compiled mode."""
     if mode == "fallback":
         monkeypatch.setattr("kfacpack._torch.missing_jvp_parts", lambda: ("torch._C._DisableAutocast",))
     if mode == "compiled" and not os.environ.get("KFACPACK_TEST_COMPILE"):
