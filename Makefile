@@ -55,11 +55,12 @@ bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/merge.py
 	$(BIN)/python tests/bench/linear.py
 	$(BIN)/python tests/bench/overhead.py
-	KFACPACK_TEST_COMPILE=1 $(BIN)/python -m pytest tests/linearization/test_families.py tests/models/test_clip.py
+	KFACPACK_TEST_COMPILE=1 $(BIN)/python -m pytest -k 'models or jvp or every_mode' tests/linearization/test_families.py tests/models/test_clip.py tests/training/test_train.py
 	$(BIN)/python tests/bench/penalty.py
 	$(BIN)/python tests/bench/sweep.py
 	$(BIN)/python tests/bench/interrupted.py
 	$(BIN)/python tests/bench/jobs.py
+	$(BIN)/python tests/bench/ray_cluster.py --out $(VENV)/cache/ray-cluster
 	$(BIN)/pip install --quiet --constraint constraints.txt curvlinops-for-pytorch kronfluence
 	$(BIN)/python tests/bench/estimate.py
 

@@ -229,8 +229,8 @@ class Recorder(DispatchMode):
             masks = [args[0]]
         else:
             return False
-        numbers = [self.number(mask) for mask in masks if mask.dtype is torch.bool]
-        if len(numbers) < len(masks) or None in numbers or (masks and self.seed >= 0):
+        numbers = [number for mask in masks if mask.dtype is torch.bool and (number := self.number(mask)) is not None]
+        if len(numbers) < len(masks) or (masks and self.seed >= 0):
             return False
         self.conditions.update((number, int(mask.count_nonzero())) for number, mask in zip(numbers, masks, strict=True))
         return True

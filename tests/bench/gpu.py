@@ -261,7 +261,7 @@ def measure(meter: Meter, prepare: dict[str, Callable[[], Callable[[], object]]]
             for _ in range(2):
                 run()
             results.peaks[name] = meter.peak(run)
-        except (RuntimeError, NotImplementedError, AssertionError, ImportError, TypeError, ValueError) as error:
+        except (kp.KfacpackError, RuntimeError, AssertionError, ImportError, TypeError, ValueError) as error:
             # Other libraries and compilers do not support every device; the page says so.
             lines = str(error).strip().splitlines() or [""]
             results.failures[name] = f"{type(error).__name__}: {lines[0][:160].rstrip('.')}"

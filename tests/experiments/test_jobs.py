@@ -490,7 +490,8 @@ def test_a_ray_cluster(expected, command, tmp_path, monkeypatch):
             result = driver.wait(120)
         assert result.returncode == 0, result.stderr
     finally:
-        cluster.shutdown()
+        for node in cluster.list_all_nodes():
+            cluster.remove_node(node, allow_graceful=False)  # `shutdown` waits for every process of a node
     assert (out / RESULTS).read_bytes() == expected
     names = finished_in(out)
     assert len(names) == len(set(names))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import os
 from types import SimpleNamespace
 
 import pytest
 from experiments.small_plan import TEXT
 from kfacpack_cli.main import app
 from kit import refused
+from toys import ToyTask, toy_model
 from typer.testing import CliRunner
 
 import kfacpack as kp
@@ -112,3 +114,36 @@ def test_autocast_is_the_default_on_cuda_only(device, requested, expected):
     parameter = SimpleNamespace(device=SimpleNamespace(type=device))
     model = SimpleNamespace(module=SimpleNamespace(parameters=lambda: iter([parameter])))
     assert uses_autocast(model, requested) is expected
+
+
+@pytest.mark.filterwarnings("ignore::kfacpack.linearization.linearize.SlowLinearizationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile
+@pytest.mark.parametrize("mode", ["traced", "fallback", "compiled"])
+def test_a_run_resumes_with_the_same_bytes_in_every_mode(mode, tmp_path, monkeypatch):
+    """Interrupted before, while and after a step is recorded. KFACPACK_TEST_COMPILE adds the compiled mode."""
+    if mode == "fallback":
+        monkeypatch.setattr("kfacpack._torch.missing_jvp_parts", lambda: ("torch._C._DisableAutocast",))
+    if mode == "compiled" and not os.environ.get("KFACPACK_TEST_COMPILE"):
+        pytest.skip("needs KFACPACK_TEST_COMPILE")
+    steps = []
+
+    def run(name, stop=None, resume=False):
+        return kp.train(
+            toy_model(),
+            ToyTask(),
+            steps=8,
+            batch_size=10,
+            lr=0.02,
+            compile=mode == "compiled",
+            output=tmp_path / name,
+            resume=resume,
+            on_progress=lambda metrics, total: steps.append(metrics.step),
+            stopped=lambda: steps[-1:] == [stop],
+        )
+
+    run("whole.safetensors")
+    for stop in (1, 3, 6):
+        with pytest.raises(kp.Interrupted):
+            run("parts.safetensors", stop, resume=stop > 1)
+    run("parts.safetensors", resume=True)
+    assert (tmp_path / "parts.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
