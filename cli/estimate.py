@@ -311,7 +311,7 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
     else:
         from kfacpack.estimation.stream_forecast import DISK_SPEED, EFFICIENCY
 
-        hours = f"about {forecast.seconds / 3600:.1f} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
+        hours = f"about {forecast.seconds / 3600:.2g} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
         print_line(f"{hours} {human_bytes(DISK_SPEED)}/s of disk; {memory}")
         fits = "fits" if forecast.peak_memory < 0.9 * figures.memory else "does not fit"
         print_line(f"this {fits} into the {human_bytes(figures.memory)} of this GPU")

@@ -18,8 +18,7 @@ from kfacpack.curvature.blocks import STRUCTURES, CurvatureBlock
 from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import BundleTensors, raw_bytes, spec_of
 from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
-from kfacpack.curvature.pretrained_mixin import PretrainedMixin
-from kfacpack.curvature.saving import digest_of, save
+from kfacpack.curvature.saving import PretrainedMixin, digest_of, save
 from kfacpack.errors import KfacpackError, TaskVectorError, did_you_mean
 from kfacpack.format.identity import describe
 from kfacpack.format.manifest import Base, base_digest, first_problem

@@ -1,4 +1,4 @@
-"""Saves a curvature: as a bundle, or as a plain safetensors file of dense matrices for use without kfacpack.
+"""Saves a curvature: as a bundle in one or several files, or as plain safetensors for use without kfacpack.
 
 Matrices of a bundle are packed, checked, hashed and written a few rows at a time. The plain file has instructions in
 its metadata.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 from hashlib import sha256
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
@@ -38,9 +39,9 @@ from kfacpack.format.writer import bundle_digest, bundle_size, sealed_header, wr
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import Any
 
     from torch import Tensor
+    from typing_extensions import Self
 
     from kfacpack.curvature.blocks import CurvatureBlock
     from kfacpack.curvature.curvature import Curvature
@@ -368,3 +369,70 @@ def _block_description(block: CurvatureBlock) -> dict[str, Any]:
     names = {role: f"{block.name}/{role}" for role, _ in block.structure.matrices()}
     join = block.join.model_dump(mode="json", exclude_none=True)
     return {"name": block.name, "join": join, **block.structure.plain(names)}
+
+
+class PretrainedMixin:
+    """Methods that save to a directory, upload to the Hugging Face Hub, and load from both.
+
+    They follow the conventions of huggingface_hub. The default file name is `curvature.kfac` for a curvature and
+    `vector.safetensors` for a task vector.
+    """
+
+    def save_pretrained(self, directory: str | os.PathLike[str], *, filename: str | None = None) -> Path:
+        """Saves the object to a directory, which is created if it does not exist.
+
+        Args:
+            directory: Target directory.
+            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors`.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            KfacpackError: If `directory` is a file, or `filename` contains a path separator.
+        """
+        path: Path = _pretrained().save_pretrained(self, directory, filename=filename)
+        return path
+
+    def push_to_hub(self, repo_id: str, **settings: Any) -> Any:
+        """Uploads the object and a model card to the Hugging Face Hub.
+
+        Args:
+            repo_id: Repository, `owner/repo`; created if it does not exist.
+            **settings: `filename` (defaults to `curvature.kfac` or `vector.safetensors`), `revision`, `private`,
+                `commit_message`, `license` and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
+
+        Returns:
+            A description of the upload, including the commit id.
+
+        Raises:
+            HubError: If the repository cannot be written.
+        """
+        return _pretrained().push_to_hub(self, repo_id, **settings)
+
+    @classmethod
+    def from_pretrained(
+        cls, repo_or_path: str | os.PathLike[str], *, revision: str | None = None, filename: str | None = None
+    ) -> Self:
+        """Loads a curvature or task vector from a local file or directory, or from the Hugging Face Hub.
+
+        Args:
+            repo_or_path: A directory or file, `owner/repo`, `owner/repo@revision`, or `hf://owner/repo/file`.
+            revision: Branch, tag or commit of the repository. Defaults to the main branch.
+            filename: Name of the file. Defaults to `curvature.kfac` or `vector.safetensors`, or else to the only file
+                of this kind.
+
+        Returns:
+            An instance of this class. Its tensors are read when they are used.
+
+        Raises:
+            KfacpackError: If the source does not exist, or contains no file of this kind, or several.
+            HubError: If the repository cannot be read.
+        """
+        instance: Self = _pretrained().from_pretrained(cls, repo_or_path, revision, filename)
+        return instance
+
+
+def _pretrained() -> Any:
+    # Imported lazily: kfacpack.hub depends on both classes and is only needed when one of these methods is called.
+    return import_module("kfacpack.hub.pretrained")

@@ -1,11 +1,14 @@
-"""Partial files: the state of interrupted work. Resumed work gives the same bytes as uninterrupted work."""
+"""Partial files: the state of interrupted work. Resumed work gives the same bytes as uninterrupted work.
+
+An estimate that goes layer by layer also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from glob import escape
@@ -14,16 +17,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
 
 from kfacpack.curvature.matrices.components import raw_bytes, spec_of
 from kfacpack.errors import BundleError, KfacpackError
 from kfacpack.format.writer import write_plain
+from kfacpack.models.layer_list import ORDINARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from torch import Tensor
 
 
 SAVE_INTERVAL = 30.0
@@ -200,3 +205,94 @@ def require_writable_folder(output: Path) -> None:
     if output.is_dir() or not output.parent.is_dir() or not os.access(output.parent, os.W_OK):
         problem = "is a folder" if output.is_dir() else f"cannot be written: no writable folder {str(output.parent)!r}"
         raise KfacpackError(f"{output}: {problem}. Use the path of a file in an existing folder")
+
+
+class StreamFiles:
+    """The files of a streamed estimate.
+
+    Args:
+        folder: Folder of the files, which is created.
+        device: Device of the tensors that are read.
+    """
+
+    def __init__(self, folder: Path, device: torch.device):
+        self.folder = folder
+        self._device = device
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise KfacpackError(f"{folder}: cannot be created: {error.strerror}. Choose another folder") from error
+
+    def save(self, name: str, tensors: Mapping[str, Tensor], description: object = None) -> None:
+        """Writes tensors, and a description as JSON.
+
+        Raises:
+            KfacpackError: If the file cannot be written.
+        """
+        content = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+        path = self.folder / f"{name}.safetensors"
+        try:
+            save_file(content, path, {"description": json.dumps(description)})
+        except (SafetensorError, OSError) as error:
+            raise KfacpackError(f"{path}: cannot be written: {error}. Free some space and use --resume") from error
+
+    def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
+        """Reads the tensors of a file and its description.
+
+        Raises:
+            KfacpackError: If the file is missing or damaged.
+        """
+        path = self.folder / f"{name}.safetensors"
+        try:
+            with safe_open(path, "pt") as file:
+                tensors = {key: file.get_tensor(key).to(self._device) for key in file.keys()}  # noqa: SIM118
+                return tensors, json.loads(file.metadata()["description"])
+        except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
+            problem = f"{path}: a file of an interrupted estimate is missing or damaged ({error})"
+            raise KfacpackError(
+                f"{problem}. Remove {self.folder} and the partial file beside it to start over"
+            ) from error
+
+    def remove(self, pattern: str) -> None:
+        """Removes the files that match a pattern."""
+        for path in self.folder.glob(f"{pattern}.safetensors"):
+            path.unlink()
+
+
+class ArgumentEncoder:
+    """Describes the arguments of layers as JSON; tensors that several layers receive are stored once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
+
+    def encode(self, value: Any) -> Any:
+        """Returns the description of an argument.
+
+        Raises:
+            KfacpackError: If it is neither a tensor nor a plain value.
+        """
+        if isinstance(value, Tensor):
+            name = self._names.setdefault(id(value), f"argument-{len(self._names)}")
+            self.tensors[name] = value
+            return {"tensor": name}
+        if isinstance(value, list | tuple):
+            return {"list": [self.encode(item) for item in value], "tuple": isinstance(value, tuple)}
+        if isinstance(value, Mapping):
+            return {"mapping": {key: self.encode(item) for key, item in value.items()}}
+        if value is None or isinstance(value, bool | int | float | str):
+            return {"value": value}
+        problem = f"its layers receive an argument of type {type(value).__name__}"
+        raise KfacpackError(f"the model cannot be estimated layer by layer: {problem}. {ORDINARY}")
+
+
+def decode_arguments(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Returns the arguments that `ArgumentEncoder` described."""
+    if "tensor" in entry:
+        return tensors[entry["tensor"]]
+    if "list" in entry:
+        items = [decode_arguments(item, tensors) for item in entry["list"]]
+        return tuple(items) if entry["tuple"] else items
+    if "mapping" in entry:
+        return {key: decode_arguments(item, tensors) for key, item in entry["mapping"].items()}
+    return entry["value"]

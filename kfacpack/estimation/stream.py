@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kfacpack.compression.compression_report import BlockCompressionReport, Moments, finish_report
@@ -32,7 +30,7 @@ from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import BatchShape, CurvatureAccumulator, InputGradients
 from kfacpack.estimation.block_plan import BlockPlan, plan_blocks, require_used
 from kfacpack.estimation.estimate import compress_result, finish_curvature, probes_of, with_unknown_loss
-from kfacpack.estimation.resume import Interrupted
+from kfacpack.estimation.resume import ArgumentEncoder, Interrupted, StreamFiles, decode_arguments
 from kfacpack.estimation.tracing import same_output, trace_output, trace_seeds
 from kfacpack.format.manifest import Base, OutputScale, base_digest
 from kfacpack.models.functional import (
@@ -57,92 +55,6 @@ if TYPE_CHECKING:
 
 PreparedBatches = Callable[[], Iterable["ModelInput"]]
 """Returns an iterator over all batches, on the device of the model."""
-
-
-class StreamFiles:
-    """The files of a streamed estimate.
-
-    Args:
-        folder: Folder of the files, which is created.
-        device: Device of the tensors that are read.
-    """
-
-    def __init__(self, folder: Path, device: torch.device):
-        self.folder = folder
-        self._device = device
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise KfacpackError(f"{folder}: cannot be created: {error.strerror}. Choose another folder") from error
-
-    def save(self, name: str, tensors: Mapping[str, Tensor], description: object = None) -> None:
-        """Writes tensors, and a description as JSON.
-
-        Raises:
-            KfacpackError: If the file cannot be written.
-        """
-        content = {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-        path = self.folder / f"{name}.safetensors"
-        try:
-            save_file(content, path, {"description": json.dumps(description)})
-        except (SafetensorError, OSError) as error:
-            raise KfacpackError(f"{path}: cannot be written: {error}. Free some space and use --resume") from error
-
-    def load(self, name: str) -> tuple[dict[str, Tensor], Any]:
-        """Reads the tensors of a file and its description.
-
-        Raises:
-            KfacpackError: If the file is missing or damaged.
-        """
-        path = self.folder / f"{name}.safetensors"
-        try:
-            with safe_open(path, "pt") as file:
-                tensors = {key: file.get_tensor(key).to(self._device) for key in file.keys()}  # noqa: SIM118
-                return tensors, json.loads(file.metadata()["description"])
-        except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
-            problem = f"{path}: a file of an interrupted estimate is missing or damaged ({error})"
-            raise KfacpackError(
-                f"{problem}. Remove {self.folder} and the partial file beside it to start over"
-            ) from error
-
-    def remove(self, pattern: str) -> None:
-        """Removes the files that match a pattern."""
-        for path in self.folder.glob(f"{pattern}.safetensors"):
-            path.unlink()
-
-
-class _ArgumentEncoder:
-    """Describes the arguments of layers as JSON; tensors that several layers receive are stored once."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
-
-    def encode(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            name = self._names.setdefault(id(value), f"argument-{len(self._names)}")
-            self.tensors[name] = value
-            return {"tensor": name}
-        if isinstance(value, list | tuple):
-            return {"list": [self.encode(item) for item in value], "tuple": isinstance(value, tuple)}
-        if isinstance(value, Mapping):
-            return {"mapping": {key: self.encode(item) for key, item in value.items()}}
-        if value is None or isinstance(value, bool | int | float | str):
-            return {"value": value}
-        problem = f"its layers receive an argument of type {type(value).__name__}"
-        raise KfacpackError(f"the model cannot be estimated layer by layer: {problem}. {ORDINARY}")
-
-
-def _decode(entry: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Returns the arguments that `_ArgumentEncoder` described."""
-    if "tensor" in entry:
-        return tensors[entry["tensor"]]
-    if "list" in entry:
-        items = [_decode(item, tensors) for item in entry["list"]]
-        return tuple(items) if entry["tuple"] else items
-    if "mapping" in entry:
-        return {key: _decode(item, tensors) for key, item in entry["mapping"].items()}
-    return entry["value"]
 
 
 @dataclass
@@ -419,7 +331,7 @@ class StreamedEstimate:
         """Stores the inputs of the first layer, and the arguments of all layers."""
         for number, batch in enumerate(self.prepared()):
             hidden, calls = self.stream.layers.stem(batch)
-            encoder = _ArgumentEncoder()
+            encoder = ArgumentEncoder()
             described = [[encoder.encode(call.args), encoder.encode(dict(call.kwargs))] for call in calls]
             mask = padding_mask(batch)
             tensors = encoder.tensors if mask is None else {**encoder.tensors, "mask": mask}
@@ -430,7 +342,7 @@ class StreamedEstimate:
     def _call(self, index: int, batch: int) -> tuple[LayerCall, Tensor | None]:
         """Reads the arguments of a layer, and the mask of the batch."""
         tensors, described = self.files.load(f"calls-{batch}")
-        args, kwargs = (_decode(entry, tensors) for entry in described[index])
+        args, kwargs = (decode_arguments(entry, tensors) for entry in described[index])
         return LayerCall(args, kwargs), tensors.get("mask")
 
     def _hidden(self, index: int, batch: int) -> Tensor:

@@ -131,7 +131,8 @@ def _open_artifact(path: str | os.PathLike[str]) -> Artifact:
         raise KfacpackError(f"{os.fspath(path)}: is already on the Hub; expected a local file")
     name = Path(path).name
     if not _SAFE_NAME.fullmatch(name) or not name.endswith(SUFFIXES):
-        problem = "the file name is part of a URL; expected letters, digits and -_.+, ending in .kfac, .safetensors or .kfac.index.json"
+        endings = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+        problem = f"the file name is part of a URL; expected letters, digits and -_.+, ending in {endings}"
         raise KfacpackError(f"{printable(os.fspath(path))}: {problem}. Rename it")
     return Artifact.of(path, name)
 

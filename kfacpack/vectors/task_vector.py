@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kfacpack.curvature.curvature import weights_of_model
-from kfacpack.curvature.pretrained_mixin import PretrainedMixin
+from kfacpack.curvature.saving import PretrainedMixin
 from kfacpack.errors import TaskVectorError
 from kfacpack.format.identity import difference, function_difference
 from kfacpack.format.vector_manifest import AboutVector, HeadEntry, RegimeName
