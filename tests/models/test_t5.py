@@ -104,6 +104,9 @@ def test_the_style_is_a_property_of_the_model(t5_folder, untied_folder, tmp_path
     assert "'t5'" in plain.preprocessing
     assert "'flan'" in flan.preprocessing
     assert "'t5'" in kp.load_model(f"t5:{untied_folder}", prompts="t5").preprocessing
+    # T5 v1.1 differs from flan-T5 in its name only.
+    (tmp_path / "t5-v1_1-small").symlink_to(untied_folder)
+    assert "'t5'" in kp.load_model(f"t5:{tmp_path / 't5-v1_1-small'}").preprocessing
     # A saved model keeps its style under any name.
     flan.checkpoint.save(tmp_path / "edited")
     assert json.loads((tmp_path / "edited" / "config.json").read_text())[CONFIG_KEY] == "flan"
