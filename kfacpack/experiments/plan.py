@@ -19,6 +19,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -169,6 +170,7 @@ class ArmSection(PlanSection):
     strength: Annotated[FiniteNumber, Field(ge=0, le=MAX_RATE)] | None = None
     training: TrainingSection = TrainingSection()
     """Settings of this arm that override the plan's `training`."""
+    _metric: Metric = PrivateAttr(default="l2")
 
     @model_validator(mode="before")
     @classmethod
@@ -177,8 +179,8 @@ class ArmSection(PlanSection):
 
     @property
     def lam(self) -> float:
-        """λ: the `strength` of the plan, or the default of the penalty."""
-        return resolve_strength(self.strength, on_data=self.penalty == "data")
+        """λ: the `strength` of the plan, or the default of the penalty with the metric of the bundles."""
+        return resolve_strength(self.strength, on_data=self.penalty == "data", metric=self._metric)
 
     @model_validator(mode="after")
     def _check_settings_apply(self) -> ArmSection:
@@ -333,8 +335,10 @@ class Plan(PlanSection):
 
     @field_validator("arms")
     @classmethod
-    def _check_arm_names(cls, arms: dict[str, ArmSection]) -> dict[str, ArmSection]:
-        for name in arms:
+    def _check_arm_names(cls, arms: dict[str, ArmSection], info: ValidationInfo) -> dict[str, ArmSection]:
+        for name, arm in arms.items():
+            if "curvature" in info.data:  # missing if that section is invalid
+                arm._metric = info.data["curvature"].metric
             if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
                 raise ValueError(f"arm {name!r}: expected letters, digits and -_.+")
         return arms
