@@ -14,7 +14,7 @@ from kfacpack.format.manifest import FloatType
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.format.vector_manifest import HeadKind, RegimeName
 from kfacpack.models.prompts import PromptStyle
-from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_ON_DATA, PenaltyPrecision, Preset
+from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_KL, STRENGTH_ON_DATA, PenaltyPrecision, Preset
 
 from .console import (
     examples_bar,
@@ -111,7 +111,7 @@ def train(
         "--strength",
         metavar="λ",
         help="Factor λ of the penalty, which is the predicted drift of f relative to the scale of f. "
-        f"[default: {STRENGTH:g}, or {STRENGTH_ON_DATA:g} with --reg-data]",
+        f"[default: {STRENGTH:g}; {STRENGTH_KL:g} for bundles with --metric kl; {STRENGTH_ON_DATA:g} with --reg-data]",
     ),
     reg_every: int = option(
         PENALTY_PANEL, 1, "--reg-every", min=1, metavar="N", help="Apply the penalty only at every N-th step."

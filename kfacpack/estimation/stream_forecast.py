@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 class Gpu:
     """Published figures of a GPU."""
 
+    name: str
+    """Name, with its memory if there are several sizes."""
     memory: float
     """Bytes."""
     half: float
@@ -39,14 +41,14 @@ class Gpu:
     """Floating-point operations per second in float32, in which factors are accumulated."""
 
 
-GPUS = {
-    "A100-40GB": Gpu(40e9, 312e12, 19.5e12),
-    "A100-80GB": Gpu(80e9, 312e12, 19.5e12),
-    "H100-80GB": Gpu(80e9, 989e12, 67e12),
-    "L40S": Gpu(48e9, 362e12, 91.6e12),
-    "RTX-4090": Gpu(24e9, 165e12, 82.6e12),
-}
-"""GPUs by name."""
+GPUS = (
+    Gpu("A100-40GB", 40e9, 312e12, 19.5e12),
+    Gpu("A100-80GB", 80e9, 312e12, 19.5e12),
+    Gpu("H100-80GB", 80e9, 989e12, 67e12),
+    Gpu("L40S", 48e9, 362e12, 91.6e12),
+    Gpu("RTX-4090", 24e9, 165e12, 82.6e12),
+)
+"""GPUs whose names `find_gpu` accepts."""
 EFFICIENCY = 0.4
 """Assumed fraction of a GPU's published speed."""
 DISK_SPEED = 1e9
@@ -56,13 +58,17 @@ DISK_SPEED = 1e9
 def find_gpu(name: str) -> Gpu:
     """Returns the figures of a GPU.
 
+    Args:
+        name: Its name, in upper or lower case. Without its memory, such as `A100`, the first size is returned.
+
     Raises:
         KfacpackError: If the name is unknown.
     """
-    gpu = next((gpu for key, gpu in GPUS.items() if key.lower() == name.lower()), None)
-    if gpu is None:
-        raise KfacpackError(f"unknown GPU {name!r}{did_you_mean(name, GPUS)} Expected one of {', '.join(GPUS)}")
-    return gpu
+    for gpu in GPUS:
+        if f"{gpu.name}-".lower().startswith(f"{name}-".lower()):
+            return gpu
+    names = [gpu.name for gpu in GPUS]
+    raise KfacpackError(f"unknown GPU {name!r}{did_you_mean(name, names)} Expected one of {', '.join(names)}")
 
 
 @dataclass

@@ -23,6 +23,7 @@ from kfacpack.curvature.matrices.components import nbytes_of
 from kfacpack.curvature.matrices.dense import Dense
 from kfacpack.demo.tiny_model import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError, printable
+from kfacpack.estimation.stream_forecast import find_gpu
 from kfacpack.estimation.task_estimate import TaskEstimate
 from kfacpack.experiments.artifact_stages import AddStage, CompressStage, EstimateStage, MergeStage, TaskVectorStage
 from kfacpack.experiments.run import RunContext
@@ -45,10 +46,8 @@ if TYPE_CHECKING:
     from kfacpack.tasks.task import Example, Task
 
 
-GPUS = {"A10": 125, "A100": 312, "H100": 989, "L40S": 362, "RTX4090": 165, "V100": 125}
-"""Peak speed of matrix products in bfloat16 (float16 for V100), without sparsity, in 10¹² operations per second."""
 UTILISATION = 0.17
-"""Share of the peak speed that is reached: an estimate, equal to a linearised step of 128 examples of ViT-B/32 in 0.1 s
+"""Share of the peak speed in bfloat16 that is reached: an estimate, equal to a linearised step of 128 examples of ViT-B/32 in 0.1 s
 on an A100."""
 _T5_SHAPES = {
     "google-t5/t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
@@ -325,7 +324,7 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
 
     Args:
         plan: The plan.
-        gpu: Name of a GPU, one of `GPUS`.
+        gpu: Name of a GPU, as for `find_gpu`.
 
     Returns:
         Shapes, bytes and hours.
@@ -334,16 +333,13 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
         KfacpackError: If the GPU is unknown, or a stage cannot be built; the message starts with the location in the
             plan.
     """
-    names = {name.lower(): name for name in GPUS}
-    if gpu.lower() not in names:
-        raise KfacpackError(f"--gpu {printable(gpu)}: unknown GPU; expected one of: {', '.join(GPUS)}")
-    gpu = names[gpu.lower()]
+    known_gpu = find_gpu(gpu)
     context = OfflineContext(plan, torch.device("cpu"), 1)
     context.check()
     graph = StageGraph(context, Path("dry-run"))
     stages, sizes = graph.in_order(), _Sizes(context)
     flops = _forward_flops(context)
-    seconds = flops / (GPUS[gpu] * 1e12 * UTILISATION)
+    seconds = flops / (known_gpu.half * UTILISATION)
     totals: dict[str, tuple[int, int, float]] = {}
     for stage in stages:
         json.dumps([stage.key, stage.command()])
@@ -359,7 +355,7 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
         blocks=len(blocks),
         largest_side=max(side for block in blocks for side in matrix_sides(block) or [1]),
         forward_flops=flops,
-        gpu=gpu,
+        gpu=known_gpu.name,
         kinds=kinds,
         bytes=sum(kind.bytes for kind in kinds),
         hours=sum(kind.hours for kind in kinds),

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from kfacpack.errors import KfacpackError
 from kfacpack.experiments.plan_sections import (
@@ -86,8 +86,11 @@ class Plan(PlanSection):
 
     @field_validator("arms")
     @classmethod
-    def _check_arm_names(cls, arms: dict[str, ArmSection]) -> dict[str, ArmSection]:
-        for name in arms:
+    def _check_arm_names(cls, arms: dict[str, ArmSection], info: ValidationInfo) -> dict[str, ArmSection]:
+        for name, arm in arms.items():
+            if "curvature" in info.data:  # missing if that section is invalid
+                section = arm.curvature if "metric" in arm.curvature.model_fields_set else info.data["curvature"]
+                arm._metric = section.metric
             if not re.fullmatch(r"[\w.+ -]+", name) or name.startswith("."):
                 raise ValueError(f"arm {name!r}: expected letters, digits and -_.+")
         return arms

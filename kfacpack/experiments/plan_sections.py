@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     field_validator,
     model_validator,
 )
@@ -196,6 +197,7 @@ class ArmSection(PlanSection):
     """Settings of this arm that override the plan's `curvature`."""
     training: TrainingSection = TrainingSection()
     """Settings of this arm that override the plan's `training`."""
+    _metric: Metric = PrivateAttr(default="l2")
 
     @model_validator(mode="before")
     @classmethod
@@ -204,8 +206,8 @@ class ArmSection(PlanSection):
 
     @property
     def lam(self) -> float:
-        """λ: the `strength` of the plan, or the default of the penalty."""
-        return resolve_strength(self.strength, on_data=self.penalty == "data")
+        """λ: the `strength` of the plan, or the default of the penalty with the metric of the bundles."""
+        return resolve_strength(self.strength, on_data=self.penalty == "data", metric=self._metric)
 
     @model_validator(mode="after")
     def _check_settings_apply(self) -> ArmSection:

@@ -424,7 +424,8 @@ def require_classes(task: Task) -> tuple[str, ...]:
         KfacpackError: If the names are unknown.
     """
     if not task.classes:
-        remedy = "Expected a column of type ClassLabel, or images in one folder per class"
+        labelled = "a column of type ClassLabel, images in one folder per class"
+        remedy = f"Expected {labelled}, or texts in the columns 'prompt' and 'completion'"
         raise KfacpackError(f"{printable(task.name)}: unknown class names. {remedy}")
     return task.classes
 

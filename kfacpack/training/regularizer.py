@@ -66,7 +66,8 @@ class Regularizer:
 
     Args:
         bundles: One or several curvatures, paths or `hf://` references, of one base model and one f.
-        strength: λ. Defaults to 80, or to the published λ of the model with `preset="tak"`.
+        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, or to the published λ of the model with
+            `preset="tak"`.
         weights: Factors by group. Groups are "norm", "token", "projection", and operations as named in the manifest.
         preset: "tak" for the published weighting and scaling; `weights` takes precedence over its weights.
         every: Number of steps between penalties, for training loops that use `due`.
@@ -357,7 +358,7 @@ class Regularizer:
     def _resolve_strength(self, strength: float | None, preset: Preset | None) -> float:
         if strength is None and preset:
             return published_strength(self.curvatures[0].about.base)
-        return resolve_strength(strength)
+        return resolve_strength(strength, metric=self.curvatures[0].about.metric)
 
 
 @contextmanager

@@ -72,7 +72,8 @@ def train(
         reg: Bundles of the other tasks' curvature: curvatures, paths or `hf://` references. The trained task is left
             out of bundles that contain it, where that is possible.
         reg_data: One or several other tasks whose drift is penalised on their own data, instead of using bundles (τJp).
-        strength: λ. Defaults to 80, to 1 with `reg_data`, or to the published λ with `preset`.
+        strength: λ. Defaults to 80, to 3 for bundles with the metric `kl`, to 1 with `reg_data`, or to the published λ
+            with `preset`.
         reg_every: N applies the penalty only at every N-th step.
         weights: Factors for groups of blocks, such as `{"norm": 10.0}`.
         preset: `"tak"` for the published scaling, strength and weights.

@@ -10,7 +10,7 @@ from kit import refused
 
 import kfacpack as kp
 from kfacpack.experiments.plan_file import parse, plan_text, read_plan
-from kfacpack.training.penalty_weights import STRENGTH
+from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_KL
 
 
 def changed(old: str, new: str) -> str:
@@ -193,6 +193,8 @@ def test_default_strength_depends_on_the_penalty(penalty, lam):
     text = changed("penalty: kronecker, strength: 3", f"penalty: {penalty}").replace("  spectra: true\n", "")
     assert parse(text, "plan.yaml").arms["kfac"].lam == lam > 0
     assert parse(changed("penalty: kronecker", f"penalty: {penalty}"), "plan.yaml").arms["kfac"].lam == 3
+    nats = parse(text.replace("examples: 8, batch", "examples: 8, metric: kl, batch"), "plan.yaml")
+    assert nats.arms["kfac"].lam == (STRENGTH_KL if penalty != "data" else 1.0)
 
 
 @pytest.mark.parametrize("every", [False, True])

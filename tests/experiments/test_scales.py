@@ -128,7 +128,7 @@ def test_a_plan_is_checked_without_weights_and_data():
     plan = parse(yaml.safe_dump(content), "plan")
     forecast = check_offline(plan, "a100")
     kinds = {kind.kind: kind for kind in forecast.kinds}
-    assert forecast.gpu == "A100"
+    assert forecast.gpu == "A100-40GB"
     assert kinds["vectors"].stages == 6
     assert kinds["vectors"].bytes == 6 * 4 * forecast.parameters
     assert kinds["compressed"].bytes < 0.15 * kinds["bundles"].bytes

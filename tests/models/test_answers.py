@@ -268,3 +268,37 @@ def test_measurements_that_compare_classes_are_refused_for_completions(folder, t
     with refused(kp.KfacpackError, section.partition(":")[0], "plan.yaml"):
         kp.run(tmp_path / "plan.yaml", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "facts"),
+    [
+        ({"prompt": "a dog", "completion": ""}, ("empty completion", "a dog")),
+        ({"prompt": "a dog", "completion": " runs" * 200}, ("a dog", "tokens", "at most 95")),
+    ],
+)
+def test_completions_that_cannot_be_scored_are_refused(folder, row, facts):
+    model = kp.load_model(f"lm:{folder}")
+    with refused(kp.KfacpackError, *facts):
+        model.prepare([{"prompt": "nobody", "completion": " sleeps"}, row], "texts")
+
+
+def test_long_prompts_lose_their_start(folder):
+    model = kp.load_model(f"lm:{folder}")
+    batch = model.prepare([{"prompt": "a dog runs" * 100, "completion": " nobody"}], "texts")
+    short = model.prepare([{"prompt": "nobody", "completion": " nobody"}], "texts")
+    assert batch["input_ids"].shape[1] == 96
+    assert int(batch["answers"].sum()) == int(short["answers"].sum())
+
+
+@pytest.mark.parametrize("row", [{"question": "a dog", "answer": "runs"}, {"prompt": "a dog", "completion": 3}])
+def test_other_columns_than_prompt_and_completion_are_refused(folder, tmp_path, row):
+    task = write_completions(tmp_path / "texts", [row] * 8)
+    with refused(kp.KfacpackError, "texts", "'prompt' and 'completion'"):
+        kp.evaluate(f"lm:{folder}", task)
+
+
+def test_columns_with_other_names_are_chosen(folder, tmp_path):
+    write_completions(tmp_path / "texts", [{"question": "a dog", "answer": " runs", "id": "7"}] * 8)
+    task = kp.load_task("texts", tmp_path / "texts", columns="prompt=question,completion=answer")
+    assert kp.evaluate(f"lm:{folder}", task).perplexity > 0

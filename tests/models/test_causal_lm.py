@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import kfacpack as kp
 from kfacpack._compat import make_torchvision_importable
+from kfacpack.training.penalty_weights import STRENGTH, STRENGTH_KL
 
 KINDS = ("llama", "qwen2", "gpt2")
 COMPLETIONS = [
@@ -192,6 +193,7 @@ def test_bundles_with_different_metrics_are_not_combined(lm_folders, tmp_path):
     with refused(kp.KfacpackError, "metric"):
         kp.Regularizer(paths)
     assert kp.Regularizer([paths[1]]).output_scale == 1
+    assert (kp.Regularizer([paths[1]]).strength, kp.Regularizer([paths[0]]).strength) == (STRENGTH_KL, STRENGTH)
 
 
 @pytest.mark.parametrize(("spec", "metric"), [("tiny", "kl"), ("tiny", "l1")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from shutil import copytree
 
 import pytest
 import torch
@@ -57,12 +58,11 @@ class PairTask:
 @pytest.fixture(scope="session")
 def untied_folder(t5_folder, tmp_path_factory):
     """The same shape with an output layer of its own, as T5 v1.1 and flan-T5 have it."""
-    import shutil
 
     from transformers import T5Config, T5ForConditionalGeneration
 
     folder = tmp_path_factory.mktemp("untied") / "flan-small"
-    shutil.copytree(t5_folder, folder)
+    copytree(t5_folder, folder)
     torch.manual_seed(1)
     size = json.loads((t5_folder / "config.json").read_text())["vocab_size"]
     shape = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
@@ -104,6 +104,9 @@ def test_the_style_is_a_property_of_the_model(t5_folder, untied_folder, tmp_path
     assert "'t5'" in plain.preprocessing
     assert "'flan'" in flan.preprocessing
     assert "'t5'" in kp.load_model(f"t5:{untied_folder}", prompts="t5").preprocessing
+    # T5 v1.1 differs from flan-T5 in its name only.
+    copytree(untied_folder, tmp_path / "t5-v1_1-small")
+    assert "'t5'" in kp.load_model(f"t5:{tmp_path / 't5-v1_1-small'}").preprocessing
     # A saved model keeps its style under any name.
     flan.checkpoint.save(tmp_path / "edited")
     assert json.loads((tmp_path / "edited" / "config.json").read_text())[CONFIG_KEY] == "flan"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kfacpack.errors import KfacpackError
+from kfacpack.errors import KfacpackError, printable
 from kfacpack.format.manifest import Function
 from kfacpack.models.families.transformers_loading import (
     config_and_tokenizer,
@@ -130,7 +130,16 @@ class AnswerTexts:
         self.limit = limit
 
     def prepare(self, examples: Sequence[Example], task: str) -> dict[str, Tensor]:
-        """Returns `input_ids`, `attention_mask` and `answers`, which marks the positions that predict an answer."""
+        """Returns `input_ids`, `attention_mask` and `answers`, which marks the positions that predict an answer.
+
+        Args:
+            examples: Examples with the columns of the task.
+            task: Name of the task.
+
+        Raises:
+            KfacpackError: If a column of the template is missing, a prompt or completion is empty, or a completion is
+                too long for the model.
+        """
         columns = text_columns(examples, self._model, task)
         if set(columns) == set(COMPLETION_COLUMNS):
             pairs = zip(*(columns[column] for column in COMPLETION_COLUMNS), strict=True)
@@ -166,15 +175,24 @@ class AnswerTexts:
         """Returns the tokens of a completion and the token that ends it, if the tokenizer has one."""
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
         end = self._tokenizer.eos_token_id
-        return tokens if end is None else [*tokens, end]
+        return tokens if end is None or not tokens else [*tokens, end]
 
     def _sequence(self, prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-        """Returns prompt and answer, shortened at the start of the prompt and then at the end of the answer."""
+        """Returns prompt and answer; a sequence that is too long is shortened at the start of the prompt."""
         if not prompt or not answer:
+            text = "" if not prompt else f" after the prompt {self._excerpt(prompt)}"
             part = "completion" if prompt else "prompt"
-            raise KfacpackError(f"{self._model}: an example has an empty {part}; expected at least one token")
-        answer = answer[: self.limit - 1]
+            raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
+        if len(answer) >= self.limit:
+            problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens with its end"
+            remedy = (
+                f"expected at most {self.limit - 1}, so that the prompt keeps one. Shorten it, or leave out the row"
+            )
+            raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer
+
+    def _excerpt(self, tokens: list[int]) -> str:
+        return repr(printable(self._tokenizer.decode(tokens), max_length=40))
 
     def _padded(self, sequences: Sequence[tuple[list[int], list[int]]], after: int | None = None) -> dict[str, Tensor]:
         """Pads sequences on the right to (N, length).
