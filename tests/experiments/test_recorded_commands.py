@@ -45,6 +45,9 @@ def finished(request, tmp_path_factory):
     plan["model"] = {"name": "tiny", "weights": "random", "head": "prototypes"}
     plan["arms"]["kfac"] = {"penalty": "kronecker" if request.param == "bundles" else "data", "strength": 3}
     plan["evaluation"] = {"examples": 4, "alphas": "0,1"}
+    if request.param == "bundles":
+        sparse = {"regime": "sparse", "mask": "bundles", "keep": 0.2, "clip": 2.0, "lr": 0.01}
+        plan["arms"]["kfac"] |= {"every": 2, "compress": "block:8", "training": sparse}
     if request.param == "methods":
         del plan["arms"]["kfac"]
         plan["evaluation"]["methods"] = [
