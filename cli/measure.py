@@ -119,24 +119,27 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     yield Text(
         f"share of the {len(result['blocks'])} blocks in the drift on other tasks; --json lists all", style="dim"
     )
-    if result["spearman"] is not None and result["spearman_aligned"] is not None:
-        yield from _measured_interference(result)
+    yield from _ranked_pairs(result)
 
 
-def _measured_interference(result: dict[str, Any]) -> Iterator[Table | Text]:
-    measured = [pair for pair in result["pairs"] if pair["measured"] is not None]
-    table = plain_table("vector", "task", numbers=("predicted", "aligned", "measured"))
-    for pair in sorted(measured, key=lambda pair: -pair["measured"]):
+def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
+    """Yields the pairs of a vector and another task, the largest `aligned` first: all measured ones, or the first."""
+    others = sorted((pair for pair in result["pairs"] if not pair["own"]), key=lambda pair: -pair["aligned"])
+    measured = [pair for pair in others if pair["measured"] is not None]
+    columns = ("aligned", "predicted", "measured") if measured else ("aligned", "predicted")
+    table = plain_table("vector", "task", numbers=columns)
+    for pair in measured or others[:TOP_PAIRS]:
         names = (name_cell(pair[key]) for key in ("vector", "task"))
-        table.add_row(*names, *(f"{pair[key]:.3g}" for key in ("predicted", "aligned", "measured")))
-    yield Text()
-    yield table
-    yield Text("aligned: the prediction if all blocks change f in the same direction, (Σ √q)²", style="dim")
-    count = sum(not pair["own"] for pair in measured)
-    yield Text(
-        f"Spearman rank correlation with measured drift on other tasks ({count} pairs): "
-        f"{result['spearman']:.3f} for the prediction, {result['spearman_aligned']:.3f} if aligned"
-    )
+        table.add_row(*names, *(f"{pair[key]:.3g}" for key in columns))
+    if others:
+        yield Text()
+        yield table
+        yield Text("pairs by `aligned`, the drift if all blocks change f in the same direction, (Σ √q)²", style="dim")
+    if result["spearman"] is not None and result["spearman_aligned"] is not None:
+        yield Text(
+            f"Spearman rank correlation with measured drift on other tasks ({len(measured)} pairs): "
+            f"{result['spearman_aligned']:.3f} for aligned, {result['spearman']:.3f} for predicted"
+        )
 
 
 def _format_interference(pair: dict[str, Any]) -> Text:
@@ -144,10 +147,10 @@ def _format_interference(pair: dict[str, Any]) -> Text:
 
 
 def _main_sources(pairs: list[dict[str, Any]]) -> Text:
-    """Returns the vector with the largest drift on a task, and the block that contributes most to it."""
+    """Returns the vector with the largest drift on a task, by `aligned`, and the block that contributes most to it."""
     if not pairs:
         return Text()
-    pair = max(pairs, key=lambda pair: pair["predicted"])
+    pair = max(pairs, key=lambda pair: pair["aligned"])
     block = max(pair["blocks"], key=pair["blocks"].__getitem__)
     return Text(printable(f"{pair['vector']}, {block}"))
 
@@ -174,6 +177,8 @@ MEASUREMENT_PANEL = "Measurement"
 ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
 TOP_BLOCKS = 5
+TOP_PAIRS = 5
+"""Number of pairs listed by `measure interference` if none is measured."""
 OWN_FORMATS = ("own", ".3g"), ("relative", ".2f")
 
 

@@ -145,6 +145,25 @@ def mean_output_scale(inputs: Sequence[MergeInput], factors: Sequence[float]) ->
     return weighted_scale(recorded, weights)
 
 
+def scale_of_f(inputs: Sequence[MergeInput]) -> float:
+    """Returns the scale of f over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
+
+    It is also 1 with the metric `kl`, whose unit, nats, does not depend on the scale of f.
+
+    Args:
+        inputs: The bundles. Those that do not record the scale use the mean of the others.
+
+    Returns:
+        The scale, or 0 if no bundle records it.
+    """
+    about = inputs[0].curvature.about
+    if about.function.normalized or about.metric == "kl":
+        return 1.0
+    recorded = [bundle for bundle in inputs if bundle.curvature.about.output_scale]
+    scale = mean_output_scale(recorded, [1.0] * len(recorded)) if recorded else None
+    return scale.reference if scale else 0.0
+
+
 def weighted_scale(scales: Sequence[OutputScale], weights: Sequence[float]) -> OutputScale:
     """Returns the weighted mean of scales; negative weights subtract."""
 

@@ -4,7 +4,7 @@
 
 W_0 is the prior; it determines the result in directions without curvature. With D = W − W_0 the minimum satisfies
 
-    (Σ_t w_t G_t + ε) D = R,    R = Σ_t w_t G_t (W_t − W_0),    ε = damping · tr(Σ_t w_t G_t) / (rows · columns).
+    (Σ_t w_t G_t + ε) D = R,    R = Σ_t w_t G_t (W_t − W_0),    ε = damping · tr(Σ_t w_t G_t) / (rows · columns) + ε_0.
 
 Shapes: W, W_t, W_0, D and R are (rows, columns), as the `Join` of a block defines it. A factor B is (rows, rows), a
 factor A is (columns, columns).
@@ -75,11 +75,13 @@ class SolveSettings:
     """Settings of the solver."""
 
     damping: float
-    """ε relative to the mean eigenvalue of Σ w G."""
+    """The part of ε that is relative to the mean eigenvalue of Σ w G."""
     tolerance: float = 1e-4
     """Norm of the residual, relative to that of R, at which the iteration stops."""
     iterations: int = 200
     """Maximum number of iterations per block."""
+    absolute_damping: float = 0.0
+    """ε_0, the part of ε that is the same in all blocks."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def solve_block(
         settings: Damping, tolerance and maximum number of iterations.
         cache: Operators that are shared with other blocks.
         mask: Entries that may change, (rows, columns) of 0 and 1; all if None.
-        mean: tr(Σ w G) / (rows · columns), which defines ε; computed from the terms if None.
+        mean: tr(Σ w G) / (rows · columns), used in ε; computed from the terms if None.
 
     Returns:
         D, exactly zero if R is, and the report.
@@ -182,7 +184,7 @@ class _System:
         )
         self.mask = None if mask is None else self._padded(mask.to(self.dtype))
         mean = self._mean_eigenvalue() if mean is None else mean
-        self.epsilon = settings.damping * mean
+        self.epsilon = settings.damping * mean + settings.absolute_damping
         self.right = self._right_side()
 
     def _products(self, term: SolveTerm) -> list[WeightedProduct]:

@@ -22,7 +22,7 @@ from kfacpack.curvature.blocks import accumulate, gather_stack
 from kfacpack.curvature.curvature import Curvature, covered_parameters, weights_of_model
 from kfacpack.errors import KfacpackError, SubtractionError, TaskVectorError
 from kfacpack.format.identity import base_task_name, difference, function_difference, share_classes
-from kfacpack.merging.inputs import MergeInput, check_addable, mean_output_scale
+from kfacpack.merging.inputs import MergeInput, check_addable, scale_of_f
 from kfacpack.merging.subtract import merge_without
 from kfacpack.models.model import Model
 from kfacpack.training.factor_placement import FactorPlacement, plan_batches
@@ -390,20 +390,11 @@ class _Penalty(torch.autograd.Function):
 
 
 def _output_scale(inputs: Sequence[MergeInput]) -> float:
-    """Returns the scale of f over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
-
-    It is also 1 with the metric `kl`, whose unit, nats, does not depend on the scale of f.
-
-    Bundles that do not record it use the mean of the others. If none records it, the penalty is not divided.
-    """
+    """Returns the scale of f; 1 if no bundle records it, so that the penalty is not divided."""
     about = inputs[0].curvature.about
-    if about.function.normalized or about.metric == "kl":
-        return 1.0
-    recorded = [bundle for bundle in inputs if bundle.curvature.about.output_scale]
-    scale = mean_output_scale(recorded, [1.0] * len(recorded)) if recorded else None
-    reference = scale.reference if scale else 0.0
+    reference = scale_of_f(inputs)
     for bundle in inputs:
-        if bundle not in recorded:
+        if not (about.function.normalized or about.metric == "kl" or bundle.curvature.about.output_scale):
             instead = "that of the other bundles is used" if reference else "λ multiplies the absolute drift"
             problem = f"does not record the scale of f, which is not normalised; {instead}"
             warnings.warn(f"{bundle.name}: {problem}. Estimate it again", OutputScaleWarning, stacklevel=3)

@@ -136,6 +136,10 @@ def test_interference_needs_neither_data_nor_model(artifacts, tmp_path):
     lines = run(*common).stdout.splitlines()
     assert lines[0].split() == ["vector", "morning", "evening", "both"]
     assert [word.startswith("[") for word in lines[1].split()[1:]] == [True, False, True]
+    others = sorted((pair for pair in result["pairs"] if not pair["own"]), key=lambda pair: -pair["aligned"])
+    start = next(k for k, line in enumerate(lines) if line.split() == ["vector", "task", "aligned", "predicted"])
+    ranked = [tuple(line.split()[:2]) for line in lines[start + 1 : start + 1 + len(others)]]
+    assert ranked == [(pair["vector"], pair["task"]) for pair in others]
     assert not run(*common, "--quiet").output
 
 

@@ -9,6 +9,7 @@ import kfacpack as kp
 from kfacpack.curvature.blocks import gather, scatter
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry
 from kfacpack.merging.solve import clipped
+from kfacpack.vectors.methods.curvature import NEGLIGIBLE_DRIFT
 
 SIZES = (100, 300, 50, 150)
 
@@ -52,7 +53,12 @@ def dense_of(structure: kp.BlockStructure, method: str, shrink: float) -> torch.
     return total.diag().diag() if method == "fisher" else total
 
 
-def dense_merge(terms, prior, shapes, blocks, damping, method="curvature", shrink=0.1, repaired=()):
+def absolute_damping(vectors, negligible_drift: float = NEGLIGIBLE_DRIFT) -> float:
+    """κ / ‖τ‖² for a normalised f."""
+    return negligible_drift * len(vectors) / sum(float(v[n].double().square().sum()) for v in vectors for n in v)
+
+
+def dense_merge(terms, prior, shapes, blocks, damping, method="curvature", shrink=0.1, repaired=(), absolute=0.0):
     """The minimiser of each block: terms are (weight, curvature, {parameter: W_t})."""
     result = {name: prior[name].double() for name in prior}
     sums = {name: torch.zeros(shapes[name], dtype=torch.float64) for name in prior}
@@ -63,7 +69,7 @@ def dense_merge(terms, prior, shapes, blocks, damping, method="curvature", shrin
         start = gather({n: prior[n].double() for n in block.parameters}, block.join, shapes)
         if G[0] is not None:
             total = sum(w * g for (w, _, _), g in zip(terms, G, strict=True))
-            epsilon = damping * total.trace() / len(total)
+            epsilon = damping * total.trace() / len(total) + absolute
             right = sum(
                 w * g @ (gather({n: tau[n].double() for n in block.parameters}, block.join, shapes) - start).flatten()
                 for (w, _, tau), g in zip(terms, G, strict=True)

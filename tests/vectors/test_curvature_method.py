@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kit import MATRIX_FORMS, of_task, refused, small_curvature
-from vectors.curvature_cases import SIZES, bundle, dense_merge, vector, weights_of
+from vectors.curvature_cases import SIZES, absolute_damping, bundle, dense_merge, vector, weights_of
 
 import kfacpack as kp
 from kfacpack.curvature.matrices.dense import Dense
 from kfacpack.format.vector_manifest import AboutVector
 from kfacpack.merging.solve import SolveSettings, SolveTerm, solve_block
-from kfacpack.vectors.methods.curvature import DAMPING
+from kfacpack.vectors.methods.curvature import CURVATURE_DAMPING as DAMPING
 from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.parameter_change import no_change
 
@@ -37,14 +37,17 @@ def close(result, expected, tolerance=1e-6):
 def test_equals_a_dense_solve(method, form, tasks):
     prior = ("sum", "mean", "zero")[tasks % 3]
     bundles, vectors = [bundle(k, form) for k in range(tasks)], [vector(k) for k in range(tasks)]
-    merged = kp.add(vectors, method, bundles=bundles, prior=prior, damping=0.05, task_weights="size")
+    extra = {"negligible_drift": 5.0} if method == "curvature" else {}
+    merged = kp.add(vectors, method, bundles=bundles, prior=prior, damping=0.05, task_weights="size", **extra)
     taus = [dict(v) for v in vectors]
     start = priors(vectors, prior)
     terms = list(zip(weights_of(tasks), bundles, taus, strict=True))
     repaired = merged.about.method.repaired
     if method != "curvature" and repaired:
         pytest.skip("a repair of regmean or fisher is a repair of their own matrices, see test_solve.py")
-    close(merged, dense_merge(terms, start, SHAPES, bundles[0].blocks, 0.05, method, repaired=repaired))
+    absolute = absolute_damping(vectors, 5.0) if extra else 0.0
+    blocks = bundles[0].blocks
+    close(merged, dense_merge(terms, start, SHAPES, blocks, 0.05, method, repaired=repaired, absolute=absolute))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -73,14 +76,16 @@ def test_alphas_multiply_the_vectors():
     merged = kp.add(vectors, "curvature", alpha=alphas, bundles=bundles, task_weights="size")
     taus = [{n: a * v[n].double() for n in v} for a, v in zip(alphas, vectors, strict=True)]
     terms = list(zip(weights_of(2), bundles, taus, strict=True))
-    close(merged, dense_merge(terms, priors(vectors, "sum", alphas), SHAPES, bundles[0].blocks, DAMPING))
+    start, absolute = priors(vectors, "sum", alphas), absolute_damping(vectors)
+    close(merged, dense_merge(terms, start, SHAPES, bundles[0].blocks, DAMPING, absolute=absolute))
 
 
 def test_equal_weights():
     vectors, bundles = [vector(k) for k in range(3)], [bundle(k) for k in range(3)]
     merged = kp.add(vectors, "curvature", bundles=bundles)
     terms = list(zip([1.0] * 3, bundles, map(dict, vectors), strict=True))
-    close(merged, dense_merge(terms, priors(vectors, "sum"), SHAPES, bundles[0].blocks, DAMPING))
+    start, absolute = priors(vectors, "sum"), absolute_damping(vectors)
+    close(merged, dense_merge(terms, start, SHAPES, bundles[0].blocks, DAMPING, absolute=absolute))
 
 
 def test_regmean_is_that_of_the_paper():
@@ -124,7 +129,7 @@ def test_the_objective_is_no_larger_than_that_of_other_merges(tasks, prior, magn
             for w, block in zip(weights, blocks, strict=True)
             for t, *ms in zip(block.structure.weights, *block.structure.sides, strict=True)
         )
-        epsilon = damping * traces / (blocks[0].join.rows * blocks[0].join.columns)
+        epsilon = damping * traces / (blocks[0].join.rows * blocks[0].join.columns) + absolute_damping(vectors)
         rows = [piece.rows for piece in blocks[0].join.pieces]
 
         def part(tau, name, rows=rows):
@@ -217,7 +222,8 @@ def test_a_vector_without_the_bias_of_a_block():
     G = [torch.kron(*(s[0].dense(torch.float64) for s in b.blocks[0].structure.sides)) for b in bundles]
     weights, keep = weights_of(2), torch.arange(35).reshape(5, 7)[:, :-1].flatten()
     total = sum(w * g for w, g in zip(weights, G, strict=True))
-    system = (total + DAMPING * total.trace() / 35 * torch.eye(35, dtype=torch.float64))[keep][:, keep]
+    epsilon = DAMPING * total.trace() / 35 + absolute_damping(vectors)
+    system = (total + epsilon * torch.eye(35, dtype=torch.float64))[keep][:, keep]
     W = [v["one.weight"].double().flatten() for v in vectors]
     right = sum(w * g[keep][:, keep] @ (x - sum(W)) for w, g, x in zip(weights, G, W, strict=True))
     expected = sum(W) + torch.linalg.solve(system, right)

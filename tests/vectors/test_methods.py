@@ -5,11 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kit import refused
+from vectors.curvature_cases import bundle, vector
 from vectors.method_cases import CASES, arrays, assert_same, drawn, every_method, vector_of
 
 import kfacpack as kp
+from kfacpack.curvature.matrices.dense import Dense
+from kfacpack.format.manifest import OutputScale
 from kfacpack.vectors.methods import METHODS, iso
 from kfacpack.vectors.methods.iso import split_rank
+from kfacpack.vectors.methods.method import MethodInput
 from kfacpack.vectors.methods.ties import threshold
 
 # Brute force: T dictionaries of arrays -> one.
@@ -270,3 +275,65 @@ def test_the_nearest_orthonormal_columns():
     near = iso.orthogonalize(X)
     torch.testing.assert_close(near.T @ near, torch.eye(4, dtype=torch.float64))
     np.testing.assert_allclose(near.numpy(), whitened(X.numpy()), atol=1e-12)
+
+
+def scaled_f(curvature, factor, *, recorded=True):
+    """The curvature of `factor` · f, which is not normalised."""
+    scale = OutputScale(mean_square=3.0 * factor**2, variance=2.0 * factor**2) if recorded else None
+    function = curvature.about.function.model_copy(update={"normalized": False})
+    about = curvature.about.model_copy(update={"function": function, "output_scale": scale})
+    blocks = []
+    for b in curvature.blocks:
+        power = factor ** (2 / len(b.structure.sides))
+        scaled = b.structure.map_matrices(lambda matrix, power=power: Dense.of(power * matrix.dense(torch.float64)))
+        blocks.append(kp.CurvatureBlock(b.name, b.operation, b.join, scaled))
+    return kp.Curvature(blocks, about)
+
+
+def of_scaled_f(k, size=1.0):
+    v = vector(k)
+    function = v.about.function.model_copy(update={"normalized": False})
+    return kp.TaskVector({n: size * v[n] for n in v}, v.about.model_copy(update={"function": function}))
+
+
+def test_a_constant_times_f_does_not_change_the_merge():
+    vectors = [of_scaled_f(k) for k in range(3)]
+    one, other = (
+        kp.add(vectors, "curvature", bundles=[scaled_f(bundle(k), factor) for k in range(3)], negligible_drift=10.0)
+        for factor in (1.0, 30.0)
+    )
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=1e-5, atol=1e-6)
+
+
+def test_vectors_that_change_f_little_are_merged_close_to_the_prior():
+    """As the vectors become smaller, the distance from the sum decreases; large vectors are merged as without κ."""
+    bundles = [scaled_f(bundle(k), 1.0) for k in range(3)]
+
+    def merged(size, **settings):
+        vectors = [of_scaled_f(k, size) for k in range(3)]
+        result, total = kp.add(vectors, "curvature", bundles=bundles, **settings), kp.add(vectors)
+        return torch.cat([(result[n] - total[n]).flatten() / size for n in result])
+
+    distances = [float(merged(size).norm()) for size in (1e-4, 1e-2, 1.0, 100.0)]
+    assert distances == sorted(distances)
+    assert distances[0] < 1e-2 * distances[-1]
+    torch.testing.assert_close(merged(100.0), merged(100.0, negligible_drift=0.0), rtol=1e-3, atol=1e-3)
+
+
+def test_an_unknown_scale_of_f_is_refused():
+    vectors, bundles = [of_scaled_f(k) for k in range(2)], [scaled_f(bundle(k), 1.0, recorded=False) for k in range(2)]
+    with refused(kp.KfacpackError, "input 1", "scale of f", "--negligible-drift 0"):
+        kp.add(vectors, "curvature", bundles=bundles)
+    assert kp.add(vectors, "curvature", bundles=bundles, negligible_drift=0.0).about.method.solved
+    bundles[1] = scaled_f(bundle(1), 1.0)
+    assert kp.add(vectors, "curvature", bundles=bundles).about.method.solved
+
+
+def test_the_norm_of_factors_is_that_of_their_product():
+    v = vector(0)
+    generator = torch.Generator().manual_seed(0)
+    factors = {"one.weight": (torch.randn(5, 2, generator=generator), torch.randn(2, 6, generator=generator))}
+    factored = kp.TaskVector({n: v[n] for n in v if n not in factors}, v.about, factors=factors)
+    expected = sum(float(factored[n].double().square().sum()) for n in factored)
+    assert MethodInput(0.0, factored, "").squared_norm() == pytest.approx(expected, rel=1e-6)

@@ -53,6 +53,18 @@ class MethodInput(NamedTuple):
         U, V = pair
         return (self.alpha * U.double(), V.double()) if self.alpha else (U[:, :0].double(), V[:0].double())
 
+    def squared_norm(self) -> float:
+        """Returns ‖τ‖², which does not depend on α, without forming the product of factors."""
+        total = 0.0
+        for name in self.tensors:
+            pair = self.tensors.factors(name)
+            if pair is None:
+                total += float(self.tensors[name].double().square().sum())
+            else:
+                U, V = (factor.double() for factor in pair)
+                total += float(((U.T @ U) * (V @ V.T)).sum())
+        return total
+
 
 class SolvedParameters(NamedTuple):
     """The result of a method that merges all parameters at once."""
