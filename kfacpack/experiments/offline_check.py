@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 
 UTILISATION = 0.17
-"""Share of the peak speed in bfloat16 that is reached: an estimate, equal to a linearised step of 128 examples of ViT-B/32 in 0.1 s
-on an A100."""
+"""Share of the peak speed in bfloat16 that is reached: an estimate, equal to a linearised step of 128 examples of
+ViT-B/32 in 0.1 s on an A100."""
 _T5_SHAPES = {
     "google-t5/t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "google-t5/t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
