@@ -35,10 +35,10 @@ demo: $(READY) ## run `kfacpack demo`, and write bundles of small networks; the 
 	$(BIN)/kfacpack verify demo/own.kfac
 
 test: $(READY) ## run the tests, in two processes; those of devices and clusters are in testdevices
-	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/devices
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/devices --ignore=tests/cluster
 
-testdevices: $(READY) ## run the tests on a device (a stand-in if there is no GPU), on a Ray cluster and on several nodes
-	$(BIN)/python -m pytest $(PARALLEL) tests/devices
+testdevices: $(READY) ## run the tests on a device (a stand-in if there is no GPU), with worker processes, a Ray cluster and several nodes
+	$(BIN)/python -m pytest $(PARALLEL) tests/cluster tests/devices
 
 check: $(READY) ## check style and types
 	$(BIN)/ruff check .
