@@ -77,13 +77,18 @@ def save(
         with TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
             parts = []
             for number, group in enumerate(groups):
-                part, start = Path(folder) / f"{number}.kfac", done
-                _save_file(group, part, pack=pack, on_progress=lambda n, _, start=start: on_progress(start + n, total))
+                part = Path(folder) / f"{number}.kfac"
+                _save_file(group, part, pack=pack, on_progress=_shifted(on_progress, done, total))
                 done += len(_named_matrices(group)[0])
                 parts.append(part)
             save_index(curvature, target, parts, pack=pack)
     except OSError as error:
         raise BundleError(path, f"could not be written: {error.strerror or error}") from error
+
+
+def _shifted(on_progress: OnProgress, done: int, total: int) -> OnProgress:
+    """Returns a callback for one part of the work, after `done` of `total` items."""
+    return lambda number, _: on_progress(done + number, total)
 
 
 def parse_shard_size(size: int | str) -> int:

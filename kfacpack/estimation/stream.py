@@ -133,7 +133,7 @@ class LayerStream:
         """Context manager that yields a layer with its weights, and its selected parameters by name."""
         with self.layers.loaded(index) as layer:
             prefix = self.layers.prefix(index)
-            own = {f"{prefix}{name}": parameter for name, parameter in layer.named_parameters()}
+            own: dict[str, Tensor] = {f"{prefix}{name}": parameter for name, parameter in layer.named_parameters()}
             parameters = {name: own[name] for name in self.selected if name in own}
             with eval_mode(layer, parameters):
                 yield layer, parameters
@@ -199,7 +199,7 @@ class LayerStream:
         precision = torch.finfo(next(iter(self.selected.values())).dtype).eps
         if len(f) != 2 * rows or not same_output(f[:rows], f[rows:], precision):
             raise KfacpackError(f"the output of an example depends on the other examples of its batch. {ORDINARY}")
-        common = {"examples": 2, "twice": True, "example": example}
+        common: dict[str, Any] = {"examples": 2, "twice": True, "example": example}
         head = trace_output(f, trace_seeds(f, [rows, rows], twice=True), self.outer, **common, inputs=leaf)
         width = f.shape[1]
         g = head.input_gradient
@@ -314,8 +314,8 @@ class StreamedEstimate:
             steps.append((lambda index=index: self._layer_forward(index), finished))  # type: ignore[misc]
         steps.append((self._head, (f"inputs-{count}-*",)))
         for index in reversed(range(first, count)):
-            finished = (f"inputs-{index}-*", f"gradients-{index + 1}-*")
-            steps.append((lambda index=index: self._layer_backward(index), finished))  # type: ignore[misc]
+            both = (f"inputs-{index}-*", f"gradients-{index + 1}-*")
+            steps.append((lambda index=index: self._layer_backward(index), both))  # type: ignore[misc]
         if self.plans.stem.blocks:
             steps.append((self._stem_backward, ("gradients-0-*",)))
         return steps

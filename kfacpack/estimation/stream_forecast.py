@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from kfacpack.compression.codecs import CodecChain
 from kfacpack.errors import KfacpackError, did_you_mean
 from kfacpack.estimation.accumulator import BatchShape, BlockForecast, Forecast, saved_bytes, weight_bytes
 from kfacpack.estimation.options import ROWS_AT_ONCE
@@ -181,9 +182,11 @@ def _measured(
     with FlopCounterMode(display=False) as counter:
         saved, _ = saved_bytes(layer, lambda: call.run(layer, hidden.detach().requires_grad_()))
     activations = saved * size // 2 + 4 * hidden.nbytes * size // 2
-    # While a segment is written, its largest matrix is packed; codecs unpack it and compare it with the result.
+    # While a segment is written, its matrices are packed; the allocator may not return the memory of their sums yet.
+    # Codecs unpack one matrix at a time and compare it with the result.
     side, item = accumulator.largest_matrix, stream.options.settings(hidden.dtype, hidden.device).dtype.itemsize
-    copies = 4 * side**2 * item if stream.options.compress else side**2 * item // 2
+    packed = sum(block.bytes for block in accumulator.forecasts(CodecChain()))
+    copies = packed + (4 * side**2 * item if stream.options.compress else 0)
     positions = hidden.numel() // hidden.shape[-1] * size // 2
     return _Segment(
         accumulator.forecasts(stream.options.chain),

@@ -23,8 +23,15 @@ from kfacpack.estimation import distributed
 from kfacpack.estimation.accumulator import Forecast, activation_bytes, weight_bytes
 from kfacpack.estimation.estimate import begin_accumulation, compress_result, device_of, finish_curvature, probes_of
 from kfacpack.estimation.options import EstimateOptions
-from kfacpack.estimation.resume import SAVE_INTERVAL, Interrupted, PartialFile, output_path, require_writable_folder
-from kfacpack.estimation.stream import LayerStream, StreamedEstimate, StreamFiles
+from kfacpack.estimation.resume import (
+    SAVE_INTERVAL,
+    Interrupted,
+    PartialFile,
+    StreamFiles,
+    output_path,
+    require_writable_folder,
+)
+from kfacpack.estimation.stream import LayerStream, StreamedEstimate
 from kfacpack.estimation.stream_forecast import forecast_stream
 from kfacpack.format.bundle_index import is_index
 from kfacpack.format.manifest import EstimateStructure, Source

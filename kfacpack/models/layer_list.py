@@ -67,6 +67,11 @@ class LayerCall:
         return tensors_of((self.args, dict(self.kwargs)))
 
 
+def _hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the hidden states among the arguments of a layer, if there are any."""
+    return kwargs.get(HIDDEN, args[0] if args else None)
+
+
 class _FirstLayerReached(Exception):  # noqa: N818 - not an error: it ends a forward pass early
     """Raised by the first layer to end a forward pass."""
 
@@ -163,7 +168,7 @@ class LayerList:
     @contextmanager
     def skipped(self) -> Iterator[None]:
         """Context manager in which every layer returns its input."""
-        with self._replaced(lambda index, args, kwargs: self._wrap(kwargs.get(HIDDEN, args[0] if args else None))):
+        with self._replaced(lambda index, args, kwargs: self._wrap(_hidden(args, kwargs))):
             yield
 
     def stem(self, batch: ModelInput) -> tuple[Tensor, list[LayerCall]]:
@@ -190,7 +195,7 @@ class LayerList:
         passed: list[Tensor] = []
 
         def record(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = kwargs.get(HIDDEN, args[0] if args else None)
+            hidden = _hidden(args, kwargs)
             if not isinstance(hidden, Tensor) or index != len(calls) or (passed and hidden is not passed[-1]):
                 self._refuse("its layers are not called one after another, each once, on the output of the one before")
             assert isinstance(hidden, Tensor)
@@ -224,7 +229,7 @@ class LayerList:
         """Runs the model with layers that return `output` of their index and input."""
 
         def replace(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return output(index, kwargs.get(HIDDEN, args[0] if args else None))
+            return output(index, _hidden(args, kwargs))
 
         with self._replaced(replace):
             return call_model(self._forward, batch, finite=False)
@@ -311,7 +316,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

@@ -173,10 +173,11 @@ class PlaceholderWeights(UnloadedWeights):
     def _values(self, names: Sequence[str], shape: tuple[int, ...]) -> Tensor:
         generator = torch.Generator().manual_seed(0)
         if len(shape) != 2:
-            return (1 + 0.1 * torch.randn(shape, generator=generator)).to(self._device, self._dtype)
+            values: Tensor = 1 + 0.1 * torch.randn(shape, generator=generator)
+            return values.to(self._device, self._dtype)
         # Entry (i, j) is element i + j of a random vector: no two rows or columns are equal.
         vector = torch.randn(sum(shape), generator=generator) / shape[1] ** 0.5
-        matrix = vector.to(self._device, self._dtype).as_strided(shape, (1, 1))
+        matrix: Tensor = vector.to(self._device, self._dtype).as_strided(shape, (1, 1))
         return matrix.contiguous() if names[0].startswith(f"{self.layers}.") else matrix
 
 
