@@ -54,8 +54,7 @@ DIRECT_WHOLE_ENTRIES = 4096
 """Blocks that are one whole matrix are solved directly up to this many entries."""
 EIGENVECTOR_SIDE = 1024
 """Up to this side, the preconditioner uses eigenvectors, which take less time than the iterations that they save."""
-_FLIP_FLOP_STEPS = 1
-_MAX_RESTARTS = 3
+_FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
 
 
 @dataclass(frozen=True)
@@ -183,8 +182,8 @@ class _System:
             for operator in operators
         )
         self.mask = None if mask is None else self._padded(mask.to(self.dtype))
-        mean = self._mean_eigenvalue() if mean is None else mean
-        self.epsilon = settings.damping * mean + settings.absolute_damping
+        self.epsilon = settings.absolute_damping
+        self.epsilon += settings.damping * (self._mean_eigenvalue() if mean is None else mean)
         self.right = self._right_side()
 
     def _products(self, term: SolveTerm) -> list[WeightedProduct]:
