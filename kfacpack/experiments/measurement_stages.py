@@ -19,7 +19,7 @@ from kfacpack.vectors.task_vector import TaskVector
 if TYPE_CHECKING:
     from kfacpack.evaluation.accuracy import EvaluationSet
     from kfacpack.experiments.artifact_stages import AddStage, EstimateStage, TaskVectorStage
-    from kfacpack.experiments.plan import EvaluationSection
+    from kfacpack.experiments.plan_sections import EvaluationSection
 
 
 @dataclass(frozen=True, eq=False)
