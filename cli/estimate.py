@@ -16,7 +16,7 @@ from kfacpack.format.reader import Bundle
 from kfacpack.format.units import human_bytes, human_seconds
 from kfacpack.models.prompts import PromptStyle
 
-from .compress import CompressionOutput, print_report, report_json
+from .bundles import CompressionOutput, print_report, report_json
 from .console import (
     examples_bar,
     loading,

@@ -29,9 +29,8 @@ from .options import AS_JSON, QUIET, RUN_PANEL, option, output_option
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kfacpack.hub.artifacts import Artifact
     from kfacpack.hub.push import PushResult
-    from kfacpack.hub.repository import RepositoryFile
+    from kfacpack.hub.repository import Artifact, RepositoryFile
 
 
 REPOSITORY_PANEL, CARD_PANEL, FILTER_PANEL = "Repository", "Card", "Filters"

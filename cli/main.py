@@ -22,7 +22,7 @@ from kfacpack.format.hub_client import progress_bars
 
 from . import (
     add,
-    compress,
+    bundles,
     estimate,
     eval,
     experiments,
@@ -30,7 +30,6 @@ from . import (
     hub,
     inspect,
     measure,
-    merge,
     models,
     tasks,
     train,
@@ -134,8 +133,8 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "estimate": estimate.estimate,
         "inspect": inspect.inspect,
         "verify": inspect.verify,
-        "compress": compress.compress,
-        "merge": merge.merge,
+        "compress": bundles.compress,
+        "merge": bundles.merge,
         "import": export.import_,
         "export": export.export,
     },

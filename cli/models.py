@@ -118,7 +118,7 @@ def models(
 
 
 def _embedded() -> Iterator[EmbeddedModelOutput]:
-    from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+    from kfacpack.demo import EMBEDDED_MODELS
 
     for name, model in EMBEDDED_MODELS.items():
         config = model.architecture

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from kfacpack._compat import make_torchvision_importable, silence_logging
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS, register
+from kfacpack.demo import EMBEDDED_MODELS, register
 from tiny.captions import SUBJECT
 from tiny.pictures import Batch, batch
 from tiny.subjects import SUBJECTS

@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import Tensor
 
 import kfacpack as kp
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.models.data_loading import outputs
 from kfacpack.models.model import Model
 from kfacpack.tasks.registry import TASKS

@@ -14,8 +14,7 @@ import kfacpack as kp
 from kfacpack.curvature.matrices.components import InMemoryTensors
 from kfacpack.curvature.matrices.dense import Dense, Packed
 from kfacpack.curvature.matrices.matrix import Matrix
-from kfacpack.curvature.matrices.sparse import Sparse
-from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank
+from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank, Sparse
 from kfacpack.format.container import MANIFEST_KEY, SEAL_KEY, UNSEALED, seal
 from kfacpack.format.manifest import Parameter, base_digest
 

@@ -68,7 +68,7 @@ def test_a_head_is_an_affine_map():
 def test_texts_give_open_clips_own_zero_shot_classifier(model, task):
     import open_clip
 
-    from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+    from kfacpack.demo import EMBEDDED_MODELS
 
     templates = ("a photo of a {}.", "a {}", "something {} on the table")
     tokenizer = open_clip.get_tokenizer("tiny", bpe_path=str(EMBEDDED_MODELS["tiny"].merges))

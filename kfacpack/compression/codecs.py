@@ -31,8 +31,7 @@ import torch
 
 from kfacpack.curvature.matrices.components import FILE_TYPES, SpecTensors, nbytes_of
 from kfacpack.curvature.matrices.matrix import width_for
-from kfacpack.curvature.matrices.sparse import Sparse
-from kfacpack.curvature.matrices.structured import BlockDiagonal, LowRank
+from kfacpack.curvature.matrices.structured import BlockDiagonal, LowRank, Sparse
 from kfacpack.errors import KfacpackError
 from kfacpack.format.schema import LAYOUTS, triangle_length, widest_block
 

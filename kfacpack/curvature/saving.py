@@ -405,7 +405,7 @@ class PretrainedMixin:
         Args:
             repo_id: Repository, `owner/repo`; created if it does not exist.
             **settings: `filename` (defaults to `curvature.kfac` or `vector.safetensors`), `revision`, `private`,
-                `commit_message`, `license` and `base_model`; see `kfacpack.hub.pretrained.push_to_hub`.
+                `commit_message`, `license` and `base_model`; see `kfacpack.hub.push.push_to_hub`.
 
         Returns:
             A description of the upload, including the commit id.
@@ -440,4 +440,4 @@ class PretrainedMixin:
 
 def _pretrained() -> Any:
     # Imported lazily: kfacpack.hub depends on both classes and is only needed when one of these methods is called.
-    return import_module("kfacpack.hub.pretrained")
+    return import_module("kfacpack.hub.push")

@@ -1,1 +1,77 @@
-"""The embedded demo: the model `tiny`, its tasks, and the code that draws their images."""
+"""Models that are included in the package, registered with open_clip.
+
+A model's files are NAME/NAME.json, its open_clip model config; NAME/merges.txt.gz, the merges of its tokenizer; and
+NAME/NAME.safetensors, its weights.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from kfacpack.format.container import Container
+
+DATA_FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model whose config, tokenizer and weights are files of this package."""
+
+    name: str
+    """Name of the model and of its folder."""
+    pretrained: Mapping[str, Any]
+    """Image normalisation, which a model config does not contain, with the keys of open_clip's pretrained registry."""
+    parent: Path = DATA_FOLDER
+    """Folder that contains the model's folder."""
+
+    @property
+    def config(self) -> Path:
+        """Model config file."""
+        return self.parent / self.name / f"{self.name}.json"
+
+    @property
+    def merges(self) -> Path:
+        """Tokenizer merges file."""
+        return self.parent / self.name / "merges.txt.gz"
+
+    @property
+    def weights(self) -> Path:
+        """Weights file."""
+        return self.parent / self.name / f"{self.name}.safetensors"
+
+    @property
+    def revision(self) -> str:
+        """Start of the SHA-256 of the weights."""
+        return sha256(self.weights.read_bytes()).hexdigest()[:12]
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(prod(tensor.shape) for tensor in Container(self.weights).tensors.values())
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """Content of the model config."""
+        config: dict[str, Any] = json.loads(self.config.read_text(encoding="utf-8"))
+        return config
+
+
+_EMBEDDED_MODELS = [EmbeddedModel("tiny", pretrained={"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)})]
+EMBEDDED_MODELS = {model.name: model for model in _EMBEDDED_MODELS}
+"""Embedded models by name."""
+
+
+@cache
+def register() -> None:
+    """Registers the configs, so that `open_clip.create_model` can build the models."""
+    import open_clip
+
+    for model in EMBEDDED_MODELS.values():
+        open_clip.add_model_config(model.config)

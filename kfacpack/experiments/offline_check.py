@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kfacpack.compression.codecs import CodecChain, NumberCodec
 from kfacpack.curvature.matrices.components import nbytes_of
 from kfacpack.curvature.matrices.dense import Dense
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError, printable
 from kfacpack.estimation.stream_forecast import find_gpu
 from kfacpack.estimation.task_estimate import TaskEstimate
@@ -33,8 +33,7 @@ from kfacpack.models.families import load_model
 from kfacpack.models.functional import call_model
 from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 from kfacpack.tasks.task import ClassSplitTask, DataOrigin, parse_class_split
-from kfacpack.training.masks import KEEP
-from kfacpack.training.regimes import REGIMES
+from kfacpack.training.regimes import KEEP, REGIMES
 
 if TYPE_CHECKING:
     from kfacpack.estimation.accumulator import BlockForecast, Forecast

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kfacpack._compat import require
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError
 from kfacpack.estimation.distributed import default_jobs, local_device, stage_threads, usable_cores
 from kfacpack.estimation.resume import Interrupted

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kfacpack.format.manifest import Base, Function, Source
     from kfacpack.format.reader import Bundle
     from kfacpack.format.vector_manifest import CheckpointEntry, VectorManifest
-    from kfacpack.hub.artifacts import Artifact
+    from kfacpack.hub.repository import Artifact
     from kfacpack.vectors.storage import VectorFile
 
 
@@ -318,7 +318,7 @@ def _importable() -> Iterator[None]:
 
 
 def _open_clip_id(name: str, tag: str) -> str | None:
-    from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+    from kfacpack.demo import EMBEDDED_MODELS
 
     if name in EMBEDDED_MODELS:
         return None
@@ -356,7 +356,7 @@ _HUB_IDS: dict[str, Callable[[str, str], str | None]] = {
 
 def model_option(base: Base) -> str | None:
     """Returns the value of `--model` for a base model, or None if its family is unknown."""
-    from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+    from kfacpack.demo import EMBEDDED_MODELS
     from kfacpack.models.families import FAMILIES
 
     prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)

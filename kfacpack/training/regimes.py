@@ -2,9 +2,17 @@
 
 `linear` trains the linearised model f + J τ, in which task vectors add up. `full` trains the model itself at θ0 + τ.
 `attention` also trains the model itself, but changes only parameters of attention layers, which keeps it closer to its
-linearisation. `sparse` changes only the weights to which f is least sensitive; `masks.py` selects them.
+linearisation. `sparse` changes only the weights to which f is least sensitive.
 
 Notation: N is the number of examples, C the width of f. τ and its gradient have the shapes of the parameters.
+
+Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive, the only ones that are trained.
+The score of a weight is its squared gradient of a logit sampled from the prediction, summed over examples of the task's
+validation split. Round k of four keeps the share keep^(k/4) of all weights with the lowest scores. Weights that are not
+kept are multiplied by 0.1 in later rounds and never return.
+
+Bundles contain such scores as well: the diagonal of G, which is B_ii A_jj for the weight (i, j) of a Kronecker block.
+A mask from the bundles of other tasks needs no data.
 """
 
 from __future__ import annotations
@@ -12,15 +20,26 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from hashlib import sha256
+from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kfacpack.errors import KfacpackError
+from kfacpack._random import CounterRandom
+from kfacpack.curvature.blocks import scatter
+from kfacpack.curvature.matrices.components import raw_bytes
+from kfacpack.errors import KfacpackError, abbreviate, printable
+from kfacpack.estimation import distributed
 from kfacpack.linearization.linearize import Linearized
-from kfacpack.models.functional import at_least_float32, call_model, eval_mode, select_parameters
+from kfacpack.models.data_loading import prepared_batches
+from kfacpack.models.functional import at_least_float32, call_model, eval_mode, select_parameters, zeros_like_parameters
+from kfacpack.models.heads import CompletionHead
+from kfacpack.tasks.task import own_classes, sample_indices
 
 if TYPE_CHECKING:
     from kfacpack.format.vector_manifest import RegimeName as Name
@@ -28,6 +47,11 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Batch, Model
 
     Tau = Mapping[str, Tensor]
+    from kfacpack.curvature.blocks import CurvatureBlock, ParameterShapes
+    from kfacpack.format.units import OnProgress
+    from kfacpack.models.heads import Head
+    from kfacpack.tasks.task import Task
+    from kfacpack.training.regularizer import Regularizer
 
 
 class ForwardResult(ABC):
@@ -254,3 +278,181 @@ REGIMES: dict[str, type[Regime]] = {
     regime.name: regime for regime in (LinearRegime, FullRegime, AttentionRegime, SparseRegime)
 }
 """Regimes by name."""
+
+
+KEEP = 0.1
+"""Default share of the weights that are trained."""
+ROUNDS = 4
+"""Rounds of the calibration."""
+OUTSIDE = 0.1
+"""Factor of the weights that are not kept, in later rounds."""
+CALIBRATION_EXAMPLES = 256
+"""Maximum number of validation examples of a calibration."""
+
+
+@dataclass(frozen=True, eq=False)
+class SparsityMasks:
+    """The weights that the regime `sparse` trains."""
+
+    tensors: dict[str, Tensor]
+    """Boolean tensors by parameter name, true for trained weights."""
+    settings: dict[str, float | str]
+    """Settings to record in the vector's file."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the masks."""
+        digest = sha256()
+        for name, mask in self.tensors.items():
+            digest.update(name.encode())
+            digest.update(raw_bytes(mask))
+        return digest.hexdigest()
+
+
+def require_share(keep: float) -> float:
+    """Returns a share of weights.
+
+    Raises:
+        KfacpackError: If it is not positive or more than 1.
+    """
+    if not 0 < keep <= 1:
+        raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
+    return keep
+
+
+def lowest(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Returns masks of the elements with the lowest scores, over all tensors together.
+
+    Args:
+        scores: Scores by parameter name; infinite scores are never selected before finite ones.
+        count: Number of elements to select, at least 1. Among equal scores, the first elements are selected.
+
+    Returns:
+        Boolean tensors by name.
+    """
+    flat = torch.cat([tensor.flatten() for tensor in scores.values()])
+    threshold = flat.kthvalue(count).values
+    selected = flat < threshold
+    ties = (flat == threshold).nonzero().squeeze(1)
+    selected[ties[: count - int(selected.sum())]] = True
+    parts = selected.split([tensor.numel() for tensor in scores.values()])
+    return {name: part.reshape(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
+
+
+def calibrated_masks(
+    regime: Regime,
+    head: Head,
+    task: Task,
+    keep: float = KEEP,
+    seed: int = 0,
+    on_progress: OnProgress = lambda done, total: None,
+) -> SparsityMasks:
+    """Selects the weights with the smallest squared gradients on validation examples.
+
+    Args:
+        regime: Provides the model and its weights.
+        head: Head of the task.
+        task: The task; its split "validation" is used.
+        keep: Share of the weights to train.
+        seed: Seed of the choice of examples and of the sampled logits.
+        on_progress: Called with the number of examples done and their total, over all rounds.
+
+    Raises:
+        KfacpackError: If the task has no classes or no validation split, or f does not depend on the weights.
+    """
+    keep = require_share(keep)
+    if isinstance(head, CompletionHead):
+        problem = f"{printable(task.name)} has completions instead of classes, so no logit can be sampled"
+        raise KfacpackError(f"regime 'sparse': {problem}. Pass bundles with --mask (mask)")
+    own = own_classes(task)
+    head = head if own is None else head.of_classes(own)
+    size = len(split := task.split("validation"))
+    numbers = sample_indices(size, min(size, CALIBRATION_EXAMPLES), seed)
+    total = sum(parameter.numel() for parameter in regime.parameters.values())
+    masks = {name: torch.ones_like(parameter, dtype=torch.bool) for name, parameter in regime.parameters.items()}
+    for number in range(ROUNDS):
+        # τ multiplies the weights that are not kept by `OUTSIDE`.
+        tau = {name: (OUTSIDE - 1) * regime.parameters[name].detach() * ~mask for name, mask in masks.items()}
+        draws = CounterRandom(f"sampled logits, round {number}", seed).uniform(len(numbers))
+        scores = zeros_like_parameters(regime.parameters)
+        for position, (_, batch) in enumerate(prepared_batches(regime.model, split, task.name, numbers, 1)):
+            _add_squared_gradients(regime, head, batch, tau, float(draws[position]), scores)
+            on_progress(number * len(numbers) + position + 1, ROUNDS * len(numbers))
+        if number == 0 and not any(bool(score.any()) for score in scores.values()):
+            raise KfacpackError("regime 'sparse': the gradients of all weights are zero. Choose others with --params")
+        ranked = {name: score.masked_fill(~masks[name], torch.inf) for name, score in scores.items()}
+        masks = lowest(ranked, max(1, ceil(total * keep ** ((number + 1) / ROUNDS))))
+    return _recorded(masks, {"keep": keep, "mask": f"{len(numbers)} examples of {split.source.split}"})
+
+
+def _add_squared_gradients(
+    regime: Regime, head: Head, batch: Batch, tau: Mapping[str, Tensor], draw: float, scores: dict[str, Tensor]
+) -> None:
+    """Adds the squared gradients of one example's sampled logit; `draw`, from 0 to 1, selects the class."""
+    result = regime.forward(batch, tau)
+    f = result.f.requires_grad_()
+    logits = head.logits(f)[0]
+    steps = logits.detach().double().softmax(0).cumsum(0)
+    chosen = min(int((steps < draw * steps[-1]).sum()), len(logits) - 1)
+    (u,) = torch.autograd.grad(logits[chosen], f)
+    gradients = {name: torch.zeros_like(score) for name, score in scores.items()}
+    result.add_gradient(u, gradients)
+    for name, gradient in gradients.items():
+        scores[name].addcmul_(gradient, gradient)
+
+
+def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP) -> SparsityMasks:
+    """Selects the weights with the smallest diagonal elements of G, without data.
+
+    Args:
+        regime: Provides the model and its weights.
+        bundles: The bundles, checked against the model, without the trained task.
+        keep: Share of the weights of `regime` to train. Weights that no bundle covers are not trained.
+
+    Raises:
+        KfacpackError: If the bundles cover fewer weights than are to be trained.
+    """
+    keep = require_share(keep)
+    scores = {
+        name: torch.full_like(parameter, torch.inf, dtype=torch.float32)
+        for name, parameter in regime.parameters.items()
+    }
+    for curvature in bundles.curvatures:
+        shapes = {parameter.name: parameter.shape for parameter in curvature.about.base.parameters}
+        for block in curvature.blocks:
+            for name, values in block_diagonal(block, shapes).items():
+                if name in scores:
+                    previous = scores[name].masked_fill(scores[name].isinf(), 0)
+                    scores[name] = previous + values.to(previous).clamp(min=0)
+    count = max(1, ceil(keep * sum(score.numel() for score in scores.values())))
+    covered = sum(int(score.isfinite().sum()) for score in scores.values())
+    if covered < count:
+        missing = abbreviate([name for name, score in scores.items() if bool(score.isinf().any())], limit=3)
+        problem = (
+            f"the bundles cover {covered:,} weights, fewer than the {count:,} to be trained; not covered: {missing}"
+        )
+        raise KfacpackError(f"--mask (mask): {problem}. Pass a smaller --keep (keep), or choose weights with --params")
+    digests = ", ".join(digest[:16] for digest in bundles.digests)
+    return _recorded(lowest(scores, count), {"keep": keep, "mask": f"bundles {digests}"})
+
+
+def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, Tensor]:
+    """Returns the diagonal of a block's G by parameter name, in the shapes of the parameters.
+
+    Args:
+        block: The block.
+        shapes: Shapes of the parameters, by name.
+    """
+    rows, columns = block.join.rows, block.join.columns
+    total = torch.zeros(rows * columns, dtype=torch.float64)
+    for weight, matrices in zip(block.structure.weights, zip(*block.structure.sides, strict=True), strict=True):
+        diagonals = [matrix.operator(torch.float64).diagonal(matrix.side) for matrix in matrices]
+        total += weight * reduce(torch.kron, diagonals).cpu()
+    return scatter(total.reshape(rows, columns), block.join, shapes)
+
+
+def _recorded(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
+    """Makes all processes use the masks of the first one, so that rounding cannot separate them."""
+    bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
+    distributed.broadcast(list(bytes_of.values()))
+    return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

@@ -15,9 +15,8 @@ from kfacpack.models.heads import Head, head_for
 from kfacpack.models.model import Model
 from kfacpack.tasks.registry import load_task
 from kfacpack.training.data_penalty import DataPenalty
-from kfacpack.training.masks import KEEP, calibrated_masks, masks_from_bundles, require_share
 from kfacpack.training.optimizer import TrainingSettings
-from kfacpack.training.regimes import REGIMES
+from kfacpack.training.regimes import KEEP, REGIMES, calibrated_masks, masks_from_bundles, require_share
 from kfacpack.training.regularizer import Regularizer
 from kfacpack.training.trainer import Trainer, identify_base
 

@@ -54,8 +54,7 @@ if TYPE_CHECKING:
     from kfacpack.models.model import Batch
     from kfacpack.tasks.task import Split, Task
     from kfacpack.training.data_penalty import DataPenalty
-    from kfacpack.training.masks import SparsityMasks
-    from kfacpack.training.regimes import Regime
+    from kfacpack.training.regimes import Regime, SparsityMasks
     from kfacpack.training.regularizer import PrecisionLoss, Regularizer
 
 

@@ -8,7 +8,7 @@ import pytest
 from kfacpack_cli.main import app
 from typer.testing import CliRunner
 
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.models.families import FAMILIES, load_model
 
 

@@ -12,8 +12,7 @@ import kfacpack as kp
 from kfacpack.compression.codecs import CodecChain
 from kfacpack.curvature.matrices.dense import Packed
 from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
-from kfacpack.curvature.matrices.sparse import Sparse
-from kfacpack.curvature.matrices.structured import Diagonal, LowRank
+from kfacpack.curvature.matrices.structured import Diagonal, LowRank, Sparse
 
 STRUCTURES = ["block:3", "svd:2", "svd:30%", "prune:20%"]
 NUMBERS = ["int8", "fp16", "bf16"]

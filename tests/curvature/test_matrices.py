@@ -13,8 +13,7 @@ from kfacpack.curvature.matrices import FORMS
 from kfacpack.curvature.matrices.components import InMemoryTensors, pack, unpack
 from kfacpack.curvature.matrices.dense import Dense, Packed
 from kfacpack.curvature.matrices.matrix import negative_eigenvalue_bound
-from kfacpack.curvature.matrices.sparse import Sparse
-from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank, spans
+from kfacpack.curvature.matrices.structured import BlockDiagonal, Diagonal, LowRank, Sparse, spans
 from kfacpack.format.schema import LAYOUTS
 
 sides = st.integers(1, 40)

@@ -16,8 +16,8 @@ from vectors.small_vectors import vector
 
 import kfacpack as kp
 from kfacpack.format.vector_manifest import TaskEntry
-from kfacpack.hub.artifacts import Artifact
 from kfacpack.hub.card import BEGIN, END, card_for, hub_id, model_from_option, model_option
+from kfacpack.hub.repository import Artifact
 
 # How huggingface_hub calls its own HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")

@@ -10,7 +10,7 @@ import torch
 from kit import refused
 from safetensors.torch import load_file, save_file
 
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError
 from kfacpack.models.families import load_model
 

@@ -7,7 +7,7 @@ from kit import refused
 from safetensors.torch import load_file
 
 import pretrain_tiny  # makes open_clip importable
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.models.families import load_model
 from tiny.words import write_merges
 

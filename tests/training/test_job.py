@@ -19,10 +19,9 @@ import kfacpack as kp
 from kfacpack.estimation.resume import Interrupted
 from kfacpack.training import trainer as trainer_module
 from kfacpack.training.data_penalty import DataPenalty
-from kfacpack.training.masks import calibrated_masks
 from kfacpack.training.metrics import Metrics, MetricsWarning, metrics_path, open_metrics_log, read_metrics
 from kfacpack.training.optimizer import TrainingSettings
-from kfacpack.training.regimes import REGIMES
+from kfacpack.training.regimes import REGIMES, calibrated_masks
 from kfacpack.training.trainer import Trainer
 
 # Toy penalties are strong on purpose; test_output_scale.py tests the warning.

@@ -10,8 +10,7 @@ from training.test_job import bundle_of
 
 import kfacpack as kp
 from kfacpack._random import CounterRandom
-from kfacpack.training.masks import ROUNDS, block_diagonal, calibrated_masks, lowest, masks_from_bundles
-from kfacpack.training.regimes import REGIMES
+from kfacpack.training.regimes import REGIMES, ROUNDS, block_diagonal, calibrated_masks, lowest, masks_from_bundles
 from kfacpack.vectors.storage import VectorFile
 
 SETTINGS = {"steps": 5, "batch_size": 10, "lr": 0.02}

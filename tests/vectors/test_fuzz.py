@@ -16,7 +16,7 @@ from vectors.test_storage import save_every_form
 
 import kfacpack as kp
 from kfacpack.format.container import VECTOR
-from kfacpack.hub.artifacts import Artifact
+from kfacpack.hub.repository import Artifact
 
 
 @pytest.fixture(scope="module")

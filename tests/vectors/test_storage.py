@@ -13,7 +13,7 @@ from vectors.small_vectors import FUNCTION, forge
 
 import kfacpack as kp
 from kfacpack.format.vector_manifest import AboutVector, TaskEntry
-from kfacpack.hub.artifacts import Artifact
+from kfacpack.hub.repository import Artifact
 from kfacpack.vectors.parameter_change import add_change, exact_difference
 from kfacpack.vectors.storage import InMemoryVector
 

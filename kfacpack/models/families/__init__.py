@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS
+from kfacpack.demo import EMBEDDED_MODELS
 from kfacpack.errors import KfacpackError, did_you_mean, first_line, printable
 from kfacpack.format.reference import expand_user
 from kfacpack.models.families.causal_lm import CausalLMFamily

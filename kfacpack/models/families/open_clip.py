@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kfacpack._compat import compiler_deferred, make_torchvision_importable, require, silence_logging
-from kfacpack.demo.tiny_model import EMBEDDED_MODELS, register
+from kfacpack.demo import EMBEDDED_MODELS, register
 from kfacpack.errors import KfacpackError, first_line
 from kfacpack.format.container import Container
 from kfacpack.format.manifest import Function
