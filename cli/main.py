@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Container
 from functools import wraps
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -70,7 +71,7 @@ class PlainCommand(PlainHelp, TyperCommand):
 def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
     """Adds the value of each option in `IMPLIED_VALUES` that is followed by another option or by nothing."""
     complete = []
-    for argument, following in zip(args, [*args[1:], "-"], strict=True):
+    for argument, following in pairwise([*args, "-"]):
         complete.append(argument)
         if argument == "--":
             return complete + args[len(complete) :]

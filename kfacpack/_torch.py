@@ -347,6 +347,11 @@ def callable_of(value: Any) -> Any:
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
 
+def is_number_read(operator: Any) -> bool:
+    """Returns whether an operator reads a number: `aten._local_scalar_dense`. Known to work with torch 2.13."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
 def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a call by name, with defaults for omitted arguments.
 
@@ -360,8 +365,7 @@ def bound_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 def attention_operators() -> list[Any]:
     """Returns the fused kernels of scaled dot-product attention, which have no forward-mode derivative.
 
-    Looks up `torch.ops.aten._scaled_dot_product_*`; skips those that this torch version does not have.
-    Known to work with torch 2.13.
+    Looks up `torch.ops.aten._scaled_dot_product_*`; skips missing ones. Known to work with torch 2.13.
     """
     kernels = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     packets = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}", None) for kernel in kernels]
@@ -371,11 +375,7 @@ def attention_operators() -> list[Any]:
 def softmax_backward(gradient: Tensor, p: Tensor) -> Tensor:
     """Returns the gradient at the input of a softmax over the last dimension: p (g - <p, g>).
 
-    Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
-
-    Args:
-        gradient: Gradient g at the output, (..., n).
-        p: The output, (..., n).
+    Both are (..., n). Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
     """
     result: Tensor = torch.ops.aten._softmax_backward_data(gradient, p, -1, p.dtype)
     return result

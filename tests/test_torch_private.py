@@ -395,6 +395,20 @@ def test_backward_retains_graph():
     assert seen == [True, False]
 
 
+def test_is_number_read():
+    read = []
+
+    class Record(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            read.append(_torch.is_number_read(func))
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        (torch.ones(2) + 1).sum().item()
+    assert read[-1]
+    assert read.count(True) == 1
+
+
 def test_eager_mode():
     compilations = []
 

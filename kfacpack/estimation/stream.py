@@ -211,7 +211,7 @@ class LayerStream:
                 g = torch.zeros_like(output) if g is None else g
                 trace = trace_output(output, [g], parameters, **common, inputs=leaf)
                 plan = _plan_of(trace, parameters, self.options, width)
-                of_layers[index] = plan, None if alike else self._base(plan), trace.zero_gradients
+                of_layers[index] = plan, None if alike else self._identity(plan), trace.zero_gradients
             g = trace.input_gradient
         stem, stem_zeros = BlockPlan((), (), width), 0
         hidden, _ = self.layers.stem(doubled)
@@ -228,10 +228,10 @@ class LayerStream:
             replace(head_plan, unused=tuple(name for name in self.outer if name not in used)),
             f[0].detach(),
             [stem_zeros, *zeros, head.zero_gradients],
-            [self._base(stem), *bases, self._base(head_plan)],
+            [self._identity(stem), *bases, self._identity(head_plan)],
         )
 
-    def _base(self, plan: BlockPlan) -> Base | None:
+    def _identity(self, plan: BlockPlan) -> Base | None:
         """Returns the identity of the parameters of a segment, whose weights are in memory."""
         covered = {name for block in plan.blocks for name in block.parameters}
         return self.model.base(covered) if covered else None

@@ -33,6 +33,7 @@ from kfacpack._torch import (
     bound_arguments,
     callable_of,
     is_mutating,
+    is_number_read,
     memory_address,
     written_arguments,
 )
@@ -225,7 +226,7 @@ class Recorder(DispatchMode):
         """
         if func is aten.index.Tensor:
             masks = [index for index in args[1] if index is not None and index.dtype not in (torch.int64, torch.int32)]
-        elif func is aten._local_scalar_dense.default:
+        elif is_number_read(func):
             masks = [args[0]]
         else:
             return False

@@ -11,7 +11,7 @@ from kit import random_tau, refused
 
 import kfacpack as kp
 from kfacpack.errors import HubError
-from kfacpack.hub import pretrained
+from kfacpack.hub import push as pretrained
 
 # How huggingface_hub calls its own HTTP library.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
