@@ -20,7 +20,7 @@ settings.load_profile("here")
 
 
 MEMORY = Path("/dev/shm")
-"""Folder of files in memory, on Linux. On a disk, creating and removing many small files takes up to a third of the time."""
+"""Folder of files in memory, on Linux. On a disk, the many small files of the tests take longer."""
 
 
 def enough_memory():
