@@ -153,7 +153,7 @@ class TrainingSection(PlanSection):
     compile: bool = False
     """Whether torch.compile compiles the linearised step."""
     clip: Annotated[FiniteNumber, Field(gt=0)] | None = None
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
     """Share of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
