@@ -216,8 +216,8 @@ def measure(
         MEASUREMENT_PANEL,
         False,
         "--measured",
-        help="interference: also measure the drift on examples of every task and compare. Without it, only tasks with "
-        "--data are measured.",
+        help="interference: also measure the drift on examples of every task, and compare it with the prediction. "
+        "Without it, only tasks with --data are measured.",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,

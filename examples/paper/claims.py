@@ -166,7 +166,7 @@ def auroc(arm: str) -> Callable[[Results], list[float]]:
 
 @dataclass(frozen=True)
 class PlanPage:
-    """The section of a plan."""
+    """The section of a plan on the page."""
 
     title: str
     source: str

@@ -215,7 +215,7 @@ def verdict_of(claim: Claim, results: Results | None) -> tuple[str, str]:
 
 
 def section(name: str, plan: PlanPage, results: Results | None, figures: str) -> list[str]:
-    """Returns the lines of one plan."""
+    """Returns the section of one plan, as lines."""
     source = f"examples/paper/{name}.{'yaml' if (FOLDER / f'{name}.yaml').exists() else 'py'}"
     lines = [f"## {plan.title}", "", f"`{source}`. In the paper: {plan.source}.", ""]
     if results is None:

@@ -223,7 +223,7 @@ def _check_sets(
     if sets and model is None:
         raise KfacpackError("examples are given, but no model to measure the drift with; pass model=...")
     if unused := [name for name in sets if name not in bundles]:
-        problem = f"examples of {printable(unused[0])} are given, but no bundle of that name"
+        problem = f"examples of {printable(unused[0])} are given, but there is no bundle of that name"
         raise KfacpackError(f"{problem}; expected one of: {printable(', '.join(bundles))}")
     if sets:
         require_compatible_vectors(list(vectors.values()))

@@ -287,7 +287,7 @@ class MethodSection(PlanSection):
 
 
 class NegationSection(PlanSection):
-    """Negation: each task is removed from the model while a control task is kept."""
+    """Negation: each task is removed from the model while a control task keeps its accuracy."""
 
     control: ShortText
     """The task whose accuracy is kept."""
