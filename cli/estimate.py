@@ -123,7 +123,7 @@ def estimate(
         RUN_PANEL,
         False,
         "--stream",
-        help="Go layer by layer: only the factors of one layer are in memory and, for hf: and lm: models, its weights.",
+        help="Estimate layer by layer, with the factors (hf: and lm: models: also the weights) of one layer in memory.",
     ),
     stream_folder: Path | None = option(
         RUN_PANEL,
@@ -168,9 +168,9 @@ def estimate(
     target = output or default_output(task, ".kfac")
     check_shard_size(max_shard_size, target)
     if stream_folder is not None and not stream:
-        raise KfacpackError("--stream-folder is for --stream; leave it out, or add --stream")
+        raise KfacpackError("--stream-folder applies to --stream; omit it, or add --stream")
     if gpu is not None and not (stream and dry_run):
-        raise KfacpackError("--gpu is for forecasts; add --stream --dry-run")
+        raise KfacpackError("--gpu applies to forecasts; add --stream --dry-run")
     target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])
@@ -314,6 +314,6 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
         hours = f"about {forecast.seconds / 3600:.2g} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
         print_line(f"{hours} {human_bytes(DISK_SPEED)}/s of disk; {memory}")
         fits = "fits" if forecast.peak_memory < 0.9 * figures.memory else "does not fit"
-        print_line(f"this {fits} into the {human_bytes(figures.memory)} of this GPU")
+        print_line(f"this {fits} into the memory of the GPU, {human_bytes(figures.memory)}")
     if forecast.stored_bytes:
         print_line(f"disk: {human_bytes(forecast.stored_bytes)} while it runs, in addition to the bundle")

@@ -302,7 +302,7 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
     table.add_row("all", str(sum(kind.stages for kind in forecast.kinds)), human_bytes(forecast.bytes),
                   f"{forecast.hours:.1f}")  # fmt: skip
     out.print(table)
-    shapes = f"{forecast.parameters:,} trained numbers in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
+    shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
     print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
     print_line(f"every stage was built without weights and data; hours assume {UTILISATION:.0%} of the peak speed")
 

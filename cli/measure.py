@@ -123,7 +123,7 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
 
 
 def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
-    """Yields the pairs of a vector and another task, the largest `aligned` first: all measured ones, or the first."""
+    """Yields the pairs of a vector and another task, by descending `aligned`: the measured ones, or the first few."""
     others = sorted((pair for pair in result["pairs"] if not pair["own"]), key=lambda pair: -pair["aligned"])
     measured = [pair for pair in others if pair["measured"] is not None]
     columns = ("aligned", "predicted", "measured") if measured else ("aligned", "predicted")
@@ -216,8 +216,8 @@ def measure(
         MEASUREMENT_PANEL,
         False,
         "--measured",
-        help="interference: also measure the drift on examples of every task and compare. Without it, only tasks with "
-        "--data are measured.",
+        help="interference: also measure the drift on examples of every task, and compare it with the prediction. "
+        "Without it, only tasks with --data are measured.",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,

@@ -120,8 +120,8 @@ HEAD = option(
     MODEL_PANEL,
     "auto",
     "--head",
-    help="Classifier. text: embeddings of the class names. words: the class names as next words (T5). prototypes: "
-    "class means of the training examples. auto: the first of these that the model supports.",
+    help="Classifier. text: embeddings of the class names. words: the class names as next words (t5:, lm:). "
+    "prototypes: class means of the training examples. auto: the first of these that the model supports.",
 )
 TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name with --data"
 TASK = option(DATA_PANEL, ..., "--task", metavar="TASK", help=f"{TASK_HELP}.")

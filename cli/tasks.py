@@ -27,7 +27,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class SheetOutput(TypedDict):
-    """The picture that `--sheet` draws."""
+    """The image that `--sheet` writes."""
 
     path: str
     split: str

@@ -158,7 +158,11 @@ def train(
         "repeatable.",
     ),
     keep: float | None = option(
-        TRAINING_PANEL, None, "--keep", metavar="SHARE", help="Share of the weights of --regime sparse. [default: 0.1]"
+        TRAINING_PANEL,
+        None,
+        "--keep",
+        metavar="SHARE",
+        help="--regime sparse: share of weights to train. [default: 0.1]",
     ),
     steps: int | None = option(
         TRAINING_PANEL,
@@ -187,7 +191,7 @@ def train(
         None,
         "--lr",
         metavar="X",
-        help="Peak learning rate. [default: derived from the model; 1e-5 in --regime sparse]",
+        help="Peak learning rate. [default: derived from the model; 1e-5 with --regime sparse]",
     ),
     warmup: float = option(
         TRAINING_PANEL, 0.1, "--warmup", help="Fraction of the steps over which the learning rate increases linearly."
@@ -200,7 +204,7 @@ def train(
         None,
         "--clip",
         metavar="X",
-        help="Largest norm of the gradient. [default: 1 in --regime sparse]",
+        help="Maximum norm of the gradient. [default: no limit; 1 with --regime sparse]",
     ),
     autocast: bool | None = option(
         TRAINING_PANEL, None, "--autocast/--no-autocast", help="Run the model in bfloat16. [default: on CUDA only]"

@@ -1,4 +1,4 @@
-"""Joins the files of a kfac bundle (README.md, section 8) into one, which reader.py reads.
+"""Joins the files of a kfac bundle (README.md, section 9) into one, which reader.py reads.
 
 python shards.py NAME.kfac.index.json NAME.kfac
 """

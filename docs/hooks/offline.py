@@ -20,4 +20,4 @@ def on_post_build(config: Any, **_: Any) -> None:
     """Checks every page."""
     for page in Path(config.site_dir).rglob("*.html"):
         if found := REMOTE.search(page.read_text(encoding="utf-8")):
-            raise PluginError(f"{page}: loads something from the network: {found[0]}")
+            raise PluginError(f"{page}: loads a resource from the network: {found[0]}")

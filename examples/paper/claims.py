@@ -99,7 +99,7 @@ def better(one: Sequence[float], other: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and how it is decided."""
+    """A claim and its criterion."""
 
     text: str
     decide: Callable[[Results], Verdict]
@@ -166,11 +166,11 @@ def auroc(arm: str) -> Callable[[Results], list[float]]:
 
 @dataclass(frozen=True)
 class PlanPage:
-    """The section of a plan."""
+    """The section of a plan on the page."""
 
     title: str
     source: str
-    """Where the paper has the numbers."""
+    """Tables and figures of the paper with the numbers."""
     claims: tuple[Claim, ...]
     paper: dict[str, str] = field(default_factory=dict)
     """The paper's numbers by arm."""
@@ -348,7 +348,7 @@ PLANS: dict[str, PlanPage] = {
         "Table 1 (linear fine-tuning), Figures 1, 5 and 9",
         (
             Claim("KFAC > diagonal > no penalty at α = 1", _order),
-            within("KFAC is within 1 point of τJp without its data", 0.01, at_one("kfac"), at_one("tjp")),
+            within("KFAC, without data, is within 1 point of τJp", 0.01, at_one("kfac"), at_one("tjp")),
             Claim("With KFAC, the accuracy is flat for α from 0.7 to 1.3", _alpha),
             exceeds("Localisation: the AUROC is higher with the penalty", auroc("kfac"), auroc("without"), "AUROC"),
             Claim("Disentanglement: ξ is lower with the penalty", _disentangled),
@@ -388,7 +388,7 @@ PLANS: dict[str, PlanPage] = {
     "negation": PlanPage(
         "Task negation",
         "Table 2; the control is ImageNet there, and `materials` here",
-        (Claim("Negation: a lower target at an equal control", _negation),),
+        (Claim("Negation: lower target accuracy at equal control accuracy", _negation),),
         {"base": "48.4, 63.3", "without": "9.3, 60.5", "kfac": "3.4, 62.4", "tjp": "6.7, 60.8", "full": "20.4, 60.5"},
         table=negation_table,
         figure="negation",
@@ -418,7 +418,7 @@ PLANS: dict[str, PlanPage] = {
                 at_one("30 percent"),
             ),
             within("One probe is within 1 point of the exact GGN", 0.01, at_one("256 examples"), at_one("exact")),
-            Claim("More probes do not hurt once divided by M", _probes),
+            Claim("More probes do not hurt if their sum is divided by M", _probes),
             within(
                 "One orthogonal probe is within 1 point of eight Gaussian ones (not in the paper)",
                 0.01,
@@ -439,7 +439,7 @@ PLANS: dict[str, PlanPage] = {
                 at_one("kfac"),
             ),
             within(
-                "Localisation stays with `block:8`: AUROC within 0.01",
+                "With `block:8`, the AUROC of localisation is within 0.01",
                 0.01,
                 auroc("block-8"),
                 auroc("kfac"),
@@ -468,12 +468,12 @@ PLANS: dict[str, PlanPage] = {
     "strength": PlanPage(
         "Strength of the penalty",
         "Table 5",
-        (Claim("λ is flat over two decades", _strengths),),
+        (Claim("The accuracy is flat over two decades of λ", _strengths),),
         {"without": "75.2", "x0.01": "81.7", "x0.1": "85.1", "x1": "86.0", "x10": "86.4", "x100": "84.4"},
     ),
     "methods": PlanPage(
         "Merge methods",
-        "Figure 4 and Table 4; the number is that of linear fine-tuning without and with the penalty at α = 1",
+        "Figure 4 and Table 4; the numbers are those of linear fine-tuning at α = 1, without and with the penalty",
         (
             Claim("Curvature merging of unpenalised vectors > their sum (not in the paper)", _methods),
             exceeds(

@@ -1,4 +1,4 @@
-"""Measures the time of an estimate and of a training step, and the peak memory, in processes of their own.
+"""Measures the time of an estimate and of a training step, and their peak memory, in separate processes.
 
     python examples/paper/cost.py results/cost.json
 

@@ -46,7 +46,7 @@ def bars(results: Results, figure: Any) -> None:
 
 
 def sweeps(results: Results, figure: Any) -> None:
-    """Accuracy over α, and the distribution of ‖Δf‖² on and off the own task."""
+    """Accuracy over α, and the distribution of ‖Δf‖² on the own task and on other tasks."""
     located = [name for name, arm in results.arms.items() if arm["seeds"][0]["scores"]]
     left, right = figure.subplots(1, 2) if located else (figure.subplots(), None)
     for color, name in zip(COLORS, results.arms, strict=False):

@@ -177,11 +177,11 @@ Each claim of the paper is tested on `tiny`, the small CLIP model in the package
 unless stated otherwise. The paper's numbers are those of CLIP on eight vision tasks, so only the comparisons between
 rows are expected to agree, not the values. Accuracies are means over tasks, in percent, with the standard deviation
 over seeds. `make paper` repeats all runs. The plans are in `examples/paper`; `kfacpack run PLAN --scale full` runs them
-at the size of the paper, and `--dry-run --gpu A100` checks that without weights and data.
+at the size of the paper, and `--dry-run --gpu A100` checks such a run without weights and data.
 
 A claim that one row is better than another *holds* if the difference, paired by seed, is positive and at least as large
 as its standard deviation over seeds. A claim that two rows agree holds if the mean difference is within the stated
-bound. It *cannot be tested at this size* if the effect that it is about is too small here."""
+bound. A claim *cannot be tested at this size* if the effect in question is too small here."""
 
 
 def page(all_results: dict[str, Results], figures: str) -> str:
@@ -215,7 +215,7 @@ def verdict_of(claim: Claim, results: Results | None) -> tuple[str, str]:
 
 
 def section(name: str, plan: PlanPage, results: Results | None, figures: str) -> list[str]:
-    """Returns the lines of one plan."""
+    """Returns the section of one plan, as lines."""
     source = f"examples/paper/{name}.{'yaml' if (FOLDER / f'{name}.yaml').exists() else 'py'}"
     lines = [f"## {plan.title}", "", f"`{source}`. In the paper: {plan.source}.", ""]
     if results is None:

@@ -1,1 +1,1 @@
-"""The pretraining data of `tiny`: pictures drawn by code, and captions that describe them."""
+"""The pretraining data of `tiny`: images drawn by code, and captions that describe them."""

@@ -409,7 +409,7 @@ class CodecChain:
 
     @staticmethod
     def _specs_if_smaller(step: Codec, matrix: Matrix) -> Specs | None:
-        """Returns the components that a step results in; None if it does not apply or saves nothing."""
+        """Returns the components that a step produces; None if it does not apply or saves nothing."""
         if step.structural and matrix.structure == "diagonal":
             return None
         stored = matrix.for_storage()

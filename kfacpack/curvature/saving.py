@@ -132,7 +132,7 @@ def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack:
 
 
 def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curvature]:
-    """Divides a curvature into consecutive groups of blocks of at most `limit` bytes, or of blocks that share."""
+    """Divides a curvature into groups of at most `limit` bytes; blocks that share tensors are in the same group."""
     groups: list[list[CurvatureBlock]] = []
     sizes: list[int] = []
     owners: dict[object, int] = {}  # group by the id of a matrix or the name of a parameter
@@ -143,7 +143,7 @@ def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curva
         size = sum((m.for_storage() if pack else m).nbytes for m in matrices if id(m) not in owners)
         if shared:
             group = min(shared)
-            for other in shared - {group}:  # later groups share as well: they become one
+            for other in shared - {group}:  # join groups that share tensors with this block
                 groups[group] += groups[other]
                 sizes[group] += sizes[other]
                 groups[other], sizes[other] = [], 0

@@ -135,7 +135,7 @@ def dilate(coverage: Field, amount: Field) -> Field:
 
 
 def blend(ground: Field, ink: Field, coverage: Field) -> Field:
-    """Blends ink over ground, colours (N, 1 or size, 1 or size, 3), by a coverage."""
+    """Blends ink over ground by a coverage; colours are (N, 1 or size, 1 or size, 3)."""
     over = coverage[..., None]
     return np.asarray(ground * (1 - over) + ink * over, dtype=np.float32)
 

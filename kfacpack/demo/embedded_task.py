@@ -106,7 +106,7 @@ def upsample(images: IntArray, size: int, max_value: int) -> IntArray:
 
 
 def downsample(images: IntArray) -> IntArray:
-    """Halves images, (N, 2 H, 2 W) -> (N, H, W), by the rounded mean of four pixels."""
+    """Halves the resolution, (N, 2 H, 2 W) -> (N, H, W), by the rounded mean of four pixels."""
     total = images[:, ::2, ::2] + images[:, ::2, 1::2] + images[:, 1::2, ::2] + images[:, 1::2, 1::2]
     return np.asarray((total + 2) // 4)
 

@@ -120,7 +120,7 @@ def _parameters_and_buffers(model: nn.Module) -> Collection[Tensor]:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Numbers of a batch: examples, rows of f, and backward passes."""
+    """Numbers of examples, rows of f and backward passes of a batch."""
 
     examples: int
     rows: int

@@ -1,6 +1,6 @@
 """Partial files: the state of interrupted work. Resumed work gives the same bytes as uninterrupted work.
 
-An estimate that goes layer by layer also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
+A layer-by-layer estimate also stores the inputs, arguments and gradients of its layers (`StreamFiles`).
 """
 
 from __future__ import annotations

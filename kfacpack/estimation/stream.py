@@ -256,7 +256,7 @@ class LayerStream:
 
 
 def _with_segment(best: SegmentPlans, other: SegmentPlans, index: int) -> SegmentPlans:
-    """Returns `best` with one segment of `other`."""
+    """Returns `best` with the plan of one segment replaced by that of `other`."""
     plans, zeros = best.all, list(best.zero_gradients)
     plans[index], zeros[index] = other.all[index], other.zero_gradients[index]
     return replace(best, stem=plans[0], layers=plans[1:-1], head=plans[-1], zero_gradients=zeros)
@@ -271,7 +271,7 @@ def _plan_of(trace: Any, parameters: Mapping[str, Tensor], options: EstimateOpti
 
 @dataclass
 class StreamedEstimate:
-    """A run of an estimate layer by layer."""
+    """A run of a layer-by-layer estimate."""
 
     stream: LayerStream
     plans: SegmentPlans

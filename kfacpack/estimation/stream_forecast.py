@@ -1,7 +1,7 @@
-"""Forecasts the blocks, size, time, disk space and memory of an estimate that goes layer by layer.
+"""Forecasts the blocks, size, time, disk space and memory of a layer-by-layer estimate.
 
 One layer of each kind is planned and measured. No weights are needed: a model that is loaded with `loading="shapes"`
-has arbitrary values. For a GPU that is not at hand, the time follows from the number of floating-point operations.
+has arbitrary values. For a GPU that is not available, the time follows from the number of floating-point operations.
 """
 
 from __future__ import annotations
@@ -262,6 +262,6 @@ def _gpu_seconds(gpu: Gpu, stream: LayerStream, segments: Sequence[_Segment], ba
 
 
 def _disk_seconds(segments: Sequence[_Segment], outer: int, states: int, passes: int, bundle: int) -> float:
-    """Returns the time to read the weights three times and the states, and to write states and bundle twice."""
+    """Returns the time to read weights, write and read the stored inputs and gradients, and write the bundle twice."""
     weights = outer + 3 * sum(segment.weights for segment in segments)
     return (weights + len(segments) * states * (3 + 2 * passes) + 2 * bundle) / DISK_SPEED

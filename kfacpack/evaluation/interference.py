@@ -8,7 +8,7 @@ between blocks; Kronecker factors may underestimate q_b, so the measured drift c
 second: measured drift is several times the sum of exact blocks, so most of it comes from these products, and the
 order of the pairs agrees better with it in every seed that was measured (docs/results).
 
-Where examples are given, the measured drift is put beside them. It is compared by rank, because the order of the pairs
+Where examples are given, the measured drift is reported as well. It is compared by rank, because the order of the pairs
 is what a user needs before merging.
 """
 
@@ -223,7 +223,7 @@ def _check_sets(
     if sets and model is None:
         raise KfacpackError("examples are given, but no model to measure the drift with; pass model=...")
     if unused := [name for name in sets if name not in bundles]:
-        problem = f"examples of {printable(unused[0])} are given, but no bundle of that name"
+        problem = f"examples of {printable(unused[0])} are given, but there is no bundle of that name"
         raise KfacpackError(f"{problem}; expected one of: {printable(', '.join(bundles))}")
     if sets:
         require_compatible_vectors(list(vectors.values()))

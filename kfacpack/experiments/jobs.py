@@ -58,7 +58,7 @@ class JobsWarning(UserWarning):
 
 
 class StageWorker(ABC):
-    """The scheduler's handle of a worker.
+    """The scheduler's handle for a worker.
 
     Args:
         number: Number of the worker, from 1.

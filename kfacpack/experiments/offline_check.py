@@ -1,8 +1,8 @@
-"""Checks a plan to its last stage without weights and data: shapes, bytes, and the time on a named GPU.
+"""Checks all stages of a plan without weights and data: shapes, bytes, and the time on a named GPU.
 
-The model has random weights, and published tasks have stand-ins: as many examples and classes as the data on the Hub,
-but blank images or texts. All stages are built with them, with their keys, commands and costs. Sizes of files follow
-from shapes. Times are extrapolated from the operations of a forward pass, which are counted, and the speed of the GPU.
+The model has random weights. Published tasks are replaced by stand-ins with as many examples and classes as the data on
+the Hub, but blank images or texts. All stages are built from these, with their keys, commands and costs. File sizes are
+computed from shapes. Times are extrapolated from the counted operations of a forward pass and the speed of the GPU.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 
 UTILISATION = 0.17
-"""Share of the peak speed in bfloat16 that is reached: an estimate, equal to a linearised step of 128 examples of
-ViT-B/32 in 0.1 s on an A100."""
+"""Assumed fraction of the peak speed in bfloat16. It corresponds to a linearised step of 128 examples of ViT-B/32 in
+0.1 s on an A100."""
 _T5_SHAPES = {
     "google-t5/t5-base": {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_layers": 12, "num_heads": 12},
     "google-t5/t5-small": {"d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
 }
 _WORDS = 64
-"""Words of a stand-in text."""
+"""Number of words in a stand-in text."""
 _IMAGE_SIZE = 256
 
 
@@ -151,12 +151,12 @@ def stand_in_task(name: str, data: str | None) -> Task:
         return load_task(name)
     if name not in PUBLISHED:
         problem = "its size is unknown without its data"
-        raise KfacpackError(f"{printable(name)}: {problem}. --gpu checks embedded and published tasks; omit it")
+        raise KfacpackError(f"{printable(name)}: {problem}. --gpu supports embedded and published tasks; omit it")
     return StandInTask(PUBLISHED[name])
 
 
 def _write_t5(folder: Path, shape: Mapping[str, Any]) -> None:
-    """Writes the config of a T5 and a tokenizer of whole words, which every text maps to."""
+    """Writes the config of a T5, and a tokenizer that maps all words except names of classes to `<unk>`."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, T5Config
 
@@ -219,7 +219,7 @@ class OfflineForecast:
 
     model: str
     parameters: int
-    """Number of trained numbers in the regime `linear`."""
+    """Number of weights that the regime `linear` trains."""
     blocks: int
     """Number of blocks of a bundle."""
     largest_side: int

@@ -119,7 +119,7 @@ def _scaled_text(text: str, path: Path, scale: str) -> str:
 
 
 def _overridden(settings: Any, override: Any) -> Any:
-    """Returns settings with others put over them. Mappings are merged; null removes a key."""
+    """Returns settings overridden by others. Mappings are merged; null removes a key."""
     if not isinstance(settings, dict) or not isinstance(override, dict):
         return override
     merged = {key: value for key, value in settings.items() if override.get(key, ...) is not None}

@@ -153,7 +153,7 @@ class TrainingSection(PlanSection):
     compile: bool = False
     """Whether torch.compile compiles the linearised step."""
     clip: Annotated[FiniteNumber, Field(gt=0)] | None = None
-    """Largest norm of the gradient."""
+    """Maximum norm of the gradient."""
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
     """Share of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
@@ -287,7 +287,7 @@ class MethodSection(PlanSection):
 
 
 class NegationSection(PlanSection):
-    """Negation: each task is removed from the model while a control task is kept."""
+    """Negation: each task is removed from the model while a control task keeps its accuracy."""
 
     control: ShortText
     """The task whose accuracy is kept."""

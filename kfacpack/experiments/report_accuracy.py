@@ -68,7 +68,7 @@ def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:
             sentences += [
                 text(f"“{row.arm}”: the perplexity of the completions is"),
                 Cell(kind="number", value=row.added_perplexity), text("with all vectors added and"),
-                Cell(kind="number", value=row.individual_perplexity), text("with the own vectors."),
+                Cell(kind="number", value=row.individual_perplexity), text("with each task's own vector."),
             ]  # fmt: skip
     return sentences
 

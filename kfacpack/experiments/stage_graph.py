@@ -157,7 +157,7 @@ class StageGraph:
     def _compressed(
         self, bundle: EstimateStage, codec: str | None, budget: str | None
     ) -> EstimateStage | CompressStage:
-        """Returns the stage of a compressed bundle; that of the bundle itself without a codec and a budget."""
+        """Returns the stage of a compressed bundle or, without a codec or budget, that of the bundle itself."""
         if (spec := codec or budget) is None:
             return bundle
         stage = self._stage(CompressStage, bundle, spec, budget is not None)

@@ -10,7 +10,7 @@ The same operations on the same values give bitwise identical results, so a repl
 
 A recording is valid for other batches of the same shapes only if the operations depend on the batch through tensors
 alone. `Recorder` therefore refuses steps with values read from a tensor, random numbers, tensors of unknown origin, or
-writes to parameters, buffers or the batch. There is one exception, because transformers asks whether a mask contains
+writes to parameters, buffers or the batch. There is one exception, because transformers checks whether a mask contains
 padding: Boolean tensors that are computed from the batch and from buffers may be read, or select rows. They are the
 conditions of a program, which is replayed only if each of them has as many true elements as in the recorded call.
 """

@@ -169,7 +169,7 @@ class TakRule(MergeRule):
             KfacpackError: If an input was merged by `optimal` at a rank above 1, or contains partial blocks.
         """
         super().check(inputs)
-        remedy = "Merge its parents all at once, or use 'optimal' or 'stack'"
+        remedy = "Merge all of its parents at once, or use 'optimal' or 'stack'"
         for item in inputs:
             merge = item.curvature.about.merge
             if merge and merge.rule == "optimal" and merge.rank != 1:

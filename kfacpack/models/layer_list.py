@@ -203,7 +203,7 @@ class LayerList:
             calls.append(LayerCall(args if HIDDEN in kwargs else args[1:], kwargs))
             if first_only:
                 raise _FirstLayerReached
-            # A new tensor for each layer, so that other uses of hidden states are noticed, without a graph.
+            # A new tensor without a graph for each layer, so that other uses of hidden states are detected.
             passed.append(hidden.detach().view_as(hidden))
             return self._wrap(passed[-1])
 

@@ -64,7 +64,7 @@ class TrainingSettings:
     weight_decay: float = 0.1
     """Weight decay of τ, which pulls the model towards the base model."""
     clip: float | None = None
-    """Largest norm of the gradient. Defaults to no limit, and to 1 in the regime `sparse`."""
+    """Maximum norm of the gradient. Defaults to 1 in the regime `sparse`, and to no limit in others."""
     seed: int = 0
     """Seed of the order of the examples."""
 
@@ -219,7 +219,7 @@ def clip_scale(gradients: Sequence[Tensor], limit: float) -> Tensor:
 
     Args:
         gradients: The gradients.
-        limit: Largest norm.
+        limit: Maximum norm.
     """
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     scale: Tensor = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -232,7 +232,7 @@ class AdamWState:
     Args:
         parameters: Parameters to train, by name; τ has their shapes and starts at zero.
         settings: Provides the weight decay.
-        clip: Largest norm of the gradient; None for no limit.
+        clip: Maximum norm of the gradient; None for no limit.
         masks: Boolean tensors by name; only the elements that they select are changed. None for all.
     """
 

@@ -248,8 +248,7 @@ LAYERS = re.compile("linear|conv|norm|attention|attn", re.IGNORECASE)
 class SparseRegime(FullRegime):
     """Trains the model itself, but only some of the weights of linear, attention, convolution and norm layers.
 
-    Which ones is decided by the masks of the trainer. The default learning rate and limit of the gradient are those of
-    TaLoS.
+    The masks of the trainer select them. The default learning rate and limit of the gradient norm are those of TaLoS.
 
     Raises:
         KfacpackError: If the model has no such parameters.
@@ -452,7 +451,7 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
 
 
 def _recorded(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
-    """Makes all processes use the masks of the first one, so that rounding cannot separate them."""
+    """Makes all processes use the masks of the first one, so that rounding cannot make them diverge."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))
     return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

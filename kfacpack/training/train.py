@@ -93,7 +93,7 @@ def train(
         lr: Peak learning rate; by default derived from the model, and 1e-5 in the regime `"sparse"`.
         warmup: Fraction of the steps over which the learning rate increases linearly.
         weight_decay: AdamW's weight decay on τ.
-        clip: Largest norm of the gradient. By default there is no limit, and 1 in the regime `"sparse"`.
+        clip: Maximum norm of the gradient; by default 1 in the regime `"sparse"`, and no limit in others.
         autocast: Whether to run the model in bfloat16; by default only on CUDA.
         compile: Whether torch.compile compiles the linearised step, with CUDA graphs on a GPU. Needs a C++ compiler.
         seed: Seed for the order of the examples.

@@ -259,7 +259,7 @@ class Trainer:
 
     @property
     def clip(self) -> float | None:
-        """Largest norm of the gradient; None for no limit."""
+        """Maximum norm of the gradient; None for no limit."""
         return self.settings.clip if self.settings.clip is not None else self.regime.default_clip
 
     @cached_property

@@ -329,13 +329,13 @@ class VectorFile(SealedFile):
             name: Name of a tensor. Tensors other than indices and bitmaps have no such problem.
 
         Returns:
-            None if indices ascend and lie inside the parameter, and a bitmap has as many bits as there are values.
+            None if indices ascend and lie inside the parameter, and a bitmap has one set bit for each value.
         """
         if name in self._bitmaps:
             entries, size = self._bitmaps[name]
             positions = unpack_bitmap(self.tensor(name))
             if len(positions) != entries:
-                return f"has {len(positions)} bits, expected {entries}, one for each value"
+                return f"has {len(positions)} bits set, expected {entries}, one for each value"
             if entries and int(positions[-1]) >= size:
                 return f"bit {int(positions[-1])} is set, expected only bits below {size}"
         if name not in self._indexed:

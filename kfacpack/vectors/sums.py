@@ -175,7 +175,7 @@ def joint_base(bases: Iterable[Base]) -> Base:
 
 
 def _insert_missing(parameters: Mapping[str, Parameter], others: Iterable[Parameter]) -> dict[str, Parameter]:
-    """Inserts the parameters that are missing, each after the one that precedes it in the other list."""
+    """Inserts missing parameters, each after the one that precedes it in the other list."""
     order = list(parameters.values())
     position = 0
     for other in others:

@@ -129,7 +129,7 @@ class Operator(ABC):
         return other
 
     def unpacked(self, dtype: torch.dtype) -> Operator:
-        """Returns an operator for repeated products that stays valid when stored tensors of this one are overwritten.
+        """Returns an operator for repeated products, which stays valid when the stored tensors are overwritten.
 
         Args:
             dtype: Dtype of the tensors to multiply.

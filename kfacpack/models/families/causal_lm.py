@@ -184,9 +184,9 @@ class AnswerTexts:
             part = "completion" if prompt else "prompt"
             raise KfacpackError(f"{self._model}: an example has an empty {part}{text}; expected at least one token")
         if len(answer) >= self.limit:
-            problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens with its end"
+            problem = f"the completion after {self._excerpt(prompt)} has {len(answer)} tokens, the end included"
             remedy = (
-                f"expected at most {self.limit - 1}, so that the prompt keeps one. Shorten it, or leave out the row"
+                f"expected at most {self.limit - 1}, so that one token of the prompt fits. Shorten it, or omit the row"
             )
             raise KfacpackError(f"{self._model}: {problem}; {remedy}")
         return prompt[-(self.limit - len(answer)) :], answer

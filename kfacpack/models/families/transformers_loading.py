@@ -158,7 +158,7 @@ def load_pretrained(
 def load_layerwise(
     model_class: Any, config: Any, request: ModelRequest, unused: tuple[str, ...] = ()
 ) -> tuple[Any, frozenset[str], UnloadedWeights | None]:
-    """Loads a model as `request.loading` says: the whole model, or without the weights of its layers.
+    """Loads a model as `request.loading` specifies: the whole model, or without the weights of its layers.
 
     Random weights are those of the whole model, which is therefore in memory.
 
