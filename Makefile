@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # their order, with the slow ones of tests/cli first.
 PARALLEL := --numprocesses=2 --dist=loadfile --no-loadscope-reorder
 
-.PHONY: help demo test testdevices check docs bench benchmerge paper gpu golden wheel installcheck compat oldest newest clean
+.PHONY: help demo test testruns check docs bench benchmerge paper gpu golden wheel installcheck compat oldest newest clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 16
@@ -34,19 +34,20 @@ demo: $(READY) ## run `kfacpack demo`, and write bundles of small networks; the 
 	$(BIN)/python examples/own_module.py demo/own.kfac
 	$(BIN)/kfacpack verify demo/own.kfac
 
-test: $(READY) ## run the tests, in two processes; those of devices and clusters are in testdevices
-	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/devices --ignore=tests/cluster
+test: $(READY) ## run the tests of the library and its commands, in two processes
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/runs --ignore=tests/devices --ignore=tests/docs
 
-testdevices: $(READY) ## run the tests on a device (a stand-in if there is no GPU), with worker processes, a Ray cluster and several nodes
-	$(BIN)/python -m pytest $(PARALLEL) tests/cluster tests/devices
+testruns: $(READY) ## run the tests of whole plans, worker processes, Ray, nodes and a device (a stand-in if there is no GPU)
+	$(BIN)/python -m pytest $(PARALLEL) tests/runs tests/devices
 
 check: $(READY) ## check style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-docs: $(READY_DOCS) ## build the documentation site in site/; fails on a broken link
+docs: $(READY_DOCS) ## build the documentation site in site/ and run the code on its pages; fails on a broken link
 	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest $(PARALLEL) tests/docs
 
 bench: $(READY) ## measure performance as ratios; fails if a bound is exceeded
 	$(BIN)/python tests/bench/bundle.py
