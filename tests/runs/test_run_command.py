@@ -167,7 +167,7 @@ def test_a_wrong_number_of_jobs_is_refused(tmp_path, jobs):
 
 @pytest.mark.usefixtures("without_report")
 def test_an_interrupted_run_resumes_to_the_same_results(finished, tmp_path):
-    """The plan has no analyses, which are interrupted in tests/experiments/test_run.py."""
+    """The plan has no analyses, which are interrupted in tests/runs/test_run.py."""
     folder, _ = finished
     plan = yaml.safe_load(TEXT)
     for analysis in ("negation", "disentanglement", "localisation", "drift", "spectra"):
