@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 REPOSITORY_PANEL, CARD_PANEL, FILTER_PANEL = "Repository", "Card", "Filters"
 MAX_TASKS = 8
-"""Number of tasks per file that are printed."""
+"""Maximum number of tasks that are printed per file."""
 
 
 class ArtifactOutput(TypedDict):
@@ -53,17 +53,17 @@ class ArtifactOutput(TypedDict):
 
 
 class PushedFileOutput(ArtifactOutput):
-    """A file of a push."""
+    """A file that was passed to `kfacpack push`."""
 
     sent: bool
-    """Whether it was uploaded, or would be; false if the repository has the same file already."""
+    """Whether the file was uploaded, or would be without `--dry-run`; false if the repository already has the file."""
 
 
 class PulledFileOutput(ArtifactOutput):
     """A file that was downloaded."""
 
     reference: str
-    """Its location on the Hub, hf://OWNER/REPO@REVISION/FILE."""
+    """Location of the file on the Hub, hf://OWNER/REPO@REVISION/FILE."""
     path: str
 
 
@@ -81,7 +81,7 @@ class PushOutput(TypedDict):
     card_changed: bool
     """Whether the card differs from the one on the Hub."""
     card: str
-    """Text of the card, README.md."""
+    """Text of the model card, README.md."""
 
 
 class PullOutput(TypedDict):
@@ -105,7 +105,7 @@ class ListingOutput(TypedDict):
 
 
 class RepositoryOutput(TypedDict):
-    """A repository that was found."""
+    """A repository that matches the filters."""
 
     repository: str
     base_models: list[str]
@@ -131,7 +131,7 @@ def push(
         "--revision",
         "--branch",
         metavar="BRANCH",
-        help="Branch to push to; created if missing. [default: main]",
+        help="Branch to push to; it is created if it does not exist. [default: main]",
     ),
     message: str | None = option(REPOSITORY_PANEL, None, "--message", "-m", metavar="TEXT", help="Commit message."),
     license: str | None = option(
@@ -155,8 +155,8 @@ def push(
     """Publish bundles and task vectors on the Hub, with a model card.
 
     The files are verified first; if a check fails, nothing is uploaded and the exit code is 1. The repository
-    is created if it does not exist. Files and card form one commit. Unchanged files are not uploaded again, so an
-    interrupted push can be repeated.
+    is created if it does not exist. The files and the card are uploaded in one commit. Unchanged files are not uploaded
+    again, so an interrupted push can be repeated.
 
     In an existing card, only the part between two marker comments is replaced. Log in with: hf auth login
     """
@@ -242,9 +242,9 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
 
 
 def pull(
-    source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository."),
+    source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository on the Hub."),
     files: list[str] | None = typer.Argument(
-        None, metavar="FILE...", help="Files of the repository; by default, all bundles and task vectors."
+        None, metavar="FILE...", help="Files of the repository to download; by default, all bundles and task vectors."
     ),
     output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
     force: bool = option(RUN_PANEL, False, "--force", help="Overwrite existing files that differ."),
@@ -255,8 +255,8 @@ def pull(
     """Download bundles and task vectors, verify them and show what they contain.
 
     OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is compared with
-    the Hub's SHA-256 and checked as by `kfacpack verify`; if a check fails, the file is not saved and the exit code is
-    1. For private repositories, log in with: hf auth login
+    the Hub's SHA-256 and verified as by `kfacpack verify`. If a check fails, the file is not saved and the exit code
+    is 1. For private repositories, log in with: hf auth login
     """
     if listing:
         _list_files(source, as_json=as_json)
@@ -314,7 +314,7 @@ def search(
         metavar="MODEL",
         help="Base model: a name as for --model, or its id on the Hub.",
     ),
-    task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Task name."),
+    task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Name of a task."),
     author: str | None = option(FILTER_PANEL, None, "--author", metavar="NAME", help="User or organisation."),
     limit: int = option(FILTER_PANEL, 20, "--limit", min=1, help="Maximum number of repositories."),
     as_json: bool = AS_JSON,
