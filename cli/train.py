@@ -140,7 +140,7 @@ def train(
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Penalise the drift on the data of another task instead of using its bundle (the paper's τJp); repeatable.",
+        help="Penalise the drift on another task's data instead of using its bundle (the paper's τJp); repeatable.",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
