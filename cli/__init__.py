@@ -1,4 +1,4 @@
-"""The `kfacpack` command. Each module holds one command or a few related ones; all of them call the library."""
+"""The `kfacpack` command. Each module implements one command, or a few related ones, by calling the library."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SAVE_MODEL = option(
     "--save-model",
     metavar="PATH",
     help="Also write the model with the vector added: a .safetensors file for open_clip and timm, a folder for clip:, "
-    "t5:, lm: and hf:. Uses --model, --weights and --image-size.",
+    "t5:, lm: and hf:. --model, --weights and --image-size select the model.",
 )
 LINEARISED_NOTE = (
     "the vector was trained in the linearised model f + J τ; the outputs of the saved model, which has the weights "
@@ -60,7 +60,7 @@ LINEARISED_NOTE = (
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Path of the model with the vector added, and the options that select the model."""
+    """Output path of the model with the vector added, and the options that select this model."""
 
     path: Path | None
     """The value of --save-model; None if no model is saved."""
@@ -105,7 +105,7 @@ class SavedModelOutput(TypedDict):
     load: str
     """Command or call that loads the model."""
     note: str | None
-    """Note if the outputs of the saved model differ from those of the model that was trained; null otherwise."""
+    """Explanation if the saved model and the model that was trained have different outputs; null otherwise."""
 
 
 class VectorOutput(TypedDict):
@@ -128,7 +128,7 @@ class VectorOutput(TypedDict):
 
 
 class SolvedBlockOutput(TypedDict):
-    """How one block was merged by a method that uses curvature."""
+    """Report of one block, for merge methods that use curvature."""
 
     name: str
     curvature: bool
@@ -319,7 +319,7 @@ def _setting_options() -> list[inspect.Parameter]:
 
 
 def _with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds the options of `_setting_options` to a command, which receives the given ones as `**settings`."""
+    """Adds the options of `_setting_options` to a command; their values are passed to it as `**settings`."""
     hints = get_type_hints(command)
     fixed = [
         parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -352,7 +352,7 @@ def add(
         "sum",
         "--method",
         metavar="METHOD",
-        help=" ".join(f"{name}: {method.help}" for name, method in METHODS.items()),
+        help="Merge method. " + " ".join(f"{name}: {method.help}" for name, method in METHODS.items()),
     ),
     alpha: list[float] | None = option(
         METHOD_PANEL,

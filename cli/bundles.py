@@ -112,7 +112,7 @@ def compress(
         RUN_PANEL, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the codec, size and errors of every block."),
-    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors; write nothing."),
+    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors without writing a file."),
     max_shard_size: str | None = MAX_SHARD_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
@@ -260,8 +260,9 @@ def merge(
         "tak",
         "--rule",
         metavar="RULE",
-        help="tak: one Kronecker product per block, as in the paper. optimal: the nearest sum of --rank products. "
-        "stack: the exact sum, with all terms. shards: the exact sum of estimates of one task on different examples.",
+        help="Merge rule. tak: one Kronecker product per block, as in the paper. optimal: the nearest sum of --rank "
+        "products. stack: the exact sum, with all terms. shards: the exact sum of estimates of one task on different "
+        "examples.",
     ),
     rank: int = option(
         MERGE_PANEL,
@@ -378,7 +379,7 @@ class MergeErrorsOutput(TypedDict):
 
 
 class BlockMergeOutput(MergeErrorsOutput):
-    """Errors of one block."""
+    """Approximation errors of one merged block."""
 
     name: str
     terms: int
@@ -388,7 +389,7 @@ class BlockMergeOutput(MergeErrorsOutput):
 
 
 class MergeReportOutput(MergeErrorsOutput):
-    """Errors of a merge."""
+    """Approximation errors of a merged bundle."""
 
     subtracted: list[str]
     """Tasks that were subtracted."""
@@ -445,9 +446,9 @@ def _print_errors(report: MergeReport, rule: str) -> None:
             f"in one block ({worst.name}); the paper's bound is {total.relative_bound:.2g}"
         )
     elif rule == "shards":
-        print_line("exact, provided that no example is in two shards (not checked)")
+        print_line("the merge is exact, provided that no example is in two shards (not checked)")
     else:
-        print_line("exact: no approximation error")
+        print_line("the merge is exact: no approximation error")
     for block in report.partial:
         print_line(
             f"partial: block {block.name} is missing in {', '.join(block.missing)}; merged from the other bundles"

@@ -106,14 +106,14 @@ def estimate(
         ESTIMATE_PANEL,
         "l2",
         "--metric",
-        help="Measure of the drift. l2: squared norm of the change of f. kl: KL divergence between the output "
+        help="How changes of f are measured. l2: by the squared norm. kl: by the KL divergence between the output "
         "distributions of a language model.",
     ),
     sharing: Sharing = option(
         ESTIMATE_PANEL,
         "expand",
         "--sharing",
-        help="KFAC-expand or KFAC-reduce, for layers that apply the same weights at several positions.",
+        help="Variant of KFAC for layers that apply the same weights at several positions: KFAC-expand or KFAC-reduce.",
     ),
     structure: EstimateStructure = option(
         ESTIMATE_PANEL,
@@ -130,7 +130,7 @@ def estimate(
         "diagonal blocks are computed.",
     ),
     seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the choice of examples and for the probes."),
-    batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Examples per forward pass."),
+    batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Number of examples per forward pass."),
     offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors on the CPU."),
     stream: bool = option(
         RUN_PANEL,
@@ -149,7 +149,10 @@ def estimate(
     max_shard_size: str | None = MAX_SHARD_SIZE,
     resume: bool = RESUME,
     dry_run: bool = option(
-        RUN_PANEL, False, "--dry-run", help="Show the blocks and the predicted size, time and memory; write nothing."
+        RUN_PANEL,
+        False,
+        "--dry-run",
+        help="Show the blocks and the predicted size, time and memory without writing a file.",
     ),
     gpu: str | None = option(
         RUN_PANEL,
@@ -228,7 +231,7 @@ def estimate(
 
 
 class EstimateOutput(TypedDict):
-    """Output of `kfacpack estimate --json`. With `--dry-run`, it is a forecast instead."""
+    """Output of `kfacpack estimate --json`. With `--dry-run`, the output is a forecast instead."""
 
     path: str
     sha256: str
@@ -291,7 +294,7 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
         if run.report:
             print_report(run.report, f"compressed by {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
-                print_line("entries outside the diagonal blocks were not computed; their error is not included")
+                print_line("entries outside the diagonal blocks were not computed; the errors do not include them")
         _print_wide_factors([max(block.join.rows, block.join.columns) for block in curvature.blocks], run)
         print_next("inspect", output)
 

@@ -123,7 +123,7 @@ def _require_evaluated(value: str, task: str, sets: Mapping[str, EvaluationSet])
 def _accuracy(value: str, number: str) -> float:
     share = _parse_share(number)
     if share is None:
-        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0 and up to 1")
+        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0 and at most 1")
     return share
 
 
@@ -241,7 +241,7 @@ def evaluate(
         raise KfacpackError(f"--choose needs several α, got {alpha}; pass a range such as --alpha 0:2:0.1")
     kept_share = _parse_share(keep or "95%")
     if kept_share is None:
-        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and up to 100%, such as 95%")
+        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and at most 100%, such as 95%")
     if csv:
         if csv.is_dir():
             raise KfacpackError(f"{csv}: is a folder; expected a file")

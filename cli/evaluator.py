@@ -104,7 +104,8 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     before, after = first["control_before"], first["control"]
     effect = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
     table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
-    print_line(f"−{first['alpha']:g} τ; α was chosen on validation, where the control must keep {negation['keep']:.0%}")
+    keep = f"the control task must keep {negation['keep']:.0%} of its accuracy"
+    print_line(f"−{first['alpha']:g} τ; α was chosen on validation, where {keep}")
     out.print(table)
     if not first["alpha"]:
         print_line(
@@ -190,7 +191,7 @@ class Evaluator:
         """Returns the accuracy on each task with its own vector at α = 1, on the same examples.
 
         Args:
-            individual: The vector of each task, or the accuracy with it if that is known, by task.
+            individual: The vector of each task or, if known, the accuracy with this vector, by task.
             sets: Evaluation sets by task.
         """
 

@@ -91,11 +91,15 @@ def run(
     plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan file. Paths in it are relative to its folder."),
     output: Path | None = output_option("DIR", None, "Output folder. [default: the name of the plan file]"),
     scale: str | None = option(
-        RUN_PANEL, None, "--scale", metavar="NAME", help="Override settings of the plan by this entry of its `scales`."
+        RUN_PANEL,
+        None,
+        "--scale",
+        metavar="NAME",
+        help="Override settings of the plan with this entry of its `scales`.",
     ),
     device: str = DEVICE,
     dry_run: bool = option(
-        RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
+        RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time without running them."
     ),
     gpu: str | None = option(
         RUN_PANEL,
@@ -140,7 +144,7 @@ def run(
     use_workers(workers)
     if gpu is not None:
         if not dry_run:
-            raise KfacpackError("--gpu requires --dry-run, because it estimates the time; --device selects a device")
+            raise KfacpackError("--gpu requires --dry-run; to select the device of a run, use --device")
         _print_offline_forecast(parsed, gpu, as_json=as_json, quiet=quiet)
         return
     options = Execution(device, jobs, threads, ray, dry_run, as_json, quiet, events)
@@ -248,7 +252,7 @@ def _ignore_event(event: StageEvent) -> None:
 
 
 def _stage_reporter(rows: StageRows, *, explain: bool) -> StageDisplay:
-    """Returns a function that creates a context manager for each stage, which draws its progress bar."""
+    """Returns a function from a stage to a context manager that draws the progress bar of the stage."""
     explained: set[str] = set()
 
     @contextmanager

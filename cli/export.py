@@ -315,7 +315,7 @@ def import_(
         FACTORS_PANEL,
         "mc",
         "--fisher",
-        help="How the factors were estimated. mc: random probes of f. exact: all directions of f.",
+        help="How the factors were estimated. mc: with random probes of f. exact: with all output dimensions of f.",
     ),
     samples: int | None = option(
         FACTORS_PANEL,
@@ -323,7 +323,7 @@ def import_(
         "--samples",
         min=1,
         metavar="M",
-        help="Probes per example. Required with mc, because the files do not record the number.",
+        help="Number of probes per example. Required with --fisher mc, because the files do not record it.",
     ),
     dataset_size: int | None = option(
         FACTORS_PANEL,

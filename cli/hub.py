@@ -148,7 +148,7 @@ def push(
         metavar="OWNER/REPO",
         help="Base model on the Hub, if it cannot be derived from the files.",
     ),
-    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card; upload nothing."),
+    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card without uploading them."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
@@ -226,7 +226,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
     if dry_run:
         state = "a new repository" if result.creates else "an existing repository"
         card = "README.md would change" if result.card_changed else "README.md would stay the same"
-        print_line(f"to {target}, {state}; {card}. Nothing was uploaded. The card:")
+        print_line(f"target: {target}, {state}; {card}. Nothing was uploaded. The card:")
         out.print()
         out.print(Text(result.card), soft_wrap=True)
     elif result.commit is None:
@@ -248,7 +248,9 @@ def pull(
     ),
     output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
     force: bool = option(RUN_PANEL, False, "--force", help="Overwrite existing files that differ."),
-    listing: bool = option(RUN_PANEL, False, "--list", help="List the files of the repository; download nothing."),
+    listing: bool = option(
+        RUN_PANEL, False, "--list", help="List the files of the repository without downloading them."
+    ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:

@@ -76,8 +76,8 @@ MODEL_NAME = option(
     "tiny",
     "--model",
     metavar="MODEL",
-    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR, "
-    "lm:NAME_OR_DIR or hf:NAME_OR_DIR.",
+    help="Name of the model: tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, "
+    "t5:NAME_OR_DIR, lm:NAME_OR_DIR or hf:NAME_OR_DIR.",
 )
 WEIGHTS = option(
     MODEL_PANEL,
@@ -101,7 +101,7 @@ DEVICE = option(
     "auto",
     "--device",
     metavar="DEVICE",
-    help="cpu, cuda, cuda:1, mps, or auto for the first GPU if there is one.",
+    help="Device of the model: cpu, cuda, cuda:1, mps, or auto for the first GPU if there is one.",
 )
 PARAMS = option(
     MODEL_PANEL,
@@ -141,7 +141,7 @@ COLUMNS = option(
     metavar="KEY=COLUMN,…",
     help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: detected]",
 )
-BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Examples per forward pass.")
+BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Number of examples per forward pass.")
 WORKERS = option(
     RUN_PANEL,
     None,
@@ -166,7 +166,7 @@ THREADS = option(
     min=1,
     metavar="N",
     help="Number of threads of each stage; it affects rounding. [default: OMP_NUM_THREADS; on a CPU, 1 for models with "
-    "less than 50M parameters, 4 with less than 500M, otherwise 16]",
+    "fewer than 50M parameters, 4 with fewer than 500M, otherwise 16]",
 )
 EVENTS = option(RUN_PANEL, False, "--events", help="Print the events of all stages to stderr, as JSON Lines.")
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")

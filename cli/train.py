@@ -121,10 +121,14 @@ def train(
         None,
         "--weight",
         metavar="GROUP=X",
-        help="Factor for a group of blocks: norm, token, projection or an operation such as linear; repeatable.",
+        help="Factor of the penalty for a group of blocks: norm, token, projection or an operation such as linear; "
+        "repeatable.",
     ),
     preset: Preset | None = option(
-        PENALTY_PANEL, None, "--preset", help="tak: the strength, scaling and group weights of the paper."
+        PENALTY_PANEL,
+        None,
+        "--preset",
+        help="Settings of the penalty. tak: the strength, scaling and group weights of the paper.",
     ),
     penalty_precision: PenaltyPrecision | None = option(
         PENALTY_PANEL,
@@ -173,10 +177,14 @@ def train(
         help="Number of steps. [default: 500, unless --epochs is given]",
     ),
     epochs: float | None = option(
-        TRAINING_PANEL, None, "--epochs", metavar="X", help="Passes over the training examples, instead of --steps."
+        TRAINING_PANEL,
+        None,
+        "--epochs",
+        metavar="X",
+        help="Number of passes over the training examples, instead of --steps.",
     ),
     batch_size: int = option(
-        TRAINING_PANEL, 32, "--batch-size", min=1, help="Examples per step, summed over all processes."
+        TRAINING_PANEL, 32, "--batch-size", min=1, help="Number of examples per step, in all processes together."
     ),
     micro_batch_size: int | None = option(
         TRAINING_PANEL,
@@ -184,7 +192,7 @@ def train(
         "--micro-batch-size",
         min=1,
         metavar="N",
-        help="Examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
+        help="Number of examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
     ),
     lr: float | None = option(
         TRAINING_PANEL,

@@ -98,9 +98,9 @@ def extract(
 ) -> None:
     """Write the task vector of a checkpoint or LoRA adapter that was fine-tuned elsewhere.
 
-    --model is the base model of the fine-tuning. Adding the vector of a checkpoint to the base model restores the
-    weights of the checkpoint bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and pickles
-    are refused.
+    --model is the base model from which it was fine-tuned. Adding the vector of a checkpoint to the base model restores
+    the weights of the checkpoint bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and
+    pickles are refused.
 
     Differences in names, shapes, dtypes and frozen parameters are reported before anything is written.
     """
