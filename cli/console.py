@@ -280,7 +280,7 @@ def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgr
 
 
 def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
-    """Returns a context manager that shows a spinner, for loading models and data."""
+    """Returns a context manager that shows a spinner while a model or a task is loaded."""
     return err.status(Text(f"loading {printable(name)}")) if show and err.is_terminal else nullcontext()
 
 

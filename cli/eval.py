@@ -63,7 +63,7 @@ def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dic
         sets: Evaluation sets by task.
 
     Returns:
-        The accuracy of each task's own vector, or the vector itself, by task.
+        For each task, the accuracy with its own vector, or the vector itself.
 
     Raises:
         KfacpackError: If a value is invalid, does not belong to an evaluated task, or repeats a task.

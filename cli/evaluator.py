@@ -191,7 +191,7 @@ class Evaluator:
         """Returns the accuracy on each task with its own vector at α = 1, on the same examples.
 
         Args:
-            individual: The vector of each task or, if known, the accuracy with this vector, by task.
+            individual: For each task, its vector or, if known, the accuracy with this vector.
             sets: Evaluation sets by task.
         """
 

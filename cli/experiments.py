@@ -252,7 +252,12 @@ def _ignore_event(event: StageEvent) -> None:
 
 
 def _stage_reporter(rows: StageRows, *, explain: bool) -> StageDisplay:
-    """Returns a function from a stage to a context manager that draws the progress bar of the stage."""
+    """Returns the callback that displays the progress of each stage.
+
+    Args:
+        rows: The progress bars.
+        explain: Whether to print the purpose of each kind of stage.
+    """
     explained: set[str] = set()
 
     @contextmanager

@@ -38,7 +38,7 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
         panel: Help panel in which the option is listed.
         default: Default value; `...` makes the option required.
         *names: Flags, such as "--output", "-o".
-        help: Help text; square brackets are literal.
+        help: Help text. Square brackets in it are escaped, so that rich does not interpret them as markup.
         **more: Further arguments of `typer.Option`.
     """
     more.setdefault("metavar", {int: "N", float: "X"}.get(type(default)))
@@ -55,7 +55,7 @@ def output_option(metavar: str, default: Any = ..., help: str = "Output file.") 
     Args:
         metavar: Placeholder for the file or folder in the help.
         default: Default value; `...` makes the option required.
-        help: Help text; square brackets are literal.
+        help: Help text. Square brackets in it are escaped, so that rich does not interpret them as markup.
     """
     return option(RUN_PANEL, default, "--output", "-o", metavar=metavar, help=help)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 SPLITS = ("train", "validation", "test")
-"""Splits whose sizes are listed."""
+"""Splits whose sizes are shown in the list of tasks."""
 
 
 class SheetOutput(TypedDict):
