@@ -83,7 +83,7 @@ class CompressOutput(CompressionOutput):
     """Output of `kfacpack compress --json`."""
 
     path: str | None
-    """The compressed bundle; null with `--dry-run`."""
+    """Path of the compressed bundle; null with `--dry-run`."""
     sha256: str | None
     """Digest of the compressed bundle; null with `--dry-run`."""
     bytes: int
@@ -383,7 +383,7 @@ class BlockMergeOutput(MergeErrorsOutput):
 
     name: str
     terms: int
-    """Total number of terms in all inputs."""
+    """Total number of Kronecker terms of the block in all inputs."""
     missing: list[str]
     """Inputs that do not contain the block."""
 

@@ -51,7 +51,7 @@ def inspect(
         False,
         "--blocks",
         help="List the parameters, form and size of every block. For a task vector, list every parameter and, if it "
-        "was merged with curvature, the report of every block.",
+        "was merged with bundles, the iterations, residual and objective of every block.",
     ),
     norms: bool = option(
         RUN_PANEL,
@@ -333,7 +333,7 @@ class VerifiedBundleOutput(TypedDict):
     """The results of the checks of one bundle."""
 
     holds: bool
-    """Whether no check failed."""
+    """Whether the bundle passed all checks."""
     path: str
     sha256: str
     """Digest of the bundle."""
