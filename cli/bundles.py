@@ -43,7 +43,7 @@ class QuadraticErrorOutput(TypedDict):
     random: float
     """Error on random task vectors, as the root mean square."""
     along: float
-    """Error on task vectors drawn from N(0, G), that is, along the curvature."""
+    """Error on task vectors drawn from N(0, G)."""
     vector: float | None
     """Error on the task vector given by `--vector`; null without this option."""
 

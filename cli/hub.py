@@ -1,4 +1,4 @@
-"""`kfacpack push`, `kfacpack pull` and `kfacpack search`: bundles and task vectors on the Hub."""
+"""`kfacpack push`, `kfacpack pull` and `kfacpack search`: publish, download and find bundles and task vectors."""
 
 from __future__ import annotations
 

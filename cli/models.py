@@ -116,7 +116,7 @@ def models(
     _print_families(lists["families"])
     out.print()
     _print_downloaded(lists["downloaded"])
-    print_line("`kfacpack models MODEL` shows one of them", style="dim")
+    print_line("`kfacpack models MODEL` shows the properties of one model", style="dim")
 
 
 def _embedded() -> Iterator[EmbeddedModelOutput]:

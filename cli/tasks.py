@@ -188,7 +188,7 @@ def _published_as_json(task: PublishedTask) -> PublishedTaskOutput:
 def _print_embedded(tasks: list[Task]) -> None:
     rows = [(task.name, len(task.classes or ()), task.sizes, task.source, task.license) for task in tasks]
     _print_table("task", "source", rows)
-    print_line("`kfacpack tasks TASK` shows one of them; --sheet FILE.png draws its images", style="dim")
+    print_line("`kfacpack tasks TASK` shows one task; --sheet FILE.png draws its images", style="dim")
     out.print()
 
 
