@@ -173,8 +173,8 @@ def estimate(
     same bytes as without the interruption. Processes started by torchrun or accelerate share the work:
     `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
 
-    With --stream, only one layer is in memory at a time, and the result is the same. Intermediate files are stored in a
-    folder beside the output. An output named NAME.kfac.index.json is divided into several files.
+    With --stream, the factors of only one layer are in memory at a time, and the result is the same. Intermediate files
+    are stored in a folder beside the output. An output named NAME.kfac.index.json is divided into several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed

@@ -50,8 +50,8 @@ def inspect(
         RUN_PANEL,
         False,
         "--blocks",
-        help="List the parameters, form and size of every block. For a task vector, list every parameter and, if it "
-        "was merged with bundles, the iterations, residual and objective of every block.",
+        help="List the parameters, form and size of every block. For a task vector, list every parameter and, if "
+        "the merge method solved for each block, the iterations, residual and objective of every block.",
     ),
     norms: bool = option(
         RUN_PANEL,
