@@ -1,4 +1,4 @@
-"""The `kfacpack` command. Each module holds one command or a few related ones; all of them call the library."""
+"""The `kfacpack` command. Each module implements one command, or a few related ones, by calling the library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import TextIO
 
 
 def run() -> None:
-    """Entry point of the shell command. Imports nothing else before it handles Ctrl-C and SIGTERM."""
+    """Runs the `kfacpack` command. Ctrl-C and SIGTERM are handled before the commands are imported."""
     try:
-        # The default action of SIGTERM ends the process without removing temporary files, and with another exit code.
+        # By default, SIGTERM ends the process without removing temporary files, and the exit code is not 130.
         if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.default_int_handler)
         sys.stdout, sys.stderr = sys.stdout or _null_stream(), sys.stderr or _null_stream()
@@ -22,15 +22,15 @@ def run() -> None:
 
 
 def _null_stream() -> TextIO:
-    """Returns a stream to the null device, in place of a closed stdout or stderr.
+    """Returns a stream to the null device that replaces a closed stdout or stderr.
 
-    It occupies the descriptor, which output files would otherwise reuse.
+    The stream keeps the file descriptor in use. Otherwise, the next opened file would get it.
     """
     return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", closefd=False)
 
 
 def _load_app() -> Callable[[], None]:
-    """Imports the commands; exits with a message if a package that all of them need is too old."""
+    """Imports the commands and returns `run_app`. Exits with a message if typer or rich is missing or too old."""
     from kfacpack._compat import require
     from kfacpack.errors import KfacpackError
 

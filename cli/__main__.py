@@ -1,4 +1,4 @@
-"""`python -m kfacpack_cli`, for launchers such as torchrun that start modules."""
+"""Runs the `kfacpack` command as `python -m kfacpack_cli`, for launchers such as torchrun."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`kfacpack add`: merges task vectors into one, and can also write the model with the resulting vector added.
 
-The output of a vector is shared with the commands in `vectors.py`.
+The functions that write and describe the result are also used by the commands in `vectors.py`.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ SAVE_MODEL = option(
     "--save-model",
     metavar="PATH",
     help="Also write the model with the vector added: a .safetensors file for open_clip and timm, a folder for clip:, "
-    "t5:, lm: and hf:. Uses --model, --weights and --image-size.",
+    "t5:, lm: and hf:. --model, --weights and --image-size select the model.",
 )
 LINEARISED_NOTE = (
-    "the vector was trained in the linearised model f + J τ; the saved model has the weights θ0 + τ and different "
-    "outputs. eval --vector uses the vector as it was trained"
+    "the vector was trained in the linearised model f + J τ; the outputs of the saved model, which has the weights "
+    "θ0 + τ, differ from it. `kfacpack eval --vector` evaluates the linearised model"
 )
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Path of the model with the vector added, and the options that select the model."""
+    """Output path of the model with the vector added, and the options that select this model."""
 
     path: Path | None
-    """The option --save-model; None if no model is saved."""
+    """The value of --save-model; None if no model is saved."""
     model: str
     weights: str | None
     image_size: int | None
@@ -72,8 +72,8 @@ class ModelOutput:
         """Checks the output paths before any work is done.
 
         Args:
-            output: The vector to write.
-            inputs: Files that the command reads.
+            output: Output path of the vector.
+            inputs: Input files of the command.
 
         Raises:
             KfacpackError: If a path cannot be written or an option has no effect.
@@ -85,16 +85,16 @@ class ModelOutput:
             return
         check_output(self.path, [*inputs, *([self.weights] if self.weights else [])], allow_folder=True)
         if self.path.resolve() == output.resolve():
-            raise KfacpackError(f"{output}: the vector and the model must be different files")
+            raise KfacpackError(f"{output}: the vector and the model must be written to different files")
 
 
 class AddendOutput(TypedDict):
-    """A vector that is part of the result. Addends of addends are listed directly, not nested."""
+    """A vector that is part of the result. An input that is itself a sum is replaced by its addends."""
 
     sha256: str
-    """Digest of its file."""
+    """Digest of the vector's file."""
     coefficient: float
-    """Its factor in the result."""
+    """Factor of the vector in the result."""
     tasks: list[str]
 
 
@@ -105,11 +105,11 @@ class SavedModelOutput(TypedDict):
     load: str
     """Command or call that loads the model."""
     note: str | None
-    """Explanation if its outputs differ from those of the vector as it was trained; null if they do not."""
+    """Explanation if the saved model and the model that was trained have different outputs; null otherwise."""
 
 
 class VectorOutput(TypedDict):
-    """The file of a task vector."""
+    """A task vector that was written to a file."""
 
     path: str
     sha256: str
@@ -128,7 +128,7 @@ class VectorOutput(TypedDict):
 
 
 class SolvedBlockOutput(TypedDict):
-    """How one block was merged by a method that uses curvature."""
+    """Report of one block, for merge methods that use curvature."""
 
     name: str
     curvature: bool
@@ -138,9 +138,9 @@ class SolvedBlockOutput(TypedDict):
     residual: float
     """Relative residual of the linear system."""
     before: float
-    """Objective at the prior."""
+    """Value of the objective at the prior."""
     after: float
-    """Objective of the result."""
+    """Value of the objective at the result."""
     repaired: bool
     """Whether negative eigenvalues of the block's matrices were set to zero."""
 
@@ -163,7 +163,7 @@ class AddOutput(VectorOutput, MethodOutput):
     scale: str
     """Meaning of α for this method."""
     alphas: list[float]
-    """Factor of each vector."""
+    """Factor α of each vector."""
 
 
 def write(
@@ -180,12 +180,12 @@ def write(
 
     Args:
         tau: The vector.
-        output: File for the vector.
-        target: The model to save. Nothing is written if it does not fit the vector.
-        start: When the command began, as `time.perf_counter()`.
+        output: Output path of the vector.
+        target: The model to save. Nothing is written if the vector does not fit the model.
+        start: Value of `time.perf_counter()` at the start of the command.
         show: Whether to print a summary.
         quiet: Whether to suppress notes.
-        method: The report of the method that made the vector, to be summarised.
+        method: Report of the method that produced the vector. A summary of it is printed.
 
     Returns:
         The result for `--json`.
@@ -201,7 +201,7 @@ def write(
         print_line(f"wrote {output}: {', '.join(vector.tasks)}: {size}" if vector.tasks else f"wrote {output}: {size}")
         if method:
             print_solved(method)
-    # The saved vector is used, because its tensors are already computed.
+    # Uses the saved vector, because the tensors of `tau` would be computed again.
     saved = _save_model(model, vector, target.path, show=show, quiet=quiet) if model and target.path else None
     if show:
         tasks = [word for task in vector.tasks for word in ("--task", task)]
@@ -281,15 +281,16 @@ def print_solved(method: MethodEntry) -> None:
         )
     if method.without_curvature:
         names = abbreviate(method.without_curvature)
-        print_line(f"without curvature, taken from the prior: {len(method.without_curvature)}: {names}")
+        print_line(f"{len(method.without_curvature)} blocks without curvature are taken from the prior: {names}")
     if method.repaired:
-        print_line(f"negative eigenvalues were set to zero in {len(method.repaired)}: {abbreviate(method.repaired)}")
+        names = abbreviate(method.repaired)
+        print_line(f"negative eigenvalues were set to zero in {len(method.repaired)} blocks: {names}")
 
 
 def _setting_options() -> list[inspect.Parameter]:
-    """Returns one option for each setting of a merge method, as arguments of a command.
+    """Returns one command-line option per setting of the merge methods, as parameters of a function.
 
-    Settings of the same name in several methods become one option.
+    If several methods have a setting of the same name, it becomes a single option.
     """
     declared: dict[str, dict[DeclaredSetting, list[str]]] = {}
     for method in METHODS.values():
@@ -318,7 +319,7 @@ def _setting_options() -> list[inspect.Parameter]:
 
 
 def _with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options of `_setting_options`; it receives those that were used as `**settings`."""
+    """Adds the options of `_setting_options` to a command; their values are passed to it as `**settings`."""
     hints = get_type_hints(command)
     fixed = [
         parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
@@ -334,7 +335,7 @@ def _with_setting_options(command: Callable[..., None]) -> Callable[..., None]:
             **arguments, **{name: value for name, value in settings.items() if value is not None and value is not False}
         )
 
-    # The options of a method follow --bundle, where the help lists its panel.
+    # The settings are inserted after --bundle, so that the help lists them there.
     place = [parameter.name for parameter in fixed].index("bundle") + 1
     parameters = [*fixed[:place], *generated, *fixed[place:]]
     with_settings.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -351,23 +352,23 @@ def add(
         "sum",
         "--method",
         metavar="METHOD",
-        help=" ".join(f"{name}: {method.help}" for name, method in METHODS.items()),
+        help="Merge method. " + " ".join(f"{name}: {method.help}" for name, method in METHODS.items()),
     ),
     alpha: list[float] | None = option(
         METHOD_PANEL,
         None,
         "--alpha",
         metavar="α",
-        help="Factor of the result or, if repeated, of each vector in order. The results of all methods have the "
-        "scale of the sum, not the mean. [default: 1]",
+        help="Factor α of the result; if repeated, one factor per vector, in order. The results of all methods have "
+        "the scale of the sum, not the mean. [default: 1]",
     ),
     bundle: list[File] | None = option(
         METHOD_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help=f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}: bundle of a vector's "
-        "task; repeatable, in any order.",
+        help="Bundle of the task of a vector; repeatable, in any order. Required by "
+        f"{', '.join(name for name, method in METHODS.items() if method.needs_bundles)}.",
     ),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
@@ -379,8 +380,8 @@ def add(
 ) -> None:
     """Add task vectors, or merge them by another method. The result has the heads of all tasks.
 
-    The vectors must have the same base model, regime and f, and the same head for a task that they share. Methods that
-    use bundles take one bundle per task, matched by base model, f and task.
+    The vectors must have the same base model, regime and output function f, and the same head for each task that they
+    share. Methods that use bundles take one bundle per task, matched by base model, f and task.
 
     Memory use does not grow with the number of vectors, except that tsv, iso and the methods that use bundles load one
     layer of all vectors and bundles at a time.

@@ -41,24 +41,24 @@ class QuadraticErrorOutput(TypedDict):
     """Relative errors of τᵀGτ."""
 
     random: float
-    """On random task vectors."""
+    """Error on random task vectors, as the root mean square."""
     along: float
-    """On vectors along the curvature, τ ~ N(0, G)."""
+    """Error on task vectors drawn from N(0, G)."""
     vector: float | None
-    """On the vector of `--vector`; null without it."""
+    """Error on the task vector given by `--vector`; null without this option."""
 
 
 class BlockCompressionOutput(TypedDict):
-    """Compression of one block."""
+    """Size and errors of one compressed block."""
 
     name: str
     step: str | None
     """The codecs that were applied; null if the block is unchanged."""
     kept: list[str]
-    """Roles of the matrices that are unchanged, because the codec would not make them smaller."""
+    """Roles, such as A or B, of the matrices that were left unchanged because the codec would not make them smaller."""
     bytes: int
     dense_bytes: int
-    """Bytes of the dense matrices in float32."""
+    """Size of the dense matrices in float32."""
     ratio: float | None
     """`bytes` divided by `dense_bytes`."""
     frobenius: float
@@ -67,12 +67,12 @@ class BlockCompressionOutput(TypedDict):
 
 
 class CompressionOutput(TypedDict):
-    """Size and errors of a compression."""
+    """Size and errors of a compressed bundle."""
 
     dense_bytes: int
-    """Bytes of all dense matrices in float32."""
+    """Size of all matrices if stored dense in float32."""
     ratio: float
-    """Bytes of the file divided by `dense_bytes`."""
+    """Size of the file divided by `dense_bytes`."""
     frobenius: float
     """Relative error of G in the Frobenius norm."""
     quadratic: QuadraticErrorOutput
@@ -83,13 +83,13 @@ class CompressOutput(CompressionOutput):
     """Output of `kfacpack compress --json`."""
 
     path: str | None
-    """The file; null with `--dry-run`."""
+    """Path of the compressed bundle; null with `--dry-run`."""
     sha256: str | None
-    """Digest of the file; null with `--dry-run`."""
+    """Digest of the compressed bundle; null with `--dry-run`."""
     bytes: int
-    """Size of the file."""
+    """Size of the compressed bundle."""
     input_bytes: int
-    """Size of the file that was compressed."""
+    """Size of the input."""
 
 
 def compress(
@@ -97,7 +97,7 @@ def compress(
     spec: str | None = typer.Argument(
         None,
         metavar="CODEC",
-        help="block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16; joined by +, such as block:8+int8.",
+        help="Codec: block:K, svd:R, svd:P%, prune:P%, int8, fp16 or bf16. Codecs are joined by +, as in block:8+int8.",
     ),
     output: Path | None = output_option("SMALL.kfac", None),
     budget: str | None = option(
@@ -112,7 +112,7 @@ def compress(
         RUN_PANEL, None, "--vector", metavar="FILE.safetensors", help="Also measure the error on this task vector."
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the codec, size and errors of every block."),
-    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors; write nothing."),
+    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the size and the errors without writing a file."),
     max_shard_size: str | None = MAX_SHARD_SIZE,
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
@@ -120,10 +120,11 @@ def compress(
     """Compress a bundle and report the approximation error of G and of τᵀGτ.
 
     The error of τᵀGτ is measured on random task vectors τ and on vectors along the curvature, τ ~ N(0, G), which are
-    closer to trained ones; --vector adds the error on a trained one. The errors are recorded in the new bundle.
+    closer to trained vectors; --vector adds the error on a given vector. The errors are recorded in the new bundle.
 
     A matrix that the codec would not make smaller is left unchanged. The codecs block and svd keep matrices positive
-    semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16; check the others with `kfacpack verify`.
+    semi-definite, as do int8 after svd and, up to rounding, fp16 and bf16. Check the results of other codecs with
+    `kfacpack verify`.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.compression.compress import choose_codecs, compress_with
@@ -208,7 +209,7 @@ def print_report(report: CompressionReport, heading: str, size: int) -> None:
 
     Args:
         report: The report.
-        heading: Printed before the ratio.
+        heading: Text to print before the ratio.
         size: Bytes of the compressed file.
     """
     from kfacpack.compression.compression_report import relative_error
@@ -259,16 +260,23 @@ def merge(
         "tak",
         "--rule",
         metavar="RULE",
-        help="tak: one Kronecker product per block, as in the paper. optimal: the nearest sum of --rank products. "
-        "stack: the exact sum, with all terms. shards: the exact sum of estimates of one task on different examples.",
+        help="Merge rule. tak: one Kronecker product per block, as in the paper. optimal: the nearest sum of --rank "
+        "products. stack: the exact sum, with all terms. shards: the exact sum of estimates of one task on different "
+        "examples.",
     ),
-    rank: int = option(MERGE_PANEL, 1, "--rank", metavar="R", help="optimal: number of Kronecker products per block."),
+    rank: int = option(
+        MERGE_PANEL,
+        1,
+        "--rank",
+        metavar="R",
+        help="Number of Kronecker products per block, with --rule optimal.",
+    ),
     weights: str | None = option(
         MERGE_PANEL,
         None,
         "--weights",
         metavar="W,W,...",
-        help="One weight per bundle; only ratios matter. [default: the dataset sizes]",
+        help="One weight per bundle; only their ratios matter. [default: the dataset sizes]",
     ),
     without: list[str] | None = option(
         MERGE_PANEL,
@@ -282,7 +290,7 @@ def merge(
         MERGE_PANEL,
         False,
         "--allow-partial",
-        help="Merge a block that is missing in some bundles from the other bundles.",
+        help="Allow blocks that are missing in some bundles; they are merged from the other bundles.",
     ),
     blocks: bool = option(RUN_PANEL, False, "--blocks", help="List the error of every block."),
     max_shard_size: str | None = MAX_SHARD_SIZE,
@@ -371,17 +379,17 @@ class MergeErrorsOutput(TypedDict):
 
 
 class BlockMergeOutput(MergeErrorsOutput):
-    """Errors of one block."""
+    """Approximation errors of one merged block."""
 
     name: str
     terms: int
-    """Number of terms of all inputs together."""
+    """Total number of Kronecker terms of the block in all inputs."""
     missing: list[str]
-    """Inputs that do not have the block."""
+    """Inputs that do not contain the block."""
 
 
 class MergeReportOutput(MergeErrorsOutput):
-    """Errors of a merge."""
+    """Approximation errors of a merged bundle."""
 
     subtracted: list[str]
     """Tasks that were subtracted."""
@@ -389,10 +397,10 @@ class MergeReportOutput(MergeErrorsOutput):
 
 
 class ParentOutput(TypedDict):
-    """A bundle that was merged. Parents of parents are listed directly, not nested."""
+    """A bundle that was merged. An input that is itself a merged bundle is replaced by its parents."""
 
     sha256: str
-    """Digest of its file."""
+    """Digest of the bundle."""
     weight: float
     task: str | None
     dataset_size: int | None
@@ -438,9 +446,9 @@ def _print_errors(report: MergeReport, rule: str) -> None:
             f"in one block ({worst.name}); the paper's bound is {total.relative_bound:.2g}"
         )
     elif rule == "shards":
-        print_line("exact, provided that no example is in two shards (not checked)")
+        print_line("the merge is exact, provided that no example is in two shards (not checked)")
     else:
-        print_line("exact: no approximation error")
+        print_line("the merge is exact: no approximation error")
     for block in report.partial:
         print_line(
             f"partial: block {block.name} is missing in {', '.join(block.missing)}; merged from the other bundles"

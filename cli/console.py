@@ -1,5 +1,6 @@
-"""Console output of the commands: tables on stdout, errors and progress bars on stderr, JSON alone on stdout.
+"""Console output of the commands.
 
+Results are printed to stdout, errors and progress bars to stderr. With --json, stdout contains only the JSON value.
 Progress bars are drawn only if stderr is a terminal. `stop_on_interrupt` stops long operations cleanly on Ctrl-C.
 """
 
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from kfacpack.training.metrics import Metrics
 
 
-# If stdout is not a terminal, lines may be long, so that names are not split over two lines.
+# If stdout is not a terminal, tables are wider, so that names are not split over two lines.
 out = Console(highlight=False, width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 160)
 err = Console(stderr=True, highlight=False)
 
@@ -55,11 +56,11 @@ def show_note(message: str) -> None:
 
 @contextmanager
 def show_warnings(*kinds: type[Warning], show: bool) -> Iterator[None]:
-    """Prints the library's warnings of these classes as notes.
+    """Prints warnings of the given classes with `show_note` instead of Python's default format.
 
     Args:
         *kinds: Warning classes. Other warnings are handled as usual.
-        show: False suppresses these warnings.
+        show: If False, warnings of these classes are suppressed.
     """
     with warnings.catch_warnings():
         for kind in kinds:
@@ -89,10 +90,10 @@ def print_line(text: str, *, style: str = "") -> None:
 
 
 def print_next(*words: object) -> None:
-    """Prints the command that usually follows, for example `next: kfacpack train --reg merged.kfac`.
+    """Prints the command that users usually run next, for example `next: kfacpack train --reg merged.kfac`.
 
     Args:
-        *words: The words after `kfacpack`; they are quoted for the shell where necessary.
+        *words: Arguments of `kfacpack`; they are quoted for the shell where necessary.
     """
     print_line(f"next: kfacpack {shlex.join(map(str, words))}", style="dim")
 
@@ -101,8 +102,8 @@ def plain_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
     """Returns a table without borders.
 
     Args:
-        *headings: Left-aligned columns.
-        numbers: Right-aligned columns that follow them.
+        *headings: Headings of the left-aligned columns.
+        numbers: Headings of the right-aligned columns, which follow them.
     """
     table = Table(*headings, box=None, header_style="bold", pad_edge=False)
     for heading in numbers:
@@ -111,7 +112,7 @@ def plain_table(*headings: str, numbers: Sequence[str] = ()) -> Table:
 
 
 def name_cell(name: str) -> Text:
-    """Returns a table cell for a name from a file or the user; long names are folded, not cut."""
+    """Returns a table cell for a name from a file or the user; long names are wrapped, not truncated."""
     return Text(printable(name), overflow="fold")
 
 
@@ -136,10 +137,10 @@ def print_json(value: Any) -> None:
 
 
 class SpeedColumn(ProgressColumn):
-    """Examples per second."""
+    """Column of a progress bar that shows the number of examples per second."""
 
     def render(self, task: Task) -> Text:
-        """Returns the cell for one task."""
+        """Returns the text of the column for one progress bar."""
         return Text(f"{task.speed:.1f} examples/s" if task.speed else "")
 
 
@@ -147,7 +148,7 @@ class SpeedColumn(ProgressColumn):
 def _bar(
     name: str, *columns: ProgressColumn, show: bool, total: int | None = None, **fields: Any
 ) -> Iterator[Callable[..., None]]:
-    """Draws a progress bar with extra columns; yields `rich.progress.Progress.update` for it."""
+    """Draws a progress bar with extra columns; yields a function that passes its arguments to `Progress.update`."""
     if not (show and err.is_terminal):
         # A disabled Progress of rich 13.7 prints an empty line.
         yield lambda **changes: None
@@ -186,12 +187,12 @@ def work_bar(name: str, *, show: bool) -> Iterator[Callable[[int, int, str], Non
 
 
 class StageRows:
-    """Progress of a plan: a row for all stages with the time left, and one for each running stage.
+    """Progress display of a plan: one bar for all stages, with the remaining time, and one for each running stage.
 
     Args:
         costs: The relative cost of each pending stage, by key.
-        total: Number of all stages.
-        show: Whether to draw the rows, if stderr is a terminal.
+        total: Number of all stages, finished and pending.
+        show: Whether to draw the bars. They are drawn only if stderr is a terminal.
     """
 
     def __init__(self, costs: Mapping[str, float], total: int, *, show: bool):
@@ -223,7 +224,7 @@ class StageRows:
 
     @contextmanager
     def row(self, name: str, key: str) -> Iterator[Callable[[int, int, str], None]]:
-        """Draws the row of a stage; yields `update(done, total, status)`."""
+        """Draws the bar of a stage; yields `update(done, total, status)`."""
         if not self._bars:
             yield lambda done, total, status: None
             return
@@ -250,7 +251,7 @@ class StageRows:
 
 @contextmanager
 def checks_bar(name: str, *, show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Draws a progress bar that names the current check; yields `update(check, done, total)`."""
+    """Draws a progress bar with the name of the current check; yields `update(check, done, total)`."""
     with _bar(name, show=show) as update:
         yield lambda check, done, total: update(description=printable(f"{name}: {check}"), completed=done, total=total)
 
@@ -279,13 +280,13 @@ def training_bar(name: str, steps: int, *, show: bool) -> Iterator[TrainingProgr
 
 
 def loading(name: str, *, show: bool) -> AbstractContextManager[Any]:
-    """Shows a spinner while something is loaded."""
+    """Returns a context manager that shows a spinner while a model or a task is loaded."""
     return err.status(Text(f"loading {printable(name)}")) if show and err.is_terminal else nullcontext()
 
 
 SIGNAL_INTERVAL = 1.0
-"""Seconds within which a second signal is ignored: launchers forward Ctrl-C to processes that the terminal has already
-signalled."""
+"""Number of seconds after the first signal in which further signals are ignored. On Ctrl-C, a process may receive one
+signal from the terminal and another from its launcher."""
 
 
 @contextmanager
@@ -293,7 +294,7 @@ def stop_on_interrupt(message: str) -> Iterator[Callable[[], bool]]:
     """Stops an operation cleanly: the first Ctrl-C or SIGTERM lets the current batch finish, the second stops at once.
 
     Args:
-        message: Text to print after "interrupted; " when the work has stopped. The command then exits with code 130.
+        message: Text to print after "interrupted; " when the operation has stopped. The exit code is then 130.
 
     Yields:
         A function that returns whether a stop was requested.

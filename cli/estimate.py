@@ -1,4 +1,4 @@
-"""`kfacpack estimate`: the curvature of a task, written to a bundle."""
+"""`kfacpack estimate`: estimates the curvature of a task and writes it to a bundle."""
 
 from __future__ import annotations
 
@@ -89,53 +89,70 @@ def estimate(
         help="Use every N-th example, starting at the K-th; `kfacpack merge --rule shards` combines the shards.",
     ),
     fisher: Fisher = option(
-        ESTIMATE_PANEL, "mc", "--fisher", help="mc: random probes of f. exact: all directions of f."
+        ESTIMATE_PANEL,
+        "mc",
+        "--fisher",
+        help="How the Gauss-Newton matrix is estimated. mc: with random probes of f. exact: with all output dimensions "
+        "of f.",
     ),
-    samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Probes per example, with mc."),
-    probe: Probe = option(ESTIMATE_PANEL, "orthogonal", "--probe", help="Distribution of the probes, with mc and l2."),
+    samples: int = option(ESTIMATE_PANEL, 1, "--samples", min=1, help="Number of probes per example with --fisher mc."),
+    probe: Probe = option(
+        ESTIMATE_PANEL,
+        "orthogonal",
+        "--probe",
+        help="Distribution of the probes, with --fisher mc and --metric l2.",
+    ),
     metric: Metric = option(
         ESTIMATE_PANEL,
         "l2",
         "--metric",
-        help="l2: squared norm of the change of f. kl: KL divergence of the output of a language model.",
+        help="How changes of f are measured. l2: by the squared norm. kl: by the KL divergence between the output "
+        "distributions of a language model.",
     ),
     sharing: Sharing = option(
         ESTIMATE_PANEL,
         "expand",
         "--sharing",
-        help="KFAC-expand or KFAC-reduce, for weights that several positions share.",
+        help="Variant of KFAC for layers that apply the same weights at several positions: KFAC-expand or KFAC-reduce.",
     ),
     structure: EstimateStructure = option(
-        ESTIMATE_PANEL, "kronecker", "--structure", help="kronecker: Kronecker factors. diagonal: the diagonal of G."
+        ESTIMATE_PANEL,
+        "kronecker",
+        "--structure",
+        help="Structure of the blocks. kronecker: Kronecker factors. diagonal: only the diagonal of G.",
     ),
     compress: str | None = option(
         ESTIMATE_PANEL,
         None,
         "--compress",
         metavar="CODEC",
-        help="Codec to apply, as for `kfacpack compress`, such as block:8 or svd:32+int8. With block:K, only the "
+        help="Codec of the bundle, as for `kfacpack compress`, such as block:8 or svd:32+int8. With block:K, only the "
         "diagonal blocks are computed.",
     ),
-    seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the examples and the probes."),
-    batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Examples per forward pass."),
+    seed: int = option(ESTIMATE_PANEL, 0, "--seed", min=0, help="Seed for the choice of examples and for the probes."),
+    batch_size: int = option(RUN_PANEL, 32, "--batch-size", min=1, help="Number of examples per forward pass."),
     offload: bool = option(RUN_PANEL, False, "--offload", help="Accumulate the factors on the CPU."),
     stream: bool = option(
         RUN_PANEL,
         False,
         "--stream",
-        help="Estimate layer by layer, with the factors (hf: and lm: models: also the weights) of one layer in memory.",
+        help="Estimate layer by layer. Only the factors of one layer are in memory and, for hf: and lm: models, only "
+        "its weights.",
     ),
     stream_folder: Path | None = option(
         RUN_PANEL,
         None,
         "--stream-folder",
         metavar="DIR",
-        help="Folder for the inputs and gradients of the layers, with --stream. [default: that of the output]",
+        help="Folder for the inputs and gradients of the layers, with --stream. [default: the folder of the output]",
     ),
     max_shard_size: str | None = MAX_SHARD_SIZE,
     resume: bool = RESUME,
     dry_run: bool = option(
-        RUN_PANEL, False, "--dry-run", help="Show the blocks, size, time and memory; write nothing."
+        RUN_PANEL,
+        False,
+        "--dry-run",
+        help="Show the blocks and the predicted size, time and memory without writing a file.",
     ),
     gpu: str | None = option(
         RUN_PANEL,
@@ -150,11 +167,14 @@ def estimate(
 ) -> None:
     """Estimate the curvature of a model on a task and write it to a bundle.
 
-    Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Processes
-    started by torchrun or accelerate share the work: `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
+    The curvature is the generalised Gauss-Newton matrix of f, the output of the model whose change it measures.
 
-    With --stream, the result is the same, but only one layer is in memory at a time. Its files are stored in a folder
-    beside the output. An output named NAME.kfac.index.json is divided into several files.
+    Ctrl-C stores the state beside the output. With --resume, the command continues from there, and the result has the
+    same bytes as without the interruption. Processes started by torchrun or accelerate share the work:
+    `torchrun --nproc-per-node 2 -m kfacpack_cli estimate …`
+
+    With --stream, the factors of only one layer are in memory at a time, and the result is the same. Intermediate files
+    are stored in a folder beside the output. An output named NAME.kfac.index.json is divided into several files.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -168,9 +188,9 @@ def estimate(
     target = output or default_output(task, ".kfac")
     check_shard_size(max_shard_size, target)
     if stream_folder is not None and not stream:
-        raise KfacpackError("--stream-folder applies to --stream; omit it, or add --stream")
+        raise KfacpackError("--stream-folder requires --stream; add --stream or omit --stream-folder")
     if gpu is not None and not (stream and dry_run):
-        raise KfacpackError("--gpu applies to forecasts; add --stream --dry-run")
+        raise KfacpackError("--gpu requires --stream --dry-run, because it is only used for forecasts")
     target_gpu = None if gpu is None else find_gpu(gpu)
     if not dry_run:
         check_output(target, [weights] if weights else [])
@@ -211,7 +231,7 @@ def estimate(
 
 
 class EstimateOutput(TypedDict):
-    """Output of `kfacpack estimate --json`. With `--dry-run`, it is a forecast instead."""
+    """Output of `kfacpack estimate --json`. With `--dry-run`, the output is a forecast instead."""
 
     path: str
     sha256: str
@@ -224,7 +244,7 @@ class EstimateOutput(TypedDict):
     examples: int
     """Number of examples that were used."""
     dataset_size: int
-    """Number of examples in the split, which `kfacpack merge` uses as the weight."""
+    """Number of examples in the split. `kfacpack merge` uses it as the weight of the bundle."""
     seconds: float
     compression: NotRequired[CompressionOutput]
     """Errors of the compression; only with `--compress`."""
@@ -274,7 +294,7 @@ def _run(run: TaskEstimate, output: Path, resume: bool, *, show: bool, as_json: 
         if run.report:
             print_report(run.report, f"compressed by {run.options.compress}", bundle.nbytes)
             if run.options.diagonal_blocks > 1:
-                print_line("entries outside the diagonal blocks were not computed; their error is not included")
+                print_line("entries outside the diagonal blocks were not computed; the errors do not include them")
         _print_wide_factors([max(block.join.rows, block.join.columns) for block in curvature.blocks], run)
         print_next("inspect", output)
 
@@ -287,8 +307,8 @@ def _print_wide_factors(sides: list[int], run: TaskEstimate) -> None:
     if wide and run.options.chain.structure is None and run.options.structure == "kronecker":
         whole = human_bytes(2 * max(wide) ** 2)
         print_line(
-            f"factors wider than {WIDE_SIDE} are computed as {WIDE_BLOCKS} diagonal blocks, because one of width "
-            f"{max(wide)} takes {whole}; --compress block:1 computes them whole"
+            f"factors wider than {WIDE_SIDE} are computed as {WIDE_BLOCKS} diagonal blocks, because a full factor of "
+            f"width {max(wide)} takes {whole}; --compress block:1 computes full factors"
         )
 
 
@@ -312,8 +332,8 @@ def _print_forecast(forecast: Forecast, gpu: str | None, figures: Gpu | None) ->
         from kfacpack.estimation.stream_forecast import DISK_SPEED, EFFICIENCY
 
         hours = f"about {forecast.seconds / 3600:.2g} hours on {gpu}, at {EFFICIENCY:.0%} of its published speed and"
-        print_line(f"{hours} {human_bytes(DISK_SPEED)}/s of disk; {memory}")
+        print_line(f"{hours} a disk speed of {human_bytes(DISK_SPEED)}/s; {memory}")
         fits = "fits" if forecast.peak_memory < 0.9 * figures.memory else "does not fit"
-        print_line(f"this {fits} into the memory of the GPU, {human_bytes(figures.memory)}")
+        print_line(f"the estimate {fits} in the memory of the GPU, {human_bytes(figures.memory)}")
     if forecast.stored_bytes:
-        print_line(f"disk: {human_bytes(forecast.stored_bytes)} while it runs, in addition to the bundle")
+        print_line(f"disk space during the run: {human_bytes(forecast.stored_bytes)}, in addition to the bundle")

@@ -1,4 +1,4 @@
-"""`kfacpack eval`: the accuracy of a model on tasks, with or without a task vector."""
+"""`kfacpack eval`: evaluates the accuracy of a model on tasks, with or without a task vector."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 NUMBER = re.compile(r"(.+)=([0-9.]+%?)")
-INDIVIDUAL_FORMS = "expected the file of a vector, TASK=0.93, or a .json file with the output of eval --json"
+INDIVIDUAL_FORMS = "expected a task vector, TASK=0.93, or a .json file with the output of `kfacpack eval --json`"
 
 
 def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dict[str, float | TaskVector]:
@@ -60,13 +60,13 @@ def read_individual(values: list[str], sets: Mapping[str, EvaluationSet]) -> dic
 
     Args:
         values: Files of vectors, TASK=NUMBER, or JSON files of earlier evaluations.
-        sets: Examples to evaluate, by task.
+        sets: Evaluation sets by task.
 
     Returns:
-        The accuracy of each task's own vector, or the vector itself, by task.
+        For each task, the accuracy with its own vector, or the vector itself.
 
     Raises:
-        KfacpackError: If a value cannot be read, does not fit the tasks, or repeats a task.
+        KfacpackError: If a value is invalid, does not belong to an evaluated task, or repeats a task.
     """
     individual: dict[str, float | TaskVector] = {}
     for value in values:
@@ -123,7 +123,7 @@ def _require_evaluated(value: str, task: str, sets: Mapping[str, EvaluationSet])
 def _accuracy(value: str, number: str) -> float:
     share = _parse_share(number)
     if share is None:
-        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0 and up to 1")
+        raise _invalid_individual(value, f"invalid accuracy {number}; expected a number above 0 and at most 1")
     return share
 
 
@@ -153,7 +153,7 @@ def evaluate(
         help=f"{TASK_HELP}; repeatable.",
     ),
     more: list[str] | None = typer.Argument(
-        None, metavar="TASK...", help="Further tasks, so that `--task A B C` is accepted."
+        None, metavar="TASK...", help="Additional tasks, so that `--task A B C` can be used."
     ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
@@ -182,15 +182,18 @@ def evaluate(
         "with the output of `kfacpack eval --json`; repeatable.",
     ),
     choose: bool = option(
-        VECTOR_PANEL, False, "--choose", help="Choose α by the mean accuracy on validation and evaluate it on test."
+        VECTOR_PANEL,
+        False,
+        "--choose",
+        help="Choose the α with the highest mean accuracy on the validation split and evaluate it on the test split.",
     ),
     control: str | None = option(
         VECTOR_PANEL,
         None,
         "--control",
         metavar="TASK",
-        help="Subtract the vector instead of adding it. α is chosen on validation to minimise the accuracy on the "
-        "other tasks while this task keeps the share --keep of its accuracy.",
+        help="Subtract the vector instead of adding it. α is chosen on the validation split to minimise the accuracy "
+        "on the evaluated tasks while this control task keeps at least the share --keep of its accuracy.",
     ),
     keep: str | None = option(
         VECTOR_PANEL,
@@ -208,7 +211,7 @@ def evaluate(
         "--data",
         metavar="DIR|TASK=DIR",
         help="Data of the task: a folder or hf://datasets/…, as for `kfacpack train`. With several tasks or --control, "
-        "TASK=DIR; repeatable.",
+        "pass TASK=DIR; repeatable.",
     ),
     columns: str | None = COLUMNS,
     split: str = split_option("test"),
@@ -224,7 +227,7 @@ def evaluate(
     """Evaluate the accuracy of a model on tasks, with or without a task vector.
 
     With --vector, the model plus α times the vector is evaluated. Vectors of the linear regime are evaluated in the
-    linearised model, where a range of α costs as much as a single one.
+    linearised model, where a range of α costs hardly more than a single value.
     """
     names = [*task, *(more or [])]
     _check_names(names, control)
@@ -238,7 +241,7 @@ def evaluate(
         raise KfacpackError(f"--choose needs several α, got {alpha}; pass a range such as --alpha 0:2:0.1")
     kept_share = _parse_share(keep or "95%")
     if kept_share is None:
-        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and up to 100%, such as 95%")
+        raise KfacpackError(f"--keep {printable(str(keep))}: expected a share above 0% and at most 100%, such as 95%")
     if csv:
         if csv.is_dir():
             raise KfacpackError(f"{csv}: is a folder; expected a file")
@@ -293,9 +296,9 @@ def evaluate(
 
 
 def _folders(names: list[str], control: str | None, data: list[str], columns: str | None) -> dict[str, str]:
-    """Returns the folders by task. For a single task, --data may be the folder alone."""
+    """Returns the data folders by task. For a single task, --data may be given without TASK=."""
     if columns and len(names) > 1:
-        raise KfacpackError(f"--columns needs a single task, got {len(names)}: {printable(', '.join(names))}")
+        raise KfacpackError(f"--columns requires a single task, got {len(names)}: {printable(', '.join(names))}")
     tasks = [*names, *([control] if control else [])]
     if len(names) == len(data) == 1 and not data[0].startswith(tuple(f"{task}=" for task in tasks)):
         return {names[0]: data[0]}
@@ -322,8 +325,8 @@ def _check_combination(
         raise KfacpackError("--choose and --control cannot be combined: one adds the vector, the other subtracts it")
     if (choose or control) and split != "test":
         flag = "--choose" if choose else "--control"
-        problem = f"{flag} chooses α on validation and evaluates on test, got --split {printable(split)}"
-        raise KfacpackError(f"{problem}. Leave out one of the options")
+        problem = f"{flag} chooses α on the validation split and evaluates on test, got --split {printable(split)}"
+        raise KfacpackError(f"{problem}. Omit one of the options")
     if control is None and keep:
         raise KfacpackError("--keep needs a control task; pass it with --control TASK")
     if control and individual:

@@ -1,4 +1,7 @@
-"""Evaluation modes of `kfacpack eval` (one α, a sweep, α chosen on validation, negation) and their tables and CSV."""
+"""Evaluation modes of `kfacpack eval`, and their output as tables and CSV.
+
+The modes are a single α, a sweep, α chosen on the validation split, and negation.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +69,8 @@ def print_sweep(alphas: Sequence[float], results: Sequence[Result], best: int, s
     """Prints accuracies with one row per α and one column per task.
 
     Args:
-        alphas: The factors of the vector.
-        results: The result at each of them.
+        alphas: The factors α of the vector.
+        results: The result at each α.
         best: Index of the best α.
         split: The split that was evaluated.
     """
@@ -101,7 +104,8 @@ def print_negation(negation: Mapping[str, Any]) -> None:
     before, after = first["control_before"], first["control"]
     effect = f"control, {after / before:.0%} of its accuracy kept" if before else "control"
     table.add_row(name_cell(negation["control"]), percent(before), percent(after), effect)
-    print_line(f"−{first['alpha']:g} τ; α was chosen on validation, where the control must keep {negation['keep']:.0%}")
+    keep = f"the control task must keep {negation['keep']:.0%} of its accuracy"
+    print_line(f"−{first['alpha']:g} τ; α was chosen on validation, where {keep}")
     out.print(table)
     if not first["alpha"]:
         print_line(
@@ -110,20 +114,20 @@ def print_negation(negation: Mapping[str, Any]) -> None:
 
 
 def csv_rows(result: Result, split: str, alpha: float | None) -> Iterator[list[Any]]:
-    """Yields one row of `CSV_COLUMNS` per task."""
+    """Yields one CSV row per task, with the columns `CSV_COLUMNS`."""
     for name, task in result["tasks"].items():
         yield [name, split, alpha, task["accuracy"], task["normalized"], task["examples"], task["head"]]
 
 
 def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
-    """Writes rows of `CSV_COLUMNS` to a CSV file."""
+    """Writes a CSV file with the columns `CSV_COLUMNS`."""
     table = io.StringIO(newline="")
     csv.writer(table, lineterminator="\n").writerows([CSV_COLUMNS, *rows])
     write_atomically(path, table.getvalue().encode())
 
 
 def _mean_columns(results: Sequence[Result]) -> dict[str, str]:
-    """Returns the keys of the means, by heading."""
+    """Returns the keys of the mean values, by column heading."""
     return {"mean": "accuracy", **({"normalised": "normalized"} if _is_normalized(results) else {})}
 
 
@@ -132,12 +136,12 @@ def _is_normalized(results: Sequence[Result]) -> bool:
 
 
 def split_columns(names: Sequence[str], *, reserved: int, padding: int = 1) -> list[list[str]]:
-    """Splits tasks into groups that each fit into one table.
+    """Splits the columns of a wide table into groups that each fit into `TABLE_WIDTH`.
 
     Args:
-        names: The tasks, one column each.
-        reserved: Width of the other columns.
-        padding: Width of the space beside each column.
+        names: Column headings, usually tasks.
+        reserved: Total width of the other columns.
+        padding: Padding of each column.
     """
     groups: list[list[str]] = [[]]
     free = available = TABLE_WIDTH - reserved
@@ -153,7 +157,7 @@ def split_columns(names: Sequence[str], *, reserved: int, padding: int = 1) -> l
 
 @dataclass(frozen=True)
 class EvaluationOutput:
-    """The result of an evaluation: as JSON, as rows of a CSV file, and as a function that prints tables."""
+    """The result of an evaluation as JSON, as CSV rows, and as a function that prints it."""
 
     as_json: Evaluation | SweepOutput | ChoiceOutput | NegationOutput
     rows: list[list[Any]]
@@ -166,13 +170,13 @@ class Evaluator:
 
     model: Model
     kind: HeadKind
-    """The option --head."""
+    """The value of --head."""
     batch_size: int
     show: bool
     """Whether to draw progress bars."""
 
     def head(self, task: Task, vector: TaskVector | None) -> Head:
-        """Returns the head of the requested kind for a task; for `auto`, the vector's own head if it has one."""
+        """Returns the head for a task. If `kind` is "auto", a head that the vector contains is preferred."""
         from kfacpack.evaluation.accuracy import vector_head
         from kfacpack.models.heads import head_for
 
@@ -184,11 +188,11 @@ class Evaluator:
     def individual_accuracies(
         self, individual: Mapping[str, float | TaskVector], sets: Mapping[str, EvaluationSet]
     ) -> dict[str, float]:
-        """Returns the accuracy of each task's own vector at α = 1, on the same examples.
+        """Returns the accuracy on each task with its own vector at α = 1, on the same examples.
 
         Args:
-            individual: The accuracy of each task's own vector, if known, or the vector, by task.
-            sets: Examples by task.
+            individual: For each task, its vector or, if known, the accuracy with this vector.
+            sets: Evaluation sets by task.
         """
 
         def accuracy(task: str, vector: TaskVector) -> float:
@@ -212,10 +216,10 @@ class Evaluator:
 
         Args:
             heads: Heads by task.
-            sets: Examples by task.
-            vector: The vector, if any.
-            alphas: Its factors.
-            individual: Accuracies of the tasks' own vectors, by task; used to normalise.
+            sets: Evaluation sets by task.
+            vector: The task vector, or None to evaluate the base model.
+            alphas: The factors α of the vector.
+            individual: Accuracies of the tasks' own vectors, by task, used for normalised accuracies.
             split: Name of the split, for the output.
         """
         from kfacpack.evaluation.sweep import best
@@ -237,13 +241,13 @@ class Evaluator:
         alphas: Sequence[float],
         individual: Mapping[str, float],
     ) -> EvaluationOutput:
-        """Chooses α by the mean accuracy on validation and evaluates on test at this α.
+        """Chooses α by the mean accuracy on the validation split and evaluates it on the test split.
 
         Args:
             tasks: The tasks, with their heads and examples.
             vector: The vector.
-            alphas: The factors to choose from.
-            individual: Accuracies of the tasks' own vectors, by task; used to normalise.
+            alphas: Candidate values of α.
+            individual: Accuracies of the tasks' own vectors, by task, used for normalised accuracies.
         """
         from kfacpack.evaluation.sweep import choose_alpha, evaluation_result, mean
 
@@ -273,13 +277,13 @@ class Evaluator:
     def negation(
         self, tasks: Sequence[SelectionTask], vector: TaskVector, alphas: Sequence[float], keep: float
     ) -> EvaluationOutput:
-        """Chooses the α of the negated vector, subject to the accuracy of the control task, and evaluates on test.
+        """Chooses α for the negation on the validation split and evaluates it on the test split.
 
         Args:
-            tasks: The tasks, with their heads and examples; the control is the last one.
+            tasks: The tasks, with their heads and examples; the control task is the last one.
             vector: The vector.
-            alphas: The factors to choose from.
-            keep: Share of its accuracy that the control must keep.
+            alphas: Candidate values of α.
+            keep: Share of its accuracy that the control task must keep.
         """
         from kfacpack.evaluation.sweep import negate
 

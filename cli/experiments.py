@@ -51,7 +51,7 @@ SHARES = {
 }
 """Keys of the summary whose values are fractions, with their headings."""
 DEMO_SHARES = {"individual": "own vector", "added": "all added, α = 1"}
-"""The same for the demo."""
+"""Keys and headings for `kfacpack demo`."""
 
 
 class PlannedStageOutput(TypedDict):
@@ -60,11 +60,11 @@ class PlannedStageOutput(TypedDict):
     stage: str
     """Kind and name, such as estimate/digits."""
     done: bool
-    """Whether its output exists already."""
+    """Whether the output of the stage already exists."""
     seconds: float | None
-    """Estimated time; null if it is done."""
+    """Estimated time; null if the stage is done."""
     command: str | None
-    """The command that writes the same file; null if there is none."""
+    """A command that writes the same file; null if there is no such command."""
 
 
 class RunForecastOutput(TypedDict):
@@ -84,26 +84,30 @@ class ReportOutput(TypedDict):
     numbers: str
     """JSON file with the numbers of the page."""
     figures: list[str]
-    """SVG files of the figures; each exists as PNG as well."""
+    """SVG files of the figures; each figure is also written as PNG."""
 
 
 def run(
-    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan; paths in it are relative to its folder."),
+    plan: Path = typer.Argument(..., metavar="PLAN.yaml", help="Plan file. Paths in it are relative to its folder."),
     output: Path | None = output_option("DIR", None, "Output folder. [default: the name of the plan file]"),
     scale: str | None = option(
-        RUN_PANEL, None, "--scale", metavar="NAME", help="Entry of the plan's `scales` that overrides its settings."
+        RUN_PANEL,
+        None,
+        "--scale",
+        metavar="NAME",
+        help="Override settings of the plan with this entry of its `scales`.",
     ),
     device: str = DEVICE,
     dry_run: bool = option(
-        RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time; write nothing."
+        RUN_PANEL, False, "--dry-run", help="Show the stages and their estimated time without running them."
     ),
     gpu: str | None = option(
         RUN_PANEL,
         None,
         "--gpu",
         metavar="NAME",
-        help="With --dry-run: check the plan without weights and data, and print shapes, bytes and hours on this GPU, "
-        "such as A100.",
+        help="With --dry-run: check the plan without weights and data, and print shapes, file sizes and the estimated "
+        "hours on this GPU, such as A100.",
     ),
     as_json: bool = AS_JSON,
     jobs: int | None = JOBS,
@@ -113,7 +117,8 @@ def run(
         None,
         "--ray",
         metavar="[ADDRESS]",
-        help="Compute the stages on a Ray cluster. Without ADDRESS: a running one, or else a new one on this machine.",
+        help="Compute the stages on a Ray cluster. Without ADDRESS, the running cluster is used, or a new one is "
+        "started on this machine.",
     ),
     events: bool = EVENTS,
     workers: int | None = WORKERS,
@@ -121,9 +126,9 @@ def run(
 ) -> None:
     """Run a plan: estimate, merge, train, add, negate, measure, and write a report.
 
-    File names contain a hash of everything that determines the content. A second run therefore computes only what has
-    changed, and an interrupted run continues where it stopped. The results are in DIR/results.json, the report is
-    DIR/report.html; both list the commands that write the files.
+    File names contain a hash of everything that determines the content. A second run therefore computes only the stages
+    that have changed, and an interrupted run continues where it stopped. The results are written to DIR/results.json,
+    the report to DIR/report.html. Both list the commands that reproduce the files.
 
     Independent stages run at the same time in worker processes, or on a Ray cluster. DIR/events.jsonl records when and
     where each stage ran, and DIR/logs contains the output of the workers. The results do not depend on --jobs.
@@ -139,7 +144,7 @@ def run(
     use_workers(workers)
     if gpu is not None:
         if not dry_run:
-            raise KfacpackError("--gpu applies to --dry-run, which estimates the time; use --device to select a device")
+            raise KfacpackError("--gpu requires --dry-run; to select the device of a run, use --device")
         _print_offline_forecast(parsed, gpu, as_json=as_json, quiet=quiet)
         return
     options = Execution(device, jobs, threads, ray, dry_run, as_json, quiet, events)
@@ -159,7 +164,7 @@ class Execution:
     quiet: bool = False
     events: bool = False
     is_demo: bool = False
-    """Whether to print explanations of the steps and of the results."""
+    """Whether to explain the stages and the results in the output."""
 
 
 def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
@@ -173,7 +178,7 @@ def execute_run(plan: Plan, text: str, root: Path, options: Execution) -> None:
     """
     start = time.perf_counter()
     if not options.dry_run:
-        # Checked first: the report is written after everything has been computed.
+        # Checked here, because the report is written after all stages have been computed.
         require(extra="report", feature="the report of a run")
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation.distributed import local_device
@@ -247,7 +252,12 @@ def _ignore_event(event: StageEvent) -> None:
 
 
 def _stage_reporter(rows: StageRows, *, explain: bool) -> StageDisplay:
-    """Returns a context manager per stage that draws its progress bar."""
+    """Returns the callback that displays the progress of each stage.
+
+    Args:
+        rows: The progress bars.
+        explain: Whether to print the purpose of each kind of stage.
+    """
     explained: set[str] = set()
 
     @contextmanager
@@ -304,7 +314,7 @@ def _print_offline_forecast(plan: Plan, gpu: str, *, as_json: bool, quiet: bool)
     out.print(table)
     shapes = f"{forecast.parameters:,} trained weights in {forecast.blocks} blocks, sides up to {forecast.largest_side}"
     print_line(f"{forecast.model}: {shapes}, {forecast.forward_flops / 1e9:.2f} GFLOP per example")
-    print_line(f"every stage was built without weights and data; hours assume {UTILISATION:.0%} of the peak speed")
+    print_line(f"all stages were checked without weights and data; hours assume {UTILISATION:.0%} of the peak speed")
 
 
 def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -> None:
@@ -312,7 +322,7 @@ def print_summary(results: dict[str, Any], shares: Mapping[str, str] = SHARES) -
 
     Args:
         results: The content of `results.json`.
-        shares: Keys of the summary to print, with their headings; AUROC is added.
+        shares: Keys of the summary to print, with their headings. The AUROC is always printed.
     """
     table = plain_table("arm", "added by", numbers=[*shares.values(), "AUROC"])
     table.add_row("base model", "", "", percent(results["base"]["mean"]))
@@ -372,13 +382,13 @@ def demo(
     events: bool = EVENTS,
     quiet: bool = QUIET,
 ) -> None:
-    """Run an example: vectors of three tasks on a small CLIP model, trained with and without the penalty.
+    """Run an example: train vectors of three tasks on a small CLIP model, with and without the penalty.
 
-    The vectors are added, negated and measured. The report is DIR/report.html.
+    The vectors are then added, negated and measured. The report is written to DIR/report.html.
 
     The plan is written to DIR/plan.yaml. Edit it and run it again with `kfacpack run`.
 
-    The demo uses the cores that other programs leave idle.
+    By default, the demo uses only CPU cores that are idle.
     """
     require(extra="demo", feature="the demo")
     from kfacpack.experiments.plan_file import parse, plan_text
@@ -419,11 +429,11 @@ are added to the model. This is done twice:
 The plan is {plan}. Its stages:"""
 CLOSING = """\
 What to look at in the report:
-  Accuracy over α  with the penalty, α = 1 is near the maximum: nothing to tune
-  Disentanglement  dark areas, where a vector leaves the other task alone
-  Localisation     each vector changes the examples of its own task only
-{output}/bundles has what the owner of each task publishes.
-To try something else, edit {plan} and run
+  Accuracy over α  with the penalty, the maximum is near α = 1: no tuning needed
+  Disentanglement  dark areas: the vectors do not affect each other's tasks
+  Localisation     each vector changes the outputs on its own task only
+{output}/bundles contains the bundles, which the owners of the tasks would publish.
+To try other settings, edit {plan} and run
   kfacpack run {plan} -o {output}"""
 
 
@@ -433,9 +443,9 @@ def _print_lines(text: str) -> None:
 
 
 def idle_jobs() -> int | None:
-    """Returns the number of worker processes that leaves the cores that other programs use to them.
+    """Returns the number of idle cores, to be used as the number of worker processes.
 
-    None, the default of --jobs, if all cores are idle or the system does not tell.
+    Returns None, the default of --jobs, if all cores are idle or if the number is unknown.
     """
     from kfacpack.estimation.distributed import usable_cores
 
@@ -444,7 +454,7 @@ def idle_jobs() -> int | None:
 
 
 def _idle_cores(seconds: float = 0.5) -> float | None:
-    """Returns the mean number of idle cores over a short time; None if the system does not provide it."""
+    """Returns the mean number of idle cores over `seconds`, or None if the system does not report it."""
 
     def idle_seconds() -> float:
         _, _, _, _, idle, waiting, *_ = Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=7)

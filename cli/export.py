@@ -55,7 +55,7 @@ class ExportOutput(TypedDict):
     path: str
     bytes: int
     dtype: FloatType
-    """Dtype of the matrices."""
+    """Data type of the matrices."""
     blocks: int
     """Number of blocks."""
 
@@ -70,9 +70,9 @@ class AdapterMatrixOutput(TypedDict):
     error: float
     """Relative error in the Frobenius norm."""
     metric_error: float | None
-    """Relative error in the norm of the bundle; null without one."""
+    """Relative error in the metric of the bundle; null without `--bundle`."""
     svd_metric_error: float | None
-    """Error of the truncated SVD in the norm of the bundle."""
+    """The same error for the truncated SVD of the matrix; null without `--bundle`."""
 
 
 class LostParameterOutput(TypedDict):
@@ -81,9 +81,9 @@ class LostParameterOutput(TypedDict):
     parameter: str
     reason: str
     share: float
-    """Share of the squared norm of the vector."""
+    """Share of the parameter in the squared norm of the vector."""
     metric_share: float | None
-    """Quadratic form of the bundle for this parameter alone, relative to that of the vector."""
+    """τᵀGτ of this parameter alone, relative to that of the whole vector; null without `--bundle`."""
 
 
 class AdapterOutput(TypedDict):
@@ -91,17 +91,17 @@ class AdapterOutput(TypedDict):
 
     path: str
     bytes: int
-    """Size of the weights file."""
+    """Size of the weights file of the adapter."""
     rank: int
-    """Largest rank of a matrix."""
+    """Largest rank of all matrices."""
     error: float
-    """Relative error of the whole vector, including lost parameters."""
+    """Relative error of the whole vector in the Frobenius norm, including lost parameters."""
     metric_error: float | None
-    """The same in the norm of the bundle; null without one."""
+    """Relative error of the whole vector in the metric of the bundle; null without `--bundle`."""
     matrices: list[AdapterMatrixOutput]
     lost: list[LostParameterOutput]
     linearised: bool
-    """Whether the vector was trained in the linearised model; the outputs of the model with the adapter then differ."""
+    """Whether the vector was trained in the linearised model, whose outputs differ from those with the adapter."""
 
 
 ADAPTER_PANEL = "LoRA adapter"
@@ -109,8 +109,8 @@ ADAPTER_PANEL = "LoRA adapter"
 
 def export(
     file: File = typer.Argument(..., metavar="FILE", help="Bundle or task vector to export."),
-    output: Path = output_option("PATH", help="Output: FACTORS.safetensors for a bundle, a folder for an adapter."),
-    dtype: FloatType = option(RUN_PANEL, "float32", "--dtype", help="Dtype of the matrices of a bundle."),
+    output: Path = output_option("PATH", help="Output: a .safetensors file for a bundle, a folder for an adapter."),
+    dtype: FloatType = option(RUN_PANEL, "float32", "--dtype", help="Data type of the exported matrices of a bundle."),
     lora: int | None = option(
         ADAPTER_PANEL, None, "--lora", min=1, metavar="RANK", help="Write a task vector as a LoRA adapter of this rank."
     ),
@@ -133,12 +133,12 @@ def export(
 ) -> None:
     """Write the factors of a bundle as plain safetensors, or a task vector as a LoRA adapter for PEFT.
 
-    A bundle: the matrices are called PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, regardless of how the
-    bundle stores them, except that diagonal ones are vectors. The file's metadata describes how parameters form the
-    matrix that the factors act on, how the factors are scaled, and how to apply them.
+    For a bundle, the matrices are named PARAMETER/A and PARAMETER/B, or PARAMETER/G. They are dense, regardless of how
+    the bundle stores them, except that diagonal matrices are stored as vectors. The file's metadata describes how the
+    parameters form the matrix that the factors act on, how the factors are scaled, and how to apply them.
 
-    A task vector: with --lora RANK, a folder that peft.PeftModel.from_pretrained loads onto the base model. Biases,
-    norms, tokens and embeddings cannot be part of it; they are listed with their share of the vector.
+    For a task vector, --lora RANK writes a folder that peft.PeftModel.from_pretrained loads onto the base model. An
+    adapter cannot contain biases, norms, tokens and embeddings; they are listed with their share of the vector.
     """
     is_vector = VECTOR.manifest in open_container(file).metadata
     check_output(output, [file, *([bundle] if bundle else [])], allow_folder=is_vector)
@@ -146,11 +146,11 @@ def export(
         if lora is None:
             raise KfacpackError(f"{file}: is a task vector; use --lora RANK to export it as a LoRA adapter")
         if dtype != "float32":
-            raise KfacpackError("--dtype is for bundles; a LoRA adapter is written in float32")
+            raise KfacpackError("--dtype applies to bundles; a LoRA adapter is always written in float32")
         _export_adapter(file, output, lora, bundle, model, as_json=as_json, quiet=quiet)
         return
     if options := [name for name, value in (("--lora", lora), ("--bundle", bundle), ("--model", model)) if value]:
-        raise KfacpackError(f"{file}: {options[0]} is for task vectors, but this file is not one")
+        raise KfacpackError(f"{file}: {options[0]} applies to task vectors, but this file is not a task vector")
     _export_factors(file, output, dtype, as_json=as_json, quiet=quiet)
 
 
@@ -176,7 +176,7 @@ def _export_factors(file: File, output: Path, dtype: FloatType, *, as_json: bool
     elif show:
         blocks = f"{len(curvature.blocks)} blocks, dense, {dtype}"
         print_line(f"wrote {output}: {blocks}, {human_bytes(size)}, from {human_bytes(source.nbytes)}")
-        print_line("next: read it with safetensors.safe_open; its metadata() describes the layout", style="dim")
+        print_line("next: open the file with safetensors.safe_open; its metadata() describes the layout", style="dim")
 
 
 def _export_adapter(
@@ -191,7 +191,7 @@ def _export_adapter(
     loaded_model = None
     if model is not None:
         with loading(model, show=show):
-            # Only the classes of the modules matter, so no weights are downloaded.
+            # Only the classes of the modules are needed, so no weights are downloaded.
             loaded_model = load_model_option(model, "random", None)
     with show_warnings(LinearVectorWarning, show=not quiet), steps_bar("approximating", show=show) as advance:
         result = export_lora(vector, output, rank=rank, bundle=bundle, model=loaded_model, on_progress=advance)
@@ -243,7 +243,7 @@ def _print_adapter(result: LoraExport) -> None:
     if result.lost:
         share = f"{percent(sum(parameter.share for parameter in result.lost))} of the vector's squared norm"
         if measured:
-            # Measured one parameter at a time, so the shares may add up to more than 100%.
+            # Each share is computed for one parameter alone, so the shares may add up to more than 100%.
             share += f" and {percent(sum(parameter.metric_share or 0.0 for parameter in result.lost))} of its drift"
         names = ", ".join(f"{parameter.parameter} ({parameter.reason})" for parameter in result.lost[:LOST_SHOWN])
         more = f" and {len(result.lost) - LOST_SHOWN} more" if len(result.lost) > LOST_SHOWN else ""
@@ -252,13 +252,13 @@ def _print_adapter(result: LoraExport) -> None:
 
 
 LOST_SHOWN = 4
-"""Number of lost parameters that are printed; --json lists all."""
+"""Maximum number of lost parameters that are printed; --json lists all of them."""
 FACTORS_PANEL = "Factors"
 ImportLayout = Literal["mammoth"]
 
 
 class LeftOutOutput(TypedDict):
-    """A part of the published files that was not imported."""
+    """A published file, or a parameter in it, that was not imported."""
 
     what: str
     why: str
@@ -280,15 +280,15 @@ class ImportOutput(TypedDict):
     """Number of parameters that the bundle covers."""
     examples: int
     positions: int
-    """Number of positions of the layers that process every token."""
+    """Number of positions per example in layers that process every token."""
     weights_compared: bool
-    """Whether the factors show that they were computed at the model's weights."""
+    """Whether the factors contain enough information to verify that they were computed at the model's weights."""
     left_out: list[LeftOutOutput]
 
 
 def import_(
     layout: ImportLayout = typer.Argument(
-        ..., metavar="mammoth", help="Layout of the files: mammoth, the framework of the method's authors."
+        ..., metavar="mammoth", help="Layout of the files. mammoth: the framework of the paper's authors."
     ),
     source: str = typer.Argument(..., metavar="DIR|hf://OWNER/REPO/DIR", help="Folder with the files."),
     output: Path = output_option("FILE.kfac"),
@@ -301,7 +301,8 @@ def import_(
         None,
         "--task",
         metavar="TASK",
-        help="Task name in the bundle. For seq-8vision it also selects the files.",
+        help="Task name to record in the bundle. If the folder contains the tasks of seq-8vision, it also selects the "
+        "files.",
     ),
     files: str | None = option(
         FACTORS_PANEL,
@@ -314,7 +315,7 @@ def import_(
         FACTORS_PANEL,
         "mc",
         "--fisher",
-        help="How the factors were estimated. mc: random probes of f. exact: all directions of f.",
+        help="How the factors were estimated. mc: with random probes of f. exact: with all output dimensions of f.",
     ),
     samples: int | None = option(
         FACTORS_PANEL,
@@ -322,7 +323,7 @@ def import_(
         "--samples",
         min=1,
         metavar="M",
-        help="Probes per example. Required with mc, because the files do not record the number.",
+        help="Number of probes per example. Required with --fisher mc, because the files do not record it.",
     ),
     dataset_size: int | None = option(
         FACTORS_PANEL,
@@ -330,15 +331,15 @@ def import_(
         "--dataset-size",
         min=1,
         metavar="N",
-        help="Size of the whole dataset, which `kfacpack merge` uses as the weight.",
+        help="Size of the whole dataset. `kfacpack merge` uses it as the weight of the bundle.",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
-    """Convert factors that were published as pickles to a bundle.
+    """Convert published factors, stored as pickles, to a bundle.
 
     The pickles are read in a separate process that has limited memory and time and can only build tensors. --model is
-    the model that the factors were computed with; its weights are checked against the factors. From the Hub, only the
+    the model for which the factors were computed; its weights are checked against the factors. From the Hub, only the
     five files of one task are downloaded.
 
     kfacpack import mammoth hf://aimagelab-ta/TAK/vitb16/fisher_8vision/kfac/mc_full --model ViT-B-16/openai --task dtd

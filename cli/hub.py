@@ -1,4 +1,4 @@
-"""`kfacpack push`, `kfacpack pull` and `kfacpack search`: bundles and task vectors on the Hub."""
+"""`kfacpack push`, `kfacpack pull` and `kfacpack search`: publish, download and find bundles and task vectors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 REPOSITORY_PANEL, CARD_PANEL, FILTER_PANEL = "Repository", "Card", "Filters"
 MAX_TASKS = 8
-"""Number of tasks per file that are printed."""
+"""Maximum number of tasks that are printed per file."""
 
 
 class ArtifactOutput(TypedDict):
@@ -53,17 +53,17 @@ class ArtifactOutput(TypedDict):
 
 
 class PushedFileOutput(ArtifactOutput):
-    """A file of a push."""
+    """A file that was passed to `kfacpack push`."""
 
     sent: bool
-    """Whether it was uploaded, or would be; false if the repository has the same file already."""
+    """Whether the file was uploaded, or would be without `--dry-run`; false if the repository already has the file."""
 
 
 class PulledFileOutput(ArtifactOutput):
     """A file that was downloaded."""
 
     reference: str
-    """Its location on the Hub, hf://OWNER/REPO@REVISION/FILE."""
+    """Location of the file on the Hub, hf://OWNER/REPO@REVISION/FILE."""
     path: str
 
 
@@ -81,7 +81,7 @@ class PushOutput(TypedDict):
     card_changed: bool
     """Whether the card differs from the one on the Hub."""
     card: str
-    """Text of the card, README.md."""
+    """Text of the model card, README.md."""
 
 
 class PullOutput(TypedDict):
@@ -105,7 +105,7 @@ class ListingOutput(TypedDict):
 
 
 class RepositoryOutput(TypedDict):
-    """A repository that was found."""
+    """A repository that matches the filters."""
 
     repository: str
     base_models: list[str]
@@ -131,7 +131,7 @@ def push(
         "--revision",
         "--branch",
         metavar="BRANCH",
-        help="Branch to push to; created if missing. [default: main]",
+        help="Branch to push to; it is created if it does not exist. [default: main]",
     ),
     message: str | None = option(REPOSITORY_PANEL, None, "--message", "-m", metavar="TEXT", help="Commit message."),
     license: str | None = option(
@@ -148,15 +148,15 @@ def push(
         metavar="OWNER/REPO",
         help="Base model on the Hub, if it cannot be derived from the files.",
     ),
-    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card; upload nothing."),
+    dry_run: bool = option(RUN_PANEL, False, "--dry-run", help="Show the files and the card without uploading them."),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Publish bundles and task vectors on the Hub, with a model card.
 
     The files are verified first; if a check fails, nothing is uploaded and the exit code is 1. The repository
-    is created if it does not exist. Files and card form one commit. Unchanged files are not uploaded again, so an
-    interrupted push can be repeated.
+    is created if it does not exist. The files and the card are uploaded in one commit. Unchanged files are not uploaded
+    again, so an interrupted push can be repeated.
 
     In an existing card, only the part between two marker comments is replaced. Log in with: hf auth login
     """
@@ -226,7 +226,7 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
     if dry_run:
         state = "a new repository" if result.creates else "an existing repository"
         card = "README.md would change" if result.card_changed else "README.md would stay the same"
-        print_line(f"to {target}, {state}; {card}. Nothing was uploaded. The card:")
+        print_line(f"target: {target}, {state}; {card}. Nothing was uploaded. The card:")
         out.print()
         out.print(Text(result.card), soft_wrap=True)
     elif result.commit is None:
@@ -242,21 +242,23 @@ def _print_push(result: PushResult, dry_run: bool) -> None:
 
 
 def pull(
-    source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository."),
+    source: str = typer.Argument(..., metavar="hf://OWNER/REPO/FILE|OWNER/REPO", help="File or repository on the Hub."),
     files: list[str] | None = typer.Argument(
-        None, metavar="FILE...", help="Files of the repository; by default, all bundles and task vectors."
+        None, metavar="FILE...", help="Files of the repository to download; by default, all bundles and task vectors."
     ),
     output: Path | None = output_option("DIR|FILE", None, "Output folder or file. [default: the current folder]"),
     force: bool = option(RUN_PANEL, False, "--force", help="Overwrite existing files that differ."),
-    listing: bool = option(RUN_PANEL, False, "--list", help="List the files of the repository; download nothing."),
+    listing: bool = option(
+        RUN_PANEL, False, "--list", help="List the files of the repository without downloading them."
+    ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Download bundles and task vectors, verify them and show what they contain.
 
     OWNER/REPO@REVISION selects a branch, tag or commit. Interrupted downloads are resumed. Each file is compared with
-    the Hub's SHA-256 and checked as by `kfacpack verify`; if a check fails, the file is not saved and the exit code is
-    1. For private repositories, log in with: hf auth login
+    the Hub's SHA-256 and verified as by `kfacpack verify`. If a check fails, the file is not saved and the exit code
+    is 1. For private repositories, log in with: hf auth login
     """
     if listing:
         _list_files(source, as_json=as_json)
@@ -314,7 +316,7 @@ def search(
         metavar="MODEL",
         help="Base model: a name as for --model, or its id on the Hub.",
     ),
-    task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Task name."),
+    task: str | None = option(FILTER_PANEL, None, "--task", metavar="TASK", help="Name of a task."),
     author: str | None = option(FILTER_PANEL, None, "--author", metavar="NAME", help="User or organisation."),
     limit: int = option(FILTER_PANEL, 20, "--limit", min=1, help="Maximum number of repositories."),
     as_json: bool = AS_JSON,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 MAX_BLOCKS = 2000
-"""Number of blocks that a table lists; real models have a few hundred."""
+"""Maximum number of blocks or parameters in a table. Common models have a few hundred blocks."""
 
 
 def inspect(
@@ -50,11 +50,14 @@ def inspect(
         RUN_PANEL,
         False,
         "--blocks",
-        help="List the parameters, form and size of every block; for a task vector, every parameter and the report of "
-        "the blocks that a merge method solved.",
+        help="List the parameters, form and size of every block. For a task vector, list every parameter and, if "
+        "the merge method solved for each block, the iterations, residual and objective of every block.",
     ),
     norms: bool = option(
-        RUN_PANEL, False, "--norms", help="Task vectors: read the tensors, and show the norms of the changes."
+        RUN_PANEL,
+        False,
+        "--norms",
+        help="For a task vector, also read the tensors and show the norm of the change of every parameter.",
     ),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -69,7 +72,7 @@ def inspect(
         _inspect_vector(container, blocks=blocks, norms=norms, as_json=as_json)
         return
     if norms:
-        raise KfacpackError(f"{file}: --norms needs a task vector; the size of a bundle's matrices is not a norm of f")
+        raise KfacpackError(f"{file}: --norms applies to task vectors, but this file is a bundle")
     opened = Bundle(container)
     if as_json:
         print_json(_as_json(opened))
@@ -89,11 +92,11 @@ class InspectOutput(TypedDict):
     """Digest of the bundle."""
     bytes: int
     dense_bytes: int
-    """Bytes of the dense matrices in float32."""
+    """Size of the matrices if stored dense in float32."""
     weights: int
     """Number of weights that the bundle covers."""
     manifest: dict[str, Any]
-    """The manifest as it is stored in the file. The file format has a JSON Schema for it."""
+    """The manifest as stored in the file. The file format defines a JSON Schema for it."""
 
 
 ChangeForm = Literal["dense", "factored", "sparse", "unchanged"]
@@ -108,7 +111,7 @@ class VectorParameterOutput(TypedDict):
     rank: int | None
     """Rank of the factors; 0 if the parameter does not change, null for a dense change."""
     remainder: int | None
-    """Number of entries that need a remainder to be exact; null if there are none."""
+    """Number of elements with a float64 remainder, which makes extracted checkpoints exact; null if there are none."""
     entries: int | None
     """Number of elements of a sparse change; null for other forms."""
     bytes: int
@@ -124,15 +127,15 @@ class VectorInspectOutput(TypedDict):
     """Digest of the vector."""
     bytes: int
     dense_bytes: int
-    """Bytes of the dense changes in float32."""
+    """Size of the changes if stored dense in float32."""
     weights: int
     """Number of weights that the vector covers."""
     norm: float | None
-    """Norm of the vector; null without `--norms`."""
+    """Euclidean norm of the vector; null without `--norms`."""
     parameters: list[VectorParameterOutput]
     manifest: dict[str, Any]
-    """The manifest as it is stored in the file: base model, f, regime, tasks, heads, addends, checkpoints, and the
-    method of a merge with the report of every block."""
+    """The manifest as stored in the file: base model, f, regime, tasks, heads, addends, checkpoints and, for a merged
+    vector, the method with the report of every block."""
 
 
 def _as_json(bundle: Bundle) -> InspectOutput:
@@ -152,7 +155,7 @@ def _print_summary(bundle: Bundle) -> None:
 
 
 def _print_kinds(bundle: Bundle) -> None:
-    """Prints one row per operation, structure and form."""
+    """Prints a table with one row for each combination of operation, structure and form."""
     rows: dict[tuple[str, str, str], list[AnyBlockEntry]] = defaultdict(list)
     for block in bundle.manifest.blocks:
         rows[block.operation, block.structure, _forms(bundle, block)].append(block)
@@ -200,7 +203,7 @@ def _form(bundle: Bundle, matrix: str) -> str:
 
 
 def _bytes(bundle: Bundle, block: AnyBlockEntry, counted: set[str]) -> int:
-    """Returns the bytes of a block without matrices in `counted`, and adds its matrices to `counted`."""
+    """Returns the size in bytes of the block's matrices that are not in `counted`, and adds them to `counted`."""
     matrices = {name for name, _ in block.references()} - counted
     counted |= matrices
     return sum(bundle.tensors[t].nbytes for name in matrices for t in bundle.matrices[name].components.values())
@@ -211,7 +214,7 @@ def _weights(block: AnyBlockEntry) -> int:
 
 
 def _inspect_vector(container: Container, *, blocks: bool, norms: bool, as_json: bool) -> None:
-    """Shows a task vector."""
+    """Prints a description of a task vector."""
     # Imported here so that inspecting a bundle does not wait for torch.
     from kfacpack.vectors.storage import FileVector
 
@@ -304,19 +307,19 @@ def _print_omitted(count: int, kind: str) -> None:
 
 
 MAX_FAILURES = 5
-"""Number of failures per check that are printed."""
+"""Maximum number of failures that are printed per check."""
 
 
 class FailureOutput(TypedDict):
     """One item that failed a check."""
 
     subject: str
-    """The item, such as a tensor or a parameter."""
+    """The item that failed the check, such as a tensor or a parameter."""
     problem: str
 
 
 class CheckOutput(TypedDict):
-    """One check over all items of a file."""
+    """The result of one check on all items of a file."""
 
     name: str
     checked: int
@@ -327,10 +330,10 @@ class CheckOutput(TypedDict):
 
 
 class VerifiedBundleOutput(TypedDict):
-    """The checks of one bundle."""
+    """The results of the checks of one bundle."""
 
     holds: bool
-    """Whether no check failed."""
+    """Whether the bundle passed all checks."""
     path: str
     sha256: str
     """Digest of the bundle."""
@@ -338,7 +341,7 @@ class VerifiedBundleOutput(TypedDict):
 
 
 class UnreadableOutput(TypedDict):
-    """A file that is not a bundle."""
+    """A file that cannot be read as a bundle."""
 
     path: str
     error: str
@@ -381,7 +384,7 @@ def verify(
 ) -> None:
     """Check the hashes of bundles, and that their matrices are finite, symmetric and positive semi-definite.
 
-    Exit codes: 0 all checks passed, 1 a check failed, 2 a file is not a bundle.
+    Exit codes: 0 all checks passed, 1 a check failed, 2 a file is not a readable bundle.
     """
     if model is None and (weights or image_size):
         raise KfacpackError("--weights and --image-size need a model; pass it with --model")
@@ -413,9 +416,9 @@ class BaseModels:
     """The weights that bundles are compared with: a file, or a model loaded in the dtype of each bundle.
 
     Args:
-        model: Name of a model, safetensors file, or None.
-        weights: The option --weights.
-        image_size: The option --image-size.
+        model: Name of a model or path of a safetensors file; None if the weights are not compared.
+        weights: The value of --weights.
+        image_size: The value of --image-size.
 
     Raises:
         KfacpackError: If the model is a file that cannot be read.
@@ -426,7 +429,7 @@ class BaseModels:
         self._loaded: dict[tuple[str, int], nn.Module] = {}
         self._is_file = model is not None and weights is None and image_size is None and Path(model).is_file()
         if model is not None and self._is_file:
-            weights_of_file(model)  # reports a damaged file once, before any bundle is checked
+            weights_of_file(model)  # raises an error for a damaged file before any bundle is checked
 
     def load_for(self, manifest: Manifest) -> str | nn.Module | None:
         """Returns the file or module to compare a bundle with, or None."""

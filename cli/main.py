@@ -1,4 +1,4 @@
-"""The `kfacpack` command: its subcommands, their help panels, and the exit codes.
+"""The command-line app: subcommands, help panels and exit codes.
 
 Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupted.
 """
@@ -41,10 +41,10 @@ from .options import IMPLIED_VALUES
 
 
 class PlainHelp:
-    """Mixin that shows flags without a value type in the help."""
+    """Mixin that omits the value type of flags in the help."""
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """Returns the parameters, with the metavars of flags removed."""
+        """Returns the parameters of the command, without metavars for flags."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
             if getattr(parameter, "is_flag", False):
@@ -62,14 +62,14 @@ class PlainCommand(PlainHelp, TyperCommand):
         return [self.options_metavar or "", *metavars]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses arguments, after the values that `IMPLIED_VALUES` declares are added to options without one."""
+        """Parses arguments. Options in `IMPLIED_VALUES` may be given without a value."""
         options = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         rest: list[str] = super().parse_args(ctx, _with_implied_values(args, options))
         return rest
 
 
 def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
-    """Adds the value of each option in `IMPLIED_VALUES` that is followed by another option or by nothing."""
+    """Returns the arguments, with the implied value added to each option in `IMPLIED_VALUES` that has no value."""
     complete = []
     for argument, following in pairwise([*args, "-"]):
         complete.append(argument)
@@ -81,10 +81,10 @@ def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
 
 
 class CommandGroup(PlainHelp, TyperGroup):
-    """The group of all commands; converts errors to messages and exit codes."""
+    """The top-level command group. Converts errors to messages and exit codes."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs a command."""
+        """Invokes a command."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -121,7 +121,7 @@ def main(
         False, "--version", is_eager=True, callback=_print_version, help="Show the version and exit."
     ),
 ) -> None:
-    """Curvature for task arithmetic: estimate, share and merge it, and train task vectors with it.
+    """Curvature for task arithmetic: estimate, share and merge curvature, and train task vectors with it.
 
     Bundles and vectors are read from paths or from hf://OWNER/REPO/FILE. Start with: kfacpack demo.
 
@@ -152,11 +152,11 @@ COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Hub": {"push": hub.push, "pull": hub.pull, "search": hub.search},
     "Lists": {"models": models.models, "tasks": tasks.tasks},
 }
-"""Functions by command, by help panel."""
+"""Functions of the commands, by help panel and command name."""
 
 
 def _unwrap_help(text: str) -> str:
-    """Joins the lines of each paragraph; the help is wrapped to the width of the terminal."""
+    """Joins the lines of each paragraph, because rich wraps the help to the width of the terminal."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
@@ -178,7 +178,7 @@ for panel, commands in COMMANDS.items():
 
 
 class _OutputDescriptor(io.FileIO):
-    """The descriptor of stdout or stderr. A failed write ends the command.
+    """Unbuffered stdout or stderr that ends the command if a write fails.
 
     The default action of SIGPIPE is not used: it would also end the process, without a message, when a server or a
     worker process closes its connection.
@@ -188,8 +188,8 @@ class _OutputDescriptor(io.FileIO):
         """Writes bytes.
 
         Raises:
-            SystemExit: If they cannot be written. A pipe that was closed by its reader, such as `| head`, is not
-                reported as an error; the exit code is that of SIGPIPE in shells.
+            SystemExit: If the write fails. If the reader of a pipe has closed it, as in `| head`, no error is printed,
+                and the exit code is the one that shells report for SIGPIPE.
         """
         try:
             return super().write(data)
@@ -210,6 +210,6 @@ def _wrap_stream(stream: Any) -> Any:
 
 
 def run_app() -> None:
-    """Runs the command line."""
+    """Runs the app with the arguments of the process."""
     sys.stdout, sys.stderr = _wrap_stream(sys.stdout), _wrap_stream(sys.stderr)
     app(prog_name="kfacpack")

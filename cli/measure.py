@@ -1,4 +1,4 @@
-"""`kfacpack measure`: disentanglement, localisation, drift and interference of vectors, and spectra of bundles."""
+"""`kfacpack measure`: measures disentanglement, localisation, drift, interference, or the spectra of a bundle."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _localisation(result: dict[str, Any]) -> Iterator[Table | Text]:
     if len(result["vectors"]) > 1:
         table.add_row("mean", "", "", f"{result['auroc']:.3f}", style="bold")
     yield table
-    yield Text("mean squared change of f, and how well it separates the tasks (AUROC)", style="dim")
+    yield Text("mean squared change of f, and the AUROC with which it separates the tasks", style="dim")
 
 
 def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
@@ -79,11 +79,12 @@ def _drift(result: dict[str, Any]) -> Iterator[Table | Text]:
         names = (name_cell(pair[key]) for key in ("vector", "task"))
         table.add_row(*names, f"{pair['predicted']:.3g}", f"{pair['measured']:.3g}", _format_ratio(pair))
     yield table
-    # A layer without drift has no ratio.
+    # Layers without measured drift are left out, because their ratio is undefined.
     layers = sorted((layer for layer in result["layers"] if layer["measured"] > 0), key=_ratio)
     if layers:
         low, median, high = (_format_ratio(layers[int(share * (len(layers) - 1))]) for share in (0.05, 0.5, 0.95))
-        yield Text(f"ratios of {len(layers):,} single layers: median {median}, 90% from {low} to {high}", style="dim")
+        ratios = f"median {median}, 90% between {low} and {high}"
+        yield Text(f"ratios of {len(layers):,} single layers: {ratios}", style="dim")
 
 
 def _ratio(entry: dict[str, float]) -> float:
@@ -105,7 +106,7 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
         for vector in result["vectors"]:
             table.add_row(name_cell(vector), *(_format_interference(drifts[vector, name]) for name in columns))
         yield table
-    yield Text("predicted drift τᵀGτ of each vector (rows) on each task (columns); own task in brackets", style="dim")
+    yield Text("predicted drift τᵀGτ of each vector (row) on each task (column); own task in brackets", style="dim")
     yield Text()
     table = plain_table("task", numbers=("own vector", "other vectors", "ratio"))
     table.add_column("largest part: vector, block", overflow="fold")
@@ -117,13 +118,17 @@ def _interference(result: dict[str, Any]) -> Iterator[Table | Text]:
     for block in result["blocks"][:TOP_BLOCKS]:
         yield Text(f"{block['share']:6.1%}  {printable(block['block'])}")
     yield Text(
-        f"share of the {len(result['blocks'])} blocks in the drift on other tasks; --json lists all", style="dim"
+        f"largest shares of {len(result['blocks'])} blocks in the drift on other tasks; --json lists all of them",
+        style="dim",
     )
     yield from _ranked_pairs(result)
 
 
 def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
-    """Yields the pairs of a vector and another task, by descending `aligned`: the measured ones, or the first few."""
+    """Yields a table of pairs of a vector and another task, sorted by `aligned` in descending order.
+
+    It contains all pairs whose drift was measured or, if there are none, the first `TOP_PAIRS` pairs.
+    """
     others = sorted((pair for pair in result["pairs"] if not pair["own"]), key=lambda pair: -pair["aligned"])
     measured = [pair for pair in others if pair["measured"] is not None]
     columns = ("aligned", "predicted", "measured") if measured else ("aligned", "predicted")
@@ -134,7 +139,7 @@ def _ranked_pairs(result: dict[str, Any]) -> Iterator[Table | Text]:
     if others:
         yield Text()
         yield table
-        yield Text("pairs by `aligned`, the drift if all blocks change f in the same direction, (Σ √q)²", style="dim")
+        yield Text("sorted by `aligned`, (Σ √q)², the drift if all blocks changed f in the same direction", style="dim")
     if result["spearman"] is not None and result["spearman_aligned"] is not None:
         yield Text(
             f"Spearman rank correlation with measured drift on other tasks ({len(measured)} pairs): "
@@ -147,7 +152,7 @@ def _format_interference(pair: dict[str, Any]) -> Text:
 
 
 def _main_sources(pairs: list[dict[str, Any]]) -> Text:
-    """Returns the vector with the largest drift on a task, by `aligned`, and the block that contributes most to it."""
+    """Returns the vector with the largest `aligned` drift on a task, and the block with the largest drift."""
     if not pairs:
         return Text()
     pair = max(pairs, key=lambda pair: pair["aligned"])
@@ -178,31 +183,31 @@ ALPHAS = "-1:2:0.25"
 LAYER_EXAMPLES = 64
 TOP_BLOCKS = 5
 TOP_PAIRS = 5
-"""Number of pairs listed by `measure interference` if none is measured."""
+"""Number of pairs that `kfacpack measure interference` lists if no drift is measured."""
 OWN_FORMATS = ("own", ".3g"), ("relative", ".2f")
 
 
 def measure(
     what: Measurement = typer.Argument(
-        ..., metavar="MEASUREMENT", help="disentanglement, localisation, drift, interference or spectra."
+        ..., metavar="MEASUREMENT", help="One of disentanglement, localisation, drift, interference and spectra."
     ),
     vectors: list[File] | None = typer.Argument(
-        None, metavar="FILE.safetensors...", help="Task vectors of one task each; for spectra, a bundle."
+        None, metavar="FILE.safetensors...", help="Task vectors, each of a single task; for spectra, a bundle."
     ),
     bundle: list[File] | None = option(
         MEASUREMENT_PANEL,
         None,
         "--bundle",
         metavar="FILE.kfac",
-        help="drift: bundle of a task, to compare prediction and measurement; repeatable. interference: bundle of a "
-        "task or a merged bundle; repeatable. spectra: the bundle.",
+        help="drift: bundle of a task whose drift is predicted and measured; repeatable. interference: bundle of a "
+        "task, or a merged bundle; repeatable. spectra: the bundle to analyse.",
     ),
     alpha: str | None = option(
         MEASUREMENT_PANEL,
         None,
         "--alpha",
         metavar="α|α,α|FROM:TO:STEP",
-        help=f"disentanglement: factors of both vectors, a list or a range. [default: {ALPHAS}]",
+        help=f"disentanglement: values of α for both vectors, as a list or a range. [default: {ALPHAS}]",
     ),
     layer_examples: int | None = option(
         MEASUREMENT_PANEL,
@@ -210,14 +215,15 @@ def measure(
         "--layer-examples",
         min=0,
         metavar="N",
-        help=f"drift: number of examples for single layers; 0 skips the layers. [default: {LAYER_EXAMPLES}]",
+        help="drift: number of examples on which the drift of single layers is measured; 0 skips this measurement. "
+        f"[default: {LAYER_EXAMPLES}]",
     ),
     measured: bool = option(
         MEASUREMENT_PANEL,
         False,
         "--measured",
         help="interference: also measure the drift on examples of every task, and compare it with the prediction. "
-        "Without it, only tasks with --data are measured.",
+        "Without this option, the drift is measured only on tasks with --data.",
     ),
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,
@@ -226,7 +232,11 @@ def measure(
     device: str = DEVICE,
     dtype: FloatType = DTYPE,
     task: list[str] | None = option(
-        DATA_PANEL, None, "--task", metavar="TASK", help="localisation: another task, which has no vector; repeatable."
+        DATA_PANEL,
+        None,
+        "--task",
+        metavar="TASK",
+        help="localisation: an additional task, for which there is no vector; repeatable.",
     ),
     data: list[str] | None = option(
         DATA_PANEL, None, "--data", metavar="TASK=DIR", help="Data of a task: a folder or hf://datasets/…; repeatable."
@@ -236,7 +246,7 @@ def measure(
     batch_size: int = BATCH_SIZE,
     output: Path | None = output_option("FILE.json", None, "Also write the result to this JSON file."),
     figure: Path | None = option(
-        RUN_PANEL, None, "--figure", metavar="FILE.png|svg", help="Also draw the result to this file."
+        RUN_PANEL, None, "--figure", metavar="FILE.png|svg", help="Also save a figure of the result to this file."
     ),
     as_json: bool = AS_JSON,
     workers: int | None = WORKERS,
@@ -247,13 +257,13 @@ def measure(
     disentanglement: the share of predictions on the tasks of two vectors that change when the other vector is added,
     for every pair of α.
 
-    localisation: the change of f by each vector on its own task and on others, and how well the change separates them
-    (AUROC).
+    localisation: the change of the output f that each vector causes on its own task and on other tasks, and how well
+    this change separates the tasks (AUROC).
 
     drift: the change of f on a task as predicted by its bundle, compared with the measured change.
 
-    interference: the change of f that each vector will cause on each task, predicted from the bundles without data or
-    model, and the layers that it comes from.
+    interference: the change of f that each vector causes on each task, as predicted by the bundles without data or
+    model, and the layers that contribute most to it.
 
     spectra: the eigenvalues of a bundle's matrices.
     """
@@ -268,7 +278,7 @@ def measure(
         ("--measured", measured or None, "interference"),
     ):
         if value is not None and what != measurement:
-            raise KfacpackError(f"{flag} is only for {measurement}, got {what}; leave it out")
+            raise KfacpackError(f"{flag} applies only to `measure {measurement}`; omit it for {what}")
     _check_outputs(output, figure, [*files, *bundles, *([weights] if weights else ())])
     # Imported here so that --help does not wait for torch.
     import kfacpack as kp
@@ -360,7 +370,7 @@ def _load_vectors(files: list[File]) -> dict[str, TaskVector]:
 
 
 def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvature]:
-    """Returns the curvatures by task; merged ones, if they are allowed, by the name of the file without its suffix."""
+    """Returns the curvatures by task. Merged bundles, if allowed, are named after their file, without its suffix."""
     from kfacpack.curvature.curvature import load
 
     curvatures: dict[str, Curvature] = {}
@@ -370,7 +380,7 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
             problem = "expected a bundle of one task, got one that is merged or does not name its task"
             if allow_merged:
                 problem = "expected a bundle of one task or a merged bundle, got one that does not name its task"
-            raise KfacpackError(f"{file}: {problem}. Drift is predicted and measured by task")
+            raise KfacpackError(f"{file}: {problem}. Drift is predicted and measured per task")
         name = curvature.about.source.task if curvature.about.source else Path(locate(file).name).stem
         _require_new_task(curvatures, name, file)
         curvatures[name] = curvature
@@ -378,10 +388,10 @@ def _load_bundles(files: list[File], *, allow_merged: bool) -> dict[str, Curvatu
 
 
 def _measured_tasks(curvatures: Mapping[str, Curvature], data: Sequence[str], *, measured: bool) -> list[str]:
-    """Returns the tasks on whose examples the drift is measured: all with an unmerged bundle, or those with --data."""
+    """Returns the tasks with an unmerged bundle whose drift is measured: those with --data, or all if `measured`."""
     tasks = [name for name, curvature in curvatures.items() if curvature.about.source]
     if measured and not tasks:
-        raise KfacpackError("--measured: the drift is measured on the examples of one task, but every bundle is merged")
+        raise KfacpackError("--measured requires a bundle of a single task, but every bundle is merged")
     folders = data_folders(tasks, data)
     return [name for name in tasks if measured or name in folders]
 
@@ -400,11 +410,11 @@ def _evaluation_sets(
 
     folders = data_folders(names, data)
     if repeated := first_duplicate(names):
-        raise KfacpackError(f"--task {printable(repeated)}: is given twice, or is the task of one of the vectors")
+        raise KfacpackError(f"--task {printable(repeated)}: is given twice or is already the task of a vector")
     registered = {**TASKS, **PUBLISHED}
     if unknown := [name for name in names if name not in folders and base_task_name(name) not in registered]:
         name = printable(unknown[0])
-        raise KfacpackError(f"unknown task {name!r}; pass the folder of its data: --data {name}=DIR")
+        raise KfacpackError(f"unknown task {name!r}; pass its data with --data {name}=DIR")
     tasks = [load_task_option(name, folders.get(name), None, model, quiet=quiet) for name in names]
     return [EvaluationSet.of(task, split, examples) for task in tasks]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EmbeddedModelOutput(TypedDict):
-    """A model that comes with the package."""
+    """A model that is included in the package."""
 
     name: str
     family: str
@@ -28,11 +28,11 @@ class EmbeddedModelOutput(TypedDict):
     parameters: int
     """Number of weights."""
     width: int
-    """Width of f."""
+    """Width of the output f."""
     image_size: int
     """Image side in pixels."""
     bytes: int
-    """Size of the file of weights."""
+    """Size of the weights file."""
 
 
 class FamilyOutput(TypedDict):
@@ -40,18 +40,18 @@ class FamilyOutput(TypedDict):
 
     family: str
     named: str
-    """Form of the names for `--model`."""
+    """Form of the model names, for `--model`."""
     f: str
     """The output whose curvature is estimated."""
     head: str
-    """Method by which logits of classes are computed."""
+    """How the logits of the classes are computed."""
 
 
 class DownloadedModelOutput(TypedDict):
     """A model in the local cache of the Hub."""
 
     model: str
-    """Name for `--model`."""
+    """Name of the model, for `--model`."""
     family: str
     repository: str
     revision: str
@@ -73,27 +73,29 @@ class ModelPropertiesOutput(TypedDict):
     name: str
     family: str
     revision: str | None
-    """Null for weights from a file."""
+    """Revision of the weights; null if they were read from a file."""
     parameters: int
     """Number of weights."""
     width: int
-    """Width of f."""
+    """Width of the output f."""
     f: str | None
     """The output whose curvature is estimated."""
     preprocessing: str
     head: Literal["text", "words", "prototypes"]
     """Kind of classifier that `--head auto` selects."""
     frozen: list[str]
-    """Patterns of the parameters that are frozen."""
+    """Name patterns of the frozen parameters."""
 
 
 def models(
-    name: str | None = typer.Argument(None, metavar="MODEL", help="Load this model and show its properties."),
+    name: str | None = typer.Argument(
+        None, metavar="MODEL", help="Model to load and describe; by default, all models are listed."
+    ),
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     as_json: bool = AS_JSON,
 ) -> None:
-    """List embedded models, model families and downloaded models, or show one model."""
+    """List embedded models, model families and downloaded models, or show the properties of one model."""
     if name is not None:
         with loading(name, show=not as_json):
             properties = _properties(load_model_option(name, weights, image_size))
@@ -114,7 +116,7 @@ def models(
     _print_families(lists["families"])
     out.print()
     _print_downloaded(lists["downloaded"])
-    print_line("`kfacpack models MODEL` shows one of them", style="dim")
+    print_line("`kfacpack models MODEL` shows the properties of one model", style="dim")
 
 
 def _embedded() -> Iterator[EmbeddedModelOutput]:

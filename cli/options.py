@@ -25,20 +25,20 @@ if TYPE_CHECKING:
 
 
 File = str
-"""A bundle or vector to read: a path or hf://owner/repo[@revision]/FILE. A `Path` would collapse the two slashes."""
+"""Type of an input file: a path or hf://owner/repo[@revision]/FILE. A `Path` would replace `//` by `/`."""
 
 MODEL_PANEL, DATA_PANEL, RUN_PANEL = "Model", "Data", "Run"
-"""Help panels."""
+"""Titles of the help panels."""
 
 
 def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any:
-    """Declares an option.
+    """Declares a command-line option.
 
     Args:
         panel: Help panel in which the option is listed.
         default: Default value; `...` makes the option required.
         *names: Flags, such as "--output", "-o".
-        help: Help text; square brackets are literal.
+        help: Help text. Square brackets in it are escaped, so that rich does not interpret them as markup.
         **more: Further arguments of `typer.Option`.
     """
     more.setdefault("metavar", {int: "N", float: "X"}.get(type(default)))
@@ -46,28 +46,28 @@ def option(panel: str, default: Any, *names: str, help: str, **more: Any) -> Any
 
 
 IMPLIED_VALUES = {"--ray": "auto"}
-"""Options whose value may be omitted, and the value that is used then."""
+"""Options whose value may be omitted, with the value that is used in this case."""
 
 
 def output_option(metavar: str, default: Any = ..., help: str = "Output file.") -> Any:
-    """Declares `--output`.
+    """Declares the option `--output`.
 
     Args:
-        metavar: Name of the file or folder in the help.
+        metavar: Placeholder for the file or folder in the help.
         default: Default value; `...` makes the option required.
-        help: Help text; square brackets are literal.
+        help: Help text. Square brackets in it are escaped, so that rich does not interpret them as markup.
     """
     return option(RUN_PANEL, default, "--output", "-o", metavar=metavar, help=help)
 
 
 def split_option(default: str) -> Any:
-    """Declares `--split`."""
+    """Declares the option `--split`."""
     return option(DATA_PANEL, default, "--split", metavar="SPLIT", help="Split to take the examples from.")
 
 
 def examples_option(default: str) -> Any:
-    """Declares `--examples`."""
-    help = "Number of examples per task, percentage of the split, or all. The same command selects the same examples."
+    """Declares the option `--examples`."""
+    help = "Number of examples per task, a percentage of the split, or all. The selection is deterministic."
     return option(DATA_PANEL, default, "--examples", metavar="N|P%|all", help=help)
 
 
@@ -76,8 +76,8 @@ MODEL_NAME = option(
     "tiny",
     "--model",
     metavar="MODEL",
-    help="tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, t5:NAME_OR_DIR, "
-    "lm:NAME_OR_DIR or hf:NAME_OR_DIR.",
+    help="Name of the model: tiny, an open_clip name (ViT-B-32, ViT-B-16/TAG), timm:NAME, clip:NAME_OR_DIR, "
+    "t5:NAME_OR_DIR, lm:NAME_OR_DIR or hf:NAME_OR_DIR.",
 )
 WEIGHTS = option(
     MODEL_PANEL,
@@ -101,14 +101,15 @@ DEVICE = option(
     "auto",
     "--device",
     metavar="DEVICE",
-    help="cpu, cuda, cuda:1, mps, or auto for the first GPU if there is one.",
+    help="Device of the model: cpu, cuda, cuda:1, mps, or auto for the first GPU if there is one.",
 )
 PARAMS = option(
     MODEL_PANEL,
     None,
     "--params",
     metavar="PATTERN",
-    help="Use only the parameters whose names match; repeatable. [default: all that are not frozen]",
+    help="Use only parameters whose names match this pattern, such as `*.mlp.*`; repeatable. [default: all parameters "
+    "that are not frozen]",
 )
 DTYPE = option(
     MODEL_PANEL,
@@ -120,7 +121,7 @@ HEAD = option(
     MODEL_PANEL,
     "auto",
     "--head",
-    help="Classifier. text: embeddings of the class names. words: the class names as next words (t5:, lm:). "
+    help="Classification head. text: embeddings of the class names. words: the class names as next words (t5:, lm:). "
     "prototypes: class means of the training examples. auto: the first of these that the model supports.",
 )
 TASK_HELP = "Task name, as listed by `kfacpack tasks`, or any name with --data"
@@ -140,14 +141,14 @@ COLUMNS = option(
     metavar="KEY=COLUMN,…",
     help="Columns of --data, such as image=IMG,label=Y or premise=A,hypothesis=B,label=Y. [default: detected]",
 )
-BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Examples per forward pass.")
+BATCH_SIZE = option(RUN_PANEL, 64, "--batch-size", min=1, metavar="N", help="Number of examples per forward pass.")
 WORKERS = option(
     RUN_PANEL,
     None,
     "--workers",
     min=0,
     metavar="N",
-    help="Processes that load and transform examples. [default: up to 4 for image files]",
+    help="Number of processes that load and transform examples. [default: up to 4 for image files]",
 )
 JOBS = option(
     RUN_PANEL,
@@ -164,8 +165,8 @@ THREADS = option(
     "--threads",
     min=1,
     metavar="N",
-    help="Number of threads of each stage, which affects rounding. [default: OMP_NUM_THREADS; on a CPU 1 for models "
-    "under 50M parameters, 4 under 500M, otherwise 16]",
+    help="Number of threads of each stage; it affects rounding. [default: OMP_NUM_THREADS; on a CPU, 1 for models with "
+    "fewer than 50M parameters, 4 with fewer than 500M, otherwise 16]",
 )
 EVENTS = option(RUN_PANEL, False, "--events", help="Print the events of all stages to stderr, as JSON Lines.")
 RESUME = option(RUN_PANEL, False, "--resume", help="Resume an interrupted run.")
@@ -177,15 +178,15 @@ def task_and_folder(name: str, text: str, *, folder_optional: bool = False) -> t
     """Parses TASK=DIR.
 
     Args:
-        name: The option, for the error message.
-        text: Its value.
-        folder_optional: Whether TASK alone is also valid.
+        name: Name of the option, for the error message.
+        text: Value of the option.
+        folder_optional: Whether a TASK without a folder is also valid.
 
     Returns:
         The task and its folder; None for TASK alone.
 
     Raises:
-        KfacpackError: If the text has another form.
+        KfacpackError: If the text does not have this form.
     """
     task, equals, folder = text.partition("=")
     if not task or not (folder or (folder_optional and not equals)):
@@ -258,7 +259,7 @@ def load_task_option(name: str, data: str | None, columns: str | None, model: st
 
 
 def model_arguments(base: Base) -> tuple[str, ...]:
-    """Returns the `--model` argument that a suggested command needs for a bundle or vector of this base model."""
+    """Returns the `--model` argument for suggested commands, or nothing if the base model is the default."""
     from kfacpack.hub.card import model_option
 
     model = model_option(base) or "MODEL"
@@ -266,7 +267,7 @@ def model_arguments(base: Base) -> tuple[str, ...]:
 
 
 def default_output(task: str, suffix: str) -> Path:
-    """Returns the output file for a task, in the current folder; a slash in the task's name becomes a dash."""
+    """Returns the default output file for a task. Slashes in the task name are replaced by dashes."""
     return Path(f"{task.replace('/', '-')}{suffix}")
 
 
@@ -275,7 +276,7 @@ MAX_SHARD_SIZE = option(
     None,
     "--max-shard-size",
     metavar="SIZE",
-    help="Maximum size of the files if the output is an index, NAME.kfac.index.json. [default: 5GB]",
+    help="Maximum size of each file if the output is an index, NAME.kfac.index.json. [default: 5GB]",
 )
 
 
@@ -283,7 +284,7 @@ def check_shard_size(size: str | None, output: Path | None) -> None:
     """Checks the value of --max-shard-size before any work is done.
 
     Raises:
-        KfacpackError: If it is not a size, or the output is not an index.
+        KfacpackError: If the value is not a valid size or the output is not an index.
     """
     from kfacpack.curvature.saving import parse_shard_size
     from kfacpack.format.bundle_index import INDEX_SUFFIX, is_index
@@ -292,7 +293,7 @@ def check_shard_size(size: str | None, output: Path | None) -> None:
         return
     parse_shard_size(size)
     if output is None or not is_index(output):
-        raise KfacpackError(f"--max-shard-size divides a bundle into files; name its index with -o NAME{INDEX_SUFFIX}")
+        raise KfacpackError(f"--max-shard-size requires an index as the output: -o NAME{INDEX_SUFFIX}")
 
 
 def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: bool = False) -> None:
@@ -301,11 +302,11 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
     Args:
         output: The file to write.
         inputs: Files that the command reads; none of them may be overwritten.
-        allow_folder: Whether the output may be a folder that exists; its content is checked elsewhere.
+        allow_folder: Whether the output may be an existing folder, whose content is not checked here.
 
     Raises:
-        KfacpackError: If the path is on the Hub, is a folder or an input, or is in a folder that does not exist or is
-            not writable.
+        KfacpackError: If the output is on the Hub, is a folder or an input, or if its folder does not exist or is not
+            writable.
     """
     if is_reference(output):
         raise KfacpackError(f"{output}: cannot write to the Hub; write a file and publish it with `kfacpack push`")
@@ -313,7 +314,7 @@ def check_output(output: Path, inputs: Sequence[File | Path], *, allow_folder: b
         if output.exists() and path.exists() and output.samefile(path):
             raise KfacpackError(f"{output}: is also an input; write to another file")
     if output.is_dir() and not allow_folder:
-        raise KfacpackError(f"{output}: is a folder, expected the name of a file to write")
+        raise KfacpackError(f"{output}: is a folder; expected the path of a file")
     if not output.absolute().parent.is_dir():
         raise KfacpackError(f"{output}: no such folder: {str(output.parent)!r}. Create it or write to another folder")
     if not os.access(output.absolute().parent, os.W_OK):

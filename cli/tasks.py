@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 SPLITS = ("train", "validation", "test")
-"""Splits whose sizes are listed."""
+"""Splits whose sizes are shown in the list of tasks."""
 
 
 class SheetOutput(TypedDict):
-    """The image that `--sheet` writes."""
+    """The contact sheet that `--sheet` writes."""
 
     path: str
     split: str
     classes: int
     """Number of classes that are drawn."""
     left_out: int
-    """Number of classes that do not fit."""
+    """Number of classes that do not fit on the sheet."""
 
 
 class TaskOutput(TypedDict):
@@ -50,7 +50,7 @@ class TaskOutput(TypedDict):
     source: str
     license: str | None
     sheet: NotRequired[SheetOutput]
-    """Only with `--sheet`."""
+    """The contact sheet; only with `--sheet`."""
 
 
 class PublishedTaskOutput(TypedDict):
@@ -65,14 +65,14 @@ class PublishedTaskOutput(TypedDict):
     splits: dict[str, int]
     """Number of examples by split."""
     serving: dict[str, list[str]]
-    """Possible names of the stored split, by split."""
+    """Names under which the repository may store each split."""
     columns: dict[str, list[str]]
-    """Possible names of the columns, by key."""
+    """Possible names of each column, by key."""
     templates: list[str]
     """Prompts, with {} in place of the class name."""
     license: str | None
     gated: bool
-    """Whether its terms have to be accepted on the Hub."""
+    """Whether the terms of the repository have to be accepted on the Hub."""
 
 
 class TaskListOutput(TypedDict):
@@ -85,7 +85,9 @@ class TaskListOutput(TypedDict):
 
 
 def tasks(
-    name: str | None = typer.Argument(None, metavar="TASK", help="Show the classes and prompts of this task."),
+    name: str | None = typer.Argument(
+        None, metavar="TASK", help="Task whose classes and prompts are shown; by default, all tasks are listed."
+    ),
     sheet: Path | None = option(
         RUN_PANEL,
         None,
@@ -186,7 +188,7 @@ def _published_as_json(task: PublishedTask) -> PublishedTaskOutput:
 def _print_embedded(tasks: list[Task]) -> None:
     rows = [(task.name, len(task.classes or ()), task.sizes, task.source, task.license) for task in tasks]
     _print_table("task", "source", rows)
-    print_line("`kfacpack tasks TASK` shows one of them; --sheet FILE.png draws its images", style="dim")
+    print_line("`kfacpack tasks TASK` shows one task; --sheet FILE.png draws its images", style="dim")
     out.print()
 
 
@@ -194,8 +196,8 @@ def _print_published(tasks: list[PublishedTask]) -> None:
     rows = [(task.name, task.classes, task.sizes, _address(task), task.license) for task in tasks]
     _print_table("on the Hub", "repository", rows)
     print_line(
-        "these tasks are downloaded when first used, or read from a local copy with --data DIR; without --data, mnist "
-        "is the embedded task",
+        "these tasks are downloaded when they are first used, or read from a local copy with --data DIR; without "
+        "--data, mnist is the embedded task",
         style="dim",
     )
 

@@ -1,4 +1,4 @@
-"""`kfacpack train`: a task vector, with or without a penalty that protects other tasks."""
+"""`kfacpack train`: trains a task vector, with or without a penalty that protects other tasks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TrainOutput(TypedDict):
     held: list[str]
     """Tasks that the penalty protects."""
     unpenalised: list[str]
-    """Trained parameters that are not covered by any bundle."""
+    """Trained parameters that no bundle covers."""
     loss: float | None
     """Loss of the last batch; null if no step was run."""
     penalty: float | None
@@ -121,32 +121,36 @@ def train(
         None,
         "--weight",
         metavar="GROUP=X",
-        help="Factor for a group of blocks: norm, token, projection or an operation such as linear; repeatable.",
+        help="Factor of the penalty for a group of blocks: norm, token, projection or an operation such as linear; "
+        "repeatable.",
     ),
     preset: Preset | None = option(
-        PENALTY_PANEL, None, "--preset", help="tak: the strength, scaling and group weights of the paper."
+        PENALTY_PANEL,
+        None,
+        "--preset",
+        help="Settings of the penalty. tak: the strength, scaling and group weights of the paper.",
     ),
     penalty_precision: PenaltyPrecision | None = option(
         PENALTY_PANEL,
         None,
         "--penalty-precision",
-        help="Precision of the products with the factors; the error is reported. [default: float32]",
+        help="Precision of the products with the factors; the resulting error is reported. [default: float32]",
     ),
     offload: bool = option(
-        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU and copy a few blocks at a time."
+        PENALTY_PANEL, False, "--offload", help="Keep the factors on the CPU; copy a few blocks at a time to the GPU."
     ),
     reg_data: list[str] | None = option(
         PENALTY_PANEL,
         None,
         "--reg-data",
         metavar="TASK[=DIR]",
-        help="Penalise the drift measured on the data of another task, instead of using bundles (τJp); repeatable.",
+        help="Penalise the drift on another task's data instead of using its bundle (the paper's τJp); repeatable.",
     ),
     regime: RegimeName = option(
         TRAINING_PANEL,
         "linear",
         "--regime",
-        help="Training regime. linear: the linearised model. full: the model itself. attention: the attention layers "
+        help="What is trained. linear: the linearised model. full: the model itself. attention: the attention layers "
         "of the model itself. sparse: the least sensitive weights of the model itself (TaLoS).",
     ),
     mask: list[File] | None = option(
@@ -154,7 +158,7 @@ def train(
         None,
         "--mask",
         metavar="FILE.kfac",
-        help="Bundle of other tasks that selects the weights of --regime sparse, instead of validation examples; "
+        help="Bundle of other tasks from which --regime sparse selects the weights, instead of validation examples; "
         "repeatable.",
     ),
     keep: float | None = option(
@@ -162,7 +166,7 @@ def train(
         None,
         "--keep",
         metavar="SHARE",
-        help="--regime sparse: share of weights to train. [default: 0.1]",
+        help="Share of the weights to train, with --regime sparse. [default: 0.1]",
     ),
     steps: int | None = option(
         TRAINING_PANEL,
@@ -173,10 +177,14 @@ def train(
         help="Number of steps. [default: 500, unless --epochs is given]",
     ),
     epochs: float | None = option(
-        TRAINING_PANEL, None, "--epochs", metavar="X", help="Passes over the training examples, instead of --steps."
+        TRAINING_PANEL,
+        None,
+        "--epochs",
+        metavar="X",
+        help="Number of passes over the training examples, instead of --steps.",
     ),
     batch_size: int = option(
-        TRAINING_PANEL, 32, "--batch-size", min=1, help="Examples per step, summed over all processes."
+        TRAINING_PANEL, 32, "--batch-size", min=1, help="Number of examples per step, in all processes together."
     ),
     micro_batch_size: int | None = option(
         TRAINING_PANEL,
@@ -184,7 +192,7 @@ def train(
         "--micro-batch-size",
         min=1,
         metavar="N",
-        help="Examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
+        help="Number of examples per forward pass; the gradients of a step are accumulated. [default: the whole batch]",
     ),
     lr: float | None = option(
         TRAINING_PANEL,
@@ -228,9 +236,9 @@ def train(
     at α = 1. Pass a bundle of the other tasks (--reg others.kfac), or a bundle of all tasks and the bundle of the
     trained task, which is then subtracted (--reg all.kfac --reg own.kfac).
 
-    Ctrl-C stores the state beside the output; --resume continues from there and gives the same bytes. Loss, penalty and
-    accuracy of each step are written to FILE.metrics.jsonl. Processes started by torchrun or accelerate share each
-    batch.
+    Ctrl-C stores the state beside the output. With --resume, the command continues from there, and the result has the
+    same bytes as without the interruption. The loss, penalty and accuracy of each step are written to
+    FILE.metrics.jsonl. Processes started by torchrun or accelerate share each batch.
     """
     # Imported here so that --help does not wait for torch.
     from kfacpack.estimation import distributed
@@ -367,6 +375,6 @@ def _run(
             print_line(f"last batch: loss {last.loss:.3g}, accuracy {last.accuracy:.1%}{penalty}")
         if error and trainer.regularizer:
             errors = f"relative error {error.value:.2g}, of its gradient {error.gradient:.2g}"
-            print_line(f"penalty with {trainer.regularizer.precision} products: {errors}")
+            print_line(f"penalty computed in {trainer.regularizer.precision}: {errors}")
         task = ("--task", trainer.task.name, *data_options)
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task)

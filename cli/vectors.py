@@ -65,9 +65,9 @@ class ExtractOutput(TypedDict):
     unchanged: int
     """Number of covered parameters that do not change."""
     ranks: list[int]
-    """The ranks that occur among the factors, in ascending order."""
+    """Distinct ranks of the factors, in ascending order."""
     remainders: int
-    """Number of parameters with entries that need a remainder to be exact."""
+    """Number of parameters with a float64 remainder, which makes the extracted checkpoint exact."""
     notes: list[str]
     """Differences between the checkpoint and the base model that do not prevent extraction."""
 
@@ -84,22 +84,23 @@ def extract(
     weights: str | None = WEIGHTS,
     image_size: int | None = IMAGE_SIZE,
     dtype: FloatType = option(
-        MODEL_PANEL, "float32", "--dtype", help="Dtype of the base model that the vector will be added to."
+        MODEL_PANEL, "float32", "--dtype", help="Data type of the base model to which the vector will be added."
     ),
     task: str | None = option(
         DATA_PANEL,
         None,
         "--task",
         metavar="TASK",
-        help="Task name to record; bundles are matched by it. [default: none]",
+        help="Task name to record in the vector, by which bundles are matched to it. [default: none]",
     ),
     as_json: bool = AS_JSON,
     quiet: bool = QUIET,
 ) -> None:
     """Write the task vector of a checkpoint or LoRA adapter that was fine-tuned elsewhere.
 
-    --model is the base model that it was fine-tuned from. Added to it again, the vector of a checkpoint gives the same
-    weights bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and pickles are refused.
+    --model is the base model from which it was fine-tuned. Adding the vector of a checkpoint to the base model restores
+    the weights of the checkpoint bit for bit. The vector of a LoRA adapter is stored as factors. Other adapters and
+    pickles are refused.
 
     Differences in names, shapes, dtypes and frozen parameters are reported before anything is written.
     """
@@ -128,9 +129,9 @@ def extract(
 
 
 def _files(checkpoint: File) -> list[File]:
-    """Returns the files that the command reads; all files of a folder."""
+    """Returns the input files of the command; for a folder, all files in it."""
     if not checkpoint:
-        raise KfacpackError("CHECKPOINT is empty, expected a file, a folder or hf://OWNER/REPO")
+        raise KfacpackError("CHECKPOINT is empty; expected a file, a folder or hf://OWNER/REPO")
     if is_reference(checkpoint) or not Path(checkpoint).is_dir():
         return [checkpoint]
     return [str(file) for file in Path(checkpoint).iterdir() if file.is_file()]
@@ -160,7 +161,7 @@ def _summary(result: ExtractOutput) -> str:
     ranks = ", ".join(map(str, result["ranks"]))
     parts = [
         f"{result['dense']} parameters changed" if result["dense"] else "",
-        f"{result['factored']} parameters changed as factors of rank {ranks}" if result["factored"] else "",
+        f"{result['factored']} parameters changed by factors of rank {ranks}" if result["factored"] else "",
         f"{result['unchanged']} unchanged" if result["unchanged"] else "",
     ]
     return ", ".join(filter(None, parts))
@@ -170,7 +171,7 @@ SETTINGS = {setting.name: setting for setting in RefineMethod.declared_settings(
 
 
 def _setting(name: str, metavar: str) -> Any:
-    """Declares the option of a setting."""
+    """Declares the command-line option of a setting of `refine`."""
     declared = SETTINGS[name]
     return option(METHOD_PANEL, declared.default, f"--{name.replace('_', '-')}", metavar=metavar, help=declared.help)
 
@@ -179,7 +180,7 @@ class NegateOutput(VectorOutput):
     """Output of `kfacpack negate --json`."""
 
     alpha: float
-    """The result is -α τ."""
+    """Factor α; the result is -α τ."""
 
 
 class RefineOutput(VectorOutput, MethodOutput):
@@ -241,7 +242,7 @@ def refine(
 def negate(
     vector: File = typer.Argument(..., metavar="FILE.safetensors", help="Task vector to negate."),
     output: Path = output_option("NEGATED.safetensors"),
-    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="The result is -α τ."),
+    alpha: float = option(METHOD_PANEL, 1.0, "--alpha", metavar="α", help="Factor α; the result is -α τ."),
     save_model: Path | None = SAVE_MODEL,
     model: str = MODEL_NAME,
     weights: str | None = WEIGHTS,

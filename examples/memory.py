@@ -2,9 +2,9 @@
 
     python examples/memory.py [ViT-L-14 t5-base] [--micro-batch-size 8]
 
-Every process of a data-parallel run needs this much. Weights are random, since only shapes count. Training keeps τ, its
-gradient and AdamW's two moments in float32. Activations are those that autograd keeps for one forward pass, which the
-dry run measures; a linearised step needs 1.2 × as much at most.
+Every process of a data-parallel run needs this much. Weights are random, since only shapes matter. Training keeps τ,
+its gradient and AdamW's two moments in float32. Activations are those that autograd keeps for one forward pass, as
+measured by the dry run; a linearised step needs at most 1.2 × as much.
 """
 
 from __future__ import annotations

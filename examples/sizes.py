@@ -3,7 +3,7 @@
     python examples/sizes.py [ViT-B-32 ViT-B-16 ViT-L-14 t5-base] [--examples 16] [--batch-size 8]
 
 Weights are random, since neither shapes nor times depend on them. Texts for T5 are sentence pairs of 60 words. The row
-of a model contains the size of the bundle, uncompressed and as `block:8+int8`; the time for 256 examples, from a dry
+of a model contains the number of blocks; the size of the uncompressed bundle; the time for 256 examples, from a dry
 run; and the peak memory, predicted by the dry run and measured in a process that estimates on `--examples` examples,
 minus that of a process for `tiny`.
 """

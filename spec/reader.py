@@ -20,7 +20,7 @@ DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I32": "<i4",
 def errors_at(where: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # invalid files cause many kinds: missing keys, deeply nested JSON, too large sides
+    except Exception as error:  # invalid files cause various errors: missing keys, deeply nested JSON, too large sides
         text = f"{error}" if isinstance(error, ValueError) else repr(error)
         raise ValueError(text if text.startswith(where) else f"{where}: {text}") from error
 
@@ -41,7 +41,7 @@ def parse(text: str) -> Any:
 
 
 def joined(join: dict[str, Any], indices: dict[str, Array]) -> Array:
-    """ΔW (section 5), filled with indices into the concatenation of all parameters, to gather and scatter."""
+    """Returns ΔW (section 5), filled with indices into the concatenation of all parameters."""
     whole = np.full((join["rows"], join["columns"]), -1)
     for piece in join["pieces"]:
         part, (top, left) = np.atleast_1d(indices[piece["parameter"]]), piece.get("at", (0, 0))
@@ -54,11 +54,11 @@ def joined(join: dict[str, Any], indices: dict[str, Array]) -> Array:
 
 
 def decoded(form: str, n: int, part: dict[str, Array]) -> Array:
-    """The matrix of side n (section 4) with these components; only the diagonal for the form `diagonal`."""
+    """Returns the matrix of side n (section 4) with these components; for the form `diagonal`, only the diagonal."""
     data, count = part["data"], len(part["data"]) if form == "block" else 1
     side = -(-n // count)
     scale = part.get("scale", np.ones(count * side)).reshape(count, side)
-    check((data.dtype == np.int64) == ("scale" in part) and (scale >= 0).all(), "scale: negative, or not for I8")
+    check((data.dtype == np.int64) == ("scale" in part) and (scale >= 0).all(), "scale: negative, or not with I8 data")
     if form in ("dense", "diagonal"):
         check(data.shape == ((n, n) if form == "dense" else (n,)) and len(part) == 1, f"shape {data.shape}")
         return data
@@ -98,7 +98,7 @@ class Bundle:
                 check(entry["data_offsets"] == [start, end], f"tensor {name!r}: {entry}, expected {start}, {end}")
             self.matrices = {matrix["name"]: matrix for matrix in self.manifest["matrices"]}
             listed = sorted(tensor["name"] for matrix in self.matrices.values() for tensor in matrix["tensors"])
-            check(listed == sorted(self.tensors) and end == len(self.data), "tensors: not those of the manifest")
+            check(listed == sorted(self.tensors) and end == len(self.data), "tensors: do not match the manifest")
             unknown = {n for n, m in self.matrices.items() if (m["form"], m.get("version", 1)) not in FORMS}
             check(not unknown, f"matrices {unknown}: unknown form")
 

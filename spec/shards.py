@@ -1,4 +1,4 @@
-"""Joins the files of a kfac bundle (README.md, section 9) into one, which reader.py reads.
+"""Joins the files of a kfac bundle (README.md, section 9) into a single file, which reader.py can read.
 
 python shards.py NAME.kfac.index.json NAME.kfac
 """
@@ -16,7 +16,7 @@ def header_of(raw: bytes) -> tuple[dict[str, Any], int]:
 
 
 def join(index_path: str | Path) -> bytes:
-    """Returns the bundle as one file; its seal and the SHA-256 of its tensors are those of the header."""
+    """Returns the content of the single file, with the header that the index contains."""
     path = Path(index_path)
     index = json.loads(path.read_bytes())
     if not index["version"].startswith("1."):
@@ -34,7 +34,7 @@ def join(index_path: str | Path) -> bytes:
     entries = json.loads(header)
     del entries["__metadata__"]
     if parts.keys() != entries.keys():
-        raise ValueError(f"{path}: the shards do not have the tensors of the header")
+        raise ValueError(f"{path}: the tensors of the shards differ from those of the header")
     ordered = sorted(entries, key=lambda name: entries[name]["data_offsets"])
     return b"".join([len(header).to_bytes(8, "little"), header, *(parts[name] for name in ordered)])
 

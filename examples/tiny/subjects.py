@@ -1,4 +1,4 @@
-"""The subjects of pretraining: characters, symbols and patterns, and their names. They occur in no drawn task."""
+"""The subjects of pretraining: characters, symbols and patterns, with their names. No drawn task contains them."""
 
 from __future__ import annotations
 
