@@ -199,7 +199,7 @@ def _cached_dense(matrix: Matrix) -> Matrix:
 
 
 def _shapes_only(matrix: Matrix) -> Matrix:
-    """Returns the matrix with shapes only."""
+    """Returns the matrix without its values."""
     components = ShapeOnly(dict(matrix.components.specs))
     return type(matrix)(matrix.side, components, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
@@ -227,16 +227,16 @@ OptionIndices = tuple[int, ...]
 """The index of the chosen option, for each group."""
 
 MARGIN = 0.8
-"""The error on random τ is at most this fraction of the best single codec's, if possible."""
+"""The error on random τ is at most this fraction of that of the best single codec, if possible."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
 """Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
-"""Number of values of μ and λ that are tried, and maximum number of passes over all blocks."""
+"""Numbers of values of μ and λ that are tried, and maximum number of passes over all blocks."""
 
 
 @dataclass(frozen=True)
 class TotalError:
-    """Size and errors of a choice of options, relative to G."""
+    """The size of a choice of options, and its errors relative to G."""
 
     nbytes: int
     """Size of the matrices."""
@@ -278,7 +278,7 @@ class BudgetSearch:
         self._changes = [self._option_change(groups) for groups in dict.fromkeys(groups for groups, _ in self._tables)]
 
     def best(self, limit: int, single: Sequence[OptionIndices]) -> OptionIndices | None:
-        """Finds the best choice.
+        """Finds the best choice within a size limit.
 
         Args:
             limit: Maximum size of the matrices in bytes.
@@ -339,7 +339,7 @@ class BudgetSearch:
             mu = (mu + self.total(picks).trace) / 2
 
     def _minimize_within(self, limit: int, mu: float, rate: float) -> OptionIndices:
-        """Minimises the sum of all contributions at the smallest price per byte at which it is within the limit."""
+        """Minimises the sum of all contributions, at the smallest price per byte whose result is within the limit."""
         picks = self.smallest()
         low, high = 1e-24, 1.0
         for _ in range(_PRICES):

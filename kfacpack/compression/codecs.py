@@ -14,7 +14,7 @@ A number codec chooses how each value is stored:
   that is out of range for float16, or more accurate in bfloat16, is stored in bfloat16.
 - `bf16`: 8 bits of precision in the range of float32.
 
-A new codec is a class and its entry in `CODECS`.
+To add a codec, define a class and list it in `CODECS`.
 
 Shapes: a matrix of side n has a triangle of n (n + 1) / 2 values.
 """
@@ -61,7 +61,7 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, argument: str | None) -> Self:
-        """Parses the text after the colon of a spec, or None if there is no colon.
+        """Builds the codec from the text after the colon of a spec; `argument` is None if there is no colon.
 
         Raises:
             KfacpackError: If the argument is not valid.
@@ -380,7 +380,7 @@ class CodecChain:
     def encode(self, matrix: Matrix) -> tuple[CodecChain, Matrix]:
         """Compresses a matrix.
 
-        Steps that do not make the matrix smaller are skipped, as are structural codecs of a diagonal matrix.
+        Steps that do not make the matrix smaller are skipped, as are structural codecs for diagonal matrices.
 
         Args:
             matrix: The matrix to compress.

@@ -33,7 +33,7 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
     """Joins parameters into the matrix ΔW of a block.
 
     Args:
-        tau: Changes of parameters, by name; at least one of the block. Missing parameters are zero.
+        tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
         join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
@@ -47,7 +47,7 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes of parameters, by name, of at least one parameter of the blocks. Missing parameters are zero.
+        tau: Changes of parameters, by name, including at least one of the blocks. Missing parameters count as zero.
         joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
         shapes: Shapes of the parameters, by name.
 
@@ -100,14 +100,14 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
 def accumulate(
     delta: Tensor, joins: Sequence[Join], shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float
 ) -> None:
-    """Adds `factor` times the parameters of several blocks to `sums`, in place.
+    """Splits the matrices of several blocks into parameters and adds `factor` times these to `sums`, in place.
 
     Args:
         delta: ΔW of each block, (blocks, rows, columns).
         joins: Position of each parameter in the matrix of each block, as for `gather_stack`. No two blocks may cover
             the same elements of a parameter.
         shapes: Shapes of the parameters, by name.
-        sums: Tensors to add to, by name. Parameters that are not in it are skipped.
+        sums: Tensors to add to, by name. Parameters that are not in `sums` are skipped.
         factor: Multiplier.
     """
     for pieces in zip(*(join.pieces for join in joins), strict=True):
@@ -129,7 +129,7 @@ def join_layout(join: Join, shapes: ParameterShapes) -> Hashable:
     """Returns a key that is equal for joins with pieces of equal shapes at equal positions.
 
     Args:
-        join: The join.
+        join: Position of each parameter in the matrix of a block.
         shapes: Shapes of the parameters, by name.
     """
     pieces = tuple(
@@ -442,7 +442,7 @@ class CurvatureBlock:
     join: Join
     """Position of each parameter in ΔW."""
     structure: BlockStructure
-    """G of the block."""
+    """The matrix G of the block."""
     losses: tuple[Loss, ...] = ()
     """Errors of the lossy steps (codecs and merge rules) so far."""
 
@@ -455,7 +455,7 @@ class CurvatureBlock:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name, of at least one parameter of the block. Missing parameters are zero.
+            tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:
@@ -467,7 +467,7 @@ class CurvatureBlock:
         """Computes <τ, G τ> for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name; at least one of the block. Missing parameters count as zero.
+            tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

@@ -1,4 +1,4 @@
-"""The safetensors container and the seal over it. Files are treated as untrusted, and torch is not needed.
+"""The safetensors container and the seal over it. This module does not import torch.
 
     8 bytes   little-endian length n of the header
     n bytes   the header: one JSON object, tensor name -> {dtype, shape, data_offsets}, and __metadata__
@@ -139,7 +139,7 @@ class Container:
     """An open safetensors file. The header is read on opening, tensors on access.
 
     The file stays open, so the checked file is also the one that is read later, even if another file is renamed over
-    it. A file that is modified in place raises an error on the next access.
+    it. If the file is modified in place, the next access raises an error.
 
     Attributes:
         path: Location of the file.

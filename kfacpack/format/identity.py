@@ -53,11 +53,11 @@ def _class_range(name: str) -> tuple[Fraction, Fraction]:
 
 
 WeightReader = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
-"""Returns the safetensors dtype, shape and bytes of a parameter by name, or None if it does not exist."""
+"""A function that returns the safetensors dtype, shape and bytes of the parameter of a given name, or None."""
 
 
 def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
-    """Opens the parameters in a safetensors file.
+    """Opens a safetensors file to read parameters from it.
 
     Args:
         path: A path or an `hf://` reference.

@@ -50,7 +50,7 @@ _CHUNK = 2**20
 
 
 class SealedFile:
-    """An open safetensors file with a manifest and a seal: the common part of bundles and task vectors.
+    """An open safetensors file with a manifest and a seal. Base class of bundles and task vectors.
 
     Attributes:
         path: Location of the file.
@@ -126,7 +126,7 @@ class SealedFile:
             raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
-        """Returns how a tensor's SHA-256 differs from the one in the manifest; None if it does not.
+        """Returns a description of how a tensor's SHA-256 differs from the one in the manifest; None if it does not.
 
         Args:
             name: Name of the tensor.
@@ -142,7 +142,7 @@ class SealedFile:
         return self._problems_of(name)[1]
 
     def _problems_of(self, name: str) -> tuple[str | None, str | None]:
-        """Runs both checks once, in a single pass over chunks, so that memory use stays constant."""
+        """Runs both checks on first use, in a single pass over chunks, so that memory use stays constant."""
         if name not in self._problems:
             content, first, spec = sha256(), None, self.tensors[name]
             for start in range(0, spec.nbytes, _CHUNK):
@@ -191,7 +191,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """Size of the same matrices as dense float32; diagonal matrices count as their diagonals."""
+        """Size in bytes of the same matrices as dense float32; diagonal matrices count as vectors."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:

@@ -1,4 +1,4 @@
-"""Consistency checks of a manifest against the tensors of its file. Only shapes are used; no tensor is read.
+"""Consistency checks of a manifest against the tensors of its file. No tensor is read.
 
 `LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
 of `kfacpack.curvature.matrices`. The values of a matrix are in its tensor `data`. If `data` is I8, a tensor `scale`
@@ -97,7 +97,7 @@ LAYOUTS: Mapping[str, MatrixLayout] = {
 
 
 def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
-    """Checks that a matrix has exactly the tensors that its form requires. Reads no tensor.
+    """Checks that a matrix has exactly the tensors that its form requires, without reading them.
 
     Args:
         path: The file, for error messages.

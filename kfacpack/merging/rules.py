@@ -67,7 +67,7 @@ class Combination:
 
 
 class MergeRule(ABC):
-    """A way to combine the terms of all inputs into fewer terms.
+    """Base class of merge rules, which combine the terms of all inputs into fewer terms.
 
     Args:
         rank: Number of terms to keep, for rules that have a rank.
@@ -104,7 +104,7 @@ class MergeRule(ABC):
             losses: The losses of the merged curvature or of one of its blocks.
 
         Returns:
-            The relative error; 0 if no loss of this rule is recorded, None if its size was not measured.
+            The relative error; 0 if no loss of this rule is recorded, None if the loss was not measured.
         """
         own = [loss.frobenius for loss in losses if loss.step == self.step]
         return own[-1] if own else 0.0
@@ -143,7 +143,7 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the data of the merged curvature if it is one dataset, else None."""
+        """Returns the data of the merged curvature if it is a single dataset, else None."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:

@@ -60,7 +60,7 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
             names = ", ".join(sorted(filter(None, available))) or "unnamed tasks only"
             raise KfacpackError(f"no input contains the task {task!r}; the inputs contain {names}")
     if not kept:
-        raise KfacpackError(f"no input remains without {', '.join(tasks)}")
+        raise KfacpackError(f"no input remains after the removal of {', '.join(tasks)}")
     remaining = []
     for index, item in kept:
         merged = item
@@ -118,7 +118,7 @@ def _subtract_block(
     own = part.blocks.get(block.name)
     whole = block.structure
     if own is None or own.join != block.join or len(own.structure.sides) != len(whole.sides) or len(whole.weights) > 1:
-        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches the one of {merged.name}")
+        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches that of {merged.name}")
     weights = own.structure.weights
     sides = [(*matrices, *removed) for matrices, removed in zip(whole.sides, own.structure.sides, strict=True)]
     G = [others / remaining, -factor * others / remaining]

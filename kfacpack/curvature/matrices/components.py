@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _TILE = 512
 """Side of the tiles in which large matrices are traversed."""
 _SMALL_SIDE = 64
-"""On the CPU, matrices up to this side are also unpacked by one gather."""
+"""Matrices of at most this side are unpacked by a single gather on the CPU, as they always are on a GPU."""
 
 
 def pack(full: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ class InMemoryTensors(MatrixTensors):
 
 
 class SpecTensors(MatrixTensors):
-    """Components without values, for the size of a matrix that is not computed yet."""
+    """Components without values, which give the size of a matrix before it is computed."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs
