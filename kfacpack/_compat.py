@@ -56,7 +56,7 @@ EXTRAS: dict[Extra, tuple[str, ...]] = {
     "report": ("matplotlib", "jinja2"),
     "timm": ("timm",),
 }
-"""Packages by extra, as in pyproject.toml."""
+"""Packages of each extra, as in pyproject.toml."""
 
 _MODULES = {
     "fonttools": "fontTools",
@@ -66,7 +66,7 @@ _MODULES = {
     "scikit-image": "skimage",
     "scikit-learn": "sklearn",
 }
-"""Top-level modules by package, if their names differ."""
+"""Import names of packages, where they differ from the names for pip."""
 
 
 def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack") -> None:

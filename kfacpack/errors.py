@@ -1,4 +1,4 @@
-"""Exceptions that kfacpack raises for invalid input, and helpers for the text of messages.
+"""Exceptions that kfacpack raises for invalid input, and helpers for their messages.
 
 Every message names the file or object, the actual and the expected value and, if there is one, a remedy.
 """

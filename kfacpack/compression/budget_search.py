@@ -1,4 +1,4 @@
-"""Searches for one codec per matrix that minimises the total error within a number of bytes.
+"""Chooses one codec per matrix so that the total error is minimal within a given number of bytes.
 
 `Candidates` has the sizes and errors of the codecs for each matrix. Matrices on the same side of a block with several
 terms form a *group* and share one codec, because their error depends on all of them jointly. In the curvature of a
@@ -87,9 +87,9 @@ class Option:
     chain: CodecChain
     """The codec that was requested."""
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
-    """By the id of each matrix, the steps that were applied and the result, of which only the shapes are kept."""
+    """The applied steps and the compressed matrix, of which only shapes are kept, by the id of each matrix."""
     sides: Mapping[tuple[int, ...], FactorPair]
-    """By the ids of the matrices on one side of a block, the inner products before and after compression."""
+    """Inner products before and after compression, by the ids of the matrices on one side of a block."""
     nbytes: int
     """Size of the group in a file."""
 
@@ -99,7 +99,7 @@ class MatrixGroup:
     """The distinct options of a group of matrices."""
 
     options: tuple[Option, ...]
-    """The first option leaves the matrices unchanged."""
+    """The options, of which the first leaves the matrices unchanged."""
     option_of: Mapping[CodecChain, int]
     """Index of the option that each candidate results in; several candidates may have the same result."""
 
@@ -111,7 +111,7 @@ class ErrorTable:
     groups: tuple[int, ...]
     """Index of the group on each side."""
     moments: tuple[Tensor, ...]
-    """See `moment_table`; each has one dimension per side."""
+    """The result of `moment_table`; each tensor has one dimension per side."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +305,7 @@ class BudgetSearch:
         return min((picks for picks in totals if totals[picks].random <= allowed), key=rank)
 
     def single(self) -> dict[OptionIndices, CodecChain]:
-        """Returns the choices that result from one codec for all matrices, with the codec."""
+        """Returns the choices that use one codec for all matrices, with that codec."""
         choices: dict[OptionIndices, CodecChain] = {}
         for chain in self._option_of[0]:
             choices.setdefault(tuple(option_of[chain] for option_of in self._option_of), chain)
@@ -431,7 +431,7 @@ class OptionChange:
 
 
 def _objective(lost: Any, trace: Any, along: Any, rate: float) -> Any:
-    """Returns the objective, for numbers or arrays."""
+    """Computes the objective of numbers or arrays."""
     return 2 * lost + trace**2 + rate * along
 
 

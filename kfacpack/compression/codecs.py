@@ -107,7 +107,7 @@ def float_type(matrix: Matrix) -> torch.dtype:
 
 
 def copy_counts(matrix: Matrix, source: Matrix) -> Matrix:
-    """Copies the numbers of examples and positions from `source` to `matrix`, and returns it."""
+    """Copies the numbers of examples and positions from `source` to `matrix`, and returns `matrix`."""
     matrix.examples, matrix.positions = source.examples, source.positions
     return matrix
 
@@ -135,7 +135,7 @@ class BlockCodec(Codec):
         return f"block:{self.count}"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if there are more blocks than rows."""
+        """Returns the components of the compressed matrix, or None if there are more blocks than rows."""
         if self.count > matrix.side:
             return None
         shape = (self.count, triangle_length(widest_block(matrix.side, self.count)))
@@ -170,7 +170,7 @@ class PruneCodec(Codec):
         return f"prune:{100 * self.fraction:.8g}%"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if no entry would be kept."""
+        """Returns the components of the compressed matrix, or None if no entry would be kept."""
         count = round(self.fraction * triangle_length(matrix.side))
         if not count:
             return None
@@ -190,7 +190,7 @@ class SvdCodec(Codec):
     """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
 
     size: int | float
-    """The rank as an int, or its fraction of the side as a float."""
+    """The rank, as an int, or the rank as a fraction of the side, as a float."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -213,7 +213,7 @@ class SvdCodec(Codec):
         return self.size if isinstance(self.size, int) else ceil(self.size * side)
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if the rank exceeds the side."""
+        """Returns the components of the compressed matrix, or None if the rank exceeds the side."""
         rank = self.rank(matrix.side)
         if rank > matrix.side:
             return None
@@ -260,7 +260,7 @@ class HalfCodec(NumberCodec):
     """Dtype in the file."""
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, with `data` in two bytes per value and without `scale`."""
+        """Returns the components of the compressed matrix, with `data` in two bytes per value and without `scale`."""
         specs = {name: spec for name, spec in matrix.components.specs.items() if name != "scale"}
         return {**specs, "data": (self.file_type, specs["data"][1])}
 
@@ -307,7 +307,7 @@ class Int8Codec(NumberCodec):
     usage = "int8"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if the form has no int8 variant."""
+        """Returns the components of the compressed matrix, or None if the form has no int8 variant."""
         if not matrix.may_be_int8:
             return None
         shape = matrix.components.specs["data"][1]

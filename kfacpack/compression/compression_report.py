@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix
 
     EncodedMatrices = Mapping[int, tuple[CodecChain, Matrix]]
-    """By the id of each original matrix, the steps that were applied and the compressed matrix."""
+    """The applied steps and the compressed matrix, by the id of each original matrix."""
     QuadraticPair = tuple[float, float]
     """`quadratic` on a task vector, before and after compression."""
     Measure = Callable[[CurvatureBlock, CurvatureBlock], QuadraticPair]
     """A function that computes `quadratic` of a block before and after compression."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
-    """By the ids of the original matrices on one side of a block, their inner products."""
+    """The inner products of one side of a block, by the ids of the original matrices on it."""
 
 
 _PANEL = 2**18

@@ -168,7 +168,7 @@ def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
 
 
 class BlockStructure(ABC):
-    """The structure of a block: how its matrices make up G."""
+    """The structure of a block, which defines how G is composed of matrices."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
@@ -219,7 +219,7 @@ class BlockStructure(ABC):
 
     @abstractmethod
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns why the matrices cannot act on a (rows, columns) matrix, or None if they can.
+        """Returns the reason why the matrices cannot act on a (rows, columns) matrix, or None if they can.
 
         Args:
             rows: Number of rows of ΔW.
@@ -293,7 +293,7 @@ class Kronecker(BlockStructure):
         return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields B and A of every term, as "B" and "A", or as "B.0", "A.0", "B.1", … if there are several terms."""
+        """Yields B and A of every term with the roles "B" and "A", or "B.0", "A.0", "B.1", … for several terms."""
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
@@ -305,12 +305,12 @@ class Kronecker(BlockStructure):
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """The B of every term and the A of every term."""
+        """The matrices B of all terms, and the matrices A of all terms."""
         return tuple(B for B, _, _ in self.terms), tuple(A for _, A, _ in self.terms)
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
-        """Builds the structure from its weights and (all B, all A)."""
+        """Builds the structure from its weights and its sides, (all B, all A)."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
@@ -368,7 +368,7 @@ class Whole(BlockStructure):
         return multiply(self.matrix, delta.reshape(*delta.shape[:-2], -1, 1)).reshape(delta.shape)
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields the matrix, as "G"."""
+        """Yields ("G", matrix)."""
         yield "G", self.matrix
 
     @property

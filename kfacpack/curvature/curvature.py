@@ -299,7 +299,7 @@ class Curvature(PretrainedMixin):
         max_shard_size: int | str | None = None,
         on_progress: OnProgress = lambda done, total: None,
     ) -> None:
-        """Writes the bundle atomically.
+        """Saves the curvature as a bundle, which is written atomically.
 
         Args:
             path: File to write, by convention `*.kfac`. If the name ends in `.kfac.index.json`, the bundle is divided
@@ -325,7 +325,7 @@ class Curvature(PretrainedMixin):
 
 
 def load(path: str | os.PathLike[str]) -> Curvature:
-    """Opens a bundle.
+    """Loads a curvature from a bundle.
 
     Only the header is read. Tensors are memory-mapped, and read and checked when they are used.
 

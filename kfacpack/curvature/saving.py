@@ -100,7 +100,7 @@ def parse_shard_size(size: int | str) -> int:
     try:
         return parse_size(size, 0) or parse_size("", 0)
     except KfacpackError as error:
-        raise KfacpackError(f"maximum size of a shard {size!r}: expected a size such as 500MB or 2GB") from error
+        raise KfacpackError(f"maximum shard size {size!r}: expected a size such as 500MB or 2GB") from error
 
 
 def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack: bool = True) -> None:

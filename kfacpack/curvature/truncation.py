@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from kfacpack.format.manifest import Piece
 
 LowRankPair: TypeAlias = tuple[Tensor, Tensor]
-"""U (m, r) and V (r, n)."""
+"""The factors U (m, r) and V (r, n) of a low-rank matrix."""
 KroneckerTerm: TypeAlias = tuple[Tensor, Tensor, float]
-"""R (m, m), C (n, n) and the weight of R ⊗ C."""
+"""The matrices R (m, m) and C (n, n), and the weight of R ⊗ C."""
 
 _DAMPINGS = (1e-8, 1e-6)
 """Multiples of the mean eigenvalue that are added to a factor, tried in this order."""

@@ -30,7 +30,7 @@ class Verification:
     sha256: str
     """Digest of the file."""
     checks: tuple[CheckResult, ...]
-    """The checks that were run."""
+    """The result of each check."""
 
     @property
     def holds(self) -> bool:

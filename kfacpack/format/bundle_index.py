@@ -35,7 +35,7 @@ INDEX_SUFFIX = ".kfac.index.json"
 SHARD_SUFFIX = ".kfac.shard"
 INDEX_VERSION = "1.3"
 MAX_INDEX_BYTES = 4 * MAX_HEADER_BYTES
-"""Maximum size of an index; quotes in the header are escaped twice."""
+"""Maximum size of an index in bytes. It exceeds that of a header, because the index escapes the quotes in it again."""
 
 
 class ShardEntry(NamedTuple):

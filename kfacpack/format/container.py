@@ -136,7 +136,7 @@ class TensorSpec:
 
 
 class Container:
-    """An open safetensors file. The header is read on opening, tensors on access.
+    """An open safetensors file. The header is read when the file is opened, tensors when they are accessed.
 
     The file stays open, so the checked file is also the one that is read later, even if another file is renamed over
     it. If the file is modified in place, the next access raises an error.
@@ -280,7 +280,7 @@ def _read_at(descriptor: int, target: memoryview, position: int) -> int:
     return len(part)
 
 
-def json_values(text: bytes) -> int:
+def json_value_bound(text: bytes) -> int:
     """Returns an upper bound on the number of values in a JSON text, without parsing it."""
     return sum(map(text.count, (b",", b"[", b"{")))
 
@@ -313,7 +313,7 @@ def parse_json(
     Raises:
         BundleError: If the text is not such an object, or contains too many values.
     """
-    if json_values(text) > MAX_JSON_VALUES:
+    if json_value_bound(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ _show_bars: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
 
 @contextmanager
 def progress_bars(*, show: bool) -> Iterator[None]:
-    """Sets whether huggingface_hub draws progress bars inside this context. By default it does not.
+    """Sets whether huggingface_hub draws progress bars inside this context. By default, it does not.
 
     Args:
         show: Whether to draw them.

@@ -134,7 +134,7 @@ class Base(Entry):
     revision: Name | None = None
     """Pretrained tag or commit."""
     sha256: Digest
-    """Digest of the covered parameters, see `base_digest`."""
+    """Digest of the covered parameters; see `base_digest`."""
     parameters: Annotated[tuple[Parameter, ...], FailFast(), Field(min_length=1)]
     """The covered parameters in state-dict order."""
 
@@ -162,7 +162,7 @@ class Function(Entry):
     at: Literal["base"] = "base"
     """The point of linearisation."""
     detail: Text | None = None
-    """Further description."""
+    """Additional description of f."""
 
 
 class OutputScale(Entry):
@@ -368,7 +368,7 @@ class Piece(Entry):
 
 
 class Join(Entry):
-    """How parameters form the matrix of a block, `rows` × `columns`. The pieces tile it.
+    """How parameters form the matrix of a block, `rows` × `columns`. The pieces tile this matrix.
 
     Example:
         >>> weight, bias = kp.Piece(parameter="fc.weight"), kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -389,7 +389,7 @@ class Term(Entry):
 
 
 class BlockEntry(Entry):
-    """The fields that blocks of all structures have in common."""
+    """Fields that are common to blocks of all structures."""
 
     name: Name
     operation: Name
@@ -442,7 +442,7 @@ class MatrixEntry(Entry):
 
     name: Name
     form: Name
-    """How the matrix is stored, see `kfacpack.format.schema.LAYOUTS`."""
+    """How the matrix is stored; see `kfacpack.format.schema.LAYOUTS`."""
     version: Annotated[StrictInt, Field(ge=1)] = 1
     """Version of the form."""
     side: Side

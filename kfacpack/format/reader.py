@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfacpack.format.reference import FileLocation
 
     CheckProgress = Callable[[str, int, int], None]
-    """Called with the name of a check, the number of items checked so far and their total."""
+    """A callback. Its arguments are the name of a check, the number of items checked so far and their total."""
 
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
@@ -159,7 +159,7 @@ class SealedFile:
 
 
 class Bundle(SealedFile):
-    """An open `.kfac` file. The manifest is read on opening, tensors on access.
+    """An open `.kfac` file. The manifest is read when the file is opened, tensors when they are accessed.
 
     Attributes:
         path: Location of the file.

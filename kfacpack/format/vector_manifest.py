@@ -81,7 +81,7 @@ class HeadEntry(Entry):
     """The classes and the origin of a head. The weights of the head are tensors of the file."""
 
     origin: HeadOrigin
-    """Source of its weights: texts, words or prototypes."""
+    """Source of the weights: texts, words or prototypes."""
     classes: Annotated[tuple[Text, ...], FailFast(), Field(min_length=1)]
     """Class names in the order of the logits."""
 
@@ -262,7 +262,7 @@ class ParameterStorage(Entry):
 
     @model_serializer(mode="wrap")
     def _without_entries(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out the key of version 1.2 if it is empty, so that other files stay the same."""
+        """Omits the key of version 1.2 if it is empty, so that the bytes of other files do not change."""
         return {key: value for key, value in handler(self).items() if key != "entries" or value is not None}
 
     @property
@@ -346,7 +346,7 @@ class VectorManifest(AboutVector):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out keys of version 1.1 that are empty, so that files without its features stay the same."""
+        """Omits empty keys of version 1.1, so that the bytes of files of version 1.0 do not change."""
         return {key: value for key, value in handler(self).items() if value or key not in _KEYS_OF_1_1}
 
     def specs(self) -> dict[str, Spec]:

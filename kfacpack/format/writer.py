@@ -30,7 +30,7 @@ from kfacpack.format.container import (
     SealKeys,
     Spec,
     TensorSpec,
-    json_values,
+    json_value_bound,
     seal,
 )
 from kfacpack.format.reference import is_reference
@@ -366,7 +366,7 @@ def _frame_header(
         entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
     body = _compact_json(entries).encode("ascii")
     body += b" " * (-len(body) % 8)
-    values = max(map(json_values, (body, *(text.encode() for text in texts))))
+    values = max(map(json_value_bound, (body, *(text.encode() for text in texts))))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         size = f"{len(body)} bytes and {values} values"
         problem = f"its header would have {size}, but at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"

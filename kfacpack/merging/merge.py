@@ -87,7 +87,7 @@ class MergeReport:
 
     @property
     def partial(self) -> tuple[BlockMergeReport, ...]:
-        """Reports of the blocks that some inputs do not have."""
+        """Reports of the blocks that are missing in some inputs."""
         return tuple(block for block in self.blocks if block.missing)
 
 

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix, Operator
 
     LinearMap = Callable[[Tensor], Tensor]
-    """Maps a (rows, columns) matrix to another."""
+    """A function that maps a (rows, columns) matrix to another."""
     WeightedProduct = tuple[float, tuple[Operator, ...]]
-    """Weight, and one operator per side."""
+    """A weight and one operator per side."""
 
 
 WIDE_SIDE = 512
@@ -51,9 +51,9 @@ WIDE_SIDE = 512
 DIRECT_ENTRIES = 1024
 """Blocks of Kronecker products with at most this many entries are solved as one dense matrix."""
 DIRECT_WHOLE_ENTRIES = 4096
-"""Blocks that are one whole matrix are solved directly up to this many entries."""
+"""Blocks that are one whole matrix are solved directly if they have at most this many entries."""
 EIGENVECTOR_SIDE = 1024
-"""Up to this side, the preconditioner uses eigenvectors, which take less time than the iterations that they save."""
+"""Up to this side, the preconditioner uses eigenvectors; computing them takes less time than the iterations saved."""
 _FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
 
 
@@ -62,7 +62,7 @@ class SolveTerm:
     """One summand w <W − W_t, G (W − W_t)> of the objective."""
 
     weight: float
-    """w, positive."""
+    """The weight w, which is positive."""
     structure: BlockStructure
     """The structure of G."""
     target: Tensor
@@ -187,7 +187,7 @@ class _System:
         self.right = self._right_side()
 
     def _products(self, term: SolveTerm) -> list[WeightedProduct]:
-        """Returns the products that are the terms of a structure."""
+        """Returns the weighted products whose sum is w G."""
         structure = term.structure
         return [
             (term.weight * weight, tuple(self._cache(matrix, self.dtype) for matrix in matrices))

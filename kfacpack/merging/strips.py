@@ -55,7 +55,7 @@ class StripLayout(ABC):
     """The common layout of matrices of the same side: the order of their entries, and which of them occur twice."""
 
     side: int
-    """n of the (n, n) matrices."""
+    """Side n of the matrices."""
     shape: Shape
     """Shape of the component `data` of a matrix in this layout."""
 

@@ -34,7 +34,7 @@ _SMALL_SIDE = 64
 
 
 def pack(full: Tensor) -> Tensor:
-    """Packs (..., n, n) to (..., n(n+1)/2). Values above the diagonal are not read."""
+    """Packs the lower triangles of (..., n, n) matrices to (..., n(n+1)/2). Other values are not read."""
     if full.device.type != "cpu":
         return pack(full.cpu()).to(full.device)
     side = full.shape[-1]
@@ -207,7 +207,7 @@ class MatrixTensors(ABC):
 
 
 class InMemoryTensors(MatrixTensors):
-    """Components in memory."""
+    """Components that are stored in memory."""
 
     def __init__(self, **tensors: Tensor):
         self._tensors = tensors

@@ -1,4 +1,4 @@
-"""Matrices without approximation: `Packed` stores the lower triangle, `Dense` all n² values.
+"""Matrices that are stored exactly: `Packed` stores the lower triangle, `Dense` all n² values.
 
 `Packed` is the default form in files and takes half the bytes, without loss. `Dense` is used for matrices that are
 being computed or multiplied.
@@ -219,7 +219,7 @@ class Dense(Matrix):
         return DenseOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor, without a copy if it has this dtype."""
+        """Returns M as an (n, n) tensor, without a copy if the values have this dtype."""
         return self.float_values(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:

@@ -143,12 +143,12 @@ class Operator(ABC):
 
 
 class StoredOperator(Operator):
-    """Multiplies by a matrix whose tensors are kept as they are stored. They are unpacked for each product.
+    """Multiplies by a matrix that is kept in its stored form and unpacked for each product.
 
     Args:
-        matrix: The matrix, with valid values.
+        matrix: The matrix. Its values are validated.
         dtype: Floating-point tensors with wider elements are converted to this dtype.
-        device: Device of the tensors; None for the device that they are on.
+        device: Device to which the tensors are copied; None leaves them where they are.
     """
 
     def __init__(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | None = None):
@@ -340,7 +340,7 @@ class Matrix(ABC):
         return TORCH_TYPES[self.components.specs["data"][0]]
 
     def float_values(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Returns `data` in floating point and in its own shape; int8 values are multiplied by their scale.
+        """Returns `data` as floating-point values, in the shape of `data`; int8 values are multiplied by their scale.
 
         Args:
             dtype: Dtype of the result.

@@ -135,7 +135,7 @@ class BlockDiagonal(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, count: int, *, psd: bool = True) -> BlockDiagonal:
-        """Keeps the diagonal blocks of an (n, n) tensor.
+        """Builds a block-diagonal matrix from the diagonal blocks of an (n, n) tensor.
 
         Args:
             matrix: Square floating-point tensor; only the lower triangles of the blocks are read.
@@ -361,7 +361,7 @@ class Sparse(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, fraction: float) -> Sparse:
-        """Keeps the entries of largest magnitude.
+        """Builds a sparse matrix from the entries of largest magnitude of a dense one.
 
         Args:
             matrix: Square floating-point tensor, (n, n); only its lower triangle is read.
