@@ -414,7 +414,7 @@ class OptionChange:
     second: int | None
     """Group on the second side; None if there is no other group."""
     nbytes: NDArray[np.float64]
-    """Sizes, (options of the first, options of the second or 1)."""
+    """Size of each combination of options, (options of the first group, options of the second group or 1)."""
     tables: Sequence[tuple[tuple[int, ...], NDArray[np.float64]]]
     """Groups and losses of all affected blocks."""
 

@@ -40,7 +40,7 @@ class CodecChoice:
     name: str
     """Name of the choice in the losses of the curvature: the codec, or "budget"."""
     chain_for: Callable[[Matrix], CodecChain]
-    """Returns the codec of a matrix."""
+    """Function that returns the codec of a matrix."""
 
 
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:

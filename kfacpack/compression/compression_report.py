@@ -275,7 +275,7 @@ def assemble_report(
         encoded: The compressed matrices, by the ids of the original ones.
         sides: The inner products of each side.
         counted: Ids of the compressed matrices of earlier blocks; those of this block are added.
-        measure: Computes `quadratic` on a task vector before and after compression; None without a task vector.
+        measure: Function that computes `quadratic` on a task vector before and after compression, or None.
 
     Returns:
         The compressed block and its report.

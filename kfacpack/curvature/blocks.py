@@ -176,7 +176,7 @@ class BlockStructure(ABC):
 
         Args:
             delta: ΔW, (rows, columns); with leading dimensions if `multiply` supports them.
-            multiply: Computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
+            multiply: Function that computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
 
         Returns:
             G ΔW, in the shape of ΔW.
@@ -214,7 +214,7 @@ class BlockStructure(ABC):
         """Returns the same structure with every matrix mapped by `function`.
 
         Args:
-            function: Called with each matrix; returns the matrix that replaces it.
+            function: Function that returns the replacement of a matrix.
         """
 
     @abstractmethod

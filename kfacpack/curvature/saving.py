@@ -87,7 +87,7 @@ def save(
 
 
 def _shifted(on_progress: OnProgress, done: int, total: int) -> OnProgress:
-    """Returns a callback for one part of the work, after `done` of `total` items."""
+    """Returns a callback for a part of the work that begins after `done` of `total` items."""
     return lambda number, _: on_progress(done + number, total)
 
 

@@ -95,7 +95,7 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
 
     Args:
         expected: The manifest entry.
-        weights: Reads the model's parameters.
+        weights: Function that reads the model's parameters.
 
     Returns:
         A description of the first difference, or None if dtype, shape and bytes are equal.

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfacpack.format.reference import FileLocation
 
     CheckProgress = Callable[[str, int, int], None]
-    """A callback. Its arguments are the name of a check, the number of items checked so far and their total."""
+    """Callback that receives the name of a check, the number of items checked so far and their total."""
 
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
@@ -303,13 +303,13 @@ class CheckResult:
 def run_check(
     name: str, subjects: Iterable[str], failure: Callable[[str], CheckFailure | None], on_progress: CheckProgress
 ) -> CheckResult:
-    """Checks every subject and collects all failures.
+    """Runs a check on every item and collects the failures.
 
     Args:
         name: Name of the check.
         subjects: Names of the items to check.
-        failure: Returns the failure of one item, or None.
-        on_progress: Called before each item and at the end.
+        failure: Function that returns the failure of an item, given its name, or None.
+        on_progress: Called before each item and at the end, with the same arguments as `CheckProgress`.
 
     Returns:
         The number of items and the failures.
@@ -332,8 +332,8 @@ def check_tensors(
     Args:
         name: Name of the check.
         bundle: The open file.
-        problem: Returns a description of the problem with a tensor, given its name, or None.
-        on_progress: Called with the progress of the check.
+        problem: Function that describes the problem of a tensor, given its name, or returns None.
+        on_progress: Called with the name of the check, the number of items checked and their total.
 
     Returns:
         The number of tensors and the failures.
@@ -351,8 +351,8 @@ def check_model(bundle: Bundle, weights: WeightReader, on_progress: CheckProgres
 
     Args:
         bundle: The open bundle.
-        weights: Reads the model's parameters.
-        on_progress: Called with the progress of the check.
+        weights: Function that reads the model's parameters.
+        on_progress: Called with the name of the check, the number of items checked and their total.
 
     Returns:
         The number of parameters and the failures.

@@ -11,7 +11,7 @@ from kfacpack.errors import KfacpackError, printable
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 OnProgress = Callable[[int, int], None]
-"""A callback. Its arguments are the number of items done and their total."""
+"""Callback that receives the number of items done and their total."""
 
 
 def parse_size(size: str | int, whole: int) -> int:

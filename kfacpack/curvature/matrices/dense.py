@@ -79,7 +79,7 @@ class OperatorCache:
         self._operators: dict[tuple[int, torch.dtype], tuple[Matrix, Operator]] = {}
 
     def keep_only(self, matrices: Iterable[Matrix]) -> None:
-        """Drops the operators of all matrices except these."""
+        """Drops all operators except those of the given matrices."""
         kept = {id(matrix) for matrix in matrices}
         self._operators = {key: value for key, value in self._operators.items() if key[0] in kept}
 
