@@ -202,7 +202,7 @@ class SvdCodec(Codec):
         """Parses a rank or a percentage."""
         size = parse_count(argument) or parse_percentage(argument)
         if size is None:
-            raise cls.argument_error(argument, "where R is the rank or P its percentage of the side, such as svd:32 or svd:25%")
+            raise cls.argument_error(argument, "a rank or a percentage of the side, such as svd:32 or svd:25%")
         return cls(size)
 
     def __str__(self) -> str:

@@ -407,7 +407,7 @@ def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
         if (bound := negative_eigenvalue_bound(matrix_of(bundle, name))) is None:
             return None
         tensor = bundle.matrices[name].components["data"]
-        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, more than rounding can explain"
+        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which is not a rounding error"
         return CheckFailure(f"tensor {tensor!r}", problem)
 
     declared = [name for name, entry in bundle.matrices.items() if entry.psd]

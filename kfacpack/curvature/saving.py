@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Default maximum size of a shard."""
+"""Default maximum size of a shard in bytes."""
 
 
 def save(

@@ -114,9 +114,9 @@ class ShardedContainer(Container):
                 self.path, problem, None, f"Put all {len(self.shards)} shards into the folder of the index"
             ) from error
         if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
-            digest = (container.metadata.get(SEAL_KEY) or "no digest")[:16]
-            found = f"{container.nbytes} bytes and {digest}, expected {shard.nbytes} bytes and {shard.sha256[:16]}"
-            problem = f"its shard {shard.file} belongs to another bundle or is damaged: it has {found}"
+            digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
+            found = f"{container.nbytes} bytes, digest {digest}; expected {shard.nbytes} bytes, digest {shard.sha256[:16]}"
+            problem = f"its shard {shard.file} belongs to another bundle or is damaged: {found}"
             raise BundleError(self.path, problem, None, download_again(self.path))
         return container
 

@@ -350,7 +350,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
     """Returns the length prefix and the header, verbatim."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
-        raise BundleError(path, f"only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
+        raise BundleError(path, f"is only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)

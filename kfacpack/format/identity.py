@@ -83,7 +83,7 @@ def describe(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
 
     Args:
         name: Name in the state dict.
-        dtype: safetensors dtype.
+        dtype: Name of the dtype in safetensors.
         shape: Shape of the parameter.
         data: Its bytes, row-major and little-endian.
     """

@@ -95,7 +95,7 @@ class Parameter(Entry):
     name: Name
     """Name in the state dict."""
     dtype: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
-    """safetensors dtype."""
+    """Name of the dtype in safetensors."""
     shape: Annotated[tuple[Dimension, ...], FailFast(), Field(max_length=8)]
     sha256: Digest
     """SHA-256 of the bytes, row-major and little-endian."""

@@ -158,7 +158,7 @@ class SolvedBlock(Entry):
 
 
 class MethodEntry(Entry):
-    """The method that merged the addends, if it is not a plain sum. The addends' coefficients are their α.
+    """The method that merged the addends, if it is not a plain sum. The coefficient of each addend is its α.
 
     Example:
         >>> merged = kp.add(vectors, "curvature", bundles=bundles)

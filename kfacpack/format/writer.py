@@ -45,7 +45,7 @@ ABANDONED_AFTER = 3600
 
 
 class SealedManifest(Protocol):
-    """The methods of a manifest that the writer uses."""
+    """The methods of a manifest that the writer calls."""
 
     def with_digests(self, digests: Mapping[str, str]) -> SealedManifest:
         """Returns a copy with the SHA-256 of each tensor filled in."""
