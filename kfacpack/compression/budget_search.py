@@ -282,7 +282,7 @@ class BudgetSearch:
 
         Args:
             limit: Maximum size of the matrices in bytes.
-            single: Choices of a single codec for all matrices, which are considered regardless of their size.
+            single: Choices that use one codec for all matrices. They are considered regardless of their size.
 
         Returns:
             The best choice, or None if no choice is small enough.

@@ -68,7 +68,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     if is_index(location):
         return ShardedContainer(location)
     if isinstance(location, Path) and not location.exists() and (index := index_path(location)).is_file():
-        raise BundleError(path, "no such file", None, f"The bundle has several files: use {index}")
+        raise BundleError(path, "no such file", None, f"The bundle is stored in several files: pass {index}")
     return Container(location)
 
 
@@ -115,7 +115,8 @@ class ShardedContainer(Container):
             ) from error
         if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
             digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
-            found = f"{container.nbytes} bytes, digest {digest}; expected {shard.nbytes} bytes, digest {shard.sha256[:16]}"
+            expected = f"expected {shard.nbytes} bytes, digest {shard.sha256[:16]}"
+            found = f"{container.nbytes} bytes, digest {digest}; {expected}"
             problem = f"its shard {shard.file} belongs to another bundle or is damaged: {found}"
             raise BundleError(self.path, problem, None, download_again(self.path))
         return container

@@ -319,7 +319,7 @@ def _check_blocks(inputs: Sequence[MergeInput], allow_partial: bool) -> None:
         for parameter, names in _partition(item).items():
             other, first_names = partition.setdefault(parameter, (item, names))
             if first_names != names:
-                raise _incompatible(other, item, f"divide the parameter {parameter!r} into different blocks")
+                raise _incompatible(other, item, f"assign the parameter {parameter!r} to different blocks")
         for name, block in item.blocks.items():
             other = owner.setdefault(name, item)
             first_block = other.blocks[name]

@@ -176,7 +176,7 @@ class TakRule(MergeRule):
                 problem = f"was merged by 'optimal' at rank {merge.rank}, whose terms do not correspond to tasks"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
             if any(loss.step == PARTIAL for loss in item.curvature.about.losses):
-                problem = "has blocks that cover only some of its tasks, and does not record how many"
+                problem = "has blocks that cover only some of its tasks, but does not record how many"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
 
     def kronecker(self, terms: Terms) -> Combination:
