@@ -183,7 +183,7 @@ def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
 def moment_table(
     weights: Sequence[float], sides: Sequence[FactorPair]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the fields of `Moments` for alternatives of the sides.
+    """Computes the fields of `Moments` for all alternatives of the sides.
 
     Args:
         weights: Weight of each term.

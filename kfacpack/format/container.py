@@ -257,7 +257,8 @@ class Container:
         if self._file_state() != self._state:
             problem = "the file was modified in place since it was opened"
             where = f"tensor {name!r}" if name else None
-            raise BundleError(self.path, problem, where, "Open the file again. To replace an open file, write a new one and rename it")
+            remedy = "Open the file again. To replace an open file, write a new one and rename it"
+            raise BundleError(self.path, problem, where, remedy)
 
 
 def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:

@@ -334,7 +334,9 @@ class VectorManifest(AboutVector):
             shape = shapes[entry.name]
             size = prod(shape)
             if (entry.rank or 0) > min(side := shape[0] if shape else 1, size // side):
-                raise ValueError(f"the storage of {entry.name!r} has rank {entry.rank}, too high for {list(shape)}")
+                raise ValueError(
+                    f"the storage of {entry.name!r} has rank {entry.rank}, which is too high for shape {list(shape)}"
+                )
             if (count := entry.remainder or entry.entries or 0) > size:
                 form = "remainder" if entry.remainder else "sparse change"
                 raise ValueError(f"the {form} of {entry.name!r} has {count} entries, expected at most {size}")

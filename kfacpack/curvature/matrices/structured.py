@@ -322,8 +322,8 @@ _SPARSE_COST = 16
 """Cost of multiplying by one sparse entry, relative to one dense entry.
 
 Filling in one entry of a dense matrix costs about as much. Measurements on 2 cores gave 8 to 14; with more cores, the
-dense product gains more. Products with wide matrices are therefore computed densely if more than one entry in sixteen is
-stored, and products with a single vector almost never."""
+dense product gains more. Products with wide matrices are therefore computed densely if more than one entry in sixteen
+is stored, and products with a single vector almost never."""
 
 
 class SparseOperator(Operator):
