@@ -1,7 +1,7 @@
 """The inputs of a merge: their provenance, weights and compatibility.
 
 The target of a merge is Σ w_t G_t. λ_t is a task's share of all examples, or of the weights that the user passes, and
-w_t = T λ_t: the weights of T tasks average one. An input that was itself merged from several tasks already contains
+w_t = T λ_t: the mean weight of T tasks is one. An input that was itself merged from several tasks already contains
 such weights and is multiplied by a single factor.
 
 Curvatures can be merged if they have the same base model, function f, metric, scaling and blocks, and were estimated
@@ -78,7 +78,7 @@ class MergeInput:
 
     @property
     def tasks(self) -> float:
-        """Number of tasks in the input: the sum of its weights, which average one over the tasks."""
+        """Number of tasks in the input: the sum of its weights, whose mean over the tasks is one."""
         return sum(parent.weight for parent in self.parents)
 
     @property
@@ -186,7 +186,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
         if not item.dataset_size:
             ones = ["1"] * len(inputs)
             raise KfacpackError(
-                f"{item.name}: does not record the size of its dataset, by which tasks are weighted. "
+                f"{item.name}: does not record the size of its dataset, which determines its weight. "
                 f"Pass one weight per input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
                 "or estimate the curvature with source=kp.Source(task=NAME, dataset_size=N)"
             )

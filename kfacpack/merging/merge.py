@@ -98,7 +98,7 @@ class MergeResult:
     curvature: Curvature
     """The merged curvature."""
     report: MergeReport
-    """Its approximation errors."""
+    """The approximation errors."""
 
 
 def merge(
@@ -110,7 +110,7 @@ def merge(
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
-    """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t that average one.
+    """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t whose mean is one.
 
     Blocks that are whole matrices or diagonals are summed exactly. For all others the approximation error is measured
     and recorded in the `losses` of the block. The merged matrices are computed when they are used or saved.

@@ -70,10 +70,10 @@ class MergeRule(ABC):
     """Base class of merge rules, which combine the terms of all inputs into fewer terms.
 
     Args:
-        rank: Number of terms to keep, for rules that have a rank.
+        rank: Number of terms to keep, for rules that take a rank.
 
     Raises:
-        KfacpackError: If the rank is not an integer, or not 1 for a rule that has no rank.
+        KfacpackError: If the rank is not an integer, or is not 1 for a rule that takes no rank.
     """
 
     name: ClassVar[str]
@@ -83,7 +83,7 @@ class MergeRule(ABC):
     keeps_sums: ClassVar[bool] = False
     """Whether the merged factors are weighted sums of the parents' factors, so that a parent can be subtracted."""
     ranked: ClassVar[bool] = False
-    """Whether the rule has a rank."""
+    """Whether the rule takes a rank."""
 
     def __init__(self, rank: int = 1):
         self.rank = rank

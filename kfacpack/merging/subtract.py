@@ -1,8 +1,8 @@
 """Subtraction of tasks from a merged curvature.
 
 `tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Suppose that T_D tasks D are removed, whose weights were
-multiplied by f when they were merged. The weights of the others are rescaled to average one again, and the result is,
-up to rounding, the merge of the other tasks alone:
+multiplied by f when they were merged. The weights of the others are rescaled so that their mean is one again, and the
+result is, up to rounding, the merge of the other tasks alone:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
 """
