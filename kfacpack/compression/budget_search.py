@@ -431,7 +431,7 @@ class OptionChange:
 
 
 def _objective(lost: Any, trace: Any, along: Any, rate: float) -> Any:
-    """Computes the objective of numbers or arrays."""
+    """Computes the objective from errors, which may be numbers or arrays."""
     return 2 * lost + trace**2 + rate * along
 
 

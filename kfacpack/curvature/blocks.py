@@ -378,7 +378,7 @@ class Whole(BlockStructure):
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """One side with one matrix."""
+        """A single side with one matrix."""
         return ((self.matrix,),)
 
     @classmethod

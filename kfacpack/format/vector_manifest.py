@@ -400,7 +400,7 @@ def head_name(number: int, tensor: Literal["weight", "bias"]) -> str:
 
     Args:
         number: Index of the task in the manifest.
-        tensor: Name of the tensor.
+        tensor: "weight" or "bias".
     """
     return f"{HEAD}.{number}.{tensor}"
 
@@ -410,7 +410,7 @@ def factor_name(number: int, factor: Literal["U", "V"]) -> str:
 
     Args:
         number: Index of the parameter in the manifest.
-        factor: Name of the factor.
+        factor: "U" or "V".
     """
     return f"{FACTORS}.{number}.{factor}"
 
@@ -420,7 +420,7 @@ def remainder_name(number: int, tensor: Literal["index", "value"]) -> str:
 
     Args:
         number: Index of the parameter in the manifest.
-        tensor: Name of the tensor.
+        tensor: "index" or "value".
     """
     return f"{REMAINDER}.{number}.{tensor}"
 
@@ -430,7 +430,7 @@ def sparse_name(number: int, tensor: Literal["mask", "value"]) -> str:
 
     Args:
         number: Index of the parameter in the manifest.
-        tensor: Name of the tensor.
+        tensor: "mask" or "value".
     """
     return f"{SPARSE}.{number}.{tensor}"
 

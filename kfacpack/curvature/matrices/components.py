@@ -87,7 +87,7 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
 
     Args:
         packed: Triangle, (..., n(n+1)/2).
-        side: n.
+        side: Side n of the matrix.
         scale: Factors (..., n), by which the rows of the triangle are multiplied.
 
     Returns:
