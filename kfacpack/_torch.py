@@ -144,7 +144,7 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
     """
     call: Any = node
     if not callable(call):
-        problem = f"{node.name()!r} is not an operation of torch, and its backward function cannot be called"
+        problem = f"{node.name()!r} is not an operation of torch, so its backward function cannot be called"
         raise KfacpackError(f"{problem}; estimate the model without torch.compile and custom autograd functions")
     gradients: list[Tensor | None] = [None] * output_count(node)
     gradients[output] = gradient

@@ -170,7 +170,7 @@ class MethodEntry(Entry):
     bundles: Annotated[tuple[Digest, ...], FailFast()] = ()
     """Digests of the bundles that the method used."""
     blocks: Annotated[tuple[SolvedBlock, ...], FailFast()] = ()
-    """Report of each block; empty for methods that do not solve for blocks."""
+    """Report of each block; empty for methods that do not solve for blocks separately."""
 
     @property
     def solved(self) -> tuple[SolvedBlock, ...]:
@@ -199,7 +199,7 @@ class MethodEntry(Entry):
 
     @property
     def objective(self) -> tuple[float, float]:
-        """The objective summed over all blocks, at the prior and of the result."""
+        """The sums of `before` and `after` over all blocks."""
         return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
 
     def multiplied(self, factor: float) -> MethodEntry:

@@ -53,7 +53,7 @@ class Terms:
     sharing: Sharing
     """How positions that share a weight are treated."""
     coordinates: tuple[Tensor, ...] = ()
-    """Coordinates of each side's matrices, of shape (K, K), see `strips.py`; empty for exact rules."""
+    """Coordinates of each side's matrices, of shape (K, K); see `strips.py`. Empty for exact rules."""
 
 
 @dataclass(frozen=True)
