@@ -1,6 +1,6 @@
-"""Checks of other packages, and workarounds for importing torchvision, timm, open_clip and transformers.
+"""Checks for required packages, and workarounds for importing torchvision, timm, open_clip and transformers.
 
-`require` reports a missing package with the extra that contains it, and an unsupported version with its remedy.
+`require` raises an error with the command to run if a package is missing or too old.
 `compiler_deferred` imports the libraries of models without loading torch's compiler, which takes two seconds and is
 usually not needed. `make_torchvision_importable` makes a CUDA build of torchvision importable next to a CPU-only torch.
 `silence_logging` suppresses the log messages that these libraries print to stderr.
@@ -56,7 +56,7 @@ EXTRAS: dict[Extra, tuple[str, ...]] = {
     "report": ("matplotlib", "jinja2"),
     "timm": ("timm",),
 }
-"""Packages by extra, as in pyproject.toml."""
+"""Packages of each extra, as in pyproject.toml."""
 
 _MODULES = {
     "fonttools": "fontTools",
@@ -66,19 +66,19 @@ _MODULES = {
     "scikit-image": "skimage",
     "scikit-learn": "sklearn",
 }
-"""Top-level modules by package, if their names differ."""
+"""Import names of packages, where they differ from the names for pip."""
 
 
 def require(*packages: str, extra: Extra | None = None, feature: str = "kfacpack") -> None:
-    """Checks that packages are installed in supported versions. Imports none of them.
+    """Checks that packages are installed in supported versions, without importing them.
 
     Args:
         *packages: Names of the packages for pip; by default all packages of the extra.
         extra: Extra of kfacpack that contains the packages; None for packages that kfacpack always needs.
-        feature: The feature that needs the packages, for the message.
+        feature: The feature that needs the packages, for the error message.
 
     Raises:
-        KfacpackError: If a package is missing or older than `MINIMUM`; the message has the command that installs it.
+        KfacpackError: If a package is missing or older than `MINIMUM`. The message contains the command to install it.
     """
     packages = packages or (EXTRAS[extra] if extra else ())
     if missing := [package for package in packages if find_spec(_MODULES.get(package, package)) is None]:
@@ -104,7 +104,7 @@ def missing_packages(packages: Sequence[str], *, extra: Extra | None, feature: s
 def _release(text: str) -> tuple[int, ...]:
     """Returns the release numbers of a version, without trailing zeros: (2, 6) for 2.6.0a0+git123.
 
-    Pre-releases and local builds count as their release.
+    Pre-release and local version suffixes are ignored.
     """
     match = re.match(r"\d+(\.\d+)*", text)
     numbers = [int(number) for number in match[0].split(".")] if match else []
@@ -187,11 +187,11 @@ OPERATORS = ("nms", "qnms")
 
 
 def make_torchvision_importable() -> None:
-    """Imports torchvision if it is installed, and declares operators that it lacks with a CPU-only torch.
+    """Imports torchvision if it is installed, even a CUDA build beside a CPU-only torch.
 
     PyPI's torchvision is a CUDA build. Its C extension does not load into a CPU-only torch; torchvision ignores that,
-    but then fails when it registers fake implementations for two operators of the extension. open_clip, timm and
-    transformers import torchvision for image transforms, which need neither operator.
+    but then fails when it registers fake implementations for two operators of the extension. This function declares
+    these operators. open_clip, timm and transformers import torchvision for image transforms, which need neither.
 
     The operators are declared only after the plain import failed because of them: a matching torchvision registers the
     same names itself, and torch allows each name once. A declared operator has no kernel, so calling it still raises an
@@ -217,7 +217,7 @@ def make_torchvision_importable() -> None:
 
 @contextmanager
 def silence_logging() -> Iterator[None]:
-    """Suppresses log records up to level ERROR.
+    """Suppresses log records up to and including level ERROR.
 
     The caller has to check for the problems that such records would report, for example uninitialised weights.
 

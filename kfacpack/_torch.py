@@ -101,7 +101,7 @@ def slice_start(node: Node) -> int | None:
 def output_count(node: Node) -> int:
     """Returns the number of outputs of an operation.
 
-    Reads `node._input_metadata`: the inputs of a backward function are the outputs of the operation.
+    Reads `node._input_metadata`: a backward function has one input for each output of the operation.
     Known to work with torch 2.13.
     """
     return len(node._input_metadata)
@@ -116,7 +116,7 @@ def output_shape(node: Node, output: int = 0) -> tuple[int, ...]:
 
 
 def input_shape(node: Node, slot: int) -> tuple[int, ...]:
-    """Returns the shape of input number `slot` of an operation, which must be computed from a leaf.
+    """Returns the shape of input number `slot` of an operation; the input must require a gradient.
 
     Reads `_input_metadata` of the node that computed the input. Known to work with torch 2.13.
     """
@@ -144,7 +144,7 @@ def call_backward(node: Node, output: int, slot: int, gradient: Tensor) -> Tenso
     """
     call: Any = node
     if not callable(call):
-        problem = f"{node.name()!r} is not an operation of torch, and its backward function cannot be called"
+        problem = f"{node.name()!r} is not an operation of torch, so its backward function cannot be called"
         raise KfacpackError(f"{problem}; estimate the model without torch.compile and custom autograd functions")
     gradients: list[Tensor | None] = [None] * output_count(node)
     gradients[output] = gradient
@@ -236,7 +236,7 @@ _JVP_PARTS = (
 
 
 def missing_jvp_parts() -> tuple[str, ...]:
-    """Returns the private names that the fast path of `kp.linearize` needs and this torch version does not have.
+    """Returns the private names that the fast path of `kp.linearize` needs but this torch version lacks.
 
     Looks up the names in `_JVP_PARTS`, and `_schema` of an operator. Known to work with torch 2.13, where the result
     is empty.
@@ -261,7 +261,7 @@ _graph_is_kept: Any = _lookup("torch._C._autograd._get_current_graph_task_keep_g
 
 
 class DispatchMode(_lookup("torch.utils._python_dispatch.TorchDispatchMode") or object):  # type: ignore[misc]
-    """Base of context managers that intercept operations below autograd, in `__torch_dispatch__`.
+    """Base class of context managers that intercept operations below autograd, in `__torch_dispatch__`.
 
     A subclass of `torch.utils._python_dispatch.TorchDispatchMode`. It overrides `_should_skip_dynamo`, because torch
     would otherwise import its compiler, which takes seconds. Known to work with torch 2.13.
@@ -277,10 +277,10 @@ def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
     """Enables forward-mode differentiation inside `__torch_dispatch__`, without recording a graph.
 
     Uses `torch._C._DisableTorchDispatch`, `torch._C._DisableAutocast` and `forward_ad._set_fwd_grad_enabled`; custom
-    autograd functions switch forward-mode off while they run. Known to work with torch 2.13.
+    autograd functions disable forward mode while they run. Known to work with torch 2.13.
 
     Args:
-        visible: Whether dispatch modes that were entered earlier see the operations of the derivatives.
+        visible: Whether dispatch modes that were entered earlier see the operations that compute the derivatives.
     """
     with (
         torch.no_grad(),
@@ -295,7 +295,7 @@ def forward_ad_below_autograd(*, visible: bool = False) -> Iterator[None]:
 
 @contextmanager
 def below_autograd(*, bypass: bool = True) -> Iterator[None]:
-    """Runs operations in `torch.no_grad` and without autocast, and creates no inference tensors.
+    """Disables gradients, autocast and inference mode.
 
     With `bypass`, operations also skip the dispatch to autograd. Uses `torch._C._DisableAutocast` and, where torch
     provides it, `torch._C._AutoDispatchBelowAutograd`. Known to work with torch 2.13.
@@ -310,7 +310,7 @@ def below_autograd(*, bypass: bool = True) -> Iterator[None]:
 
 
 def tangent_of_dual(tensor: Tensor) -> Tensor | None:
-    """Returns the tangent of a dual tensor; None if it is zero. Call it inside a `dual_level`.
+    """Returns the tangent of a dual tensor; None if it is zero. Must be called inside a `dual_level`.
 
     Reads `Tensor._is_zerotensor()`. Known to work with torch 2.13.
     """
@@ -340,15 +340,15 @@ def written_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def callable_of(value: Any) -> Any:
-    """Returns the function that an operator calls, to save a Python frame per call. Returns other values unchanged.
+    """Returns the function that an operator calls; returns other values unchanged.
 
-    Reads `OpOverload._op`. If torch does not provide it, returns the operator. Known to work with torch 2.13.
+    This saves a Python frame per call. Reads `OpOverload._op`, if torch provides it. Known to work with torch 2.13.
     """
     return getattr(value, "_op", value) if isinstance(value, torch._ops.OpOverload) else value
 
 
 def is_number_read(operator: Any) -> bool:
-    """Returns whether an operator reads a number: `aten._local_scalar_dense`. Known to work with torch 2.13."""
+    """Returns whether an operator is `aten._local_scalar_dense` (`Tensor.item`). Known to work with torch 2.13."""
     return operator is torch.ops.aten._local_scalar_dense.default
 
 
@@ -373,16 +373,16 @@ def attention_operators() -> list[Any]:
 
 
 def softmax_backward(gradient: Tensor, p: Tensor) -> Tensor:
-    """Returns the gradient at the input of a softmax over the last dimension: p (g - <p, g>).
+    """Returns the gradient with respect to the input of a softmax over the last dimension: p (g - <p, g>).
 
-    Both are (..., n). Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
+    Both tensors are (..., n). Calls `torch.ops.aten._softmax_backward_data`. Known to work with torch 2.13.
     """
     result: Tensor = torch.ops.aten._softmax_backward_data(gradient, p, -1, p.dtype)
     return result
 
 
 def unsafe_view_operator() -> Any:
-    """Returns the operator with which matrix products restore the shape of a batch.
+    """Returns the operator that restores the batch dimensions of a matrix product.
 
     Looks up `torch.ops.aten._unsafe_view`. Known to work with torch 2.13.
     """
@@ -393,16 +393,16 @@ def unsafe_view_operator() -> Any:
 
 
 def add_each(targets: Sequence[Tensor], tensors: Sequence[Tensor], factor: float = 1.0) -> None:
-    """Adds `factor` times each tensor to the corresponding target in place, on a GPU in a few kernels.
+    """Adds `factor` times each tensor to the corresponding target in place, with few kernel launches on a GPU.
 
-    Calls `torch._foreach_add_`. Known to work with torch 2.13. The targets have no common elements.
+    The targets must not overlap. Calls `torch._foreach_add_`. Known to work with torch 2.13.
     """
     if targets:
         torch._foreach_add_(list(targets), list(tensors), alpha=factor)
 
 
 def copy_each(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies each tensor to the corresponding target, of the same shape, on a GPU in a few kernels.
+    """Copies each tensor to the corresponding target of the same shape, with few kernel launches on a GPU.
 
     Calls `torch._foreach_copy_`. Known to work with torch 2.13.
     """
@@ -410,7 +410,7 @@ def copy_each(targets: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def set_to_zero(tensors: Sequence[Tensor]) -> None:
-    """Sets all tensors to zero in place, on a GPU in a few kernels.
+    """Sets all tensors to zero in place, with few kernel launches on a GPU.
 
     Calls `torch._foreach_zero_`. Known to work with torch 2.13.
     """
@@ -418,7 +418,7 @@ def set_to_zero(tensors: Sequence[Tensor]) -> None:
 
 
 def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the largest magnitude in tensors of one device, as a 0-d float32 tensor; NaN or Inf if a value is.
+    """Returns the largest magnitude in tensors on one device, as a 0-d float32 tensor; NaN and Inf propagate.
 
     Calls `torch._foreach_norm`. Known to work with torch 2.13.
     """
@@ -430,7 +430,7 @@ def largest_magnitude(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Returns the tensor that a view is a view of; the tensor itself if it is not a view.
+    """Returns the base tensor of a view; returns the tensor itself if it is not a view.
 
     Reads `Tensor._is_view()` and `Tensor._base`. Known to work with torch 2.13.
     """
@@ -480,7 +480,7 @@ def global_module_hooks() -> list[Mapping[Any, Any]]:
 
 
 def backward_retains_graph() -> bool:
-    """Returns whether the backward pass that is running was started with `retain_graph=True`.
+    """Returns whether the current backward pass was started with `retain_graph=True`.
 
     Calls `torch._C._autograd._get_current_graph_task_keep_graph`. If torch does not provide it, returns
     True, which is always correct but uses more memory. Known to work with torch 2.13.
@@ -491,8 +491,8 @@ def backward_retains_graph() -> bool:
 def eager_mode() -> AbstractContextManager[Any]:
     """Returns a context manager in which functions compiled by `torch.compile` run eagerly.
 
-    Uses `torch.compiler.set_stance` (public since torch 2.6), only if `torch._dynamo` is imported already: importing
-    it takes seconds, and without it nothing is compiled. Known to work with torch 2.13.
+    Uses `torch.compiler.set_stance` (public since torch 2.6), but only if `torch._dynamo` is already imported:
+    importing it takes seconds, and without it nothing is compiled. Known to work with torch 2.13.
     """
     if "torch._dynamo" not in sys.modules or not hasattr(torch.compiler, "set_stance"):
         return nullcontext()

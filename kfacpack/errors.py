@@ -1,4 +1,4 @@
-"""Exceptions that kfacpack raises for invalid input, and helpers for the text of messages.
+"""Exceptions that kfacpack raises for invalid input, and helpers for their messages.
 
 Every message names the file or object, the actual and the expected value and, if there is one, a remedy.
 """
@@ -125,7 +125,7 @@ def printable(text: str, max_length: int = 400) -> str:
     """Makes text from an untrusted file safe to print.
 
     Args:
-        text: Any text.
+        text: The untrusted text.
         max_length: Maximum number of characters; longer text is truncated.
 
     Returns:
@@ -137,13 +137,13 @@ def printable(text: str, max_length: int = 400) -> str:
 
 
 def first_line(message: object) -> str:
-    """Summarises an exception of another library, or a message of a server, in one line.
+    """Returns the first informative line of an exception or of a server's message.
 
     Args:
-        message: An exception or a text.
+        message: An exception or a string.
 
     Returns:
-        The first informative line without its final period, or the name of the type if there is none.
+        The line without its final period, or the name of the type of `message` if there is no such line.
     """
     lines = [line.strip().rstrip(".:") for line in str(message).splitlines()]
     # torch's first line about a state dict only names the class of the module.
@@ -152,7 +152,9 @@ def first_line(message: object) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
-    """Returns the end of an error about an unknown name: "; did you mean 'a', 'b' or 'c'?", or "." if none is close.
+    """Returns the ending of an error message about an unknown name.
+
+    The ending is "; did you mean 'a', 'b' or 'c'?", or "." if no valid name is similar.
 
     Args:
         name: The unknown name; keys of other types are converted to strings.
@@ -169,7 +171,7 @@ def did_you_mean(name: str, names: Iterable[str], *, count: int = 1, cutoff: flo
 
 
 def abbreviate(words: Iterable[str], limit: int = 16) -> str:
-    """Joins words by commas; beyond `limit` words, only the number of the remaining words is given."""
+    """Joins words with commas; if there are more than `limit`, replaces the remaining words by "and N more"."""
     listed = list(words)
     more = [f"and {len(listed) - limit} more"] if len(listed) > limit else []
     return ", ".join([*listed[:limit], *more])

@@ -1,4 +1,4 @@
-"""Searches for one codec per matrix that minimises the total error within a number of bytes.
+"""Chooses one codec per matrix so that the total error is minimal within a given number of bytes.
 
 `Candidates` has the sizes and errors of the codecs for each matrix. Matrices on the same side of a block with several
 terms form a *group* and share one codec, because their error depends on all of them jointly. In the curvature of a
@@ -87,9 +87,9 @@ class Option:
     chain: CodecChain
     """The codec that was requested."""
     encoded: Mapping[int, tuple[CodecChain, Matrix]]
-    """By the id of each matrix, the steps that were applied and the result, of which only the shapes are kept."""
+    """The applied steps and the compressed matrix, of which only shapes are kept, by the id of each matrix."""
     sides: Mapping[tuple[int, ...], FactorPair]
-    """By the ids of the matrices on one side of a block, the inner products before and after compression."""
+    """Inner products before and after compression, by the ids of the matrices on one side of a block."""
     nbytes: int
     """Size of the group in a file."""
 
@@ -99,7 +99,7 @@ class MatrixGroup:
     """The distinct options of a group of matrices."""
 
     options: tuple[Option, ...]
-    """The first option leaves the matrices unchanged."""
+    """The options, of which the first leaves the matrices unchanged."""
     option_of: Mapping[CodecChain, int]
     """Index of the option that each candidate results in; several candidates may have the same result."""
 
@@ -111,7 +111,7 @@ class ErrorTable:
     groups: tuple[int, ...]
     """Index of the group on each side."""
     moments: tuple[Tensor, ...]
-    """See `moment_table`; each has one dimension per side."""
+    """The result of `moment_table`; each tensor has one dimension per side."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def _cached_dense(matrix: Matrix) -> Matrix:
 
 
 def _shapes_only(matrix: Matrix) -> Matrix:
-    """Returns the matrix with shapes only."""
+    """Returns the matrix without its values."""
     components = ShapeOnly(dict(matrix.components.specs))
     return type(matrix)(matrix.side, components, psd=matrix.psd, examples=matrix.examples, positions=matrix.positions)
 
@@ -227,16 +227,16 @@ OptionIndices = tuple[int, ...]
 """The index of the chosen option, for each group."""
 
 MARGIN = 0.8
-"""The error on random τ is at most this fraction of the best single codec's, if possible."""
+"""The error on random τ is at most this fraction of that of the best single codec, if possible."""
 _RATES = tuple(float(rate) for rate in np.logspace(-9, 3, 13))
 """Values of κ that are tried."""
 _ROUNDS, _PRICES, _SWEEPS = 4, 24, 6
-"""Number of values of μ and λ that are tried, and maximum number of passes over all blocks."""
+"""Numbers of values of μ and λ that are tried, and maximum number of passes over all blocks."""
 
 
 @dataclass(frozen=True)
 class TotalError:
-    """Size and errors of a choice of options, relative to G."""
+    """The size of a choice of options, and its errors relative to G."""
 
     nbytes: int
     """Size of the matrices."""
@@ -278,11 +278,11 @@ class BudgetSearch:
         self._changes = [self._option_change(groups) for groups in dict.fromkeys(groups for groups, _ in self._tables)]
 
     def best(self, limit: int, single: Sequence[OptionIndices]) -> OptionIndices | None:
-        """Finds the best choice.
+        """Finds the best choice within a size limit.
 
         Args:
             limit: Maximum size of the matrices in bytes.
-            single: Choices of a single codec for all matrices, which are considered regardless of their size.
+            single: Choices that use one codec for all matrices. They are considered regardless of their size.
 
         Returns:
             The best choice, or None if no choice is small enough.
@@ -305,7 +305,7 @@ class BudgetSearch:
         return min((picks for picks in totals if totals[picks].random <= allowed), key=rank)
 
     def single(self) -> dict[OptionIndices, CodecChain]:
-        """Returns the choices that result from one codec for all matrices, with the codec."""
+        """Returns the choices that use one codec for all matrices, with that codec."""
         choices: dict[OptionIndices, CodecChain] = {}
         for chain in self._option_of[0]:
             choices.setdefault(tuple(option_of[chain] for option_of in self._option_of), chain)
@@ -339,7 +339,7 @@ class BudgetSearch:
             mu = (mu + self.total(picks).trace) / 2
 
     def _minimize_within(self, limit: int, mu: float, rate: float) -> OptionIndices:
-        """Minimises the sum of all contributions at the smallest price per byte at which it is within the limit."""
+        """Minimises the sum of all contributions, at the smallest price per byte whose result is within the limit."""
         picks = self.smallest()
         low, high = 1e-24, 1.0
         for _ in range(_PRICES):
@@ -414,7 +414,7 @@ class OptionChange:
     second: int | None
     """Group on the second side; None if there is no other group."""
     nbytes: NDArray[np.float64]
-    """Sizes, (options of the first, options of the second or 1)."""
+    """Size of each combination of options, (options of the first group, options of the second group or 1)."""
     tables: Sequence[tuple[tuple[int, ...], NDArray[np.float64]]]
     """Groups and losses of all affected blocks."""
 
@@ -431,7 +431,7 @@ class OptionChange:
 
 
 def _objective(lost: Any, trace: Any, along: Any, rate: float) -> Any:
-    """Returns the objective, for numbers or arrays."""
+    """Computes the objective from errors, which may be numbers or arrays."""
     return 2 * lost + trace**2 + rate * along
 
 

@@ -14,7 +14,7 @@ A number codec chooses how each value is stored:
   that is out of range for float16, or more accurate in bfloat16, is stored in bfloat16.
 - `bf16`: 8 bits of precision in the range of float32.
 
-A new codec is a class and its entry in `CODECS`.
+To add a codec, define a class and list it in `CODECS`.
 
 Shapes: a matrix of side n has a triangle of n (n + 1) / 2 values.
 """
@@ -61,7 +61,7 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def parse(cls, argument: str | None) -> Self:
-        """Parses the text after the colon of a spec, or None if there is no colon.
+        """Builds the codec from the text after the colon of a spec; `argument` is None if there is no colon.
 
         Raises:
             KfacpackError: If the argument is not valid.
@@ -107,7 +107,7 @@ def float_type(matrix: Matrix) -> torch.dtype:
 
 
 def copy_counts(matrix: Matrix, source: Matrix) -> Matrix:
-    """Copies the numbers of examples and positions from `source` to `matrix`, and returns it."""
+    """Copies the numbers of examples and positions from `source` to `matrix`, and returns `matrix`."""
     matrix.examples, matrix.positions = source.examples, source.positions
     return matrix
 
@@ -135,7 +135,7 @@ class BlockCodec(Codec):
         return f"block:{self.count}"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if there are more blocks than rows."""
+        """Returns the components of the compressed matrix, or None if there are more blocks than rows."""
         if self.count > matrix.side:
             return None
         shape = (self.count, triangle_length(widest_block(matrix.side, self.count)))
@@ -170,7 +170,7 @@ class PruneCodec(Codec):
         return f"prune:{100 * self.fraction:.8g}%"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if no entry would be kept."""
+        """Returns the components of the compressed matrix, or None if no entry would be kept."""
         count = round(self.fraction * triangle_length(matrix.side))
         if not count:
             return None
@@ -190,7 +190,7 @@ class SvdCodec(Codec):
     """`svd:R` or `svd:P%`: keeps the eigenvalues of largest magnitude and their eigenvectors."""
 
     size: int | float
-    """The rank as an int, or its fraction of the side as a float."""
+    """The rank, as an int, or the rank as a fraction of the side, as a float."""
 
     name = "svd"
     usage = "svd:R or svd:P%"
@@ -202,7 +202,7 @@ class SvdCodec(Codec):
         """Parses a rank or a percentage."""
         size = parse_count(argument) or parse_percentage(argument)
         if size is None:
-            raise cls.argument_error(argument, "with a rank or a percentage of the side, such as svd:32 or svd:25%")
+            raise cls.argument_error(argument, "a rank or a percentage of the side, such as svd:32 or svd:25%")
         return cls(size)
 
     def __str__(self) -> str:
@@ -213,7 +213,7 @@ class SvdCodec(Codec):
         return self.size if isinstance(self.size, int) else ceil(self.size * side)
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if the rank exceeds the side."""
+        """Returns the components of the compressed matrix, or None if the rank exceeds the side."""
         rank = self.rank(matrix.side)
         if rank > matrix.side:
             return None
@@ -260,7 +260,7 @@ class HalfCodec(NumberCodec):
     """Dtype in the file."""
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, with `data` in two bytes per value and without `scale`."""
+        """Returns the components of the compressed matrix, with `data` in two bytes per value and without `scale`."""
         specs = {name: spec for name, spec in matrix.components.specs.items() if name != "scale"}
         return {**specs, "data": (self.file_type, specs["data"][1])}
 
@@ -307,7 +307,7 @@ class Int8Codec(NumberCodec):
     usage = "int8"
 
     def specs(self, matrix: Matrix) -> Specs | None:
-        """Returns the components, or None if the form has no int8 variant."""
+        """Returns the components of the compressed matrix, or None if the form has no int8 variant."""
         if not matrix.may_be_int8:
             return None
         shape = matrix.components.specs["data"][1]
@@ -380,7 +380,7 @@ class CodecChain:
     def encode(self, matrix: Matrix) -> tuple[CodecChain, Matrix]:
         """Compresses a matrix.
 
-        Steps that do not make the matrix smaller are skipped, as are structural codecs of a diagonal matrix.
+        Steps that do not make the matrix smaller are skipped, as are structural codecs for diagonal matrices.
 
         Args:
             matrix: The matrix to compress.

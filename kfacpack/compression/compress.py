@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from kfacpack.format.units import OnProgress
 
     Vector = Callable[[str], Tensor]
-    """A task vector: returns the change of a parameter by name."""
+    """A task vector, as a function that returns the change of a parameter, given its name."""
 
 
 _WIDEST_FLOATS = 1.0, 1.0 - 1.23456e-7
@@ -40,7 +40,7 @@ class CodecChoice:
     name: str
     """Name of the choice in the losses of the curvature: the codec, or "budget"."""
     chain_for: Callable[[Matrix], CodecChain]
-    """Returns the codec of a matrix."""
+    """Function that returns the codec of a matrix."""
 
 
 def compress(curvature: Curvature, spec: str | None = None, *, budget: str | int | None = None) -> Curvature:
@@ -94,7 +94,7 @@ def choose_codecs(
         with_vector: Whether the file will also contain the errors on a task vector, which take some bytes.
 
     Returns:
-        The choice.
+        The codec of each matrix.
 
     Raises:
         KfacpackError: If not exactly one of `spec` and `budget` is passed, the spec is invalid, or the budget is too
@@ -177,7 +177,7 @@ def compress_with(
     vector: Vector | None = None,
     on_progress: OnProgress = lambda done, total: None,
 ) -> tuple[Curvature, CompressionReport]:
-    """Compresses every matrix by the codec that was chosen for it, block by block.
+    """Compresses every matrix with the codec that was chosen for it, block by block.
 
     The compressed matrices stay in memory; the original matrices are unpacked one block at a time.
 

@@ -1,4 +1,4 @@
-"""Exact errors of compression, without building a Kronecker product, and reports per block and in total.
+"""Exact errors of compression, computed without forming Kronecker products, and reports per block and in total.
 
 A block is G = Σ_t w_t ⊗_k M_kt, k over the sides of the product (B and A; a dense G has one side), t over its terms.
 With N the compressed matrices and D = M − N, the difference telescopes,
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix
 
     EncodedMatrices = Mapping[int, tuple[CodecChain, Matrix]]
-    """By the id of each original matrix, the steps that were applied and the compressed matrix."""
+    """The applied steps and the compressed matrix, by the id of each original matrix."""
     QuadraticPair = tuple[float, float]
-    """`quadratic` on a task vector, before and after."""
+    """`quadratic` on a task vector, before and after compression."""
     Measure = Callable[[CurvatureBlock, CurvatureBlock], QuadraticPair]
-    """Measures `quadratic` of a block before and after."""
+    """A function that computes `quadratic` of a block before and after compression."""
     FactorPairs = Mapping[tuple[int, ...], "FactorPair"]
-    """By the ids of the original matrices on one side of a block, their inner products."""
+    """The inner products of one side of a block, by the ids of the original matrices on it."""
 
 
 _PANEL = 2**18
@@ -78,7 +78,7 @@ class Moments:
 
     @property
     def quadratic(self) -> float:
-        """Relative error of `quadratic` on random τ: root mean square of q(τ) − q'(τ) over that of q(τ).
+        """Relative error of `quadratic` on random τ: root mean square of q(τ) − q'(τ), divided by that of q(τ).
 
         For τ ~ N(0, I), E[(τᵀ M τ)²] = 2 ‖M‖² + (tr M)², so no random τ is drawn.
         """
@@ -102,7 +102,7 @@ def _ratio(lost: float, total: float) -> float:
 class FactorPair:
     """One side of a block with T terms: the original M_t, the compressed N_t, and D_t = M_t − N_t.
 
-    Leading dimensions are alternatives for the N_t.
+    Leading dimensions index alternative choices of the N_t.
     """
 
     gram: Tensor
@@ -183,7 +183,7 @@ def moments(weights: Sequence[float], sides: Sequence[FactorPair]) -> Moments:
 def moment_table(
     weights: Sequence[float], sides: Sequence[FactorPair]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the fields of `Moments` for alternatives of the sides.
+    """Computes the fields of `Moments` for all alternatives of the sides.
 
     Args:
         weights: Weight of each term.
@@ -226,9 +226,9 @@ class BlockCompressionReport:
     dense_bytes: int
     """Size of the same matrices as dense float32; diagonal matrices count as vectors."""
     moments: Moments
-    """Errors."""
+    """Norms, traces and errors of the block."""
     on_vector: QuadraticPair | None = None
-    """`quadratic` on a task vector before and after, if one was passed."""
+    """`quadratic` on a task vector before and after compression, if a vector was passed."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class CompressionReport:
 
     @property
     def on_vector(self) -> QuadraticPair | None:
-        """`quadratic` on a task vector before and after, if one was passed."""
+        """`quadratic` on a task vector before and after compression, if a vector was passed."""
         values = [block.on_vector for block in self.blocks if block.on_vector is not None]
         return (sum(before for before, _ in values), sum(after for _, after in values)) if values else None
 
@@ -272,10 +272,10 @@ def assemble_report(
 
     Args:
         block: The original block.
-        encoded: The compressed matrices.
+        encoded: The compressed matrices, by the ids of the original ones.
         sides: The inner products of each side.
         counted: Ids of the compressed matrices of earlier blocks; those of this block are added.
-        measure: Measures `quadratic` on a task vector before and after, or None.
+        measure: Function that computes `quadratic` on a task vector before and after compression, or None.
 
     Returns:
         The compressed block and its report.

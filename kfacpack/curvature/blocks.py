@@ -33,7 +33,7 @@ def gather(tau: Mapping[str, Tensor], join: Join, shapes: ParameterShapes) -> Te
     """Joins parameters into the matrix ΔW of a block.
 
     Args:
-        tau: Changes of parameters, by name; at least one of the block. Missing parameters are zero.
+        tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
         join: Position of each parameter in the matrix.
         shapes: Shapes of the parameters, by name.
 
@@ -47,7 +47,7 @@ def gather_stack(tau: Mapping[str, Tensor], joins: Sequence[Join], shapes: Param
     """Joins parameters into the matrices ΔW of several blocks.
 
     Args:
-        tau: Changes of parameters, by name, of at least one parameter of the blocks. Missing parameters are zero.
+        tau: Changes of parameters, by name, including at least one of the blocks. Missing parameters count as zero.
         joins: Position of each parameter in the matrix of each block; all have the same `join_layout`.
         shapes: Shapes of the parameters, by name.
 
@@ -100,14 +100,14 @@ def scatter(delta: Tensor, join: Join, shapes: ParameterShapes) -> dict[str, Ten
 def accumulate(
     delta: Tensor, joins: Sequence[Join], shapes: ParameterShapes, sums: Mapping[str, Tensor], factor: float
 ) -> None:
-    """Adds `factor` times the parameters of several blocks to `sums`, in place.
+    """Splits the matrices of several blocks into parameters and adds `factor` times these to `sums`, in place.
 
     Args:
         delta: ΔW of each block, (blocks, rows, columns).
         joins: Position of each parameter in the matrix of each block, as for `gather_stack`. No two blocks may cover
             the same elements of a parameter.
         shapes: Shapes of the parameters, by name.
-        sums: Tensors to add to, by name. Parameters that are not in it are skipped.
+        sums: Tensors to add to, by name. Parameters that are not in `sums` are skipped.
         factor: Multiplier.
     """
     for pieces in zip(*(join.pieces for join in joins), strict=True):
@@ -129,7 +129,7 @@ def join_layout(join: Join, shapes: ParameterShapes) -> Hashable:
     """Returns a key that is equal for joins with pieces of equal shapes at equal positions.
 
     Args:
-        join: The join.
+        join: Position of each parameter in the matrix of a block.
         shapes: Shapes of the parameters, by name.
     """
     pieces = tuple(
@@ -168,7 +168,7 @@ def _stack_pieces(tau: Mapping[str, Tensor], pieces: Sequence[Piece]) -> Tensor:
 
 
 class BlockStructure(ABC):
-    """The structure of a block: how its matrices make up G."""
+    """The structure of a block, which defines how G is composed of matrices."""
 
     @abstractmethod
     def apply(self, delta: Tensor, multiply: Multiply = lambda matrix, x: matrix.matmul(x)) -> Tensor:
@@ -176,7 +176,7 @@ class BlockStructure(ABC):
 
         Args:
             delta: ΔW, (rows, columns); with leading dimensions if `multiply` supports them.
-            multiply: Computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
+            multiply: Function that computes the product of a matrix and a tensor. Defaults to `Matrix.matmul`.
 
         Returns:
             G ΔW, in the shape of ΔW.
@@ -214,12 +214,12 @@ class BlockStructure(ABC):
         """Returns the same structure with every matrix mapped by `function`.
 
         Args:
-            function: Called with each matrix; returns the matrix that replaces it.
+            function: Function that returns the replacement of a matrix.
         """
 
     @abstractmethod
     def shape_problem(self, rows: int, columns: int) -> str | None:
-        """Returns why the matrices cannot act on a (rows, columns) matrix, or None if they can.
+        """Returns the reason why the matrices cannot act on a (rows, columns) matrix, or None if they can.
 
         Args:
             rows: Number of rows of ΔW.
@@ -293,7 +293,7 @@ class Kronecker(BlockStructure):
         return reduce(add, (product if weight == 1 else weight * product for product, weight in products))
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields B and A of every term, as "B" and "A", or as "B.0", "A.0", "B.1", … if there are several terms."""
+        """Yields B and A of every term with the roles "B" and "A", or "B.0", "A.0", "B.1", … for several terms."""
         for suffix, (B, A, _) in zip(self._suffixes(), self.terms, strict=True):
             yield f"B{suffix}", B
             yield f"A{suffix}", A
@@ -305,12 +305,12 @@ class Kronecker(BlockStructure):
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """The B of every term and the A of every term."""
+        """The matrices B of all terms, and the matrices A of all terms."""
         return tuple(B for B, _, _ in self.terms), tuple(A for _, A, _ in self.terms)
 
     @classmethod
     def of_sides(cls, weights: Sequence[float], sides: Sequence[Sequence[Matrix]]) -> Kronecker:
-        """Builds the structure from its weights and (all B, all A)."""
+        """Builds the structure from its weights and its sides, (all B, all A)."""
         B, A = sides
         return cls(tuple(zip(B, A, weights, strict=True)))
 
@@ -368,7 +368,7 @@ class Whole(BlockStructure):
         return multiply(self.matrix, delta.reshape(*delta.shape[:-2], -1, 1)).reshape(delta.shape)
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
-        """Yields the matrix, as "G"."""
+        """Yields ("G", matrix)."""
         yield "G", self.matrix
 
     @property
@@ -378,7 +378,7 @@ class Whole(BlockStructure):
 
     @property
     def sides(self) -> tuple[tuple[Matrix, ...], ...]:
-        """One side with one matrix."""
+        """A single side with one matrix."""
         return ((self.matrix,),)
 
     @classmethod
@@ -442,7 +442,7 @@ class CurvatureBlock:
     join: Join
     """Position of each parameter in ΔW."""
     structure: BlockStructure
-    """G of the block."""
+    """The matrix G of the block."""
     losses: tuple[Loss, ...] = ()
     """Errors of the lossy steps (codecs and merge rules) so far."""
 
@@ -455,7 +455,7 @@ class CurvatureBlock:
         """Computes G τ for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name, of at least one parameter of the block. Missing parameters are zero.
+            tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:
@@ -467,7 +467,7 @@ class CurvatureBlock:
         """Computes <τ, G τ> for the parameters of this block.
 
         Args:
-            tau: Changes of parameters, by name; at least one of the block. Missing parameters count as zero.
+            tau: Changes of parameters, by name, including at least one of the block. Missing parameters count as zero.
             shapes: Shapes of the parameters, by name.
 
         Returns:

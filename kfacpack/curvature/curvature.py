@@ -218,7 +218,7 @@ class Curvature(PretrainedMixin):
     def digest(self) -> str:
         """Digest of the bundle: of the file it was loaded from, or of the file that `save` would write.
 
-        Without a file, all values are computed and hashed once.
+        If the curvature was not loaded from a file, all values are computed and hashed once.
         """
         return self.bundle.digest if self.bundle else digest_of(self)
 
@@ -265,7 +265,7 @@ class Curvature(PretrainedMixin):
 
         Args:
             device: Device of the task vectors.
-            dtype: float32, in which task vectors of at most float32 are computed, or float64.
+            dtype: float32, for task vectors in float32 or a narrower dtype, or float64, for those in float64.
 
         Returns:
             A new curvature; this one is not changed.
@@ -299,7 +299,7 @@ class Curvature(PretrainedMixin):
         max_shard_size: int | str | None = None,
         on_progress: OnProgress = lambda done, total: None,
     ) -> None:
-        """Writes the bundle atomically.
+        """Saves the curvature as a bundle, which is written atomically.
 
         Args:
             path: File to write, by convention `*.kfac`. If the name ends in `.kfac.index.json`, the bundle is divided
@@ -325,7 +325,7 @@ class Curvature(PretrainedMixin):
 
 
 def load(path: str | os.PathLike[str]) -> Curvature:
-    """Opens a bundle.
+    """Loads a curvature from a bundle.
 
     Only the header is read. Tensors are memory-mapped, and read and checked when they are used.
 
@@ -407,7 +407,7 @@ def check_psd(bundle: Bundle, on_progress: CheckProgress) -> CheckResult:
         if (bound := negative_eigenvalue_bound(matrix_of(bundle, name))) is None:
             return None
         tensor = bundle.matrices[name].components["data"]
-        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which exceeds rounding errors"
+        problem = f"is not positive semi-definite: has an eigenvalue below {bound:.4g}, which is not a rounding error"
         return CheckFailure(f"tensor {tensor!r}", problem)
 
     declared = [name for name, entry in bundle.matrices.items() if entry.psd]

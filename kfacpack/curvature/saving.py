@@ -1,7 +1,7 @@
 """Saves a curvature: as a bundle in one or several files, or as plain safetensors for use without kfacpack.
 
-Matrices of a bundle are packed, checked, hashed and written a few rows at a time. The plain file has instructions in
-its metadata.
+Matrices of a bundle are packed, checked, hashed and written a few rows at a time. The metadata of a plain file
+explains how to use it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Default maximum size of a shard."""
+"""Default maximum size of a shard in bytes."""
 
 
 def save(
@@ -87,7 +87,7 @@ def save(
 
 
 def _shifted(on_progress: OnProgress, done: int, total: int) -> OnProgress:
-    """Returns a callback for one part of the work, after `done` of `total` items."""
+    """Returns a callback for a part of the work that begins after `done` of `total` items."""
     return lambda number, _: on_progress(done + number, total)
 
 
@@ -100,17 +100,17 @@ def parse_shard_size(size: int | str) -> int:
     try:
         return parse_size(size, 0) or parse_size("", 0)
     except KfacpackError as error:
-        raise KfacpackError(f"maximum size of a shard {size!r}: expected a size such as 500MB or 2GB") from error
+        raise KfacpackError(f"maximum shard size {size!r}: expected a size such as 500MB or 2GB") from error
 
 
 def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack: bool = True) -> None:
-    """Turns bundles that together have the blocks of a curvature into the shards of one bundle.
+    """Combines bundles that together contain all blocks of a curvature into one bundle, of which they are the shards.
 
     Args:
         curvature: The curvature.
         path: The index to write.
-        parts: The bundles, which are linked or copied to their names beside the index.
-        pack: As for `Curvature.save`.
+        parts: The bundles, which are linked or copied into the folder of the index.
+        pack: See `Curvature.save`.
 
     Raises:
         BundleError: If the bundles do not have the blocks of the curvature, or a file cannot be written.
@@ -126,7 +126,7 @@ def save_index(curvature: Curvature, path: Path, parts: Sequence[Path], *, pack:
         for tensor in matrix.tensors
     }
     if digests.keys() != specs.keys():
-        raise BundleError(path, "the shards do not have the tensors of the bundle")
+        raise BundleError(path, "the tensors of the shards are not those of the bundle")
     header = sealed_header(path, manifest, specs, digests)
     write_index(path, header, [(part, bundle.digest) for part, bundle in zip(parts, bundles, strict=True)])
 
@@ -161,7 +161,7 @@ def _shard_groups(curvature: Curvature, limit: int, *, pack: bool) -> list[Curva
 
 
 def part_of(curvature: Curvature, blocks: Sequence[CurvatureBlock]) -> Curvature:
-    """Returns the curvature of some of the blocks of a curvature."""
+    """Returns a curvature that has only some of the blocks of another."""
     covered = {name for block in blocks for name in block.parameters}
     base = curvature.about.base
     parameters = tuple(parameter for parameter in base.parameters if parameter.name in covered)
@@ -327,7 +327,7 @@ def export(
         >>> kp.export("mnist.kfac", "factors.safetensors", dtype="bfloat16")  # doctest: +SKIP
     """
     if isinstance(curvature, str | os.PathLike):
-        # Imported here because a curvature saves itself with this module.
+        # Imported here because that module imports this one.
         from kfacpack.curvature.curvature import load
 
         curvature = load(curvature)

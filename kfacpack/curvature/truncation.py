@@ -7,8 +7,8 @@ Shapes: W is (m, n), in the orientation of a parameter. Its approximation is U V
 
 where [·]_r is the truncated singular value decomposition. Any square roots give the same matrix; Cholesky factors are
 the cheapest. R and C are damped, because directions without curvature would otherwise be lost even at full rank. For
-blocks that are not one Kronecker product, R ⊗ C is the nearest one in the Frobenius norm, and the result need not be
-the best: compare its error with that of the truncated SVD.
+blocks that are not one Kronecker product, R ⊗ C is the nearest such product in the Frobenius norm, and the result need
+not be the best: compare its error with that of the truncated SVD.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from kfacpack.format.manifest import Piece
 
 LowRankPair: TypeAlias = tuple[Tensor, Tensor]
-"""U (m, r) and V (r, n)."""
+"""The factors U (m, r) and V (r, n) of a low-rank matrix."""
 KroneckerTerm: TypeAlias = tuple[Tensor, Tensor, float]
-"""R (m, m), C (n, n) and the weight of R ⊗ C."""
+"""The matrices R (m, m) and C (n, n), and the weight of R ⊗ C."""
 
 _DAMPINGS = (1e-8, 1e-6)
 """Multiples of the mean eigenvalue that are added to a factor, tried in this order."""
 _NEGLIGIBLE = 1e-7
-"""Relative singular value below which a direction is rounding error of float32."""
+"""Directions with a smaller relative singular value are considered rounding errors of float32."""
 _MAX_DENSE = 4096
 """Largest side of a dense block whose nearest Kronecker product is computed."""
 _POWER_STEPS = 50
@@ -76,7 +76,7 @@ def truncate_in_metric(W: Tensor, R: Tensor, C: Tensor, rank: int) -> LowRankPai
 
 
 def _damped_root(matrix: Tensor) -> Tensor:
-    """Returns the Cholesky factor L of a damped matrix, L Lᵀ."""
+    """Returns the Cholesky factor L of a damped matrix, which equals L Lᵀ."""
     identity = torch.eye(len(matrix), dtype=matrix.dtype)
     mean = float(matrix.diagonal().mean())
     for damping in _DAMPINGS if mean > 0 else ():
@@ -93,11 +93,11 @@ def _damped_root(matrix: Tensor) -> Tensor:
 
 
 def balanced(U: Tensor, V: Tensor) -> LowRankPair:
-    """Returns factors of the same product in float32 with equal singular values and without negligible directions.
+    """Returns float32 factors of the same product that have equal singular values and no negligible directions.
 
     Args:
-        U: (m, r)
-        V: (r, n)
+        U: Left factor, (m, r).
+        V: Right factor, (r, n).
     """
     (left, P), (right, Q) = torch.linalg.qr(U), torch.linalg.qr(V.T)
     u, s, v = torch.linalg.svd(P @ Q.T)
@@ -123,12 +123,12 @@ class BlockMetric:
         self._shape = shapes[name][0], prod(shapes[name][1:])
 
     def quadratic(self, delta: Tensor) -> float:
-        """Returns <Δ, G Δ> of a change of the weight, (m, n)."""
+        """Returns <Δ, G Δ> for a change Δ of the weight, (m, n)."""
         tau = {self._name: delta.reshape(self._shapes[self._name])}
         return sum(float(block.quadratic(tau, {**self._shapes})) for block in self._blocks)
 
     def kronecker(self) -> tuple[Tensor, Tensor] | None:
-        """Returns R (m, m) and C (n, n) of the nearest Kronecker product; None if G is zero or too large for it."""
+        """Returns R (m, m) and C (n, n) of the nearest Kronecker product; None if G is zero or too large."""
         terms = [term for block in self._blocks for term in self._terms(block)]
         combined = _nearest_term(terms) if terms else None
         return combined if combined and float(combined[0].trace()) > 0 < float(combined[1].trace()) else None

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Verification:
-    """The checks of one file and their failures."""
+    """The results of the checks of one file."""
 
     path: str
-    """The file."""
+    """Path of the file."""
     sha256: str
     """Digest of the file."""
     checks: tuple[CheckResult, ...]
-    """The checks that were run."""
+    """The result of each check."""
 
     @property
     def holds(self) -> bool:
@@ -55,7 +55,7 @@ def verify(
         on_progress: Called with the name of a check, the number of items checked and their total.
 
     Returns:
-        The checks and their failures.
+        The results of all checks.
 
     Raises:
         BundleError: If the file cannot be opened as a bundle.

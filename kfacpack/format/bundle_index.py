@@ -1,8 +1,8 @@
 """Bundles in several files: an index, `NAME.kfac.index.json`, and shards, which are bundles of some of the blocks.
 
 The index contains the header that the bundle would have as one file, so both have the same manifest and digest, and a
-list of the shards with their digests. It is written after all shards and then renamed to its name, and the names of
-shards contain their digests, so a new bundle never overwrites the shards of an old one.
+list of the shards with their digests. It is written after all shards and then renamed into place. The names of shards
+contain their digests, so a new bundle never overwrites the shards of an old one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ INDEX_SUFFIX = ".kfac.index.json"
 SHARD_SUFFIX = ".kfac.shard"
 INDEX_VERSION = "1.3"
 MAX_INDEX_BYTES = 4 * MAX_HEADER_BYTES
-"""Maximum size of an index; quotes in the header are escaped twice."""
+"""Maximum size of an index in bytes. It exceeds that of a header, because the index escapes the quotes in it again."""
 
 
 class ShardEntry(NamedTuple):
-    """A shard in an index."""
+    """The entry of a shard in an index."""
 
     file: str
     """File name; shards are in the folder of the index."""
@@ -50,15 +50,15 @@ class ShardEntry(NamedTuple):
 
 
 def is_index(path: str | os.PathLike[str]) -> bool:
-    """Returns whether a path is that of an index, by its name."""
+    """Returns whether a path has the file name of an index."""
     return os.fspath(path).endswith(INDEX_SUFFIX)
 
 
 def open_container(path: str | os.PathLike[str]) -> Container:
-    """Opens a safetensors file, or a bundle in several files by its index.
+    """Opens a safetensors file or a bundle in several files.
 
     Args:
-        path: A path or an `hf://` reference.
+        path: A path or an `hf://` reference. For a bundle in several files, that of its index.
 
     Raises:
         BundleError: If a file cannot be read or is invalid.
@@ -68,7 +68,7 @@ def open_container(path: str | os.PathLike[str]) -> Container:
     if is_index(location):
         return ShardedContainer(location)
     if isinstance(location, Path) and not location.exists() and (index := index_path(location)).is_file():
-        raise BundleError(path, "no such file", None, f"The bundle has several files: use {index}")
+        raise BundleError(path, "no such file", None, f"The bundle is stored in several files: pass {index}")
     return Container(location)
 
 
@@ -78,7 +78,7 @@ def index_path(path: Path) -> Path:
 
 
 class ShardedContainer(Container):
-    """The files of one bundle, opened as one. If only the header is read, the shards are not opened.
+    """A bundle in several files, read like a single file. If only the header is read, the shards are not opened.
 
     Args:
         path: The index.
@@ -111,12 +111,13 @@ class ShardedContainer(Container):
         except (BundleError, HubError) as error:
             problem = f"its shard {shard.file} cannot be opened: {error.problem}"
             raise BundleError(
-                self.path, problem, None, f"Put all {len(self.shards)} shards beside the index"
+                self.path, problem, None, f"Put all {len(self.shards)} shards into the folder of the index"
             ) from error
         if container.nbytes != shard.nbytes or container.metadata.get(SEAL_KEY) != shard.sha256:
-            digest = (container.metadata.get(SEAL_KEY) or "no digest")[:16]
-            found = f"{container.nbytes} bytes and {digest}, expected {shard.nbytes} bytes and {shard.sha256[:16]}"
-            problem = f"its shard {shard.file} belongs to another bundle or is damaged: it has {found}"
+            digest = (container.metadata.get(SEAL_KEY) or "none")[:16]
+            expected = f"expected {shard.nbytes} bytes, digest {shard.sha256[:16]}"
+            found = f"{container.nbytes} bytes, digest {digest}; {expected}"
+            problem = f"its shard {shard.file} belongs to another bundle or is damaged: {found}"
             raise BundleError(self.path, problem, None, download_again(self.path))
         return container
 
@@ -126,7 +127,7 @@ class ShardedContainer(Container):
 
     @cached_property
     def tensors(self) -> dict[str, TensorSpec]:
-        """All tensors by name; each has its position in its shard."""
+        """All tensors by name, with their positions in the shards."""
         end = max((entry["data_offsets"][1] for entry in self._entries.values() if _has_offsets(entry)), default=0)
         specs = tensor_specs(self.path, self._entries, len(self.header), len(self.header) + end)
         if self._header_only:
@@ -196,7 +197,7 @@ def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
 
     Args:
         path: Location of the index, for error messages.
-        local: The local file.
+        local: The index on the local disk.
 
     Raises:
         BundleError: If the file cannot be read or is not a valid index.
@@ -211,7 +212,7 @@ def read_index(path: FileLocation, local: Path) -> dict[str, Any]:
     index = parse_json(path, text, "index")
     version = index.get("version")
     if not isinstance(version, str) or version.partition(".")[0] != INDEX_VERSION.partition(".")[0]:
-        problem = f"unsupported version {str(version)[:80]!r} of an index, expected 1.x"
+        problem = f"unsupported index version {str(version)[:80]!r}, expected 1.x"
         raise BundleError(path, problem, "index: version", "Upgrade kfacpack to read it")
     if not isinstance(index.get("header"), str) or not index["header"].startswith("{"):
         raise BundleError(path, "expected the header of a bundle as a string", "index: header", download_again(path))
@@ -222,7 +223,7 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
     """Returns the shards of an index.
 
     Raises:
-        BundleError: If an entry is invalid, or a name is not that of a file beside the index.
+        BundleError: If an entry is invalid, or a shard's name contains a folder.
     """
     entries = index.get("shards")
     if not isinstance(entries, list) or not entries:
@@ -234,18 +235,18 @@ def shards_of(path: FileLocation, index: dict[str, Any]) -> tuple[ShardEntry, ..
         )
         plain = isinstance(file, str) and file.isprintable() and not set(file) & set("/\\") and file.strip(".")
         if not plain or type(nbytes) is not int or not isinstance(digest, str) or len(digest) != 64:
-            problem = f"expected 'file', a name without folders, 'bytes' and 'sha256', got {str(entry)[:80]}"
+            problem = f"expected 'file' (a name without folders), 'bytes' and 'sha256', got {str(entry)[:80]}"
             raise BundleError(path, problem, "index: shards", download_again(path))
         shards.append(ShardEntry(str(file), nbytes, digest))
     return tuple(shards)
 
 
 def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> None:
-    """Gives bundles the names of shards, writes the index atomically, and removes the shards of an old index.
+    """Stores bundles as shards, writes their index atomically, and removes obsolete shards of an old index.
 
     Args:
         path: The index to write.
-        header: Length prefix and sealed header of the bundle as one file.
+        header: Length prefix and sealed header that the bundle would have as one file.
         parts: Files and digests of the shards, in the order of the index. The files are linked or copied.
 
     Raises:
@@ -270,7 +271,10 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Links a file, or copies it to another file system. A target that exists has the same digest in its name."""
+    """Creates a hard link to a file, or a copy if links are not supported.
+
+    An existing target is replaced; the digest in its name shows that it has the same content.
+    """
     temporary = target.with_name(f".{target.name}.partial")
     temporary.unlink(missing_ok=True)
     try:

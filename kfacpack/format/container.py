@@ -1,4 +1,4 @@
-"""The safetensors container and the seal over it. Files are treated as untrusted, and torch is not needed.
+"""The safetensors container and the seal over it. This module does not import torch.
 
     8 bytes   little-endian length n of the header
     n bytes   the header: one JSON object, tensor name -> {dtype, shape, data_offsets}, and __metadata__
@@ -136,10 +136,10 @@ class TensorSpec:
 
 
 class Container:
-    """An open safetensors file. The header is read on opening, tensors on access.
+    """An open safetensors file. The header is read when the file is opened, tensors when they are accessed.
 
     The file stays open, so the checked file is also the one that is read later, even if another file is renamed over
-    it. A file that is modified in place raises an error on the next access.
+    it. If the file is modified in place, the next access raises an error.
 
     Attributes:
         path: Location of the file.
@@ -257,7 +257,8 @@ class Container:
         if self._file_state() != self._state:
             problem = "the file was modified in place since it was opened"
             where = f"tensor {name!r}" if name else None
-            raise BundleError(self.path, problem, where, "Open it again; replace files by renaming")
+            remedy = "Open the file again. To replace an open file, write a new one and rename it"
+            raise BundleError(self.path, problem, where, remedy)
 
 
 def _open_descriptor(path: FileLocation) -> tuple[int, str | None]:
@@ -280,7 +281,7 @@ def _read_at(descriptor: int, target: memoryview, position: int) -> int:
     return len(part)
 
 
-def json_values(text: bytes) -> int:
+def json_value_bound(text: bytes) -> int:
     """Returns an upper bound on the number of values in a JSON text, without parsing it."""
     return sum(map(text.count, (b",", b"[", b"{")))
 
@@ -313,7 +314,7 @@ def parse_json(
     Raises:
         BundleError: If the text is not such an object, or contains too many values.
     """
-    if json_values(text) > MAX_JSON_VALUES:
+    if json_value_bound(text) > MAX_JSON_VALUES:
         raise BundleError(path, f"more than {MAX_JSON_VALUES} JSON values", where)
 
     def members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -350,7 +351,7 @@ def _read_header(path: FileLocation, descriptor: int, nbytes: int) -> bytes:
     """Returns the length prefix and the header, verbatim."""
     prefix = os.pread(descriptor, 8, 0)
     if len(prefix) < 8:
-        raise BundleError(path, f"only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
+        raise BundleError(path, f"is only {nbytes} bytes long, expected at least 8", remedy=download_again(path))
     length = int.from_bytes(prefix, "little")
     if length > MAX_HEADER_BYTES:
         start = os.pread(descriptor, 32, 0)

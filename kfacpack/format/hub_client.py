@@ -37,7 +37,7 @@ _show_bars: ContextVar[bool] = ContextVar("kfacpack_hub_bars", default=False)
 
 @contextmanager
 def progress_bars(*, show: bool) -> Iterator[None]:
-    """Sets whether huggingface_hub draws progress bars inside this context. By default it does not.
+    """Sets whether huggingface_hub draws progress bars inside this context. By default, it does not.
 
     Args:
         show: Whether to draw them.
@@ -53,7 +53,7 @@ def progress_bars(*, show: bool) -> Iterator[None]:
 
 
 def hub_api() -> HfApi:
-    """Creates a client of the Hub. It is not cached, so that changes of HF_ENDPOINT take effect."""
+    """Creates a client for the Hub. It is not cached, so that changes to HF_ENDPOINT take effect."""
     require("huggingface_hub")
     from huggingface_hub import HfApi
 
@@ -70,7 +70,9 @@ def hub_errors(
     offline_remedy: str | None = None,
     access_remedy: str | None = None,
 ) -> Iterator[None]:
-    """Converts exceptions of huggingface_hub inside this context to `HubError`, and controls its progress bars.
+    """Converts exceptions of huggingface_hub inside this context to `HubError`.
+
+    Also hides its progress bars, unless `progress_bars(show=True)` is active.
 
     Args:
         target: The file or repository that is accessed, for error messages.
@@ -90,7 +92,7 @@ def hub_errors(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    # The base class of its HTTP errors: httpx's or, in earlier versions of huggingface_hub, requests'.
+    # The base class of its HTTP errors: that of httpx or, in earlier versions of huggingface_hub, of requests.
     http_error = HfHubHTTPError.__mro__[1]
     hide = not _show_bars.get() and constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not are_progress_bars_disabled()
     if hide:
@@ -237,7 +239,7 @@ def resolve(reference: Reference) -> RemoteFile:
 
 
 def local_copy(reference: Reference, *, checked: bool = False) -> Path:
-    """Returns a file in huggingface_hub's cache, and downloads it if necessary.
+    """Returns the path of a file in huggingface_hub's cache, after downloading it if necessary.
 
     A downloaded file is checked against the size and SHA-256 that the Hub provides. A file that is already in the cache
     is checked by its size only, and downloaded again if it is damaged. Without a network connection, the cache is
@@ -286,7 +288,7 @@ def commit_of_copy(reference: Reference, path: Path) -> str | None:
 
 
 def header_descriptor(reference: Reference, max_length: int) -> int:
-    """Opens a safetensors file of which only the header is downloaded.
+    """Opens a safetensors file on the Hub and downloads only its header.
 
     Args:
         reference: The file.

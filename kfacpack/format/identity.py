@@ -53,11 +53,11 @@ def _class_range(name: str) -> tuple[Fraction, Fraction]:
 
 
 WeightReader = Callable[[str], tuple[str, tuple[int, ...], memoryview] | None]
-"""Returns the safetensors dtype, shape and bytes of a parameter by name, or None if it does not exist."""
+"""A function that returns the safetensors dtype, shape and bytes of the parameter of a given name, or None."""
 
 
 def weights_of_file(path: str | os.PathLike[str]) -> WeightReader:
-    """Opens the parameters in a safetensors file.
+    """Opens a safetensors file to read parameters from it.
 
     Args:
         path: A path or an `hf://` reference.
@@ -83,7 +83,7 @@ def describe(name: str, dtype: str, shape: tuple[int, ...], data: memoryview) ->
 
     Args:
         name: Name in the state dict.
-        dtype: safetensors dtype.
+        dtype: Name of the dtype in safetensors.
         shape: Shape of the parameter.
         data: Its bytes, row-major and little-endian.
     """
@@ -95,7 +95,7 @@ def difference(expected: Parameter, weights: WeightReader) -> str | None:
 
     Args:
         expected: The manifest entry.
-        weights: Reads the model's parameters.
+        weights: Function that reads the model's parameters.
 
     Returns:
         A description of the first difference, or None if dtype, shape and bytes are equal.

@@ -47,7 +47,7 @@ _NAME_PATTERN, _TEXT_PATTERN = re.compile(_NAME), re.compile(_TEXT)
 
 
 def _safe_name(name: str) -> str:
-    """Accepts names that are safe in file names and tables: no control characters, no path traversal."""
+    """Checks that a name is safe in file names and tables: no control characters, no path traversal."""
     if not _NAME_PATTERN.fullmatch(name) or _SURROGATE.search(name):
         raise ValueError(
             f"{name[:80]!r} is not a valid name: expected 1 to 512 characters, no backslash, no control or hidden "
@@ -84,7 +84,7 @@ def first_problem(error: ValidationError) -> tuple[tuple[int | str, ...], str]:
 
 
 class Entry(BaseModel):
-    """Base class of all manifest entries: immutable, strict about arguments, finite numbers only."""
+    """Base class of all manifest entries, which are immutable and reject unknown arguments, NaN and Inf."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, revalidate_instances="always")
 
@@ -95,7 +95,7 @@ class Parameter(Entry):
     name: Name
     """Name in the state dict."""
     dtype: Annotated[StrictStr, Field(pattern=r"^[A-Z0-9_]{1,16}$")]
-    """safetensors dtype."""
+    """Name of the dtype in safetensors."""
     shape: Annotated[tuple[Dimension, ...], FailFast(), Field(max_length=8)]
     sha256: Digest
     """SHA-256 of the bytes, row-major and little-endian."""
@@ -118,7 +118,9 @@ def base_digest(parameters: tuple[Parameter, ...]) -> str:
 
 
 class Base(Entry):
-    """The base model. Two bundles are compatible if the parameters they share have equal digests; names do not matter.
+    """The base model.
+
+    Two bundles are compatible if the parameters they share have equal digests; the names of the models do not matter.
 
     Example:
         >>> base = kp.identify(model, ["fc.weight", "fc.bias"], family="test", name="small")
@@ -132,7 +134,7 @@ class Base(Entry):
     revision: Name | None = None
     """Pretrained tag or commit."""
     sha256: Digest
-    """Digest of the covered parameters, see `base_digest`."""
+    """Digest of the covered parameters; see `base_digest`."""
     parameters: Annotated[tuple[Parameter, ...], FailFast(), Field(min_length=1)]
     """The covered parameters in state-dict order."""
 
@@ -160,7 +162,7 @@ class Function(Entry):
     at: Literal["base"] = "base"
     """The point of linearisation."""
     detail: Text | None = None
-    """Further description."""
+    """Additional description of f."""
 
 
 class OutputScale(Entry):
@@ -215,7 +217,7 @@ class Estimate(Entry):
     fisher: Fisher
     """`exact`, or `mc` for random probes."""
     probe: Literal["gaussian", "rademacher", "orthogonal", "sampled"] | None = None
-    """Distribution of the probes; only with `mc`. `sampled` probes are those of the metric `kl`."""
+    """Distribution of the probes; only with `mc`. `sampled` is used with the metric `kl`."""
     probes: Annotated[StrictInt, Field(ge=1, le=2**32)] | None = None
     """Number of probes per example; only with `mc`."""
     seed: Annotated[StrictInt, Field(ge=0, lt=2**64)] | None = None
@@ -322,7 +324,7 @@ class About(Entry):
     metric: Literal["kl"] | None = None
     """`kl` if ½ τᵀGτ approximates the Kullback-Leibler divergence of the distribution over the vocabulary.
 
-    By default, the metric is `l2`: G is that of the squared norm of the change of f. New in 1.2.
+    By default, the metric is `l2`: τᵀGτ approximates the squared norm of the change of f. New in 1.2.
     """
     scaling: Scaling = EXPAND
     estimate: Estimate | None = None
@@ -366,7 +368,7 @@ class Piece(Entry):
 
 
 class Join(Entry):
-    """How parameters form the matrix of a block, `rows` × `columns`. The pieces tile it.
+    """How parameters form the matrix of a block, `rows` × `columns`. The pieces tile this matrix.
 
     Example:
         >>> weight, bias = kp.Piece(parameter="fc.weight"), kp.Piece(parameter="fc.bias", at=(0, 64))
@@ -387,7 +389,7 @@ class Term(Entry):
 
 
 class BlockEntry(Entry):
-    """The fields that blocks of all structures have in common."""
+    """Fields that are common to blocks of all structures."""
 
     name: Name
     operation: Name
@@ -404,7 +406,7 @@ class KroneckerEntry(BlockEntry):
     terms: Annotated[tuple[Term, ...], FailFast(), Field(min_length=1)]
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the names of the matrices of this block with the side that each must have."""
+        """Yields the name and the required side of each matrix of this block."""
         for term in self.terms:
             yield term.B, self.join.rows
             yield term.A, self.join.columns
@@ -420,7 +422,7 @@ class DenseEntry(BlockEntry):
     matrix: Name
 
     def references(self) -> Iterator[tuple[str, int]]:
-        """Yields the name of the matrix of this block with the side that it must have."""
+        """Yields the name and the required side of the matrix of this block."""
         yield self.matrix, self.join.rows * self.join.columns
 
 
@@ -435,12 +437,12 @@ class TensorEntry(Entry):
 class MatrixEntry(Entry):
     """A symmetric matrix and the form in which it is stored.
 
-    `psd` declares it positive semi-definite. Its mean was taken over `examples` examples and `positions` positions.
+    `psd` declares it positive semi-definite. It is a mean over `examples` examples and `positions` positions.
     """
 
     name: Name
     form: Name
-    """How the matrix is stored, see `kfacpack.format.schema.LAYOUTS`."""
+    """How the matrix is stored; see `kfacpack.format.schema.LAYOUTS`."""
     version: Annotated[StrictInt, Field(ge=1)] = 1
     """Version of the form."""
     side: Side
@@ -462,7 +464,7 @@ class Manifest(About):
     """Format version, MAJOR.MINOR."""
     scaling: Scaling
     requires: Annotated[tuple[Name, ...], FailFast()] = ()
-    """Features that a reader must support. `metric` is required if the bundle has this key."""
+    """Features that a reader must support. Lists `metric` if the bundle has this key."""
     producer: Text | None = None
     """Software that wrote the file."""
     matrices: Annotated[tuple[MatrixEntry, ...], FailFast(), Field(min_length=1)]

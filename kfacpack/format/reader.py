@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from kfacpack.format.reference import FileLocation
 
     CheckProgress = Callable[[str, int, int], None]
-    """Called with the name of a check, the number of items checked so far and their total."""
+    """Callback that receives the name of a check, the number of items checked so far and their total."""
 
 
 ManifestT = TypeVar("ManifestT", bound=BaseModel)
@@ -50,7 +50,7 @@ _CHUNK = 2**20
 
 
 class SealedFile:
-    """An open safetensors file with a manifest and a seal: the common part of bundles and task vectors.
+    """An open safetensors file with a manifest and a seal. Base class of bundles and task vectors.
 
     Attributes:
         path: Location of the file.
@@ -126,7 +126,7 @@ class SealedFile:
             raise CorruptTensor(self.path, problem, f"tensor {name!r}", download_again(self.path))
 
     def hash_problem(self, name: str) -> str | None:
-        """Returns how a tensor's SHA-256 differs from the one in the manifest; None if it does not.
+        """Returns a description of how a tensor's SHA-256 differs from the one in the manifest; None if it does not.
 
         Args:
             name: Name of the tensor.
@@ -142,7 +142,7 @@ class SealedFile:
         return self._problems_of(name)[1]
 
     def _problems_of(self, name: str) -> tuple[str | None, str | None]:
-        """Runs both checks once, in a single pass over chunks, so that memory use stays constant."""
+        """Runs both checks on first use, in a single pass over chunks, so that memory use stays constant."""
         if name not in self._problems:
             content, first, spec = sha256(), None, self.tensors[name]
             for start in range(0, spec.nbytes, _CHUNK):
@@ -159,7 +159,7 @@ class SealedFile:
 
 
 class Bundle(SealedFile):
-    """An open `.kfac` file. The manifest is read on opening, tensors on access.
+    """An open `.kfac` file. The manifest is read when the file is opened, tensors when they are accessed.
 
     Attributes:
         path: Location of the file.
@@ -191,7 +191,7 @@ class Bundle(SealedFile):
 
     @property
     def dense_bytes(self) -> int:
-        """Size of the same matrices as dense float32; diagonal matrices count as their diagonals."""
+        """Size in bytes of the same matrices as dense float32; diagonal matrices count as vectors."""
         return 4 * sum(LAYOUTS[matrix.form].full(matrix.side) for matrix in self.manifest.matrices)
 
     def __reduce__(self) -> tuple[type[Bundle], tuple[str]]:
@@ -303,13 +303,13 @@ class CheckResult:
 def run_check(
     name: str, subjects: Iterable[str], failure: Callable[[str], CheckFailure | None], on_progress: CheckProgress
 ) -> CheckResult:
-    """Checks every subject and collects all failures.
+    """Runs a check on every item and collects the failures.
 
     Args:
         name: Name of the check.
         subjects: Names of the items to check.
-        failure: Returns the failure of one item, or None.
-        on_progress: Called before each item and at the end.
+        failure: Function that returns the failure of an item, given its name, or None.
+        on_progress: Called before each item and at the end, with the same arguments as `CheckProgress`.
 
     Returns:
         The number of items and the failures.
@@ -332,8 +332,8 @@ def check_tensors(
     Args:
         name: Name of the check.
         bundle: The open file.
-        problem: Returns a description of the problem with a tensor, given its name, or None.
-        on_progress: Called with the progress of the check.
+        problem: Function that describes the problem of a tensor, given its name, or returns None.
+        on_progress: Called with the name of the check, the number of items checked and their total.
 
     Returns:
         The number of tensors and the failures.
@@ -351,8 +351,8 @@ def check_model(bundle: Bundle, weights: WeightReader, on_progress: CheckProgres
 
     Args:
         bundle: The open bundle.
-        weights: Reads the model's parameters.
-        on_progress: Called with the progress of the check.
+        weights: Function that reads the model's parameters.
+        on_progress: Called with the name of the check, the number of items checked and their total.
 
     Returns:
         The number of parameters and the failures.

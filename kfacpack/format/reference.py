@@ -79,7 +79,7 @@ def parse_address(text: str) -> Address | None:
 
 @dataclass(frozen=True)
 class Reference(os.PathLike[str]):
-    """A file in a repository on the Hub. It can be used as a path, and its text is the `hf://` form.
+    """A file in a repository on the Hub. It can be used as a path; as a string, it has the `hf://` form.
 
     Raises:
         HubError: If `file` is not a valid path in a repository.
@@ -150,16 +150,16 @@ def is_reference(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(path: str | os.PathLike[str]) -> FileLocation:
-    """Converts a path or `hf://` text to a `Path` or `Reference`.
+    """Converts a path or an `hf://` string to a `Path` or `Reference`.
 
     Args:
-        path: A path, a reference or the text of either.
+        path: A path or reference, or either as a string.
 
     Returns:
         The location.
 
     Raises:
-        HubError: If the text begins with `hf://` but is not a valid reference.
+        HubError: If the string begins with `hf://` but is not a valid reference.
     """
     if isinstance(path, Reference):
         return path
@@ -169,10 +169,10 @@ def locate(path: str | os.PathLike[str]) -> FileLocation:
 
 
 def header_of(path: str | os.PathLike[str]) -> FileLocation:
-    """Returns the location of a file of which only the header will be read.
+    """Returns the location of a file, marked so that only its header is downloaded.
 
     Args:
-        path: A path, a reference or the text of either.
+        path: A path or reference, or either as a string.
     """
     location = locate(path)
     return location.header if isinstance(location, Reference) else location

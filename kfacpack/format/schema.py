@@ -1,4 +1,4 @@
-"""Consistency checks of a manifest against the tensors of its file. Only shapes are used; no tensor is read.
+"""Consistency checks of a manifest against the tensors of its file. No tensor is read.
 
 `LAYOUTS` lists the tensors and shapes of every form in which a matrix can be stored. It is the torch-free counterpart
 of `kfacpack.curvature.matrices`. The values of a matrix are in its tensor `data`. If `data` is I8, a tensor `scale`
@@ -69,10 +69,10 @@ def _diagonal(n: int, data: Shape) -> Shapes:
 
 @dataclass(frozen=True)
 class MatrixLayout:
-    """The tensors of one form of matrix."""
+    """The tensors that make up a matrix of one form."""
 
     shapes: Callable[[int, Shape], Shapes]
-    """Returns the expected shape of every tensor, including `data`, from the side and the actual shape of `data`.
+    """Function that computes the expected shape of every tensor from the side and the actual shape of `data`.
 
     The actual shape is an argument because it alone determines the number of blocks, columns or entries.
     """
@@ -83,7 +83,7 @@ class MatrixLayout:
     count: int | None = None
     """The dimension of `data` that appears in the short name of the form, as in block:8; None if there is none."""
     full: Callable[[int], int] = lambda n: n * n
-    """Returns the number of elements of an uncompressed matrix of a given side."""
+    """Function that computes the number of elements of an uncompressed matrix from its side."""
 
 
 LAYOUTS: Mapping[str, MatrixLayout] = {
@@ -97,7 +97,7 @@ LAYOUTS: Mapping[str, MatrixLayout] = {
 
 
 def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, TensorSpec]) -> None:
-    """Checks that a matrix has exactly the tensors that its form requires. Reads no tensor.
+    """Checks that a matrix has exactly the tensors that its form requires, without reading them.
 
     Args:
         path: The file, for error messages.
@@ -117,7 +117,7 @@ def check_layout(path: FileLocation, entry: MatrixEntry, tensors: Mapping[str, T
     layout = LAYOUTS.get(entry.form)
     if layout is None or entry.version > layout.version:
         supported = ", ".join(f"{form} {supported.version}" for form, supported in LAYOUTS.items())
-        problem = f"has the form {entry.form!r} version {entry.version}; supported are: {supported}"
+        problem = f"has the form {entry.form!r} version {entry.version}, expected one of {supported}"
         raise BundleError(path, problem, where=f"matrix {entry.name!r}", remedy="Upgrade kfacpack to read it")
     if entry.psd and not layout.may_be_psd:
         raise invalid(f"is declared positive semi-definite, which is not allowed for a {entry.form!r} matrix")

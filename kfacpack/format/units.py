@@ -11,7 +11,7 @@ from kfacpack.errors import KfacpackError, printable
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 OnProgress = Callable[[int, int], None]
-"""Called with the number of items done and their total."""
+"""Callback that receives the number of items done and their total."""
 
 
 def parse_size(size: str | int, whole: int) -> int:
@@ -39,7 +39,7 @@ MISSING = "–"
 
 
 def human_bytes(count: float) -> str:
-    """Formats a number of bytes in powers of 1000: 1536 -> '1.5 kB'."""
+    """Formats a number of bytes with decimal units: 1536 -> '1.5 kB'."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" or count >= 99.5 else f"{count:.1f} {unit}"

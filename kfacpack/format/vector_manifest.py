@@ -48,22 +48,22 @@ from kfacpack.format.manifest import (
 from kfacpack.format.reference import SCHEME, parse_address
 
 VERSION = "1.2"
-"""Version of files with sparse changes or of the regime `sparse`; see `version_of` for other files."""
+"""Format version of files that have sparse changes or the regime `sparse`; see `version_of` for other files."""
 HEAD = "kfacpack.head"
-"""Prefix of the names of a head's tensors, which no parameter may have."""
+"""Reserved prefix for the names of a head's tensors."""
 FACTORS = "kfacpack.factors"
-"""Prefix of the names of factors, which no parameter may have."""
+"""Reserved prefix for the names of factors."""
 REMAINDER = "kfacpack.remainder"
-"""Prefix of the names of a remainder's tensors, which no parameter may have."""
+"""Reserved prefix for the names of a remainder's tensors."""
 SPARSE = "kfacpack.sparse"
-"""Prefix of the names of a sparse change's tensors, which no parameter may have."""
+"""Reserved prefix for the names of a sparse change's tensors."""
 
 HeadKind = Literal["auto", "text", "words", "prototypes"]
-"""How a head is built; "auto" chooses by the model and the task."""
+"""How a head is built; "auto" depends on the model and the task."""
 RegimeName = Literal["linear", "full", "attention", "sparse"]
 HeadOrigin = Literal["text", "prototypes", "words"]
 Feature = Literal["factors", "remainders", "sparse"]
-"""Features of version 1.1 and, for `sparse`, 1.2."""
+"""Optional features of a file. `sparse` was added in version 1.2, the others in 1.1."""
 CheckpointKind = Literal["weights", "adapter"]
 Setting = StrictBool | StrictInt | StrictFloat | Text
 
@@ -78,10 +78,10 @@ class Training(Entry):
 
 
 class HeadEntry(Entry):
-    """The classes of a head and its origin. Its weights are tensors of the file."""
+    """The classes and the origin of a head. The weights of the head are tensors of the file."""
 
     origin: HeadOrigin
-    """Source of its weights: texts, words or prototypes."""
+    """Source of the weights: texts, words or prototypes."""
     classes: Annotated[tuple[Text, ...], FailFast(), Field(min_length=1)]
     """Class names in the order of the logits."""
 
@@ -116,7 +116,7 @@ class FileEntry(Entry):
 
 
 class CheckpointEntry(Entry):
-    """A fine-tuned checkpoint or adapter that a vector was extracted from. It contains no path of a local machine."""
+    """A fine-tuned checkpoint or adapter that a vector was extracted from. Local paths are not recorded."""
 
     name: Name
     """Name of the local file or folder, or `hf://owner/repo[/path]`."""
@@ -128,7 +128,7 @@ class CheckpointEntry(Entry):
 
     @property
     def location(self) -> str:
-        """The name with the commit, as a reference to the Hub is written."""
+        """The name; for a checkpoint on the Hub, `hf://owner/repo@commit[/path]`."""
         if not self.revision or not (address := parse_address(self.name)):
             return self.name
         path = f"/{address.path}" if address.path else ""
@@ -144,7 +144,7 @@ class SolvedBlock(Entry):
     name: Name
     """Name of the block in the bundles or, if no bundle covers it, of the parameter."""
     curvature: StrictBool = True
-    """Whether a bundle covers the block; if not, it takes the value of the prior."""
+    """Whether a bundle covers the block; if not, the block takes the value of the prior."""
     iterations: Count = 0
     """Number of iterations; 0 for a direct solution."""
     residual: NonNegative = 0.0
@@ -158,7 +158,7 @@ class SolvedBlock(Entry):
 
 
 class MethodEntry(Entry):
-    """The method that merged the addends, if it is not a plain sum. The addends' coefficients are their α.
+    """The method that merged the addends, if it is not a plain sum. The coefficient of each addend is its α.
 
     Example:
         >>> merged = kp.add(vectors, "curvature", bundles=bundles)
@@ -170,7 +170,7 @@ class MethodEntry(Entry):
     bundles: Annotated[tuple[Digest, ...], FailFast()] = ()
     """Digests of the bundles that the method used."""
     blocks: Annotated[tuple[SolvedBlock, ...], FailFast()] = ()
-    """Report of each block; empty for methods that do not solve for blocks."""
+    """Report of each block; empty for methods that do not solve for blocks separately."""
 
     @property
     def solved(self) -> tuple[SolvedBlock, ...]:
@@ -189,24 +189,24 @@ class MethodEntry(Entry):
 
     @property
     def max_iterations(self) -> int:
-        """The largest number of iterations of a block."""
+        """The largest number of iterations of any block."""
         return max((block.iterations for block in self.blocks), default=0)
 
     @property
     def worst_residual(self) -> float:
-        """The largest relative residual of a block."""
+        """The largest relative residual of any block."""
         return max((block.residual for block in self.blocks), default=0.0)
 
     @property
     def objective(self) -> tuple[float, float]:
-        """The objective of all blocks together, at the prior and for the result."""
+        """The sums of `before` and `after` over all blocks."""
         return sum(block.before for block in self.blocks), sum(block.after for block in self.blocks)
 
     def multiplied(self, factor: float) -> MethodEntry:
-        """Returns the entry of the result times a factor; the objective is multiplied by the square of the factor.
+        """Returns the entry for the result multiplied by a factor; the objective is multiplied by its square.
 
         Args:
-            factor: The factor.
+            factor: Multiplier of the result.
         """
         square = factor**2
         blocks = tuple(
@@ -246,7 +246,7 @@ class ParameterStorage(Entry):
     """How the change of a parameter is stored, if it is not a dense tensor alone."""
 
     name: Name
-    """The parameter."""
+    """Name of the parameter."""
     rank: Annotated[StrictInt, Field(ge=0, le=MAX_SIDE)] | None = None
     """Rank r of the factors; 0 means that the change is exactly zero and that nothing is stored."""
     remainder: Dimension | None = None
@@ -257,12 +257,12 @@ class ParameterStorage(Entry):
     @model_validator(mode="after")
     def _check_form(self) -> ParameterStorage:
         if [self.rank, self.remainder, self.entries].count(None) != 2:
-            raise ValueError(f"{self.name!r}: expected either a rank, a remainder or entries")
+            raise ValueError(f"{self.name!r}: expected exactly one of rank, remainder and entries")
         return self
 
     @model_serializer(mode="wrap")
     def _without_entries(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out the key of version 1.2 if it is empty, so that other files stay the same."""
+        """Omits the key of version 1.2 if it is empty, so that the bytes of other files do not change."""
         return {key: value for key, value in handler(self).items() if key != "entries" or value is not None}
 
     @property
@@ -277,7 +277,7 @@ class ParameterStorage(Entry):
 
         Args:
             number: Index of the parameter in the manifest.
-            shape: Its shape.
+            shape: Shape of the parameter.
         """
         if self.remainder is not None:
             index = "I32" if prod(shape) < 2**31 else "I64"
@@ -334,7 +334,9 @@ class VectorManifest(AboutVector):
             shape = shapes[entry.name]
             size = prod(shape)
             if (entry.rank or 0) > min(side := shape[0] if shape else 1, size // side):
-                raise ValueError(f"the storage of {entry.name!r} has rank {entry.rank}, too much for {list(shape)}")
+                raise ValueError(
+                    f"the storage of {entry.name!r} has rank {entry.rank}, which is too high for shape {list(shape)}"
+                )
             if (count := entry.remainder or entry.entries or 0) > size:
                 form = "remainder" if entry.remainder else "sparse change"
                 raise ValueError(f"the {form} of {entry.name!r} has {count} entries, expected at most {size}")
@@ -346,7 +348,7 @@ class VectorManifest(AboutVector):
 
     @model_serializer(mode="wrap")
     def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leaves out keys of version 1.1 that are empty, so that files without its features stay the same."""
+        """Omits empty keys of version 1.1, so that the bytes of files of version 1.0 do not change."""
         return {key: value for key, value in handler(self).items() if value or key not in _KEYS_OF_1_1}
 
     def specs(self) -> dict[str, Spec]:
@@ -363,11 +365,11 @@ class VectorManifest(AboutVector):
         return specs
 
     def index_limits(self) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
-        """Returns the limits of tensors that refer to elements of parameters.
+        """Returns the bounds that index tensors and bitmaps must respect.
 
         Returns:
-            By name of a tensor of indices, the number of elements of its parameter. By name of a bitmap, the number of
-            bits that are set and the number of elements.
+            Two dicts: for each index tensor by name, the number of elements of its parameter; for each bitmap by name,
+            the number of bits that are set and the number of elements.
         """
         storage = {entry.name: entry for entry in self.storage}
         indices, bitmaps = {}, {}
@@ -398,7 +400,7 @@ def head_name(number: int, tensor: Literal["weight", "bias"]) -> str:
 
     Args:
         number: Index of the task in the manifest.
-        tensor: Name of the tensor.
+        tensor: "weight" or "bias".
     """
     return f"{HEAD}.{number}.{tensor}"
 
@@ -408,7 +410,7 @@ def factor_name(number: int, factor: Literal["U", "V"]) -> str:
 
     Args:
         number: Index of the parameter in the manifest.
-        factor: Name of the factor.
+        factor: "U" or "V".
     """
     return f"{FACTORS}.{number}.{factor}"
 
@@ -418,7 +420,7 @@ def remainder_name(number: int, tensor: Literal["index", "value"]) -> str:
 
     Args:
         number: Index of the parameter in the manifest.
-        tensor: Name of the tensor.
+        tensor: "index" or "value".
     """
     return f"{REMAINDER}.{number}.{tensor}"
 
@@ -428,7 +430,7 @@ def sparse_name(number: int, tensor: Literal["mask", "value"]) -> str:
 
     Args:
         number: Index of the parameter in the manifest.
-        tensor: Name of the tensor.
+        tensor: "mask" or "value".
     """
     return f"{SPARSE}.{number}.{tensor}"
 

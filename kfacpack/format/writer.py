@@ -1,7 +1,7 @@
 """Writes bundles, other sealed files and small files atomically and deterministically, tensor by tensor.
 
 The positions of all tensors follow from their shapes, and every SHA-256 has 64 digits, so the length of the header is
-known before any tensor is written. Tensors are written in any order, in parts of any size. The header is
+known before any tensor is written. Tensors may be written in any order, in parts of any size. The header is
 written last; then the file is synced and renamed. If the process dies, the old file is left intact.
 """
 
@@ -30,7 +30,7 @@ from kfacpack.format.container import (
     SealKeys,
     Spec,
     TensorSpec,
-    json_values,
+    json_value_bound,
     seal,
 )
 from kfacpack.format.reference import is_reference
@@ -45,7 +45,7 @@ ABANDONED_AFTER = 3600
 
 
 class SealedManifest(Protocol):
-    """The methods of a manifest that the writer uses."""
+    """The methods of a manifest that the writer calls."""
 
     def with_digests(self, digests: Mapping[str, str]) -> SealedManifest:
         """Returns a copy with the SHA-256 of each tensor filled in."""
@@ -135,7 +135,7 @@ def write_sealed(
 def write_plain(
     path: str | os.PathLike[str], tensors: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> Iterator[TensorWriter]:
-    """Writes a safetensors file without manifest and seal atomically.
+    """Atomically writes a safetensors file that has no manifest and no seal.
 
     Args:
         path: The file to write.
@@ -306,7 +306,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable on file systems that can sync a folder. Failures are ignored; the rename is done."""
+    """Syncs a folder so that a rename in it survives a crash. Errors are ignored, as some file systems cannot do it."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -347,7 +347,7 @@ def _header(
     digests: Mapping[str, str],
     keys: SealKeys,
 ) -> bytes:
-    """Returns the length prefix and the header, not sealed yet, padded so that tensors start at a multiple of eight."""
+    """Returns the length prefix and the unsealed header, padded so that tensors start at a multiple of eight bytes."""
     text = _compact_json(manifest.with_digests(digests).model_dump(mode="json", exclude_none=True))
     return _frame_header(path, tensors, {keys.seal: UNSEALED, keys.manifest: text}, [text], keys.kind)
 
@@ -359,14 +359,14 @@ def _frame_header(
     texts: Iterable[str],
     kind: str,
 ) -> bytes:
-    """Returns the length prefix and the header. `texts` are metadata values that are JSON and have the same limits."""
+    """Returns the length prefix and the header. `texts` are JSON values of the metadata, which have the same limits."""
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     for name, spec in tensor_offsets(tensors).items():
         offsets = [spec.start, spec.stop]
         entries[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
     body = _compact_json(entries).encode("ascii")
     body += b" " * (-len(body) % 8)
-    values = max(map(json_values, (body, *(text.encode() for text in texts))))
+    values = max(map(json_value_bound, (body, *(text.encode() for text in texts))))
     if len(body) > MAX_HEADER_BYTES or values > MAX_JSON_VALUES:
         size = f"{len(body)} bytes and {values} values"
         problem = f"its header would have {size}, but at most {MAX_HEADER_BYTES} and {MAX_JSON_VALUES} are allowed"

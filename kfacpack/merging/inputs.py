@@ -1,8 +1,8 @@
 """The inputs of a merge: their provenance, weights and compatibility.
 
 The target of a merge is Σ w_t G_t. λ_t is a task's share of all examples, or of the weights that the user passes, and
-w_t = T λ_t: the weights of T tasks average one. An input that was itself merged from several tasks already contains
-such weights and is multiplied as a whole.
+w_t = T λ_t: the mean weight of T tasks is one. An input that was itself merged from several tasks already contains
+such weights and is multiplied by a single factor.
 
 Curvatures can be merged if they have the same base model, function f, metric, scaling and blocks, and were estimated
 from different data.
@@ -72,13 +72,13 @@ class MergeInput:
         return (Parent(sha256=self.curvature.digest, weight=1.0, task=task, dataset_size=size),)
 
     def _example_count(self) -> int | None:
-        """Returns the number of examples of the estimate, which is the dataset's size if none is recorded."""
+        """Returns the number of examples of the estimate, which is used if no dataset size is recorded."""
         matrices = (matrix for block in self.curvature.blocks for _, matrix in block.structure.matrices())
         return max((matrix.examples for matrix in matrices if matrix.examples), default=None)
 
     @property
     def tasks(self) -> float:
-        """Number of tasks in the input: the sum of its weights, which average one over the tasks."""
+        """Number of tasks in the input: the sum of its weights, whose mean over the tasks is one."""
         return sum(parent.weight for parent in self.parents)
 
     @property
@@ -113,7 +113,7 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
 
     Args:
         inputs: The inputs.
-        weights: One positive weight per input, of which only the ratios matter; None uses the dataset sizes.
+        weights: One positive weight per input, of which only the ratios matter. None stands for the dataset sizes.
 
     Returns:
         One factor per input.
@@ -124,14 +124,16 @@ def relative_weights(inputs: Sequence[MergeInput], weights: Sequence[float] | No
     shares = _dataset_sizes(inputs) if weights is None else _check_weights(inputs, weights)
     for item in inputs:
         if not item.tasks > 0:
-            problem = f"the weights of its parents sum to {item.tasks:g}, expected the number of its tasks"
+            problem = f"the weights of its parents sum to {item.tasks:g}, expected a positive number of tasks"
             raise KfacpackError(f"{item.name}: {problem}")
     tasks = sum(item.tasks for item in inputs)
     return [tasks * share / sum(shares) / item.tasks for item, share in zip(inputs, shares, strict=True)]
 
 
 def mean_output_scale(inputs: Sequence[MergeInput], factors: Sequence[float]) -> OutputScale | None:
-    """Returns the scale of f over the merged tasks, with the weights of their G; None if an input does not record it.
+    """Returns the scale of f over the merged tasks; None if an input does not record it.
+
+    The scale is a weighted mean, with the weights of the tasks in the merged G.
 
     Args:
         inputs: The inputs.
@@ -146,12 +148,13 @@ def mean_output_scale(inputs: Sequence[MergeInput], factors: Sequence[float]) ->
 
 
 def scale_of_f(inputs: Sequence[MergeInput]) -> float:
-    """Returns the scale of f over the tasks of all bundles, each task weighted as its G is; 1 if f is normalised.
+    """Returns the scale of f over the tasks of all bundles; 1 if f is normalised.
 
-    It is also 1 with the metric `kl`, whose unit, nats, does not depend on the scale of f.
+    The scale is a weighted mean, with the weights of the tasks in the sum of all G. With the metric `kl` it is also 1,
+    because the unit of this metric, nats, does not depend on the scale of f.
 
     Args:
-        inputs: The bundles. Those that do not record the scale use the mean of the others.
+        inputs: The bundles. Those that do not record the scale are assumed to have the mean of the others.
 
     Returns:
         The scale, or 0 if no bundle records it.
@@ -165,7 +168,7 @@ def scale_of_f(inputs: Sequence[MergeInput]) -> float:
 
 
 def weighted_scale(scales: Sequence[OutputScale], weights: Sequence[float]) -> OutputScale:
-    """Returns the weighted mean of scales; negative weights subtract."""
+    """Returns the weighted mean of scales; a negative weight subtracts a scale."""
 
     def mean(values: Iterable[float]) -> float:
         total = sum(weight * value for weight, value in zip(weights, values, strict=True))
@@ -183,7 +186,7 @@ def _dataset_sizes(inputs: Sequence[MergeInput]) -> list[float]:
         if not item.dataset_size:
             ones = ["1"] * len(inputs)
             raise KfacpackError(
-                f"{item.name}: does not record the size of its dataset, by which tasks are weighted. "
+                f"{item.name}: does not record the size of its dataset, which determines its weight. "
                 f"Pass one weight per input: --weights {','.join(ones)} (weights=[{', '.join(ones)}]), "
                 "or estimate the curvature with source=kp.Source(task=NAME, dataset_size=N)"
             )
@@ -316,7 +319,7 @@ def _check_blocks(inputs: Sequence[MergeInput], allow_partial: bool) -> None:
         for parameter, names in _partition(item).items():
             other, first_names = partition.setdefault(parameter, (item, names))
             if first_names != names:
-                raise _incompatible(other, item, f"divide the parameter {parameter!r} into different blocks")
+                raise _incompatible(other, item, f"assign the parameter {parameter!r} to different blocks")
         for name, block in item.blocks.items():
             other = owner.setdefault(name, item)
             first_block = other.blocks[name]
@@ -331,7 +334,7 @@ def _check_blocks(inputs: Sequence[MergeInput], allow_partial: bool) -> None:
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             other = owner[missing[0]]
             raise KfacpackError(
-                f"{item.name} has no block {missing[0]!r}{more}, which {other.name} has. {_ALLOW_PARTIAL}"
+                f"{item.name} lacks the block {missing[0]!r}{more}, which {other.name} has. {_ALLOW_PARTIAL}"
             )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _NOISE = 1e-12
 """Relative errors below this are rounding errors of the Gram matrices, not approximation errors."""
 WORKERS = 2
-"""Number of threads that compute Gram matrices: one hashes while the other multiplies. Each has its own strips."""
+"""Number of threads that compute Gram matrices: one hashes while the other multiplies. Each has its own buffer."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BlockMergeReport:
     name: str
     """Name of the block; empty for the total of all blocks."""
     terms: int
-    """Number of terms of all inputs together."""
+    """Total number of terms of all inputs."""
     missing: tuple[str, ...] = ()
     """Inputs that do not have the block."""
     norm: float = 0.0
@@ -74,7 +74,7 @@ class MergeReport:
     measured: bool
     """Whether errors were measured; False if the merge is exact."""
     subtracted: tuple[str, ...] = ()
-    """Tasks that were subtracted from an input; its previous error on the remaining tasks is then unknown."""
+    """Tasks that were subtracted from an input. The earlier merge error of its remaining tasks is then unknown."""
 
     @property
     def total(self) -> BlockMergeReport:
@@ -87,7 +87,7 @@ class MergeReport:
 
     @property
     def partial(self) -> tuple[BlockMergeReport, ...]:
-        """Reports of the blocks that some inputs do not have."""
+        """Reports of the blocks that are missing in some inputs."""
         return tuple(block for block in self.blocks if block.missing)
 
 
@@ -98,7 +98,7 @@ class MergeResult:
     curvature: Curvature
     """The merged curvature."""
     report: MergeReport
-    """Its approximation errors."""
+    """The approximation errors."""
 
 
 def merge(
@@ -110,7 +110,7 @@ def merge(
     without: Iterable[str] | str = (),
     allow_partial: bool = False,
 ) -> Curvature:
-    """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t that average one.
+    """Merges curvatures into one that approximates Σ w_t G_t over all tasks, with weights w_t whose mean is one.
 
     Blocks that are whole matrices or diagonals are summed exactly. For all others the approximation error is measured
     and recorded in the `losses` of the block. The merged matrices are computed when they are used or saved.
@@ -122,9 +122,9 @@ def merge(
             from all of them.
         rank: Number of Kronecker products that "optimal" keeps.
         weights: One positive weight per input, of which only the ratios matter. Defaults to the dataset sizes.
-        without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the task's own
-            bundle must be another input; it is subtracted.
-        allow_partial: Sums a block that only some inputs have over those inputs instead of raising an error.
+        without: Names of tasks to leave out. If an input was merged by "tak" and contains such a task, the bundle of
+            that task must be passed as another input, so that it can be subtracted.
+        allow_partial: Whether a block may be missing in some inputs; it is then summed over the others.
 
     Returns:
         The merged curvature.
@@ -162,7 +162,7 @@ def merge_and_report(
         weights: See `merge`.
         without: See `merge`.
         allow_partial: See `merge`.
-        on_progress: Called with the number of measured blocks and the number of all blocks.
+        on_progress: Called with the number of blocks done and their total.
 
     Returns:
         The merged curvature and the report.
@@ -298,7 +298,7 @@ def _measure(name: str, terms: Terms, combination: Combination, missing: Sequenc
 
 
 def _deviation(points: Tensor, tasks: Tensor) -> float:
-    """Returns √T σ of T points. A row of `points` counts as many times as it has tasks."""
+    """Returns √T σ, where σ is the standard deviation of T points; each row of `points` counts once per task."""
     centered = points - tasks @ points / tasks.sum()
     return float((tasks[:, None].sqrt() * centered).norm())
 
@@ -331,7 +331,7 @@ def _larger(one: Loss, other: Loss) -> Loss:
 
 
 def _about(rule: MergeRule, inputs: Sequence[MergeInput], factors: Sequence[float], report: MergeReport) -> About:
-    """Builds the provenance of the merged curvature."""
+    """Builds the metadata of the merged curvature."""
     first = inputs[0].curvature.about
     by_name = {parameter.name: parameter for item in inputs for parameter in item.curvature.about.base.parameters}
     parameters = tuple(by_name[name] for name in merge_ordered([item.curvature.parameters for item in inputs]))

@@ -53,7 +53,7 @@ class Terms:
     sharing: Sharing
     """How positions that share a weight are treated."""
     coordinates: tuple[Tensor, ...] = ()
-    """Coordinates of each side's matrices, of shape (K, K), see `strips.py`; empty for exact rules."""
+    """Coordinates of each side's matrices, of shape (K, K); see `strips.py`. Empty for exact rules."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,13 @@ class Combination:
 
 
 class MergeRule(ABC):
-    """A way to combine the terms of all inputs into fewer terms.
+    """Base class of merge rules, which combine the terms of all inputs into fewer terms.
 
     Args:
-        rank: Number of terms to keep, for rules that have a rank.
+        rank: Number of terms to keep, for rules that take a rank.
 
     Raises:
-        KfacpackError: If the rank is not an integer, or not 1 for a rule that has no rank.
+        KfacpackError: If the rank is not an integer, or is not 1 for a rule that takes no rank.
     """
 
     name: ClassVar[str]
@@ -83,7 +83,7 @@ class MergeRule(ABC):
     keeps_sums: ClassVar[bool] = False
     """Whether the merged factors are weighted sums of the parents' factors, so that a parent can be subtracted."""
     ranked: ClassVar[bool] = False
-    """Whether the rule has a rank."""
+    """Whether the rule takes a rank."""
 
     def __init__(self, rank: int = 1):
         self.rank = rank
@@ -104,7 +104,7 @@ class MergeRule(ABC):
             losses: The losses of the merged curvature or of one of its blocks.
 
         Returns:
-            The relative error; 0 if no loss of this rule is recorded, None if its size was not measured.
+            The relative error; 0 if no loss of this rule is recorded, None if the loss was not measured.
         """
         own = [loss.frobenius for loss in losses if loss.step == self.step]
         return own[-1] if own else 0.0
@@ -143,7 +143,7 @@ class MergeRule(ABC):
         )
 
     def source(self, inputs: Sequence[MergeInput]) -> Source | None:
-        """Returns the data of the merged curvature if it is one dataset, else None."""
+        """Returns the data of the merged curvature if it is a single dataset, else None."""
         return None
 
     def estimate(self, inputs: Sequence[MergeInput]) -> Estimate | None:
@@ -176,7 +176,7 @@ class TakRule(MergeRule):
                 problem = f"was merged by 'optimal' at rank {merge.rank}, whose terms do not correspond to tasks"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
             if any(loss.step == PARTIAL for loss in item.curvature.about.losses):
-                problem = "has blocks that cover only some of its tasks, and does not record how many"
+                problem = "has blocks that cover only some of its tasks, but does not record how many"
                 raise KfacpackError(f"{item.name}: {problem}. {remedy}")
 
     def kronecker(self, terms: Terms) -> Combination:

@@ -1,4 +1,4 @@
-"""Solves for the matrix W of one block that drifts least from the given matrices in the metric of their curvatures.
+"""Solves for the matrix W of one block that is closest to given matrices in the metrics of their curvatures.
 
     minimise over W:  Σ_t w_t <W − W_t, G_t (W − W_t)> + ε ‖W − W_0‖²
 
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from kfacpack.curvature.matrices.matrix import Matrix, Operator
 
     LinearMap = Callable[[Tensor], Tensor]
-    """Maps a (rows, columns) matrix to another."""
+    """A function that maps a (rows, columns) matrix to another."""
     WeightedProduct = tuple[float, tuple[Operator, ...]]
-    """Weight, and one operator per side."""
+    """A weight and one operator per side."""
 
 
 WIDE_SIDE = 512
@@ -51,9 +51,9 @@ WIDE_SIDE = 512
 DIRECT_ENTRIES = 1024
 """Blocks of Kronecker products with at most this many entries are solved as one dense matrix."""
 DIRECT_WHOLE_ENTRIES = 4096
-"""Blocks that are one whole matrix are solved directly up to this many entries."""
+"""Blocks that are one whole matrix are solved directly if they have at most this many entries."""
 EIGENVECTOR_SIDE = 1024
-"""Up to this side, the preconditioner uses eigenvectors, which take less time than the iterations that they save."""
+"""Up to this side, the preconditioner uses eigenvectors; computing them takes less time than the iterations saved."""
 _FLIP_FLOP_STEPS, _MAX_RESTARTS = 1, 3
 
 
@@ -62,9 +62,9 @@ class SolveTerm:
     """One summand w <W − W_t, G (W − W_t)> of the objective."""
 
     weight: float
-    """w, positive."""
+    """The weight w, which is positive."""
     structure: BlockStructure
-    """G."""
+    """The structure of G."""
     target: Tensor
     """W_t − W_0, (rows, columns)."""
 
@@ -74,7 +74,7 @@ class SolveSettings:
     """Settings of the solver."""
 
     damping: float
-    """The part of ε that is relative to the mean eigenvalue of Σ w G."""
+    """Coefficient of the mean eigenvalue of Σ w G in ε."""
     tolerance: float = 1e-4
     """Norm of the residual, relative to that of R, at which the iteration stops."""
     iterations: int = 200
@@ -109,12 +109,12 @@ def solve_block(
     """Finds the difference D from the prior that minimises the objective of one block.
 
     Args:
-        name: Name of the block, for reports and errors.
+        name: Name of the block, for the report and error messages.
         terms: At least one summand of the objective.
         settings: Damping, tolerance and maximum number of iterations.
         cache: Operators that are shared with other blocks.
-        mask: Entries that may change, (rows, columns) of 0 and 1; all if None.
-        mean: tr(Σ w G) / (rows · columns), used in ε; computed from the terms if None.
+        mask: Matrix of 0 and 1, (rows, columns), with 1 for entries that may change. By default, all may change.
+        mean: tr(Σ w G) / (rows · columns), used in ε. By default, it is computed from the terms.
 
     Returns:
         D, exactly zero if R is, and the report.
@@ -140,7 +140,7 @@ def solve_block(
 
 
 def clipped(structure: BlockStructure) -> BlockStructure:
-    """Returns a structure whose matrices have no negative eigenvalues."""
+    """Returns a copy of a structure with the negative eigenvalues of its matrices set to zero."""
     # Matrices that are declared PSD are kept unchanged, unless all of them are.
     all_psd = all(matrix.psd for _, matrix in structure.matrices())
 
@@ -187,7 +187,7 @@ class _System:
         self.right = self._right_side()
 
     def _products(self, term: SolveTerm) -> list[WeightedProduct]:
-        """Returns the products that are the terms of a structure."""
+        """Returns the weighted products whose sum is w G."""
         structure = term.structure
         return [
             (term.weight * weight, tuple(self._cache(matrix, self.dtype) for matrix in matrices))
@@ -225,7 +225,7 @@ class _System:
         return total if self.mask is None else total * self.mask
 
     def _padded(self, x: Tensor) -> Tensor:
-        """Adds zeros to the rows and columns of x if the operators are aligned."""
+        """Pads the rows and columns of x with zeros if the operators are aligned."""
         if not self.is_aligned:
             return x
         rows, columns = x.shape
@@ -432,14 +432,14 @@ class _System:
     def _nearest_product(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Returns the inverses of B and A, where P = B ⊗ A minimises tr(P⁻¹ M) − log det(P⁻¹ M).
 
-        That function measures relative errors of all eigenvalues, on which the number of iterations depends. The
+        This function measures the relative errors of all eigenvalues, which determine the number of iterations. The
         minimum satisfies B = Σ w tr(A_t A⁻¹) B_t / columns and A = Σ w tr(B_t B⁻¹) A_t / rows, with ε I ⊗ I as one of
-        the terms; alternating these two (the flip-flop algorithm of the matrix normal distribution) converges
-        quickly; further steps save no iterations. On six tasks of `tiny` with damping 0.1 and a residual of 1e-4, P
-        needs at most 42 iterations (mean 24) and with its eigenvectors 44 (mean 21). The eigenvectors of the nearest
-        product in the Frobenius norm (the merge rule `optimal`), which fits only large eigenvalues, need up to 64
-        (mean 25). The decomposition of a matrix of side 3072 takes 30 times as long as its Cholesky factor, so wide
-        blocks use P itself. With three tasks of 128 examples, P needs 44 and its eigenvectors 43.
+        the terms. Alternating the two (the flip-flop algorithm of the matrix normal distribution) converges so quickly
+        that one step suffices. On six tasks of `tiny` with damping 0.1 and a residual of 1e-4, the solver takes at
+        most 42 iterations with P (mean 24) and 44 with the eigenvectors of P (mean 21). With the eigenvectors of the
+        nearest product in the Frobenius norm (the merge rule `optimal`), which fits only large eigenvalues, it takes up
+        to 64 (mean 25). The eigenvectors of a matrix of side 3072 take 30 times as long as its Cholesky factor, so wide
+        blocks use P itself. With three tasks of 128 examples, P takes 44 iterations and its eigenvectors 43.
         """
         rows, columns = self.shape
         sides = [

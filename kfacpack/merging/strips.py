@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 STRIP_ENTRIES = 2**20
-"""Total number of entries of all matrices in memory at a time, or one row of each matrix if that is more.
+"""Maximum number of entries in memory at a time, over all matrices; at least one row of each matrix is read.
 
 Memory use does not grow with the number of matrices, up to about a hundred of them."""
 
@@ -55,7 +55,7 @@ class StripLayout(ABC):
     """The common layout of matrices of the same side: the order of their entries, and which of them occur twice."""
 
     side: int
-    """n of the (n, n) matrices."""
+    """Side n of the matrices."""
     shape: Shape
     """Shape of the component `data` of a matrix in this layout."""
 
@@ -79,7 +79,7 @@ class StripLayout(ABC):
     def make_matrix(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """Returns a matrix in this layout that has these components."""
+        """Builds a matrix in this layout from its components."""
 
 
 class DiagonalStrips(StripLayout):
@@ -109,7 +109,7 @@ class DiagonalStrips(StripLayout):
     def make_matrix(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """Returns a matrix in this layout that has these components."""
+        """Builds a matrix in this layout from its components."""
         return Diagonal(self.side, components, psd=psd, examples=examples, positions=positions)
 
 
@@ -152,7 +152,7 @@ class TriangleStrips(StripLayout):
     def make_matrix(
         self, components: MatrixTensors, *, psd: bool, examples: int | None = None, positions: int | None = None
     ) -> Matrix:
-        """Returns a matrix in this layout that has these components."""
+        """Builds a matrix in this layout from its components."""
         form: type[Packed | BlockDiagonal] = BlockDiagonal if self.count > 1 else Packed
         return form(self.side, components, psd=psd, examples=examples, positions=positions)
 
@@ -220,7 +220,7 @@ def _row_indices(first: int, last: int) -> Tensor:
 
 
 def _read_triangle(matrix: Matrix, block: int, first: int, last: int) -> Tensor:
-    """Returns rows of one of the triangles that a matrix is stored in."""
+    """Returns rows `first` to `last` of one of the stored triangles of a matrix."""
     start = block * matrix.components.specs["data"][1][-1]
     values = matrix.components.span("data", start + triangle_length(first), start + triangle_length(last))
     if "scale" not in matrix.components.specs:
@@ -316,7 +316,7 @@ def gram(matrices: Sequence[Matrix]) -> Tensor:
 
 
 def coordinates(products: Tensor) -> Tensor:
-    """Returns X with X Xᵀ = Gram.
+    """Returns coordinates X with X Xᵀ = `products`.
 
     Rows are normalised before the decomposition, so that small matrices are as accurate as large ones.
 
@@ -395,8 +395,8 @@ class MatrixCombiner:
         Args:
             matrices: Matrices of the same side.
             coefficients: One coefficient per matrix.
-            psd: Whether the result is marked as positive semi-definite. By default, it is if all coefficients
-                are non-negative and all matrices with a non-zero coefficient are positive semi-definite.
+            psd: Whether the result is marked as positive semi-definite. By default, it is marked if all
+                coefficients are non-negative and all matrices with a non-zero coefficient are positive semi-definite.
         """
         coefficient_of: dict[int, float] = {}
         for matrix, coefficient in zip(matrices, coefficients, strict=True):

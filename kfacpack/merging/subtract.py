@@ -1,8 +1,8 @@
 """Subtraction of tasks from a merged curvature.
 
 `tak` stores sums: for T tasks, B = Σ B_t and T A = Σ w_t A_t. Suppose that T_D tasks D are removed, whose weights were
-multiplied by f when they were merged. The weights of the others are rescaled to average one again, and the result is,
-up to rounding, the merge of the other tasks alone:
+multiplied by f when they were merged. The weights of the others are rescaled so that their mean is one again, and the
+result is, up to rounding, the merge of the other tasks alone:
 
     B' = B − Σ_D B_d        A' = (T A − f Σ_D w_d A_d) / (T − f T_D)        G' = (T − T_D) (G − f G_D) / (T − f T_D)
 """
@@ -60,7 +60,7 @@ def merge_without(inputs: Sequence[MergeInput], tasks: Sequence[str]) -> list[tu
             names = ", ".join(sorted(filter(None, available))) or "unnamed tasks only"
             raise KfacpackError(f"no input contains the task {task!r}; the inputs contain {names}")
     if not kept:
-        raise KfacpackError(f"no input remains without {', '.join(tasks)}")
+        raise KfacpackError(f"no input remains after the removal of {', '.join(tasks)}")
     remaining = []
     for index, item in kept:
         merged = item
@@ -118,7 +118,7 @@ def _subtract_block(
     own = part.blocks.get(block.name)
     whole = block.structure
     if own is None or own.join != block.join or len(own.structure.sides) != len(whole.sides) or len(whole.weights) > 1:
-        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches the one of {merged.name}")
+        raise SubtractionError(f"{part.name}: has no block {block.name!r} that matches that of {merged.name}")
     weights = own.structure.weights
     sides = [(*matrices, *removed) for matrices, removed in zip(whole.sides, own.structure.sides, strict=True)]
     G = [others / remaining, -factor * others / remaining]

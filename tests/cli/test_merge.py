@@ -145,7 +145,7 @@ def test_partial_blocks_are_named(paths, tmp_path):
     inputs = [tmp_path / "less.kfac", *paths[1:]]
     refused = run("merge", *inputs, "-o", tmp_path / "m.kfac")
     assert refused.exit_code == 2
-    assert "less.kfac has no block 'token'" in refused.stderr
+    assert "less.kfac lacks the block 'token'" in refused.stderr
     result = run("merge", *inputs, "-o", tmp_path / "m.kfac", "--allow-partial")
     assert result.exit_code == 0
     assert f"partial: block token is missing in {tmp_path / 'less.kfac'}" in result.stdout

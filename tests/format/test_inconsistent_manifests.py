@@ -205,7 +205,7 @@ INCONSISTENCIES = {
     "a tensor without digest": (lambda h, m: matrix_entry(m)["tensors"][0].pop("sha256"), "sha256: Field required"),
     "an unknown form": (
         lambda h, m: matrix_entry(m).update(form="wavelet"),
-        "matrix 'one.weight/B': has the form 'wavelet' version 1; supported are: dense 1",
+        "matrix 'one.weight/B': has the form 'wavelet' version 1, expected one of dense 1",
     ),
     "an unknown version of a form": (
         lambda h, m: matrix_entry(m).update(version=2),

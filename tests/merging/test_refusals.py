@@ -88,7 +88,7 @@ def test_parents_that_overlap(one, two, tmp_path):
 def test_missing_blocks(one, two, tmp_path):
     less = save(without_blocks(of_task("less", seed=5), "norm", "proj"), tmp_path / "less.kfac")
     for inputs in ((one, less, two), (less, one, two)):
-        merge_fails(inputs, f"{less} has no block 'norm' and 1 more", one, "--allow-partial")
+        merge_fails(inputs, f"{less} lacks the block 'norm' and 1 more", one, "--allow-partial")
 
 
 @pytest.mark.parametrize("rule", ["tak", "optimal", "stack"])

@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 _TILE = 512
 """Side of the tiles in which large matrices are traversed."""
 _SMALL_SIDE = 64
-"""On the CPU, matrices up to this side are also unpacked by one gather."""
+"""Matrices of at most this side are unpacked by a single gather on the CPU, as they always are on a GPU."""
 
 
 def pack(full: Tensor) -> Tensor:
-    """Packs (..., n, n) to (..., n(n+1)/2). Values above the diagonal are not read."""
+    """Packs the lower triangles of (..., n, n) matrices to (..., n(n+1)/2). Other values are not read."""
     if full.device.type != "cpu":
         return pack(full.cpu()).to(full.device)
     side = full.shape[-1]
@@ -87,7 +87,7 @@ def unpack(packed: Tensor, side: int, scale: Tensor | None = None) -> Tensor:
 
     Args:
         packed: Triangle, (..., n(n+1)/2).
-        side: n.
+        side: Side n of the matrix.
         scale: Factors (..., n), by which the rows of the triangle are multiplied.
 
     Returns:
@@ -207,7 +207,7 @@ class MatrixTensors(ABC):
 
 
 class InMemoryTensors(MatrixTensors):
-    """Components in memory."""
+    """Components that are stored in memory."""
 
     def __init__(self, **tensors: Tensor):
         self._tensors = tensors
@@ -218,7 +218,7 @@ class InMemoryTensors(MatrixTensors):
 
 
 class SpecTensors(MatrixTensors):
-    """Components without values, for the size of a matrix that is not computed yet."""
+    """Components without values, which give the size of a matrix before it is computed."""
 
     def __init__(self, specs: Mapping[str, Spec]):
         self.specs = specs

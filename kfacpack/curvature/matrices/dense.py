@@ -1,4 +1,4 @@
-"""Matrices without approximation: `Packed` stores the lower triangle, `Dense` all n² values.
+"""Matrices that are stored exactly: `Packed` stores the lower triangle, `Dense` all n² values.
 
 `Packed` is the default form in files and takes half the bytes, without loss. `Dense` is used for matrices that are
 being computed or multiplied.
@@ -24,19 +24,19 @@ from kfacpack.curvature.matrices.matrix import Matrix, Operator, require_square
 from kfacpack.errors import MatrixError
 
 _ALIGNED_ELEMENTS = 2**16
-"""Maximum size of a product whose rows need not be aligned."""
+"""Maximum number of elements of a product that is computed without aligning its rows."""
 
 
 class DenseOperator(Operator):
     """Multiplies by a full (n, n) tensor."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns M x; if it is large, on a CPU and without a graph, its rows are aligned."""
+        """Returns M x. Aligns the rows of a large result on a CPU, unless gradients are enabled."""
         (full,) = self.tensors
         width = aligned(x.shape[-1])
         if width == x.shape[-1] or x.numel() <= _ALIGNED_ELEMENTS or x.device.type != "cpu" or torch.is_grad_enabled():
             return full @ x
-        # Writing rows of 769 elements takes up to 1.3 × the time of the product.
+        # A product takes up to 1.3 times as long if the rows of its result, such as 769 elements, are not aligned.
         out = x.new_empty((*x.shape[:-1], width))[..., : x.shape[-1]]
         product: Tensor = torch.matmul(full, x, out=out)
         return product
@@ -50,7 +50,7 @@ class DenseOperator(Operator):
 class AlignedOperator(DenseOperator):
     """Multiplies by a full (n, n) tensor that is padded with zeros, so that its rows are aligned.
 
-    A product with unaligned rows of 769 elements takes about 1.5 × the time of one with aligned rows of 768.
+    A product with unaligned rows of 769 elements takes about 1.5 times as long as one with aligned rows of 768.
     """
 
     def __init__(self, full: Tensor):
@@ -60,7 +60,7 @@ class AlignedOperator(DenseOperator):
 
 
 def aligned(side: int) -> int:
-    """Returns the next multiple of 16, so that rows of float32 start at a multiple of 64 bytes.
+    """Rounds up to a multiple of 16, so that rows of float32 start at a multiple of 64 bytes.
 
     Args:
         side: Number of rows or columns.
@@ -79,12 +79,12 @@ class OperatorCache:
         self._operators: dict[tuple[int, torch.dtype], tuple[Matrix, Operator]] = {}
 
     def keep_only(self, matrices: Iterable[Matrix]) -> None:
-        """Drops the operators of all other matrices."""
+        """Drops all operators except those of the given matrices."""
         kept = {id(matrix) for matrix in matrices}
         self._operators = {key: value for key, value in self._operators.items() if key[0] in kept}
 
     def __call__(self, matrix: Matrix, dtype: torch.dtype) -> Operator:
-        """Returns the operator of a matrix."""
+        """Returns the operator of a matrix, which is created on the first call."""
         key = id(matrix), dtype
         if key not in self._operators:
             operator = matrix.operator(dtype, torch.device("cpu"))
@@ -98,8 +98,8 @@ def full_matrix(operator: Operator, side: int) -> Tensor:
     """Returns the matrix of an operator, (n, n).
 
     Args:
-        operator: The operator.
-        side: n.
+        operator: Operator of an (n, n) matrix.
+        side: Side n of the matrix.
     """
     blocks = operator.blocks(side)
     if len(blocks) == 1 and len(blocks[0]) == 1:
@@ -113,7 +113,7 @@ def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor
 
     Args:
         operators: Operators on vectors of the same length.
-        side: That length.
+        side: Length of the vectors.
     """
     blocks = [operator.blocks(side) for operator in operators]
     if len({tuple(part.shape for part in parts) for parts in blocks}) == 1:
@@ -122,7 +122,7 @@ def common_blocks(operators: Sequence[Operator], side: int) -> list[tuple[Tensor
 
 
 class Packed(Matrix):
-    """A symmetric matrix as its lower triangle, row by row: `data` (n(n+1)/2,).
+    """A symmetric matrix stored as its lower triangle, row by row: `data` (n(n+1)/2,).
 
     Example:
         >>> import torch
@@ -170,7 +170,7 @@ class Packed(Matrix):
 
 
 class Dense(Matrix):
-    """A symmetric matrix with all its values: `data` (n, n).
+    """A symmetric matrix stored with all its values: `data` (n, n).
 
     Example:
         >>> import torch
@@ -209,7 +209,7 @@ class Dense(Matrix):
             eps = min(torch.finfo(matrix.dtype).eps, torch.finfo(torch.float32).eps)
             if difference > 8 * eps * float(matrix.abs().amax()):
                 problem = f"the matrix is not symmetric: m[i,j] and m[j,i] differ by up to {difference:.3g}"
-                raise MatrixError(f"{problem}. If this is rounding, pass (m + m.T) / 2")
+                raise MatrixError(f"{problem}. If this is a rounding error, pass (m + m.T) / 2")
             matrix = unpack(pack(matrix), side)
         wrapped = cls(side, InMemoryTensors(data=matrix), psd=psd, examples=examples, positions=positions)
         wrapped.skip_validation()
@@ -219,7 +219,7 @@ class Dense(Matrix):
         return DenseOperator(self.float_values(dtype, device))
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns M as an (n, n) tensor, without a copy if it has this dtype."""
+        """Returns M as an (n, n) tensor, without a copy if the values have this dtype."""
         return self.float_values(dtype)
 
     def psd_witnesses(self) -> Iterator[Tensor]:

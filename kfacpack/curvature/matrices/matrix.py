@@ -39,7 +39,7 @@ _UNKNOWN_COUNT = 10_000
 
 
 def width_for(side: int, rank: int) -> int:
-    """Returns the subspace dimension for computing `rank` eigenpairs. Few values occur, so results can be cached."""
+    """Returns the subspace dimension for `rank` eigenpairs: one of a few values, so that results can be cached."""
     widths = (int(fraction * side) for fraction in _SUBSPACE_FRACTIONS) if side >= _FULL_BELOW else ()
     return next((width for width in widths if rank <= _ACCURATE_FRACTION * width), side)
 
@@ -81,7 +81,7 @@ def _subspace_iteration(matrix: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 class Operator(ABC):
-    """The map x -> M x, (n, k) -> (n, k), with tensors that are already read, unpacked and converted.
+    """The map x -> M x, (n, k) -> (n, k), whose tensors are already read, unpacked and converted.
 
     Several operators of one form can be stacked: the map is then (m, n, k) -> (m, n, k), one matrix for each x.
     """
@@ -102,7 +102,7 @@ class Operator(ABC):
         M is linear in its blocks. By default, there is one block, the whole matrix.
 
         Args:
-            side: n.
+            side: Side n of M.
         """
         identity = torch.eye(side, dtype=self.tensors[-1].dtype, device=self.tensors[-1].device)
         return (self(identity)[None],)
@@ -111,13 +111,13 @@ class Operator(ABC):
         """Returns the diagonal of M, (n,).
 
         Args:
-            side: n.
+            side: Side n of M.
         """
         return torch.cat([part.diagonal(dim1=-2, dim2=-1).flatten() for part in self.blocks(side)])
 
     @classmethod
     def stack(cls, operators: Sequence[Self]) -> Self:
-        """Returns the operator of m matrices of equal shape; a single one is not copied."""
+        """Stacks the operators of m matrices of equal shape into one; a single operator is not copied."""
         columns = zip(*(operator.tensors for operator in operators), strict=True)
         first, *others = operators
         return first.with_tensors(torch.stack(tensors) if others else tensors[0][None] for tensors in columns)
@@ -143,12 +143,12 @@ class Operator(ABC):
 
 
 class StoredOperator(Operator):
-    """Multiplies by a matrix whose tensors are kept as they are stored. They are unpacked for each product.
+    """Multiplies by a matrix that is kept in its stored form and unpacked for each product.
 
     Args:
-        matrix: The matrix, with valid values.
+        matrix: The matrix. Its values are validated.
         dtype: Floating-point tensors with wider elements are converted to this dtype.
-        device: Device of the tensors; None for the device that they are on.
+        device: Device to which the tensors are copied; None leaves them where they are.
     """
 
     def __init__(self, matrix: Matrix, dtype: torch.dtype, device: torch.device | None = None):
@@ -228,7 +228,7 @@ class Matrix(ABC):
     def _make_operator(self, dtype: torch.dtype, device: torch.device | None = None) -> Operator: ...
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator made of components of this form, on their device, without synchronising with it.
+        """Returns an operator for components of this form, on their device and without synchronising with it.
 
         Args:
             tensors: Valid components of one matrix, or of several matrices with a leading dimension.
@@ -267,7 +267,7 @@ class Matrix(ABC):
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
-        """Shape of `plain`."""
+        """Shape of the tensor that `plain` returns."""
         return (self.side, self.side)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -283,10 +283,10 @@ class Matrix(ABC):
         """Yields symmetric float64 matrices, (n, n) or (k, n, n), that are all PSD if and only if M is."""
 
     def leading_eigenpairs(self, width: int) -> tuple[Tensor, Tensor]:
-        """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w); see `leading_eigenpairs`.
+        """Returns the eigenvalues (w,) of largest magnitude and their eigenvectors (n, w).
 
         Args:
-            width: w, the number of eigenvalues.
+            width: Number w of eigenvalues; see `width_for`.
         """
         return leading_eigenpairs(self.dense(torch.float64), width)
 
@@ -296,7 +296,7 @@ class Matrix(ABC):
         return ascending.flip(0)
 
     def row_index(self) -> Tensor:
-        """Returns the stored row of every value of `data`, in a shape that broadcasts to the shape of `data`."""
+        """Returns the index of the stored row of each value of `data`, in a shape that broadcasts to that of `data`."""
         raise TypeError(f"a {self.form!r} matrix has no int8 variant")
 
     def violation(self) -> tuple[str, str] | None:
@@ -310,7 +310,7 @@ class Matrix(ABC):
         return None
 
     def skip_validation(self) -> None:
-        """Marks the values as valid, for values that are computed from validated ones."""
+        """Marks the values as valid because they were computed from validated ones."""
         self._validated = True
 
     def require_valid(self) -> None:
@@ -340,7 +340,7 @@ class Matrix(ABC):
         return TORCH_TYPES[self.components.specs["data"][0]]
 
     def float_values(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Returns `data` in floating point and in its own shape; int8 values are multiplied by their scale.
+        """Returns `data` as floating-point values, in the shape of `data`; int8 values are multiplied by their scale.
 
         Args:
             dtype: Dtype of the result.
@@ -369,7 +369,7 @@ class Matrix(ABC):
         `psd` is kept, because the check of `psd` allows for rounding errors.
 
         Args:
-            dtype: The dtype.
+            dtype: Dtype of the stored values.
         """
         values = self.float_values(torch.promote_types(torch.float32, dtype)).to(dtype)
         return self._with_components(InMemoryTensors(data=values, **self._index_components()), self.psd)

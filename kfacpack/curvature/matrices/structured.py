@@ -2,14 +2,14 @@
 
 `Diagonal` keeps only the diagonal.
 
-`BlockDiagonal` keeps K diagonal blocks: 1/K of the bytes and of the arithmetic. Block k covers q or q + 1 consecutive
-indices, q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles of the same
-length; shorter blocks are padded with a last row of zeros, so that one batched product multiplies all of them.
+`BlockDiagonal` keeps K diagonal blocks, which take 1/K of the bytes and of the arithmetic. Block k covers q or q + 1
+consecutive indices, q = n div K; the first n mod K blocks are the longer ones. All blocks are stored as triangles of
+the same length; shorter blocks are padded with a last row of zeros, so that one batched product multiplies all of them.
 
-`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r): r/n of the values. It is positive semi-definite
+`LowRank` is M = U diag(w) Uᵀ with U of shape (n, r), which takes r/n of the values. It is positive semi-definite
 if no weight is negative.
 
-`Sparse` keeps entries of the lower triangle by coordinates, in row-major order; the upper triangle is implied.
+`Sparse` keeps entries of the lower triangle with their coordinates, in row-major order; the upper triangle is implied.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DiagonalOperator(Operator):
         return factors[..., None] * x
 
     def blocks(self, side: int) -> tuple[Tensor, ...]:
-        """Returns the values as n blocks, (n, 1, 1)."""
+        """Returns the diagonal as n blocks, (n, 1, 1)."""
         (factors,) = self.tensors
         return (factors[:, None, None],)
 
@@ -87,7 +87,7 @@ class Diagonal(Matrix):
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
-        """Shape of `plain`."""
+        """Shape of the tensor that `plain` returns."""
         return (self.side,)
 
     def plain(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -135,7 +135,7 @@ class BlockDiagonal(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, count: int, *, psd: bool = True) -> BlockDiagonal:
-        """Keeps the diagonal blocks of an (n, n) tensor.
+        """Builds a block-diagonal matrix from the diagonal blocks of an (n, n) tensor.
 
         Args:
             matrix: Square floating-point tensor; only the lower triangles of the blocks are read.
@@ -230,7 +230,7 @@ class LowRankOperator(Operator):
 
 
 class LowRank(Matrix):
-    """M = U diag(w) Uᵀ: `data` is U (n, r), `weights` is w (r,).
+    """A low-rank matrix M = U diag(w) Uᵀ: `data` is U (n, r), `weights` is w (r,).
 
     Example:
         >>> import torch
@@ -267,7 +267,7 @@ class LowRank(Matrix):
     def from_spectrum(
         cls, values: Tensor, vectors: Tensor, rank: int, dtype: torch.dtype, *, psd: bool = True
     ) -> LowRank:
-        """Keeps the first eigenpairs.
+        """Builds a low-rank matrix from the first `rank` eigenpairs of another matrix.
 
         Args:
             values: Eigenvalues (w,), in descending order of magnitude.
@@ -319,9 +319,11 @@ class LowRank(Matrix):
 
 
 _SPARSE_COST = 16
-"""Cost of multiplying by one sparse entry, relative to one dense entry, and roughly the cost of filling in one entry of
-a dense matrix. Measured as 8 to 14 on 2 cores; with more cores the dense product gains more. A wide product is
-therefore dense if more than one entry in sixteen is stored, and a product with one vector almost never."""
+"""Cost of multiplying by one sparse entry, relative to one dense entry.
+
+Filling in one entry of a dense matrix costs about as much. Measurements on 2 cores gave 8 to 14; with more cores, the
+dense product gains more. Products with wide matrices are therefore computed densely if more than one entry in sixteen
+is stored, and products with a single vector almost never."""
 
 
 class SparseOperator(Operator):
@@ -347,7 +349,7 @@ class SparseOperator(Operator):
 
 
 class Sparse(Matrix):
-    """A symmetric matrix as entries of its lower triangle: `data`, `rows` and `columns`, each (entries,).
+    """A symmetric matrix stored as entries of its lower triangle: `data`, `rows` and `columns`, each (entries,).
 
     Example:
         >>> import torch
@@ -361,7 +363,7 @@ class Sparse(Matrix):
 
     @classmethod
     def from_dense(cls, matrix: Tensor, fraction: float) -> Sparse:
-        """Keeps the entries of largest magnitude.
+        """Builds a sparse matrix from the entries of largest magnitude of a dense one.
 
         Args:
             matrix: Square floating-point tensor, (n, n); only its lower triangle is read.
@@ -375,7 +377,7 @@ class Sparse(Matrix):
         """
         side = require_square(matrix)
         if not 0 <= fraction <= 1:
-            raise MatrixError(f"expected a fraction of entries to keep from 0 to 1, got {fraction}")
+            raise MatrixError(f"expected a fraction of entries, from 0 to 1, got {fraction}")
         values = pack(matrix)
         count = min(round(fraction * len(values)), int(values.count_nonzero()))
         kept = _largest(values.abs().to(torch.promote_types(values.dtype, torch.float32)), count)
@@ -391,13 +393,13 @@ class Sparse(Matrix):
         return self._sparse_operator(dtype, device)
 
     def unpacked(self, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Operator:
-        """Returns an operator that multiplies by a full (n, n) tensor; a sparse one would have to be sorted first."""
+        """Returns an operator that multiplies by a full (n, n) tensor; a sparse one would first have to be sorted."""
         matrix = self._with_components(InMemoryTensors(**tensors), self.psd)
         matrix.skip_validation()
         return DenseOperator(matrix._full(dtype))
 
     def matmul(self, x: Tensor) -> Tensor:
-        """Returns M x, by a dense product if filling in the matrix for one product is faster."""
+        """Returns M x. Fills in a dense matrix for this product if that is faster."""
         width = x.shape[1]
         if self._resident is not None and self._resident.matches(x.dtype, x.device):
             return self._resident(x)
@@ -467,7 +469,7 @@ def _largest(magnitudes: Tensor, count: int) -> Tensor:
 
 
 def _coordinates_of(indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns row and column of entries of a packed triangle: index = row (row + 1) / 2 + column."""
+    """Returns the rows and columns of entries of a packed triangle: index = row (row + 1) / 2 + column."""
     # Exact in float64: 8 index + 1 is a perfect square at the start of a row, and indices are far below 2^53 / 8.
     rows = ((8 * indices.double() + 1).sqrt() - 1).div(2).floor().long()
     return rows, indices - rows * (rows + 1) // 2
