@@ -261,6 +261,8 @@ def pull(
     is 1. For private repositories, log in with: hf auth login
     """
     if listing:
+        if flag := next((flag for flag, value in (("FILE", files), ("-o", output), ("--force", force)) if value), None):
+            raise KfacpackError(f"--list: downloads nothing; expected no {flag}")
         _list_files(source, as_json=as_json)
         return
     # Imported here so that --help does not wait for torch.

@@ -5,6 +5,7 @@ Exit codes: 0 success, 1 a check failed, 2 invalid input or usage, 130 interrupt
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -80,6 +81,10 @@ def _with_implied_values(args: list[str], options: Container[str]) -> list[str]:
     return complete
 
 
+WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Errors without a file name that occur when output is written."""
+
+
 class CommandGroup(PlainHelp, TyperGroup):
     """The top-level command group. Converts errors to messages and exit codes."""
 
@@ -93,8 +98,12 @@ class CommandGroup(PlainHelp, TyperGroup):
             show_error(str(error))
             raise typer.Exit(2) from error
         except OSError as error:
-            path = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
-            show_error(f"{path}could not write the output: {error.strerror or error}")
+            reason = error.strerror or str(error)
+            if isinstance(error.filename, str | bytes):
+                reason = f"{os.fsdecode(error.filename)}: could not be read or written: {reason}"
+            elif error.errno in WRITE_ERRORS:
+                reason = f"could not write the output: {reason}"
+            show_error(reason)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as interruption:
             show_error("interrupted")

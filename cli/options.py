@@ -215,7 +215,7 @@ def data_folders(tasks: Sequence[str], values: Sequence[str]) -> dict[str, str]:
         if task in folders:
             raise KfacpackError(f"--data {printable(value)!r}: the data of task {printable(task)!r} is given twice")
         if task not in tasks:
-            problem = f"task {task!r} is not used; expected {', '.join(tasks)}"
+            problem = f"task {task!r} is not used; expected {', '.join(tasks) or 'no --data'}"
             raise KfacpackError(f"--data {printable(value)!r}: {printable(problem)}")
         folders[task] = folder
     return folders

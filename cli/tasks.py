@@ -15,7 +15,7 @@ from kfacpack.errors import KfacpackError
 from kfacpack.format.writer import write_atomically
 
 from .console import key_value_table, out, plain_table, print_json, print_line
-from .options import AS_JSON, COLUMNS, DATA_FOLDER, DATA_PANEL, RUN_PANEL, option
+from .options import AS_JSON, COLUMNS, DATA_FOLDER, DATA_PANEL, RUN_PANEL, check_output, option
 
 if TYPE_CHECKING:
     from kfacpack.tasks.published_tasks import PublishedTask
@@ -108,10 +108,15 @@ def tasks(
     """
     from kfacpack.tasks.registry import PUBLISHED, TASKS, load_task
 
+    if sheet is not None:
+        if sheet.suffix.lower() != ".png":
+            raise KfacpackError(f"{sheet}: expected a file name that ends in .png")
+        check_output(sheet, ())
     if split is not None and sheet is None:
         raise KfacpackError("--split selects the images that --sheet draws; pass --sheet FILE.png as well")
     if name is None:
-        if flag := next((flag for flag, value in (("--sheet", sheet), ("--data", data)) if value), None):
+        options = {"--sheet": sheet, "--data": data, "--columns": columns}
+        if flag := next((flag for flag, value in options.items() if value), None):
             raise KfacpackError(f"{flag} needs a task; pass its name as the argument")
         embedded = [load() for load in TASKS.values()]
         published = list(PUBLISHED.values())
@@ -148,8 +153,6 @@ def _draw(task: Task, split: str, file: Path) -> SheetOutput:
     """Draws a contact sheet and returns its entry for `--json`."""
     from kfacpack.tasks.contact_sheet import draw_contact_sheet
 
-    if file.suffix.lower() != ".png":
-        raise KfacpackError(f"{file}: expected a file name that ends in .png")
     sheet = draw_contact_sheet(task, split)
     buffer = io.BytesIO()
     sheet.image.save(buffer, format="PNG")

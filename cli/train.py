@@ -296,8 +296,15 @@ def train(
         if show and trainer.unpenalised:
             names = abbreviate(trainer.unpenalised, limit=3)
             show_note(f"{len(trainer.unpenalised)} trained parameters are not covered by any bundle: {names}")
-        options = (*(("--data", data) if data else ()), *(("--columns", columns) if columns else ()))
-        _run(trainer, target, resume, data_options=options, show=show, quiet=quiet, as_json=as_json)
+        values = {
+            "--data": data,
+            "--columns": columns,
+            "--weights": weights,
+            "--image-size": image_size,
+            "--prompts": prompts,
+        }
+        options = [text for flag, value in values.items() if value is not None for text in (flag, str(value))]
+        _run(trainer, target, resume, eval_options=options, show=show, quiet=quiet, as_json=as_json)
 
 
 def _parse_weights(texts: Sequence[str]) -> dict[str, float]:
@@ -325,7 +332,7 @@ def _run(
     output: Path,
     resume: bool,
     *,
-    data_options: Sequence[str],
+    eval_options: Sequence[str],
     show: bool,
     quiet: bool,
     as_json: bool,
@@ -376,5 +383,5 @@ def _run(
         if error and trainer.regularizer:
             errors = f"relative error {error.value:.2g}, of its gradient {error.gradient:.2g}"
             print_line(f"penalty computed in {trainer.regularizer.precision}: {errors}")
-        task = ("--task", trainer.task.name, *data_options)
+        task = ("--task", trainer.task.name, *eval_options)
         print_next("eval", *model_arguments(vector.about.base), "--vector", output, *task)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from difflib import get_close_matches
+from functools import partial
 
 
 class KfacpackError(Exception):
@@ -109,8 +110,8 @@ class HubError(KfacpackError):
         self.target, self.problem, self.remedy, self.unreachable = target, problem, remedy, unreachable
         super().__init__(printable(f"{target}: {problem}. {remedy}", max_length=2000))
 
-    def __reduce__(self) -> tuple[type[HubError], tuple[str, str, str]]:
-        return type(self), (self.target, self.problem, self.remedy)
+    def __reduce__(self) -> tuple[partial[HubError], tuple[str, str, str]]:
+        return partial(type(self), unreachable=self.unreachable), (self.target, self.problem, self.remedy)
 
 
 class ProcessLostError(KfacpackError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from dataclasses import replace
@@ -253,9 +254,11 @@ def write_index(path: Path, header: bytes, parts: list[tuple[Path, str]]) -> Non
         BundleError: If a file cannot be written.
     """
     old: set[str] = set()
-    with suppress(BundleError):
-        old = {shard.file for shard in shards_of(path, read_index(path, path))}
     stem, shards = path.name.removesuffix(INDEX_SUFFIX), []
+    # An index may come from somebody else and name any file, so only names that this function gives are removed.
+    own_name = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}-[0-9a-f]{{8}}{re.escape(SHARD_SUFFIX)}")
+    with suppress(BundleError):
+        old = {shard.file for shard in shards_of(path, read_index(path, path)) if own_name.fullmatch(shard.file)}
     try:
         for number, (part, digest) in enumerate(parts, start=1):
             name = f"{stem}-{number:05d}-of-{len(parts):05d}-{digest[:8]}{SHARD_SUFFIX}"

@@ -355,9 +355,9 @@ def commit_of(address: str) -> str:
         raise HubError(address, "is not an address on the Hub", "Expected hf://OWNER/REPO[@REVISION][/PATH]")
     try:
         with hub_errors(address, parts.repository, parts.revision):
-            return str(hub_api().model_info(parts.repository, revision=parts.revision).sha)
+            return str(hub_api().repo_info(parts.repository, revision=parts.revision, repo_type=parts.kind).sha)
     except HubError as error:
-        cached = snapshot(parts.repository, parts.revision) if error.unreachable else None
+        cached = snapshot(parts.repository, parts.revision, parts.kind) if error.unreachable else None
         if cached is None:
             raise
         return cached.name

@@ -119,7 +119,7 @@ class CheckpointEntry(Entry):
     """A fine-tuned checkpoint or adapter that a vector was extracted from. Local paths are not recorded."""
 
     name: Name
-    """Name of the local file or folder, or `hf://owner/repo[/path]`."""
+    """Name of the local file or folder, or `hf://[datasets/]owner/repo[/path]`."""
     kind: CheckpointKind
     revision: Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{40}$")] | None = None
     """Commit of a checkpoint on the Hub."""
@@ -128,11 +128,12 @@ class CheckpointEntry(Entry):
 
     @property
     def location(self) -> str:
-        """The name; for a checkpoint on the Hub, `hf://owner/repo@commit[/path]`."""
+        """The name; for a checkpoint on the Hub, `hf://[datasets/]owner/repo@commit[/path]`."""
         if not self.revision or not (address := parse_address(self.name)):
             return self.name
         path = f"/{address.path}" if address.path else ""
-        return f"{SCHEME}{address.repository}@{self.revision}{path}"
+        kind = "datasets/" if address.kind == "dataset" else ""
+        return f"{SCHEME}{kind}{address.repository}@{self.revision}{path}"
 
 
 class SolvedBlock(Entry):

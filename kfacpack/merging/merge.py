@@ -205,7 +205,7 @@ def _merge_blocks(
     terms_of_blocks = [_terms(name, inputs, factors) for name in names]
     max_terms = max(len(terms.weights) for terms in terms_of_blocks)
     if rule.rank > max_terms:
-        raise KfacpackError(f"the rank is {rule.rank}, but the inputs have only {max_terms} terms in total")
+        raise KfacpackError(f"the rank is {rule.rank}, but no block has more than {max_terms} terms")
     combine = MatrixCombiner()
     blocks, reports = [], []
     measure = not rule.exact and max_terms > 1

@@ -5,8 +5,8 @@
 On the blocks of a ViT-B/32, 4 linear layers with their biases in each of its layers, of which three stand for twelve:
 value and gradient with dense factors, the same by autograd through `trace(B @ W @ A @ W.T)`, and with `block:8`.
 A linearised step at batch 128 is computed from measured parts: forward and backward of such a layer at batch 16, of 50
-positions, times 8 for the batch, times 5/3 for the tangents. Rounds are interleaved, and the best ones compared. Exits with 1
-when a promise does not hold.
+positions, times 8 for the batch, times 5/3 for the tangents. Rounds are interleaved, and the best ones compared. Exits
+with 1 when a promise does not hold.
 """
 
 from __future__ import annotations

@@ -146,6 +146,19 @@ def test_an_ambiguous_task_name_gives_a_warning():
     assert "warning" not in quiet
 
 
+@pytest.mark.parametrize("option", [("--columns", "text=a"), ("--data", "folder"), ("--sheet", "sheet.png")])
+def test_options_of_one_task_need_its_name(option):
+    assert f"{option[0]} needs a task" in run(*option, code=2).stderr
+
+
+def test_the_sheet_is_checked_before_the_task_is_loaded(tmp_path):
+    """The task does not exist, but the output is refused first."""
+    assert ".png" in run("no-such-task", "--sheet", tmp_path / "sheet.jpg", code=2).stderr
+    assert str(tmp_path) in run("no-such-task", "--sheet", tmp_path / "none" / "sheet.png", code=2).stderr.replace(
+        "\n", ""
+    )
+
+
 def test_the_option_columns(pictures, tmp_path):
     import datasets
 

@@ -221,3 +221,12 @@ def test_the_next_command_has_the_options_of_the_data(tmp_path):
     words = shlex.split(result.stdout.splitlines()[-1].removeprefix("next: kfacpack "))
     assert words[0] == "eval"
     assert run(*words).exit_code == 0
+
+
+def test_the_next_command_has_the_options_of_the_model(tmp_path):
+    """Without --weights, eval would load other weights and refuse the vector."""
+    model = ("--model", "tiny", "--weights", "random")
+    result = run("train", "--task", "digits", *model, *FEW, "--steps", 1, "-o", tmp_path / "t.safetensors")
+    assert result.exit_code == 0, result.stderr
+    words = shlex.split(result.stdout.splitlines()[-1].removeprefix("next: kfacpack "))
+    assert words[words.index("--weights") + 1] == "random"

@@ -134,6 +134,20 @@ def test_the_index_is_suggested_for_the_name_of_one_file(index, tmp_path):
         kp.load(tmp_path / "parts.kfac")
 
 
+def test_only_own_shards_are_removed_with_an_old_index(index, tmp_path):
+    """An index from somebody else may name any file, also itself."""
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "parts.kfac.shard").write_text("mine")
+    entry = {"bytes": 4, "sha256": "0" * 64}
+    names = ("notes.txt", "parts.kfac.shard", "whole.kfac", index.name)
+    obsolete = shards(tmp_path)
+    edited(index, lambda content: content["shards"].extend({"file": name, **entry} for name in names))
+    small_curvature("packed").save(index, max_shard_size="1GB")
+    assert kp.verify(index).holds
+    assert all((tmp_path / name).exists() for name in names)
+    assert not any(path.exists() for path in obsolete if path.name != "parts.kfac.shard")
+
+
 @pytest.mark.parametrize("size", ["10%", "0", "large", True])
 def test_invalid_sizes_are_refused(tmp_path, size):
     with refused(kp.KfacpackError, repr(size)):

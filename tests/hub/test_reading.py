@@ -182,6 +182,8 @@ def test_a_missing_file_is_reported_with_the_command_that_lists_files(hub_with_f
     assert "kfacpack pull owner/repo --list" in message
     listed = json.loads(run("pull", "owner/repo", "--list", "--json").stdout)
     assert {"name": "one.kfac", "bytes": len(hub_with_files.files("owner/repo")["one.kfac"])} in listed["files"]
+    for ignored in ("one.kfac", "--force"):
+        assert "--list" in run("pull", "owner/repo", "--list", ignored, code=2).stderr
 
 
 def test_the_cache_is_used_without_a_network(hub_with_files, artifacts, disconnect, monkeypatch):

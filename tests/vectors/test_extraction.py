@@ -387,6 +387,14 @@ def test_invalid_entries_are_refused(checkpoint):
         CheckpointEntry.model_validate(checkpoint)
 
 
+@pytest.mark.parametrize("prefix", ["", "datasets/"])
+def test_the_location_of_a_checkpoint_on_the_hub(prefix):
+    files = [{"name": "a", "sha256": "0" * 64}]
+    name = f"hf://{prefix}owner/repo/folder"
+    entry = CheckpointEntry.model_validate({"name": name, "kind": "weights", "revision": "0" * 40, "files": files})
+    assert entry.location == f"hf://{prefix}owner/repo@{'0' * 40}/folder"
+
+
 def test_the_prompt_style_does_not_change_the_vector(t5_folder, tmp_path):
     """Prompts determine inputs and label words; a vector without a head depends on neither."""
     digests = set()
