@@ -1,4 +1,4 @@
-"""Disentanglement error and localisation: whether a vector changes outputs on its own task only.
+"""Disentanglement error and localisation, which measure whether a vector changes outputs only on its own task.
 
 The disentanglement error of two tasks is computed over a grid of coefficients:
 
@@ -58,8 +58,8 @@ def disentanglement(
 ) -> dict[str, Any]:
     """Computes the disentanglement error of two vectors over a grid of coefficients.
 
-    In the linear regime each example is processed once for any grid; in other regimes, and for answers of several
-    tokens, once per pair of coefficients.
+    In the linear regime, each example is processed once for the whole grid; in other regimes, and for answers of
+    several tokens, once per pair of coefficients.
 
     Args:
         model: The base model.
@@ -71,7 +71,8 @@ def disentanglement(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`; rows of `xi` are α of A, columns α of B.
+        `{"tasks": [A, B], "alphas", "xi", "examples": {A: n, B: n}}`. The rows of `xi` correspond to the values of α
+        for A, its columns to those for B.
 
     Raises:
         KfacpackError: If vectors, tasks and heads do not fit together, or `alphas` is empty or not finite.
@@ -195,9 +196,9 @@ def localisation(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc": their mean}`, where S describes
-        squared changes: `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25, 50, 75 and 95 %. Outside the
-        linear regime, changes are f(θ0 + τ) − f(θ0) instead of J τ.
+        `{"vectors": {T: {"on": S, "off": S, "auroc", "by_task": {U: S}}}, "auroc"}`, where the outer AUROC is the mean
+        over the vectors, and S describes squared changes: `{"examples", "mean", "quantiles"}`, with quantiles at 5, 25,
+        50, 75 and 95 %. Outside the linear regime, changes are f(θ0 + τ) − f(θ0) instead of J τ.
 
     Raises:
         KfacpackError: If a vector's task has no examples, there are fewer than two tasks, or vectors are incompatible.

@@ -170,7 +170,7 @@ class Plan(PlanSection):
         return None
 
     def regime_of(self, arm: str) -> RegimeName:
-        """Returns the regime of an arm's vectors; extracted vectors are those of ordinary fine-tuning."""
+        """Returns the regime of an arm's vectors; "full" for extracted vectors, which are from ordinary fine-tuning."""
         return "full" if self.arms[arm].vectors is not None else self.training_of(arm).regime
 
     def training_of(self, arm: str) -> TrainingSection:
@@ -254,7 +254,7 @@ class Plan(PlanSection):
         return None
 
     def resolve_path(self, text: str) -> Path:
-        """Resolves a path of the plan: `$NAME` and `~` are expanded, relative paths start from the plan's folder.
+        """Resolves a path of the plan: expands `$NAME` and `~`, and interprets relative paths from the plan's folder.
 
         Raises:
             KfacpackError: If an environment variable in the path is not set.

@@ -40,9 +40,9 @@ def disentanglement(results: Results) -> Section | None:
     return Section(
         id="disentanglement",
         title="Disentanglement: do two vectors interfere?",
-        how_to_read="ξ is how often the prediction with both vectors differs from the prediction with the task's own "
-        "vector alone. Dark is good, and a large dark area means that α can be chosen freely. All maps have the same "
-        "colour scale.",
+        how_to_read="ξ is the share of predictions with both vectors that differ from those with the task's own vector "
+        "alone, summed over the two tasks. Dark is good, and a large dark area means that α can be chosen freely. All "
+        "maps have the same colour scale.",
         pictures=pictures,
     )
 

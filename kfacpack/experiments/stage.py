@@ -85,7 +85,7 @@ def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
     """Returns a path of the plan as it is written in a command.
 
     Args:
-        plan: The plan, which stores its folder.
+        plan: The plan, which defines the base folder of relative paths.
         path: The path as written in the plan.
         root: Folder of the run, in which the command is executed.
         prefix: Text to put before the path in the same word.
@@ -209,7 +209,7 @@ class Stage(ABC):
 
     @abstractmethod
     def intact(self) -> bool:
-        """Returns whether the file is complete; of tensor files only the header is checked here."""
+        """Returns whether the file is complete. For tensor files, only the header is checked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +232,7 @@ class MeasurementStage(Stage):
             KfacpackError: If the file was changed since it was written.
         """
         if (values := self._read_intact()) is None:
-            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Remove it and run the plan again")
+            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Delete it and run the plan again")
         return values
 
     def intact(self) -> bool:
