@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 RESULTS, TIMES, EVENTS = "results.json", "times.json", "events.jsonl"
 _NOISE = 1e-9
-"""Differences below this are rounding errors of means. One example in ten million changes a mean by 100 times as much."""
+"""Differences below this are rounding errors of means. One example in ten million changes a mean by 1e-7."""
 
 
 def results(graph: StageGraph, text: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,300}")
 
 
 class RefusedError(Exception):
-    """Raised for a rejected file; the message is the reason."""
+    """Raised for a rejected file; the message states the reason."""
 
 
 def main() -> None:
@@ -64,12 +64,12 @@ def answer(**fields: Any) -> None:
 
 
 def limit(largest: int, total: int, seconds: int) -> None:
-    """Limits the resources of this process, in addition to the memory that it has already mapped, mostly for torch.
+    """Limits the resources of this process. Memory that is already mapped, mostly by torch, is allowed in addition.
 
     Args:
         largest: Size of the largest file in bytes.
         total: Size of all files in bytes.
-        seconds: CPU time.
+        seconds: Limit of the CPU time in seconds.
     """
     mapped = 0
     with contextlib.suppress(OSError):  # exists on Linux only
@@ -88,7 +88,7 @@ def limit(largest: int, total: int, seconds: int) -> None:
 
 
 def require_plain_zip(path: str) -> None:
-    """Rejects archives whose contents would be larger than the file."""
+    """Rejects archives that are damaged or compressed, or have members that are too many or too large."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()
@@ -129,7 +129,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
 
     Args:
         loaded: The content of the file.
-        single: Name for a tensor that is not in a dictionary.
+        single: Name to use if the content is a single tensor instead of a dictionary.
 
     Returns:
         The tensors by name.
@@ -159,7 +159,7 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
 
 
 def dtype_names() -> dict[Any, str]:
-    """Returns the names of dtypes in safetensors."""
+    """Returns the names of the supported dtypes in safetensors files."""
     import torch
 
     return {

@@ -1,4 +1,4 @@
-"""The optimizer of τ: hyperparameters and schedule, the order of the examples, the default learning rate, and AdamW.
+"""The optimizer for τ: hyperparameters and schedule, the order of the examples, the default learning rate, and AdamW.
 
 The order of the examples is a function of the seed and the step, so it needs no state. Each epoch has its own
 order; a batch may begin in one epoch and end in the next. Every batch is therefore full, and every example occurs once
@@ -93,7 +93,7 @@ class TrainingSettings:
     def step_count(self, examples: int) -> int:
         """Returns the number of steps for a training split of `examples` examples.
 
-        With `epochs`, the last batch is rounded up, so that no example of the last epoch is left out.
+        With `epochs`, the number is rounded up, so that no example of the last epoch is left out.
         """
         if self.epochs is None:
             return STEPS if self.steps is None else self.steps
@@ -149,7 +149,7 @@ _DIGITS = 2
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
-    """Returns the learning rate with which the first step changes f by the regime's `relative_step`.
+    """Returns the learning rate at which the first step changes f by the regime's `relative_step`.
 
     Args:
         regime: The regime to train in.
@@ -178,10 +178,10 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
 
 
 def _reference_norm(f: Tensor, *, normalized: bool) -> Tensor:
-    """Returns the norm that a change of f, (N, C), is compared with.
+    """Returns the norm of f, (N, C), relative to which a change of f is measured.
 
     If f is not normalised, its mean may be large compared with its variation over examples, and only the variation
-    distinguishes examples. So f is centred, unless that leaves zero.
+    distinguishes examples. Therefore f is centred, unless the result would be zero.
     """
     centred = f - f.mean(0)
     size: Tensor = f.norm() if normalized or not bool(centred.any()) else centred.norm()
@@ -192,7 +192,7 @@ def require_influence(regime: Regime, batch: Batch) -> None:
     """Checks that f depends on at least one of the trained parameters.
 
     Raises:
-        KfacpackError: If it does not.
+        KfacpackError: If f depends on none of them.
     """
     _, point = _linearization_at_zero(regime, batch)
     if not point.gradient(torch.ones_like(point.f)):
@@ -231,7 +231,7 @@ class AdamWState:
 
     Args:
         parameters: Parameters to train, by name; τ has their shapes and starts at zero.
-        settings: Provides the weight decay.
+        settings: Hyperparameters, of which only the weight decay is used.
         clip: Maximum norm of the gradient; None for no limit.
         masks: Boolean tensors by name; only the elements that they select are changed. None for all.
     """
@@ -269,7 +269,7 @@ class AdamWState:
         set_to_zero(list(self.gradients.values()))
 
     def largest_gradient(self) -> Tensor:
-        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; NaN or Inf if a value is."""
+        """Returns the largest magnitude in the gradients, a 0-d float32 tensor; NaN or Inf if there is one."""
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
@@ -277,7 +277,7 @@ class AdamWState:
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:
-        """Takes one step."""
+        """Performs one optimizer step with the learning rate `lr`."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._clip is not None:

@@ -8,8 +8,8 @@ Notation: N is the number of examples, C the width of f. τ and its gradient hav
 
 Masks of the regime `sparse` (TaLoS) select the weights to which f is least sensitive, the only ones that are trained.
 The score of a weight is its squared gradient of a logit sampled from the prediction, summed over examples of the task's
-validation split. Round k of four keeps the share keep^(k/4) of all weights with the lowest scores. Weights that are not
-kept are multiplied by 0.1 in later rounds and never return.
+validation split. Round k of four keeps the weights with the lowest scores, keep^(k/4) of all weights. Weights that are
+not kept are multiplied by 0.1 in later rounds and are not considered again.
 
 Bundles contain such scores as well: the diagonal of G, which is B_ii A_jj for the weight (i, j) of a Kronecker block.
 A mask from the bundles of other tasks needs no data.
@@ -71,12 +71,12 @@ class ForwardResult(ABC):
 
 
 class Regime(ABC):
-    """A model, the parameters that are trained, and the forward pass they are trained through.
+    """A model, the parameters to train, and the forward pass that is differentiated.
 
     Args:
         model: The base model.
         params: Names or patterns of the parameters to train. Defaults to all that the model family does not freeze.
-        compile: Whether torch.compile compiles the forward and backward pass; only in the regime `linear`.
+        compile: Whether to compile the forward and backward pass with torch.compile; only in the regime `linear`.
 
     Raises:
         KfacpackError: If no parameter is selected, or `compile` is set in another regime.
@@ -87,7 +87,7 @@ class Regime(ABC):
     relative_step: ClassVar[float]
     """Target change of f in the first step, relative to its size, for the default learning rate."""
     default_lr: ClassVar[float | None] = None
-    """Default learning rate; None derives it from the model."""
+    """Default learning rate; None if it is derived from the model."""
     default_clip: ClassVar[float | None] = None
     """Default limit of the norm of the gradient; None for no limit."""
 
@@ -96,7 +96,7 @@ class Regime(ABC):
         self.parameters = self.choose_parameters(model, params)
         """Parameters that are trained, by state-dict name."""
         self.compiled = compile
-        """Whether torch.compile compiles the forward and backward pass."""
+        """Whether the forward and backward pass are compiled with torch.compile."""
         if compile and self.name != "linear":
             raise KfacpackError(f"--compile (compile): applies to the regime 'linear', got {self.name!r}")
 
@@ -105,15 +105,18 @@ class Regime(ABC):
         return select_parameters(model.module, params, model.frozen)
 
     def _require_some(self, model: Model, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns parameters, of which there must be at least one."""
+        """Returns the parameters after checking that there is at least one."""
         if not parameters:
-            remedy = "choose some with --params (params)"
-            raise KfacpackError(f"regime {self.name!r}: {model.name} has no such parameters; {remedy}")
+            problem = f"{model.name} has none of the parameters that this regime trains"
+            raise KfacpackError(f"regime {self.name!r}: {problem}; choose parameters with --params (params)")
         return parameters
 
     @abstractmethod
     def forward(self, batch: Batch, tau: Tau) -> ForwardResult:
-        """Returns f of a batch at θ0 + τ, not checked for NaN or Inf, which would synchronise with the device."""
+        """Returns f of a batch at θ0 + τ.
+
+        The values are not checked for NaN or Inf, because the check would synchronise with the device.
+        """
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
@@ -282,9 +285,9 @@ REGIMES: dict[str, type[Regime]] = {
 KEEP = 0.1
 """Default share of the weights that are trained."""
 ROUNDS = 4
-"""Rounds of the calibration."""
+"""Number of rounds of the calibration."""
 OUTSIDE = 0.1
-"""Factor of the weights that are not kept, in later rounds."""
+"""Factor by which weights that are not kept are multiplied in later rounds."""
 CALIBRATION_EXAMPLES = 256
 """Maximum number of validation examples of a calibration."""
 
@@ -309,10 +312,10 @@ class SparsityMasks:
 
 
 def require_share(keep: float) -> float:
-    """Returns a share of weights.
+    """Returns `keep` after checking that it is a valid share of the weights.
 
     Raises:
-        KfacpackError: If it is not positive or more than 1.
+        KfacpackError: If `keep` is not positive, or is more than 1.
     """
     if not 0 < keep <= 1:
         raise KfacpackError(f"--keep (keep) {keep}: expected a share of the weights, more than 0 and at most 1")
@@ -349,7 +352,7 @@ def calibrated_masks(
     """Selects the weights with the smallest squared gradients on validation examples.
 
     Args:
-        regime: Provides the model and its weights.
+        regime: The regime, which defines the model and the weights to select from.
         head: Head of the task.
         task: The task; its split "validation" is used.
         keep: Share of the weights to train.
@@ -404,7 +407,7 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
     """Selects the weights with the smallest diagonal elements of G, without data.
 
     Args:
-        regime: Provides the model and its weights.
+        regime: The regime, which defines the model and the weights to select from.
         bundles: The bundles, checked against the model, without the trained task.
         keep: Share of the weights of `regime` to train. Weights that no bundle covers are not trained.
 
@@ -451,7 +454,7 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
 
 
 def _recorded(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
-    """Makes all processes use the masks of the first one, so that rounding cannot make them diverge."""
+    """Sends the masks of the first process to all others, so that rounding cannot make the processes diverge."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))
     return SparsityMasks({name: values.bool() for name, values in bytes_of.items()}, settings)

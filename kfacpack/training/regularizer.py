@@ -158,7 +158,7 @@ class Regularizer:
 
     @property
     def curvatures(self) -> tuple[Curvature, ...]:
-        """Curvatures that are summed, without the task that is left out."""
+        """Curvatures whose sum is the penalty, without the task that is left out."""
         return tuple(bundle.curvature for bundle in self._inputs)
 
     @property
@@ -207,7 +207,7 @@ class Regularizer:
         for bundle in self._inputs:
             about = bundle.curvature.about
             if function and (words := function_difference(about.function, function)):
-                raise KfacpackError(f"{bundle.name}: was estimated for a different f from the model's: {words}")
+                raise KfacpackError(f"{bundle.name}: was estimated for a different f than that of the model: {words}")
             for parameter in about.base.parameters:
                 if identified.get(parameter.name) == parameter:
                     continue
@@ -236,7 +236,7 @@ class Regularizer:
         """Returns the penalty as a term of a loss, differentiable once in τ.
 
         τ may be computed from other tensors: for τ = c B A and H = 2 λ/s G τ, the gradient of B is c H Aᵀ, and that of
-        A is c Bᵀ H. If τ are leaf tensors, `add_grad` does the same without a graph.
+        A is c Bᵀ H. If the tensors of τ are leaves, `add_grad` does the same without a graph.
 
         Args:
             tau: See `value`.
@@ -276,7 +276,7 @@ class Regularizer:
                 tensor.grad = tau_grads[name]
             return self._compute(covered, tau_grads)
         if not isinstance(grads, MutableMapping):
-            raise KfacpackError(f"grads: expected a dict that gradients are added to, got {type(grads).__name__}")
+            raise KfacpackError(f"grads: expected a dict to which gradients are added, got {type(grads).__name__}")
         for name, tensor in covered.items():
             if grads.get(name) is None:
                 grads[name] = torch.zeros_like(tensor)
@@ -290,7 +290,7 @@ class Regularizer:
         """Rejects mappings that create a new tensor at each access, such as task vectors: a `.grad` would be lost."""
         if any(tau[name] is not tensor for name, tensor in covered.items()):
             problem = f"the tensors of a {type(tau).__name__} are created at each access and keep no .grad"
-            raise TaskVectorError(f"{problem}. Pass a dict that gradients are added to: add_grad(tau, grads)")
+            raise TaskVectorError(f"{problem}. Pass a dict to which gradients are added: add_grad(tau, grads)")
 
     def precision_loss(self, tau: Mapping[str, Tensor]) -> PrecisionLoss:
         """Measures the error that `precision` causes, compared with products in the dtype of the computation.
@@ -320,7 +320,7 @@ class Regularizer:
     def _compute(
         self, tau: Mapping[str, Tensor], grads: Mapping[str, Tensor] | None, factors: FactorPlacement | None = None
     ) -> Tensor:
-        """Returns the value and adds the gradient to `grads`, if given; τ has been checked.
+        """Returns the value and adds the gradient to `grads`, if given. τ must have been checked.
 
         Args:
             tau: τ by parameter name.
