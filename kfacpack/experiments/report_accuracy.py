@@ -115,8 +115,7 @@ def summary(results: Results) -> Section:
         "of one model with all vectors. “Normalised” is the second divided by the first, averaged over tasks. "
         "“Recovered” is the fraction by which this arm reduces the accuracy loss from adding, compared with the "
         "arm without a penalty. “Removed” is the fraction of a task's margin over chance that is lost when its vector "
-        "is subtracted."
-        + _completions_note(results),
+        "is subtracted." + _completions_note(results),
         tables=[_summary_table(results), _arms_table(results), *_methods_tables(results)],
         pictures=[picture] if picture else [],
     )

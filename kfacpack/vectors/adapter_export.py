@@ -1,6 +1,6 @@
 """Export of a task vector as a LoRA adapter that PEFT loads onto the model's own module.
 
-Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter has U V instead, with
+Notation: W is the change of a weight, (m, n), in the orientation of the parameter. The adapter stores U V instead, with
 U (m, r) and V (r, n); see `kfacpack.curvature.truncation`. Errors are measured in the bundle's own metric, and a weight
 gets the truncated SVD if its error is smaller than that of the approximation in the metric.
 """
@@ -51,14 +51,14 @@ class ExportedMatrix:
     """Name of the weight."""
     shape: tuple[int, ...]
     rank: int
-    """Rank of its approximation."""
+    """Rank of the approximation."""
     method: ApproximationMethod
     """factors: as stored in the vector, without error. svd: truncated singular value decomposition. metric: the best
     approximation in the metric of the bundle."""
     error: float
     """‖W − U V‖ / ‖W‖."""
     metric_error: float | None
-    """The same ratio in the norm of the bundle; None without a bundle, or if the bundle gives W no curvature."""
+    """The same ratio in the norm of the bundle; None without a bundle, or if the norm of W is zero in it."""
     svd_metric_error: float | None
     """Error of the truncated SVD in the norm of the bundle."""
 
@@ -70,7 +70,7 @@ class LostParameter:
     parameter: str
     reason: str
     share: float
-    """Its share of ‖τ‖²."""
+    """Share of the parameter in ‖τ‖²."""
     metric_share: float | None
     """τᵀGτ of this parameter alone, relative to that of the vector; None without a bundle."""
 
@@ -115,10 +115,10 @@ def export_lora(
 
     Args:
         vector: A task vector, or the path of its file.
-        path: Folder to write; it must not exist, or be empty.
+        path: Folder to write. If it exists, it must be empty.
         rank: Maximum rank of each matrix.
         bundle: A curvature, or the path of a bundle. Each matrix is then approximated in the metric of its block;
-            parameters that the bundle does not cover get the truncated SVD.
+            parameters that the bundle does not cover are approximated by the truncated SVD.
         model: The base model, of which only the module classes are used. By default, the model recorded in the vector,
             with random weights.
         on_progress: Called with the number of parameters done and their total.
@@ -210,12 +210,12 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
-    """Returns the module that the adapter is for, or one of the same architecture."""
+    """Returns the module to which the adapter belongs, or one of the same architecture."""
     if model is None:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
         if prefix is None:
-            raise KfacpackError(f"the module of {base.name} is unknown: it has no model family. {remedy}")
+            raise KfacpackError(f"the model family {base.family!r} of {base.name} is unknown. {remedy}")
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:

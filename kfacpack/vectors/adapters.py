@@ -45,7 +45,7 @@ _UNSUPPORTED = {
 }
 """Variants of LoRA whose change is not s B A, by the key of the config that turns them on."""
 _INITIALISATIONS = ("gaussian", "eva", "orthogonal")
-"""Initialisations that leave the weights of the base model as they are; others, such as PiSSA, change them."""
+"""Initialisations that do not change the weights of the base model; others, such as PiSSA, do."""
 _PREFIX = "base_model.model."
 _LORA = re.compile(r"(?P<module>.+)\.lora_(?P<kind>embedding_)?(?P<factor>[AB])(?:\.default)?(?:\.weight)?")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]")
@@ -190,7 +190,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
         patterns = config.get(key) or {}
         numbers = isinstance(patterns, dict) and all(_is_positive(value) for value in patterns.values())
         if not numbers:
-            raise BundleError(name, "expected positive numbers by pattern", f"{ADAPTER_CONFIG}: {key}")
+            raise BundleError(name, "expected a positive number for each pattern", f"{ADAPTER_CONFIG}: {key}")
     for key in ("r", "lora_alpha"):
         if not _is_positive(config.get(key)):
             problem = f"is {printable(str(config.get(key)))}, expected a positive number"

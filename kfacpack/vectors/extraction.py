@@ -54,13 +54,13 @@ if TYPE_CHECKING:
 FineTuned = str | os.PathLike[str] | Mapping[str, Tensor] | nn.Module
 """A fine-tuned model: a safetensors file, a folder, an `hf://` address, a state dict or a module."""
 OnNote = Callable[[str], None]
-"""Called with each note for the user, one sentence."""
+"""Called with each note for the user, which is one sentence."""
 _FAR = 0.5
 
 
 @dataclass
 class _Changes:
-    """The changes collected so far, by parameter of the base model."""
+    """The changes collected so far, by name of the base model's parameter."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     factors: dict[str, Factors] = field(default_factory=dict)
@@ -178,7 +178,7 @@ def _checkpoint_name(finetuned: str | os.PathLike[str], *, is_folder: bool) -> s
 
 
 def _recorded_name(name: str) -> str:
-    """Returns a name if a manifest may contain it; an unusual file name must not prevent extraction."""
+    """Returns a name, or "unnamed" if it is not valid in a manifest: unusual file names must not prevent extraction."""
     try:
         return TypeAdapter[str](Name).validate_python(name)
     except ValidationError:
@@ -234,7 +234,7 @@ def _checkpoint_changes(
 
 
 def _within_trained_tower(match: NameMatch, weights: BaseWeights, on_note: OnNote) -> NameMatch:
-    """Ignores the text tower if the base model was loaded from a vision tower alone and has a random one."""
+    """Leaves out the text tower if that of the base model is random, because only a vision tower was loaded."""
     model = weights.model
     if model.family != "open_clip" or model.encode_text is not None:
         return match
@@ -288,7 +288,11 @@ _DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF
 
 
 def _may_be_missing(name: str, match: NameMatch, weights: BaseWeights) -> bool:
-    """Returns whether a parameter may be missing: outside of a published vision tower, or in a missing frozen part."""
+    """Returns whether a checkpoint may lack a parameter of the base model.
+
+    If the checkpoint is a vision tower, parameters outside of it may be missing. Otherwise, a part of the model may be
+    missing as a whole if it is frozen in training.
+    """
     for tower in TOWERS:
         if all(present.startswith(tower) for present in match.tensors):
             return not name.startswith(tower)
@@ -388,7 +392,7 @@ def _match_adapter(
         else:
             (heads if is_head(name) else unexpected).append(name)
     if unexpected:
-        problem = f"changes {len(unexpected)} parameters that the base model lacks ({_first(unexpected)})"
+        problem = f"changes {len(unexpected)} parameters that the base model does not have ({_first(unexpected)})"
         raise TaskVectorError(f"{source}: is not an adapter of {weights.name}: it {problem}")
     if match.prefix.text:
         change = "added to" if match.prefix.is_added else "removed from"
@@ -406,7 +410,8 @@ def _match_adapter(
 def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], on_note: OnNote) -> None:
     """Reports unusual properties of the changes."""
     if frozen := [name for name in changed if name not in weights.default]:
-        on_note(f"{len(frozen)} parameters that training leaves frozen differ and are covered: {_first(frozen)}")
+        problem = f"{len(frozen)} parameters that are frozen in training differ from the base model"
+        on_note(f"{problem} and are included in the vector: {_first(frozen)}")
     if changes.rounded:
         dtype = str(weights.state[changes.rounded[0]].dtype).removeprefix("torch.")
         problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's {dtype}"

@@ -4,8 +4,8 @@ Conventions: a parameter of shape (m, …) is a matrix of shape (m, n), a vector
 Factors U (m, r) and V (r, n) are float32 and stand for the change U V; r = 0 stands for exactly zero.
 
 A remainder makes θ0 + τ exact. τ is the difference θ − θ0 rounded to float32, and where |θ| is much smaller than |θ0|,
-adding it to θ0 does not return θ. For such entries a remainder holds the flat index in ascending order and the value
-ρ = (θ − θ0) − τ in float64, and (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
+adding it to θ0 does not return θ. For such entries, a remainder holds the flat indices in ascending order and the
+values ρ = (θ − θ0) − τ in float64; (θ0 + τ) + ρ, evaluated in float64 and rounded once, is θ.
 
 A sparse change has the values of some elements; the others are zero. In files, the elements are marked in a bitmap
 whose lowest bit of the first byte belongs to the first element.
@@ -81,7 +81,7 @@ def add_factors(terms: Sequence[tuple[float, Factors]], shape: Sequence[int]) ->
     """Sums factored changes by concatenation, with the coefficients folded into U.
 
     Args:
-        terms: Coefficients and factors.
+        terms: Pairs of a coefficient and the factors that it multiplies.
         shape: Shape of the parameter.
 
     Returns:
@@ -96,7 +96,7 @@ def concatenated(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
     """Returns the factors of the sum of factored matrices.
 
     Args:
-        pairs: At least one pair of U and V. The result is on the device of the first.
+        pairs: At least one pair of U and V. The result is on the device of the first pair.
     """
     if len(pairs) == 1:
         return pairs[0]
@@ -117,7 +117,7 @@ def sparse_is_smaller(entries: int, size: int) -> bool:
 def separate_sparse(
     tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, SparseChange], dict[str, Factors]]:
-    """Separates changes by the form in which they are stored.
+    """Divides changes by the form in which they are stored: dense, sparse, or unchanged.
 
     Args:
         tensors: Dense changes by name.
@@ -165,7 +165,7 @@ def add_sparse(terms: Sequence[tuple[float, SparseChange]]) -> SparseChange:
     """Sums sparse changes in float64; the result has every element that one of them has.
 
     Args:
-        terms: At least one coefficient and sparse change.
+        terms: At least one pair of a coefficient and a sparse change.
     """
     if len(terms) == 1 and terms[0][0] == 1:
         return terms[0][1]

@@ -100,9 +100,9 @@ class VectorStorage(ABC):
         return None if factors is None else factors[1].shape[0]
 
     def factors(self, name: str) -> Factors | None:
-        """Returns U (m, r) and V (r, n) in float32 with a parameter's change, reshaped to (shape[0], -1), equal to U V.
+        """Returns the factors U (m, r) and V (r, n) of a parameter's change, in float32.
 
-        They may share memory and must not be modified.
+        Their product is the change, reshaped to (shape[0], -1). They may share memory and must not be modified.
 
         Args:
             name: Name of the parameter.
@@ -146,7 +146,7 @@ class VectorStorage(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 of the whole content of its file, or of the file it would be saved to."""
+        """SHA-256 of the whole content of its file, or of the file to which it would be saved."""
         return vector_digest(self.about, self, self.heads)
 
 
@@ -281,7 +281,7 @@ class FileVector(VectorStorage):
 
 
 class VectorFile(SealedFile):
-    """An open task vector file. The manifest is read at once, tensors are read and checked when they are accessed.
+    """An open task vector file. The manifest is read immediately; tensors are read and checked when they are accessed.
 
     Args:
         path: The file.
@@ -446,7 +446,7 @@ def _manifest(about: AboutVector, changes: ParameterChanges) -> VectorManifest:
 
 
 def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """Opens a file with the change of each parameter that a curvature covers.
+    """Opens a file that contains the changes of all parameters that a curvature covers.
 
     Args:
         path: A task vector, or any safetensors file with tensors under the parameters' names. Additional tensors

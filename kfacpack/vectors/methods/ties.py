@@ -134,7 +134,7 @@ class DareMethod(MergeMethod):
     """Sum of vectors with randomly dropped entries."""
 
     name = "dare"
-    help = "Drops entries at random, rescales the others and sums."
+    help = "Drops entries at random, rescales the others and sums the vectors."
     scale = (
         "α is the scaling coefficient of task arithmetic, with which the paper merges the dropped and rescaled vectors"
     )
