@@ -441,7 +441,7 @@ def negate(
     """
     check_alphas(vector, alphas)
     if negative := [alpha for alpha in alphas if alpha < 0]:
-        problem = f"alpha {negative[0]:g}: the vector is already subtracted, so a negative α would add it"
+        problem = f"alpha {negative[0]:g}: the vector is negated already, so a negative α would add it"
         raise KfacpackError(f"{problem}; expected zero or positive values")
     if not 0 < keep <= 1:
         raise KfacpackError(f"keep {keep:g}: expected a fraction of the control's accuracy, above 0 and at most 1")

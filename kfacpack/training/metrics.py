@@ -119,7 +119,7 @@ def require_metrics_path(output: Path) -> None:
     path = metrics_path(output)
     if path.is_dir():
         problem = "is a folder, but the metrics of each step are written to a file of this name"
-        raise KfacpackError(f"{path}: {problem}. Move the folder, or write the vector to another file")
+        raise KfacpackError(f"{path}: {problem}. Move it, or write the vector to another file")
 
 
 def read_metrics(path: Path) -> list[Metrics]:

@@ -291,7 +291,7 @@ def check_penalty_options(
         raise KfacpackError(f"{expected}, got both")
     if strength is not None and not (bundles or reg_data):
         remedy = "pass bundles with --reg (reg), or tasks with --reg-data (reg_data)"
-        raise KfacpackError(f"--strength (strength) requires a penalty: {remedy}")
+        raise KfacpackError(f"--strength (strength) needs a penalty: {remedy}")
     if not bundles and (weights or preset or reg_every != 1 or penalty_precision or offload):
         options = "--weight (weights), --preset, --reg-every, --penalty-precision (penalty_precision) and --offload"
         raise KfacpackError(f"{options} require a penalty from bundles: pass bundles with --reg (reg)")

@@ -215,7 +215,7 @@ def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
         if prefix is None:
-            raise KfacpackError(f"the model family {base.family!r} of {base.name} is unknown. {remedy}")
+            raise KfacpackError(f"the module of {base.name} is unknown: there is no model family {base.family!r}. {remedy}")
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:
