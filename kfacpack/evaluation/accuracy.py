@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class ProgressCounter:
-    """Reports the progress of several computations as one.
+    """Reports the combined progress of several computations.
 
     Args:
         total: Number of examples that all computations together process.
@@ -41,7 +41,7 @@ class ProgressCounter:
         on_progress(0, total)
 
     def add(self, examples: int) -> None:
-        """Reports further examples as done."""
+        """Counts further examples as done, and reports the progress."""
         self._done += examples
         self._on_progress(self._done, self._total)
 
@@ -324,7 +324,7 @@ def _output_passes(
 
 
 def _predictions(head: Head, f: Tensor) -> Tensor:
-    """Returns the classes of the largest logits, (N,), on the CPU."""
+    """Returns the class with the largest logit for each example, (N,), on the CPU."""
     logits = head.logits(f)
     if not bool(logits.isfinite().all()):
         raise NotFiniteError("logits contain NaN or Inf")

@@ -411,7 +411,7 @@ def effective_rank(values: Tensor) -> float:
 
 
 def _describe_spectrum(values: Tensor) -> dict[str, Any]:
-    """Summarises eigenvalues, (n,), in descending order."""
+    """Summarises eigenvalues of shape (n,), which are in descending order."""
     ranks = np.unique(np.geomspace(1, len(values), MAX_EIGENVALUES).round().astype(int))
     return {
         "size": len(values),

@@ -185,7 +185,7 @@ def localisation(
     batch_size: int = 64,
     on_progress: OnProgress = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Measures how far each vector changes f on its own task and on other tasks.
+    """Measures how much each vector changes f on its own task and on other tasks.
 
     Args:
         model: The base model.
@@ -245,7 +245,7 @@ def _squared_changes(
 
 
 def auroc(on: Tensor, off: Tensor) -> float:
-    """Returns P(on > off) + P(on = off) / 2 over all pairs, in one sort.
+    """Returns P(on > off) + P(on = off) / 2 over all pairs, computed with a single sort.
 
     Args:
         on: Values on the vector's own task, (N,).

@@ -256,7 +256,7 @@ def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
 
 
 def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, EvaluationSet]:
-    """Returns the evaluation sets by the names of their tasks.
+    """Returns the evaluation sets by task name.
 
     Raises:
         KfacpackError: If two evaluation sets are of the same task.

@@ -66,7 +66,7 @@ class InterferenceTask(TypedDict):
     others: float
     """Sum of the predicted drift of the vectors of other tasks."""
     relative: float | None
-    """`others` divided by `own`."""
+    """`others` divided by `own`; null if `own` is null or zero."""
 
 
 class InterferenceBlock(TypedDict):
@@ -74,7 +74,7 @@ class InterferenceBlock(TypedDict):
 
     block: str
     predicted: float
-    """Sum over all pairs of a vector and another task."""
+    """Predicted drift, summed over all pairs of a vector and another task."""
     share: float
     """Share of the block in the sum over all blocks."""
 
@@ -86,14 +86,14 @@ class InterferenceResult(TypedDict):
     """Rows of the table: the tasks of the vectors."""
     pairs: list[InterferencePair]
     tasks: list[InterferenceTask]
-    """Columns of the table."""
+    """Columns of the table: the bundles."""
     blocks: list[InterferenceBlock]
-    """All blocks, the largest contribution first."""
+    """All blocks, in descending order of their contributions."""
     spearman: float | None
     """Rank correlation of `predicted` and `measured` over the pairs of a vector and another task; null if fewer than
     three of them were measured."""
     spearman_aligned: float | None
-    """The same for `aligned`."""
+    """Rank correlation of `aligned` and `measured` over the same pairs."""
 
 
 def interference(

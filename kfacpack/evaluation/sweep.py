@@ -112,7 +112,7 @@ class ChoiceOutput(Evaluation):
 def evaluation_result(
     task_scores: Mapping[str, Score], individual: Mapping[str, float], heads: Mapping[str, str] | None = None
 ) -> Evaluation:
-    """Returns the result of an evaluation in the form of `kfacpack eval --json`.
+    """Returns the result of an evaluation in the format of `kfacpack eval --json`.
 
     Args:
         task_scores: Scores by task name.
@@ -279,7 +279,7 @@ def validation_set(task: Task, examples: int | str = "all", seed: int = 0) -> Ev
 
 
 class SelectionScores:
-    """Scores of several tasks at all candidates on validation data, and at a few values of α on test data.
+    """Computes the scores of several tasks, at all candidates on validation data and at a few values of α on test data.
 
     Args:
         model: The model.
@@ -363,7 +363,7 @@ def choose_alpha(
 
 
 CONTROL_KEEP = 0.95
-"""Fraction of its accuracy that the control task must keep, as is usual in the literature."""
+"""Default fraction of its accuracy that the control task must keep; 0.95 is usual in the literature."""
 
 
 class TaskNegation(TypedDict):
@@ -386,7 +386,7 @@ class TaskNegation(TypedDict):
 
 
 class Negation(TypedDict):
-    """The negation of a vector."""
+    """Result of the negation of a vector."""
 
     control: str
     """Name of the control task."""

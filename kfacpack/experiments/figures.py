@@ -38,7 +38,7 @@ def sweep(
     quantity: str = "mean accuracy",
     theme: str = "light",
 ) -> Figure:
-    """Draws accuracy over α.
+    """Draws accuracy as a function of α.
 
     Args:
         data: Sweeps by arm, `{arm: sweep, …}`, to draw the mean of each; or one sweep, to draw a line for each task.
@@ -205,7 +205,7 @@ def localisation(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def drift(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws measured drift (mean ‖Δf‖²) over predicted drift (τᵀGτ), for pairs of vector and task and for layers.
+    """Draws measured drift (mean ‖Δf‖²) against predicted drift (τᵀGτ), for pairs of vector and task and for layers.
 
     Args:
         data: `{"pairs": […], "layers": […]}`, entries with vector, task, predicted and measured drift.
@@ -311,7 +311,7 @@ MAX_LABELLED = 6
 
 @with_themes
 def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws the eigenvalues of the factors over their rank, one line for each side of each block.
+    """Draws the eigenvalues of the factors against their ranks, one line for each side of each block.
 
     Up to `MAX_LABELLED` lines are labelled individually; more are coloured by side.
 
@@ -354,7 +354,7 @@ def spectra(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
 
 @with_themes
 def bars(data: Mapping[str, Any], *, theme: str = "light") -> Figure:
-    """Draws accuracy by task: of the base model, with the task's own vector and with all vectors combined.
+    """Draws accuracy by task: for the base model, with the task's own vector, and with all vectors combined.
 
     Each arm has its own row, so that eight tasks fit on a narrow screen.
 
@@ -408,4 +408,4 @@ FIGURES: dict[str, Callable[..., Figure]] = {
     "spectra": spectra,
     "bars": bars,
 }
-"""The figures by name."""
+"""Drawing functions by the name of the figure."""

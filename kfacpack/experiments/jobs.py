@@ -339,11 +339,11 @@ class ProcessWorker(StageWorker):
         return self.process.stdout
 
     def start(self, stage: Stage) -> None:
-        """Sends the key of the stage."""
+        """Sends the key of the stage to the process."""
         self.send({"stage": stage.key})
 
     def stop(self) -> None:
-        """Sends a request to stop."""
+        """Sends a request to stop to the process."""
         self.send({"stop": True})
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -429,7 +429,7 @@ class ProcessPool(WorkerPool):
             worker.send({**self._keys, "log": str(worker.log)})
 
     def messages(self, seconds: float) -> list[tuple[StageWorker, dict[str, Any]]]:
-        """Waits for messages of the workers."""
+        """Waits for messages from the workers."""
         messages: list[tuple[StageWorker, dict[str, Any]]] = []
         for ready, _ in self._selector.select(seconds):
             worker: ProcessWorker = ready.data

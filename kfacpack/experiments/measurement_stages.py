@@ -1,4 +1,4 @@
-"""Stages that measure: accuracies, negation, disentanglement, localisation, drift and spectra."""
+"""Stages that measure accuracies, negation, disentanglement, localisation, drift and spectra."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class BaseAccuracyStage(MeasurementStage):
-    """Accuracy of the base model on one task."""
+    """Measures the accuracy of the base model on one task."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = "accuracy on the test examples"
@@ -56,7 +56,7 @@ class BaseAccuracyStage(MeasurementStage):
 
 @dataclass(frozen=True, eq=False)
 class SweepStage(MeasurementStage):
-    """Accuracy of a vector on one task, at every α."""
+    """Measures the accuracy of a vector on one task, at every α."""
 
     kind: ClassVar[str] = "scores"
     purpose: ClassVar[str] = BaseAccuracyStage.purpose
@@ -184,7 +184,7 @@ class NegationStage(MeasurementStage):
         return dict(negation)
 
     def cost(self) -> float:
-        """Returns the cost of both tasks on both splits."""
+        """Returns the cost of evaluating both tasks on both splits."""
         tasks = (self.vector.task, self.control)
         return 3.0 * sum(count_examples(self, task, split) for task in tasks for split in ("validation", "test"))
 
@@ -251,7 +251,7 @@ class AnalysisStage(MeasurementStage):
         return {"what": self.measurement, **evaluation_settings(self, self.tasks, ["test"]), "some": self.examples}
 
     def cost(self) -> float:
-        """Returns the cost of every vector on the examples of every task."""
+        """Returns the cost of evaluating every vector on the examples of every task."""
         return 3.0 * len(self.vectors) * sum(self._count(task) for task in self.tasks)
 
     def _count(self, task: str) -> int:
@@ -328,7 +328,7 @@ class DriftStage(AnalysisStage):
         return {**super().settings(), "layer_examples": self.layer_examples}
 
     def cost(self) -> float:
-        """Returns the cost of whole vectors and of single layers, assuming about thirty blocks."""
+        """Returns the cost of measuring whole vectors and single layers, assuming thirty blocks."""
         layers = 30.0 * self.layer_examples * len(self.vectors) * len(self.bundles)
         return super().cost() + 3.0 * layers
 

@@ -59,7 +59,7 @@ _IMAGE_SIZE = 256
 
 @dataclass
 class StandInSplit:
-    """Blank examples, as many as a published split has."""
+    """Stand-in for a published split, with as many examples, all of which are blank."""
 
     source: DataOrigin
     size: int
@@ -227,7 +227,7 @@ class OfflineForecast:
     largest_side: int
     """Side of the largest matrix of a bundle."""
     forward_flops: int
-    """Operations of one forward pass of one example."""
+    """Number of floating-point operations of one forward pass of one example."""
     gpu: str
     kinds: tuple[KindForecast, ...]
     bytes: int
@@ -364,7 +364,7 @@ def check_offline(plan: Plan, gpu: str) -> OfflineForecast:
 
 
 def _forward_flops(context: RunContext) -> int:
-    """Counts the operations of one forward pass of one example of the first task."""
+    """Counts the floating-point operations of one forward pass of one example of the first task."""
     name = context.plan.tasks[0].name
     batch = context.model.prepare([context.task(name).split("test")[0]], name)
     # With gradients, because the fused attention that is used without them is not counted.

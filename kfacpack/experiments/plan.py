@@ -267,7 +267,7 @@ class Plan(PlanSection):
 
 
 def _mismatch(tasks: list[str], vectors: Mapping[str, str] | None) -> str | None:
-    """Returns why the checkpoints of an arm do not match the tasks of the plan, or None if they do."""
+    """Describes the mismatch between the checkpoints of an arm and the tasks of the plan; None if they match."""
     if vectors is None:
         return None
     for task in tasks:

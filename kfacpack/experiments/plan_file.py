@@ -268,7 +268,7 @@ _SECTIONS: dict[tuple[str, ...], type[plans.PlanSection]] = {
     ("evaluation", "localisation"): plans.ExamplesSection,
     ("evaluation", "drift"): plans.DriftSection,
 }
-"""The section at each location, without the names of arms and list indices."""
+"""Class of the section at each location. The locations omit the names of arms and list indices."""
 
 
 def _expected_keys(key_path: Sequence[str | int]) -> list[str]:

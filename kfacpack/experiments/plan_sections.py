@@ -157,11 +157,11 @@ class TrainingSection(PlanSection):
     keep: Annotated[FiniteNumber, Field(gt=0, le=1)] | None = None
     """Share of the weights that the regime `sparse` trains."""
     mask: Literal["data", "bundles"] = "data"
-    """How the weights of the regime `sparse` are selected: on validation examples, or by the other tasks' bundles."""
+    """Selection of the weights of the regime `sparse`: on validation examples, or by the other tasks' bundles."""
 
     @property
     def key(self) -> dict[str, Any]:
-        """The settings that determine a vector. Settings that newer versions added are omitted if they are defaults."""
+        """The settings that determine a vector. Those added in newer versions are omitted at their defaults."""
         added = ("compile", "clip", "keep", "mask")
         defaults = {name: TrainingSection.model_fields[name].default for name in added}
         return {name: value for name, value in self.model_dump().items() if defaults.get(name, ...) != value}
@@ -302,7 +302,7 @@ class PairsSection(PlanSection):
 
     alphas: Alphas = "-2:2:0.5"
     pairs: tuple[tuple[ShortText, ShortText], ...] | None = None
-    """Pairs to measure. Defaults to the first task with each of the others."""
+    """Pairs to measure. Defaults to the pairs of the first task with each of the others."""
     examples: Examples = "200"
 
 

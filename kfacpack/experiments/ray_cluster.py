@@ -319,7 +319,7 @@ class RayPool(WorkerPool):
         return messages
 
     def _receive(self, worker: RayWorker, reference: Any) -> list[dict[str, Any]]:
-        """Returns the messages of a call that has ended."""
+        """Returns the messages that result from a finished remote call."""
         try:
             value = ray.get(reference)
         except RayTaskError as error:

@@ -326,7 +326,7 @@ def over_alpha(results: Results) -> Section | None:
 
 
 def _method_sweeps(arm: ArmResult) -> dict[str, SweepResult]:
-    """Returns the mean sweep over seeds by merge method, for the methods that were evaluated at every α."""
+    """Returns the sweep averaged over seeds, for each merge method that was evaluated at every α."""
     first, *others = arm.seeds[0].added
     curves = {first: mean_sweep(arm.seeds)}
     curves |= {label: mean_sweep([seed.added[label] for seed in arm.seeds]) for label in others}

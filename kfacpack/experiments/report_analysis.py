@@ -116,7 +116,7 @@ def drift(results: Results) -> Section | None:
                 file=file_name("drift", number, arm.name),
                 figure="drift",
                 data=data,
-                alt=f"Scatter plot of measured over predicted drift for the vectors of arm {arm.name}.",
+                alt=f"Scatter plot of measured against predicted drift for the vectors of arm {arm.name}.",
                 caption=arm.name,
             )
         )
@@ -159,8 +159,8 @@ def spectra(results: Results) -> Section | None:
         file="spectra",
         figure="spectra",
         data=results.spectra.model_dump(mode="json"),
-        alt="Line chart of the eigenvalues of the factors over their rank, both axes logarithmic.",
-        caption="Eigenvalues of the curvature factors over their rank.",
+        alt="Line chart of the eigenvalues of the factors against their ranks, with logarithmic axes.",
+        caption="Eigenvalues of the curvature factors against their ranks.",
     )
     return Section(
         id="spectra",

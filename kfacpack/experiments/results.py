@@ -202,7 +202,7 @@ def _sweep(test: Mapping[str, SweepStage], validation: Mapping[str, SweepStage])
 
 
 def summary(arms: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Summarises arms: means over tasks and seeds, and the standard deviation over seeds.
+    """Summarises arms by their means over tasks and seeds, and their standard deviations over seeds.
 
     Args:
         arms: The `arms` of `results.json`.

@@ -14,7 +14,7 @@ from kfacpack.errors import KfacpackError, abbreviate, printable
 
 
 class UnknownKeyWarning(UserWarning):
-    """Issued if a file contains unknown keys. They are ignored; they may be misspelt, or from a newer version."""
+    """Issued if a file contains unknown keys, which are ignored. They may be misspelt, or from a newer version."""
 
 
 def unknown_keys(value: Any, key_path: tuple[str, ...] = ()) -> Iterator[str]:

@@ -353,7 +353,7 @@ class Run:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak memory of this process plus that of the workers."""
+        """Peak memory of this process plus that of the workers, in bytes."""
         return peak_bytes() + sum(self._peaks.values())
 
     def pending(self) -> list[Stage]:
@@ -472,7 +472,7 @@ def _threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def _exclusive_lock(root: Path) -> Iterator[None]:
-    """Locks the folder of the run: two runs would overwrite each other's partial files."""
+    """Locks the folder of the run, because two runs would overwrite each other's partial files."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")

@@ -82,7 +82,7 @@ def task_data_option(plan: Plan, name: str, root: Path) -> str:
 
 
 def command_path(plan: Plan, path: str, root: Path, prefix: str = "") -> str:
-    """Returns a path of the plan as it is written in a command.
+    """Returns a path of the plan in the form in which commands use it.
 
     Args:
         plan: The plan, which defines the base folder of relative paths.
@@ -218,10 +218,10 @@ class MeasurementStage(Stage):
 
     @abstractmethod
     def measure(self, monitor: StageProgress) -> Mapping[str, Any]:
-        """Measures and returns the values to write."""
+        """Performs the measurement and returns the values to write."""
 
     def make(self, monitor: StageProgress) -> None:
-        """Measures, and writes the values with their hash."""
+        """Performs the measurement and writes the values with their hash."""
         values = self.measure(monitor.interruptible())
         write_atomically(self.path, json.dumps({"sha256": _digest(values), "found": values}, indent=1).encode())
 

@@ -44,15 +44,15 @@ class ArmRun:
     arm: str
     seed: int
     vectors: dict[str, TaskVectorStage]
-    """Vectors by task."""
+    """Stages that write the vectors, by task."""
     own: dict[str, SweepStage]
-    """Accuracies of each vector on the test split of its own task, by task."""
+    """Stages that evaluate each vector on the test split of its own task, by task."""
     sums: dict[str, dict[str, SweepStage]]
-    """Accuracies of the combined vectors on the test splits, by label of the merge method and by task."""
+    """Stages that evaluate the combined vectors on the test splits, by label of the merge method and by task."""
     validation: dict[str, dict[str, SweepStage]]
     """The same on the validation splits, for the methods that are evaluated at every α."""
     negated: dict[str, NegationStage]
-    """Negations by task."""
+    """Stages that negate the vectors, by task."""
     pairs: tuple[DisentanglementStage, ...]
     localisation: LocalisationStage | None
     drift: DriftStage | None
@@ -76,11 +76,11 @@ class StageGraph:
     context: RunContext
     root: Path
     bundles: dict[str, EstimateStage] = field(default_factory=dict)
-    """Bundles of single tasks, by the key of the stage."""
+    """Stages that estimate bundles, by key."""
     compressed: dict[str, CompressStage] = field(default_factory=dict)
-    """Compressed bundles, by the key of the stage."""
+    """Stages that compress bundles, by key."""
     merges: dict[str, MergeStage] = field(default_factory=dict)
-    """Merged bundles, by the key of the stage."""
+    """Stages that merge bundles, by key."""
 
     def __post_init__(self) -> None:
         plan = self.plan

@@ -116,7 +116,7 @@ def compute(
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """Returns the message for the scheduler about an error that is being handled, and prints the traceback."""
+    """Prints the traceback of the current exception, and returns the message about it for the scheduler."""
     traceback.print_exc()
     if isinstance(error, KfacpackError):
         return {"event": "failed", "kind": "KfacpackError", "text": str(error), "number": None, "file": None}

@@ -165,7 +165,7 @@ def _inspect_target(name: str, revision: str | None) -> tuple[HubRepository | No
 
 
 def _is_unchanged(path: Path, stored: RepositoryFile | None) -> bool:
-    """Returns whether the Hub has the same bytes.
+    """Returns whether a local file has the same bytes as the file on the Hub.
 
     The Hub records the SHA-256 of large files and git's blob id of small ones.
     """

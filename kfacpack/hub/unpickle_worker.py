@@ -100,13 +100,13 @@ def require_plain_zip(path: str) -> None:
         raise RefusedError(f"has {len(members)} members, expected at most {MAX_MEMBERS}")
     compressed = [member.filename for member in members if member.compress_type != zipfile.ZIP_STORED]
     if compressed:
-        raise RefusedError(f"its member {compressed[0]!r} is compressed, which torch.save never does")
+        raise RefusedError(f"the member {compressed[0]!r} is compressed, which torch.save never does")
     size = Path(path).stat().st_size
     if (claimed := sum(member.file_size for member in members)) > size:
-        raise RefusedError(f"its members declare {claimed} bytes, but the file has {size}")
+        raise RefusedError(f"the members declare {claimed} bytes, but the file has {size}")
     for member in members:
         if member.filename.endswith(".pkl") and member.file_size > MAX_PICKLE_BYTES:
-            problem = f"its member {member.filename!r} has {member.file_size} bytes"
+            problem = f"the member {member.filename!r} has {member.file_size} bytes"
             raise RefusedError(f"{problem}, expected at most {MAX_PICKLE_BYTES}")
 
 
@@ -143,17 +143,17 @@ def tensors_of(loaded: Any, single: str) -> dict[str, Tensor]:
         if not isinstance(name, str) or not NAME.fullmatch(name) or name == "__metadata__":
             raise RefusedError(f"has an entry {str(name)[:80]!r}, expected parameter names")
         if not isinstance(tensor, torch.Tensor):
-            raise RefusedError(f"its entry {name!r} is a {type(tensor).__name__}, expected a tensor")
+            raise RefusedError(f"the entry {name!r} is a {type(tensor).__name__}, expected a tensor")
         if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
-            raise RefusedError(f"its entry {name!r} is not a dense CPU tensor")
+            raise RefusedError(f"the entry {name!r} is not a dense CPU tensor")
         if tensor.dtype not in dtype_names():
             raise RefusedError(
-                f"its entry {name!r} has dtype {tensor.dtype}, expected floating-point numbers or integers"
+                f"the entry {name!r} has dtype {tensor.dtype}, expected floating-point numbers or integers"
             )
         # With strides of zero a tensor can have any shape; it must not be larger than its storage.
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise RefusedError(
-                f"its entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
+                f"the entry {name!r} has the shape {list(tensor.shape)}, which is larger than its storage"
             )
     return named
 

@@ -155,7 +155,7 @@ def _form(block: CurvatureBlock) -> Hashable:
 
 
 def _shared_run(matrices: Sequence[Matrix]) -> int:
-    """Returns the largest s such that each group of s consecutive matrices consists of the same object."""
+    """Returns the largest s such that each group of s consecutive matrices is one object, repeated s times."""
     ids = [id(matrix) for matrix in matrices]
     run = next((index for index, key in enumerate(ids) if key != ids[0]), len(ids))
     uniform = len(ids) % run == 0 and all(len(set(ids[k : k + run])) == 1 for k in range(0, len(ids), run))
@@ -258,7 +258,7 @@ class FactorStream:
     def place(
         self, batches: Sequence[BlockBatch], repeated: Sequence[frozenset[StackKey]]
     ) -> Iterator[tuple[BlockBatch, Mapping[int, Operator]]]:
-        """Yields each batch with its operators, which are valid until the next one is requested.
+        """Yields each batch with its operators, which are valid until the next batch is requested.
 
         Args:
             batches: The batches.

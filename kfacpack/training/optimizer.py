@@ -145,7 +145,7 @@ class BatchOrder:
 
 
 _DIGITS = 2
-"""Significant digits of the derived learning rate, so that it does not depend on the order of additions."""
+"""Number of significant digits of the derived learning rate, which hide effects of the order of additions."""
 
 
 def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor) -> float:
@@ -205,7 +205,7 @@ def _linearization_at_zero(regime: Regime, batch: Batch) -> tuple[Linearized, Li
 
 
 def no_influence_error(regime: Regime) -> KfacpackError:
-    """Returns the error for parameters that f does not depend on."""
+    """Returns the error for parameters on which f does not depend."""
     names = list(regime.parameters)
     listed = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return KfacpackError(

@@ -43,8 +43,9 @@ STRENGTH_KL = 3.0
 """Default λ of a curvature penalty with the metric `kl`, which is in nats and not divided by the variance of f.
 
 With two completion tasks (examples/completions.yaml), the mean perplexity of the sum of the vectors is 2.85 without a
-penalty and 1.32, 1.27, 1.26, 1.26, 1.28 at λ = 0.3, 1, 3, 10, 80 (test). The default was chosen on validation, where
-the token accuracy at the best α is 0.942, 0.944, 0.952, 0.947, 0.944. It has not been tuned on a large model.
+penalty and 1.32, 1.27, 1.26, 1.26, 1.28 at λ = 0.3, 1, 3, 10, 80 on the test split. The default was chosen on the
+validation split, where the token accuracy at the best α is 0.942, 0.944, 0.952, 0.947, 0.944. It has not been tuned on
+a large model.
 """
 STRENGTH_ON_DATA = 1.0
 """Default λ of the data penalty.
@@ -59,7 +60,7 @@ PUBLISHED_STRENGTH = {
     ("open_clip", "ViT-L-14"): 2000.0,
     ("t5", ""): 20.0,
 }
-"""λ of preset "tak" by model family and start of the model name."""
+"""λ of preset "tak" by model family and prefix of the model name."""
 _NORM_OPERATIONS = frozenset(
     (
         "layernorm",

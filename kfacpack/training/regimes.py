@@ -55,10 +55,10 @@ if TYPE_CHECKING:
 
 
 class ForwardResult(ABC):
-    """Output of one batch at θ0 + τ, with its backward pass to τ."""
+    """f of one batch at θ0 + τ, with the backward pass that computes gradients with respect to τ."""
 
     f: Tensor
-    """(N, C), detached."""
+    """f of the batch, (N, C), detached."""
 
     @abstractmethod
     def add_gradient(self, u: Tensor, gradients: dict[str, Tensor]) -> None:
@@ -120,7 +120,7 @@ class Regime(ABC):
 
     @abstractmethod
     def drift(self, batch: Batch, tau: Tau) -> tuple[Tensor, ForwardResult]:
-        """Returns the change of f by τ, (N, C), and the forward result whose gradient is that of the change.
+        """Returns the change of f by τ, (N, C), and the forward result, which computes the gradient of the change.
 
         The change is not checked for NaN or Inf.
         """
@@ -384,7 +384,7 @@ def calibrated_masks(
             raise KfacpackError("regime 'sparse': the gradients of all weights are zero. Choose others with --params")
         ranked = {name: score.masked_fill(~masks[name], torch.inf) for name, score in scores.items()}
         masks = lowest(ranked, max(1, ceil(total * keep ** ((number + 1) / ROUNDS))))
-    return _recorded(masks, {"keep": keep, "mask": f"{len(numbers)} examples of {split.source.split}"})
+    return _broadcast(masks, {"keep": keep, "mask": f"{len(numbers)} examples of {split.source.split}"})
 
 
 def _add_squared_gradients(
@@ -435,7 +435,7 @@ def masks_from_bundles(regime: Regime, bundles: Regularizer, keep: float = KEEP)
         )
         raise KfacpackError(f"--mask (mask): {problem}. Pass a smaller --keep (keep), or choose weights with --params")
     digests = ", ".join(digest[:16] for digest in bundles.digests)
-    return _recorded(lowest(scores, count), {"keep": keep, "mask": f"bundles {digests}"})
+    return _broadcast(lowest(scores, count), {"keep": keep, "mask": f"bundles {digests}"})
 
 
 def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, Tensor]:
@@ -453,7 +453,7 @@ def block_diagonal(block: CurvatureBlock, shapes: ParameterShapes) -> dict[str, 
     return scatter(total.reshape(rows, columns), block.join, shapes)
 
 
-def _recorded(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
+def _broadcast(masks: dict[str, Tensor], settings: dict[str, float | str]) -> SparsityMasks:
     """Sends the masks of the first process to all others, so that rounding cannot make the processes diverge."""
     bytes_of = {name: mask.to(torch.uint8) for name, mask in masks.items()}
     distributed.broadcast(list(bytes_of.values()))

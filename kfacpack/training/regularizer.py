@@ -53,9 +53,9 @@ class PrecisionLoss(NamedTuple):
     """Relative errors of a penalty whose products have a reduced precision."""
 
     value: float
-    """|v' - v| / v of the value v."""
+    """Relative error |v' - v| / v of the value v."""
     gradient: float
-    """‖g' - g‖ / ‖g‖ of the gradient g over all parameters."""
+    """Relative error ‖g' - g‖ / ‖g‖ of the gradient g over all parameters."""
 
 
 class Regularizer:
@@ -402,7 +402,7 @@ def _output_scale(inputs: Sequence[MergeInput]) -> float:
 
 
 def _without_own_task(inputs: Sequence[MergeInput], task: str) -> list[tuple[MergeInput, MergeInput]]:
-    """Returns pairs of a bundle and the bundle without the task being trained, if it can be removed."""
+    """Returns pairs of a bundle and the same bundle without the task being trained, if that task can be removed."""
     _warn_of_common_classes(inputs, task)
     if not any(parent.task == task for bundle in inputs for parent in bundle.parents):
         return [(bundle, bundle) for bundle in inputs]

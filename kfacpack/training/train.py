@@ -256,7 +256,7 @@ def build_trainer(
 
 
 def as_bundle_list(reg: Sequence[Mergeable] | Mergeable) -> list[Mergeable]:
-    """Returns a list of bundles for an argument that is one bundle or several."""
+    """Converts an argument that is one bundle or a sequence of bundles to a list."""
     return list(reg) if isinstance(reg, Sequence) and not isinstance(reg, str) else [reg]
 
 

@@ -58,7 +58,7 @@ class ExportedMatrix:
     error: float
     """‖W − U V‖ / ‖W‖."""
     metric_error: float | None
-    """The same ratio in the norm of the bundle; None without a bundle, or if the norm of W is zero in it."""
+    """The same ratio in the norm of the bundle; None without a bundle, or if the bundle's norm of W is zero."""
     svd_metric_error: float | None
     """Error of the truncated SVD in the norm of the bundle."""
 
@@ -215,7 +215,8 @@ def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:
         prefix = next((family.prefix for family in FAMILIES.values() if family.name == base.family), None)
         remedy = "Pass the model: --model MODEL (model=…)"
         if prefix is None:
-            raise KfacpackError(f"the module of {base.name} is unknown: there is no model family {base.family!r}. {remedy}")
+            problem = f"the module of {base.name} is unknown: there is no model family {base.family!r}"
+            raise KfacpackError(f"{problem}. {remedy}")
         try:
             return load_model(f"{prefix}:{base.name}" if prefix else base.name, weights="random").module
         except KfacpackError as error:
@@ -384,7 +385,7 @@ def _write(
 
 
 def _target_modules(names: list[str], modules: Iterable[str]) -> list[str] | str:
-    """Returns the names, or a regular expression if PEFT would find modules whose names end with one of them."""
+    """Returns the names, or a regular expression if PEFT would also match longer names that end with one of them."""
     suffixes = tuple(f".{name}" for name in names)
     if any(module.endswith(suffixes) and module not in names for module in modules):
         return "|".join(map(re.escape, names))

@@ -28,7 +28,7 @@ from kfacpack.vectors.parameter_change import Factors
 
 _MERGE_FIRST = "Merge it into its model with peft's merge_and_unload and extract the merged checkpoint"
 ONLY_LORA = f"Only plain LoRA adapters are supported. {_MERGE_FIRST}"
-"""Remedy for other adapters."""
+"""Remedy for adapters that are not plain LoRA adapters."""
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "use_qalora": "QALoRA",
@@ -43,7 +43,7 @@ _UNSUPPORTED = {
     "alora_invocation_tokens": "activated LoRA",
     "lora_bias": "LoRA with a bias (lora_bias)",
 }
-"""Variants of LoRA whose change is not s B A, by the key of the config that turns them on."""
+"""Variants of LoRA whose change is not s B A, by the config key that enables them."""
 _INITIALISATIONS = ("gaussian", "eva", "orthogonal")
 """Initialisations that do not change the weights of the base model; others, such as PiSSA, do."""
 _PREFIX = "base_model.model."
@@ -58,7 +58,7 @@ class AdapterLayer:
     """A and B of one layer, and the factor s of their product."""
 
     module: str
-    """Name of the layer in the model that the adapter was trained with."""
+    """Name of the layer in the model with which the adapter was trained."""
     scale: float
     is_embedding: bool
     tensors: dict[str, str] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class AdapterLayer:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The content of a LoRA adapter under the names of the model that it was trained with."""
+    """The content of a LoRA adapter, with the names of the model with which it was trained."""
 
     tensors: CheckpointTensors
     base: str | None

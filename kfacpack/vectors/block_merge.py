@@ -48,11 +48,11 @@ class FactoredBlock:
     present: frozenset[str]
     """Names of the block's parameters that the vectors contain."""
     left: Tensor
-    """Q_U, (rows, k)."""
+    """Orthonormal basis Q_U, (rows, k)."""
     right: Tensor
-    """Q_V, (k', columns)."""
+    """Orthonormal basis Q_V, (k', columns)."""
     cores: tuple[Tensor, ...]
-    """S_t of each vector, (k, k')."""
+    """Core S_t of each vector, (k, k')."""
 
     @classmethod
     def of(
@@ -145,7 +145,7 @@ def _place_factors(pair: Factors, piece: Piece, join: Join, shapes: ParameterSha
 
 
 def _extract_factors(pair: Factors, piece: Piece, shapes: ParameterShapes) -> Factors:
-    """Returns the factors of a parameter, the inverse of `_place_factors`; rows outside of the piece are zero."""
+    """Inverse of `_place_factors`: returns the factors of a parameter, whose rows outside of the piece are zero."""
     shape = shapes[piece.parameter]
     height, width = piece.matrix_shape(shape)
     top, left = piece.at

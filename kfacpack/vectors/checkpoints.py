@@ -343,7 +343,7 @@ class Prefix(NamedTuple):
 
 @dataclass(frozen=True)
 class NameMatch:
-    """The tensors of a checkpoint by the names of the base model."""
+    """The tensors of a checkpoint, matched to the names of the base model."""
 
     prefix: Prefix
     tensors: Mapping[str, str]

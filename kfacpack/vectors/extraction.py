@@ -369,7 +369,7 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
 def _match_adapter(
     adapter: Adapter, weights: BaseWeights, on_note: OnNote
 ) -> tuple[dict[str, tuple[AdapterLayer, nn.Module]], dict[str, str]]:
-    """Returns the layers and the replaced parameters of an adapter by the parameters of the base model."""
+    """Matches the layers and the replaced parameters of an adapter to parameters of the base model."""
     source, model = adapter.tensors.name, weights.model
     modules = dict(model.module.named_modules())
     by_weight = {f"{name}.weight": layer for name, layer in adapter.layers.items()}
@@ -415,7 +415,7 @@ def _note_changes(weights: BaseWeights, changes: _Changes, changed: list[str], o
     if changes.rounded:
         dtype = str(weights.state[changes.rounded[0]].dtype).removeprefix("torch.")
         problem = f"{len(changes.rounded)} parameters of the checkpoint are rounded to the base model's {dtype}"
-        on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to keep them")
+        on_note(f"{problem}: {_first(changes.rounded)}. Load the base model in a wider dtype to avoid the rounding")
     if changes.base_square and changes.square > _FAR**2 * changes.base_square:
         ratio = (changes.square / changes.base_square) ** 0.5
         problem = f"the norm of the difference is {ratio:.0%} of that of the base model's weights"

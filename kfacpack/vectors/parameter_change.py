@@ -162,7 +162,7 @@ def from_sparse(sparse: SparseChange, shape: Sequence[int]) -> Tensor:
 
 
 def add_sparse(terms: Sequence[tuple[float, SparseChange]]) -> SparseChange:
-    """Sums sparse changes in float64; the result has every element that one of them has.
+    """Sums sparse changes in float64; the result contains every element that any of them contains.
 
     Args:
         terms: At least one pair of a coefficient and a sparse change.

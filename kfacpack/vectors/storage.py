@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 
 class ParameterChanges(Protocol):
-    """The changes of parameters in the form in which they are stored: a storage or a sum of storages."""
+    """Interface to the changes of parameters in their stored form, for a storage or a sum of storages."""
 
     def read(self, name: str) -> Tensor:
         """Returns a parameter's change in float32."""
@@ -323,13 +323,14 @@ class VectorFile(SealedFile):
         return bool(self._indexed or self._bitmaps)
 
     def index_problem(self, name: str) -> str | None:
-        """Returns the problem with the indices of a remainder, or with the bitmap of a sparse change.
+        """Describes the first problem with the indices of a remainder, or with the bitmap of a sparse change.
 
         Args:
             name: Name of a tensor. Tensors other than indices and bitmaps have no such problem.
 
         Returns:
-            None if indices ascend and lie inside the parameter, and a bitmap has one set bit for each value.
+            The problem, or None if the indices are in ascending order and inside the parameter, and the bitmap has one
+            set bit for each value.
         """
         if name in self._bitmaps:
             entries, size = self._bitmaps[name]
@@ -484,7 +485,7 @@ def read_vector_tensors(path: str | os.PathLike[str], curvature: Curvature) -> C
 
 
 def _read_task_vector(path: str | os.PathLike[str], curvature: Curvature) -> Callable[[str], Tensor]:
-    """Opens a task vector and checks that it has the curvature's base model."""
+    """Opens a task vector and checks that it belongs to the curvature's base model."""
     vector = FileVector(path)
     parameters = {parameter.name: parameter for parameter in vector.about.base.parameters}
     for parameter in curvature.about.base.parameters:

@@ -114,9 +114,10 @@ class SummedChanges:
 def check_addable(first: VectorStorage, second: VectorStorage) -> None:
     """Checks that two task vectors can be added.
 
-    Vectors that are added to the weights may cover different parameters of the same model: a parameter that one of them
-    lacks does not change in it. The covered parameters that they share identify the model; if there are others, its
-    family, name and revision must be equal as well. Vectors of the linearised model must cover the same parameters.
+    Vectors that are added to the weights may cover different parameters of the same model; a vector does not change the
+    parameters that it does not cover. The parameters that both cover identify the model. If there are others, the
+    family, name and revision of the model must be equal as well. Vectors of the linearised model must cover the same
+    parameters.
 
     Raises:
         TaskVectorError: If their regime, f or base model differs, or if their heads for a common task differ.

@@ -68,7 +68,7 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
     __array_ufunc__: ClassVar[None] = None
     """Makes numpy scalars defer multiplication to the vector instead of converting it to an array."""
     _multiple: tuple[float, TaskVector] | None = None
-    """The factor and the original vector, for the result of a multiplication."""
+    """Factor and original vector, if this vector is the result of a multiplication."""
 
     def __init__(
         self,

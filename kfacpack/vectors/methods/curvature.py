@@ -46,7 +46,8 @@ DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of 
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 CURVATURE_DAMPING, NEGLIGIBLE_DRIFT = 0.02, 0.004
-"""Chosen on validation examples of six tasks of `tiny`, with seeds that no published result uses (docs/results)."""
+"""Defaults of `curvature`, chosen on validation examples of six tasks of `tiny` with seeds that are not used elsewhere
+(docs/results)."""
 NEGLIGIBLE_DRIFT_HELP = (
     "κ, a drift of f, relative to its scale, that hardly affects predictions. Adds κ/‖τ‖² to ε, so that vectors that "
     "change f little are merged closer to the prior."
@@ -54,7 +55,8 @@ NEGLIGIBLE_DRIFT_HELP = (
 WEIGHTS = ("equal", "size")
 WEIGHTS_HELP = "Weights of the tasks: equal, or in proportion to the sizes of their datasets, with a mean of one."
 TOLERANCE = 1e-2
-"""On six tasks of `tiny`, smaller residuals lower the objective by less than 0.2 % of its decrease (docs/results)."""
+"""Default tolerance. On six tasks of `tiny`, a smaller one lowers the objective by less than another 0.2 % of its total
+decrease (docs/results)."""
 TOLERANCE_HELP = "Relative residual at which the iteration stops."
 ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 

@@ -196,7 +196,7 @@ class MergeMethod(ABC):
 
 
 def weighted_sum(inputs: Sequence[MethodInput], name: str, *, mean: bool = False) -> Tensor:
-    """Sums one parameter over the vectors, holding two tensors at a time.
+    """Sums one parameter over the vectors, with at most two tensors in memory.
 
     Args:
         inputs: T task vectors.

@@ -81,7 +81,7 @@ class TiesMethod(MergeMethod):
 
 
 def threshold(tensors: Mapping[str, Tensor], keep: float) -> float:
-    """Finds the smallest magnitude that is kept, exactly and over all parameters, reading one at a time.
+    """Finds the smallest magnitude that is kept, exactly and over all parameters, reading one parameter at a time.
 
     Magnitudes in float32 have the same order as their bits read as integers. One pass counts the upper half of the
     bits; a second pass counts the lower half of the magnitudes that share the upper half of the threshold.
@@ -120,7 +120,7 @@ def _count_halves(tensors: Mapping[str, Tensor], upper: int | None = None) -> Te
 
 
 def _nth_largest(counts: Tensor, n: int) -> tuple[int, int]:
-    """Returns the bin of the n-th largest value, from 1, and its rank among the values of that bin."""
+    """Returns the bin of the n-th largest value, where n counts from 1, and its rank among the values of that bin."""
     import torch
 
     from_above = counts.flip(0).cumsum(0)
