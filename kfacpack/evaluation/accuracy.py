@@ -168,10 +168,10 @@ def evaluate(
         on_progress: Called with the number of examples done and their total.
 
     Returns:
-        The number of correct examples, the number of all examples, and the accuracy.
+        A `Score` with the number of correct examples, the number of all examples, and the accuracy.
 
     Raises:
-        KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If model, head, vector and task are incompatible, or outputs contain NaN or Inf.
 
     Example:
         >>> kp.evaluate("tiny", "digits", vector=kp.TaskVector.load("digits.safetensors")).accuracy
@@ -261,7 +261,7 @@ def scores(
             and one pass per α for others.
 
     Raises:
-        KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
     """
     task = evaluation_set.task
     if not isinstance(head, CompletionHead):

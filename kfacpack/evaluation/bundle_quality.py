@@ -346,7 +346,7 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
     """
     about, name = bundle.about, printable(task)
     if difference := function_difference(about.function, vector.about.function):
-        raise TaskVectorError(f"the bundle of {name} and the vectors are for different f: {difference}")
+        raise TaskVectorError(f"the bundle of {name} and the vectors belong to different f: {difference}")
     covered = {parameter.name: parameter for parameter in about.base.parameters}
     for parameter in vector.about.base.parameters:
         if parameter.name not in covered:
@@ -355,7 +355,7 @@ def require_comparable(task: str, bundle: Curvature, vector: TaskVector) -> None
             raise TaskVectorError(f"{problem}, so it cannot predict their drift. {remedy}")
         if covered[parameter.name] != parameter:
             models = f"{about.base.name} and {vector.about.base.name}"
-            problem = f"have different base models ({models}): {parameter.name!r} differs"
+            problem = f"have different base models ({models}): the parameter {parameter.name!r} differs"
             raise TaskVectorError(f"the bundle of {name} and the vectors {problem}")
 
 

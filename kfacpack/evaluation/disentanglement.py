@@ -75,7 +75,7 @@ def disentanglement(
         for A, its columns to those for B.
 
     Raises:
-        KfacpackError: If vectors, tasks and heads do not fit together, or `alphas` is empty or not finite.
+        KfacpackError: If vectors, tasks and heads are incompatible, or `alphas` is empty or not finite.
 
     Example:
         >>> sets = tuple(kp.EvaluationSet.of(kp.load_task(name)) for name in ("digits", "mnist"))
@@ -129,7 +129,7 @@ class _ErrorGrid:
             changed = torch.zeros(len(grid), len(grid), dtype=torch.int64)
             weight, bias = head.weight.cpu().double(), head.bias.cpu().double()
             for f, changes in output_changes(self.model, evaluation_set, self.vectors, self.batch_size, counter):
-                # The head is affine, so logits are linear in the coefficients like f.
+                # The head is affine, so the logits are linear in the coefficients, as f is.
                 start = f.cpu().double() @ weight.T + bias
                 first, second = changes.cpu().double() @ weight.T
                 columns = grid[:, None, None] * second
@@ -210,9 +210,10 @@ def localisation(
     tasks, taus = by_task_name(evaluation_sets), list(vectors.values())
     require_compatible_vectors(taus)
     if missing := [name for name in vectors if name not in tasks]:
-        raise KfacpackError(f"no examples of {printable(missing[0])}, the task of one of the vectors")
+        raise KfacpackError(f"no examples of {printable(missing[0])}; expected examples of the tasks of all vectors")
     if len(tasks) < 2:
-        raise KfacpackError(f"only examples of {printable(next(iter(tasks)))}; examples of another task are needed")
+        only = printable(next(iter(tasks)))
+        raise KfacpackError(f"got examples of {only} only; examples of another task are needed")
     examples = sum(len(evaluation_set.numbers) for evaluation_set in evaluation_sets)
     counter = ProgressCounter(passes_needed(taus) * examples, on_progress)
     sizes_by_task = {

@@ -61,8 +61,8 @@ def forward_passes(
     A linear vector needs one pass, which computes f and J τ; others need one pass per α.
 
     Returns:
-        Context managers of functions from a batch to outputs; concatenated over the passes, the outputs are in the
-        order of `alphas`.
+        Context managers that yield functions from a batch to a list of outputs. Concatenated over the passes, the
+        outputs are in the order of `alphas`.
     """
     if vector is None:
         return [_unedited(model)]
@@ -252,7 +252,7 @@ def require_compatible_vectors(vectors: Sequence[TaskVector]) -> None:
     """
     if not vectors:
         raise KfacpackError("nothing to measure: expected at least one task vector, got 0")
-    sum(vectors)  # addition checks all of this
+    sum(vectors)  # addition checks these conditions
 
 
 def by_task_name(evaluation_sets: Sequence[EvaluationSet]) -> dict[str, EvaluationSet]:

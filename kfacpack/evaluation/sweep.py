@@ -186,7 +186,7 @@ def sweep(
         One score per α.
 
     Raises:
-        KfacpackError: If model, head, vector and task do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If model, head, vector and task are incompatible, or outputs contain NaN or Inf.
 
     Example:
         >>> vector = kp.TaskVector.load("digits.safetensors")
@@ -351,7 +351,7 @@ def choose_alpha(
         The selected α and all scores.
 
     Raises:
-        KfacpackError: If the arguments do not fit together, or outputs contain NaN or Inf.
+        KfacpackError: If the arguments are incompatible, or outputs contain NaN or Inf.
     """
     check_alphas(vector, alphas)
     task_scores = SelectionScores(model, tasks, vector, alphas, 1, batch_size, on_progress)

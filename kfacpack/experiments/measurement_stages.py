@@ -223,7 +223,7 @@ class AnalysisStage(MeasurementStage):
     """Base class of measurements on several vectors of one arm."""
 
     kind: ClassVar[str] = "understanding"
-    purpose: ClassVar[str] = "where the vectors act, and whether the bundles predict it"
+    purpose: ClassVar[str] = "disentanglement and localisation of the vectors, drift, and spectra of a bundle"
 
     vectors: tuple[TaskVectorStage, ...]
     examples: str

@@ -367,7 +367,7 @@ def _forward_flops(context: RunContext) -> int:
     """Counts the floating-point operations of one forward pass of one example of the first task."""
     name = context.plan.tasks[0].name
     batch = context.model.prepare([context.task(name).split("test")[0]], name)
-    # With gradients, because the fused attention that is used without them is not counted.
+    # Gradients are enabled, because the fused attention that is used without them is not counted.
     with FlopCounterMode(display=False) as counter:
         call_model(context.model.forward, batch)
     return int(counter.get_total_flops())

@@ -262,7 +262,7 @@ class Plan(PlanSection):
         expanded = os.path.expandvars(text)
         if unset := re.search(r"\$\{?(\w+)", expanded):
             problem = f"environment variable {unset[1]} is not set"
-            raise KfacpackError(f"{text}: {problem}. Set it, or write the path into the plan")
+            raise KfacpackError(f"{text}: {problem}. Set it, or write the whole path in the plan")
         return self._folder / expand_user(expanded)
 
 

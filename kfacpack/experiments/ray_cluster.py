@@ -79,7 +79,7 @@ class StageActor:
             for kind in {stage.kind for stage in self._stages.values()}:
                 (root / kind).mkdir()
             return {"event": "ready", "node": node}
-        except Exception as error:  # the driver reports it
+        except Exception as error:  # the scheduler reports it
             return failure(error)
 
     def compute(
@@ -90,7 +90,7 @@ class StageActor:
         Args:
             key: Key of the stage.
             names: Files that the stage needs and that were not sent before, relative to the folder of the run.
-            *contents: Their contents.
+            *contents: Contents of these files.
 
         Returns:
             The message for the scheduler, the texts of warnings, and the files that were written.
@@ -135,7 +135,7 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     """Checks that the versions, the model and the local data on this node are the same as those of the scheduler.
 
     Raises:
-        KfacpackError: If they differ.
+        KfacpackError: If any of them differs.
     """
     pairs: list[tuple[str, Any, Any]] = [
         ("kfacpack", version("kfacpack"), keys["kfacpack"]),
@@ -149,7 +149,7 @@ def _require_same_keys(context: RunContext, keys: Mapping[str, Any], node: str) 
     pairs += [(f"{arm}, {task}", context.checkpoint_key(arm, task), value) for arm, task, value in keys["checkpoints"]]
     for name, value, expected in pairs:
         if value != expected:
-            problem = f"Ray node {node}: {name} is {value}, expected {expected} as on the machine that runs the command"
+            problem = f"Ray node {node}: {name} is {value}, expected {expected}, as on the machine of the command"
             raise KfacpackError(f"{problem}. Install the same versions and copy the same files to all nodes")
 
 

@@ -24,7 +24,7 @@ def render_page(report: ReportContent, drawings: Mapping[str, Mapping[str, bytes
         report: The content of the page.
         drawings: Contents of SVG files, by the name of the figure's file and by theme.
     """
-    # Imported here: invalid results are reported without waiting for Jinja and Matplotlib.
+    # Imported here, so that invalid results are reported without waiting for Jinja and Matplotlib.
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 

@@ -58,7 +58,7 @@ def headline(results: Results) -> list[Cell]:
     if best.recovered is None:
         return [*sentences, text(".")]
     recovery = f": “{best.arm}”, which needs no data of other tasks, recovers"
-    return [*sentences, text(recovery), _share(best.recovered), text("of this loss.")]
+    return [*sentences, text(recovery), _share(best.recovered), text("of the difference.")]
 
 
 def _perplexity_sentences(best: Summary, plain: Summary | None) -> list[Cell]:

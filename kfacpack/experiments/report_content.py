@@ -164,7 +164,7 @@ def mean_maps(seeds: Sequence[SeedResult]) -> list[tuple[DisentanglementResult, 
     """Averages ξ of each pair of tasks over the seeds in which it was measured at the same values of α.
 
     Returns:
-        The mean of each pair and the number of seeds.
+        For each pair, the averaged result and the number of seeds.
     """
     groups: dict[tuple[object, ...], list[DisentanglementResult]] = {}
     for seed in seeds:

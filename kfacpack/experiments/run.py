@@ -259,7 +259,7 @@ def run(
     """Runs a plan: estimates, merges, trains, adds and measures, like `kfacpack run`.
 
     Args:
-        plan: The plan, a YAML file.
+        plan: Path of the plan, a YAML file.
         output: Folder of the run; by default the plan's name in the current folder. Existing files are
             not computed again.
         device: Device of the model; `"auto"` is the first GPU, if there is one.
@@ -395,7 +395,7 @@ class Run:
             The content of `results.json`.
 
         Raises:
-            Interrupted: If `stopped` returned True. Finished stages are kept, and a second call resumes.
+            Interrupted: If `stopped` returned True. Finished stages are kept, and a second call resumes the run.
             KfacpackError: If the folder cannot be written, or is in use by another run.
         """
         with _exclusive_lock(self.root):

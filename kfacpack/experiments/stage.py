@@ -232,7 +232,7 @@ class MeasurementStage(Stage):
             KfacpackError: If the file was changed since it was written.
         """
         if (values := self._read_intact()) is None:
-            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Delete it and run the plan again")
+            raise KfacpackError(f"{self.path}: content does not match its SHA-256. Delete the file and rerun the plan")
         return values
 
     def intact(self) -> bool:

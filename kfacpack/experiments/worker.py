@@ -35,7 +35,7 @@ def run_setup(plan: Plan, text: str) -> dict[str, Any]:
 
     Args:
         plan: The plan.
-        text: Its YAML text.
+        text: YAML text of the plan.
     """
     from kfacpack.models.data_loading import requested_workers
 
@@ -53,7 +53,7 @@ def open_context(setup: Mapping[str, Any], device: str, threads: int | None = No
     Args:
         setup: Result of `run_setup`.
         device: Device of the model.
-        threads: See `RunContext`.
+        threads: Number of threads of each stage; None for the default.
     """
     import torch
 
@@ -111,7 +111,7 @@ def compute(
         return {"event": "finished", "seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
     except Interrupted:
         return {"event": "interrupted"}
-    except Exception as error:  # the driver reports it
+    except Exception as error:  # the scheduler reports it
         return failure(error)
 
 

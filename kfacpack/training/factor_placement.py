@@ -94,7 +94,7 @@ class BlockBatch:
                 return operator(x[0])[None]
             if count == len(x):
                 return operator(x)
-            # Blocks that share a matrix are one product with more columns: (blocks, n, k) -> (count, n, s k).
+            # Blocks that share a matrix form one product with more columns: (blocks, n, k) -> (count, n, s k).
             _, side, width = x.shape
             product = operator(x.mT.reshape(count, -1, side).mT)
             return product.mT.reshape(len(x), width, side).mT
@@ -285,7 +285,7 @@ class FactorStream:
             return
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]
         if self._stream is not None:
-            # The memory may still be in use by earlier work of the stream that it was allocated on.
+            # The memory may still be in use by earlier work of the stream on which it was allocated.
             self._released = [torch.cuda.current_stream(self._device).record_event()] * 2
 
     def _start_copy(self, host: _HostFactors, slot: int) -> torch.cuda.Event | None:

@@ -155,7 +155,7 @@ def find_learning_rate(regime: Regime, head: Head, batch: Batch, labels: Tensor)
         regime: The regime to train in.
         head: The head of the loss.
         batch: N examples, on the model's device.
-        labels: (N,), indices into the head's classes.
+        labels: Labels, (N,), as indices into the head's classes.
 
     Raises:
         KfacpackError: If f does not depend on the parameters, or the gradient is zero.

@@ -174,7 +174,7 @@ def published_strength(base: Base) -> float:
     """Returns the published λ of preset "tak" for a base model.
 
     Raises:
-        KfacpackError: If none was published for the model.
+        KfacpackError: If no λ was published for the model.
     """
     for (family, start), strength in PUBLISHED_STRENGTH.items():
         if base.family == family and base.name.startswith(start):

@@ -65,7 +65,7 @@ class ForwardResult(ABC):
         """Adds ∂<u, f>/∂τ to `gradients` in place. May be called once.
 
         Args:
-            u: Gradient at f, (N, C).
+            u: Gradient with respect to f, (N, C).
             gradients: Gradients by parameter name.
         """
 
@@ -79,7 +79,7 @@ class Regime(ABC):
         compile: Whether to compile the forward and backward pass with torch.compile; only in the regime `linear`.
 
     Raises:
-        KfacpackError: If no parameter is selected, or `compile` is set in another regime.
+        KfacpackError: If no parameter is selected, or `compile` is set in a regime other than `linear`.
     """
 
     name: ClassVar[Name]

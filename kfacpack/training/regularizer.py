@@ -77,8 +77,8 @@ class Regularizer:
         dtype: Dtype of the computation. Defaults to the dtype of τ, at least float32.
         precision: Precision of the products with factors: "bf16" also keeps the factors in bfloat16, "tf32" uses TF32
             on GPUs that have it. Defaults to that of `dtype`. `precision_loss` measures the effect.
-        exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles that it
-            was merged into by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
+        exclude_task: Name of the task being trained. Its own bundle is not used, and is subtracted from bundles into
+            which it was merged by `tak`; if that is not possible, an `OwnTaskWarning` is issued.
 
     Raises:
         KfacpackError: If the bundles are incompatible, or an option is out of range.
@@ -194,11 +194,12 @@ class Regularizer:
         Args:
             model: A kfacpack model, a module or a state dict.
             function: f of the model; a kfacpack model provides its own.
-            base: Identity of `model` by `Model.base` or `kp.identify`, if it was computed already. Parameters in it
+            base: Result of `Model.base` or `kp.identify` for `model`, if it has been computed already. Parameters in it
                 are not hashed again.
 
         Raises:
-            KfacpackError: If a bundle is for another f or base model; names the first parameter that differs.
+            KfacpackError: If a bundle is for another f or base model; the message names the first parameter that
+                differs.
         """
         if isinstance(model, Model):
             function = function or model.function
@@ -239,7 +240,7 @@ class Regularizer:
         A is c Bᵀ H. If the tensors of τ are leaves, `add_grad` does the same without a graph.
 
         Args:
-            tau: See `value`.
+            tau: Task vector by parameter name; see `value`.
 
         Returns:
             A 0-d tensor.
@@ -255,7 +256,7 @@ class Regularizer:
         """Computes the penalty and adds its gradient, 2 λ/s G τ, in place.
 
         Args:
-            tau: See `value`.
+            tau: Task vector by parameter name; see `value`.
             grads: Gradients to add to, by parameter name; missing ones are created. Defaults to each tensor's `.grad`.
 
         Returns:
@@ -296,7 +297,7 @@ class Regularizer:
         """Measures the error that `precision` causes, compared with products in the dtype of the computation.
 
         Args:
-            tau: See `value`.
+            tau: Task vector by parameter name; see `value`.
 
         Returns:
             The relative errors; 0 if the penalty is zero.

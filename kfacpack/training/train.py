@@ -230,7 +230,7 @@ def build_trainer(
             precision=penalty_precision,
             exclude_task=task.name,
         )
-    base = identify_base(training_regime, regularizer)  # before the head, which may take a long time
+    base = identify_base(training_regime, regularizer)  # checks bundles before the head is computed, which may be slow
     masked = Regularizer(mask_bundles, exclude_task=task.name) if mask_bundles else None
     if masked:
         masked.check(model, base=base)

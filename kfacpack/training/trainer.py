@@ -85,7 +85,7 @@ def resume_request(trainer: Trainer, base: Base) -> dict[str, Any]:
     """Returns the settings that must be unchanged for an interrupted run to be resumed.
 
     Args:
-        trainer: The run.
+        trainer: The training run.
         base: Identity of the trained parameters.
     """
     model, penalty_splits = trainer.regime.model, trainer.data_penalty.splits if trainer.data_penalty else {}
@@ -113,7 +113,7 @@ def build_task_vector(trainer: Trainer, tau: Mapping[str, Tensor], base: Base) -
     """Returns the task vector with its head and a record of how it was trained.
 
     Args:
-        trainer: The run.
+        trainer: The training run.
         tau: τ by parameter name, on any device.
         base: Identity of the trained parameters.
     """

@@ -124,7 +124,7 @@ def export_lora(
         on_progress: Called with the number of parameters done and their total.
 
     Returns:
-        The errors of every matrix, and the parameters that were lost.
+        The errors of every matrix, and the parameters that the adapter does not contain.
 
     Raises:
         KfacpackError: If the rank is less than 1, the bundle belongs to another base model, the vector has no
@@ -203,10 +203,10 @@ def _check_bundle(vector: TaskVector, curvature: Curvature) -> None:
         raise KfacpackError(f"{name}: covers no parameter of the vector; expected a bundle of {about.base.name}")
     for parameter in common:
         if own[parameter.name] != parameter:
-            problem = f"belongs to a different base model from the vector: the parameter {parameter.name!r} differs"
+            problem = f"belongs to a different base model than the vector: the parameter {parameter.name!r} differs"
             raise KfacpackError(f"{name}: {problem}. Use a bundle that was estimated with {about.base.name}")
     if change := function_difference(about.function, curvature.about.function):
-        raise KfacpackError(f"{name}: was estimated for a different function f from the vector: {change}")
+        raise KfacpackError(f"{name}: was estimated for a different function f than the vector: {change}")
 
 
 def _module(base: Base, model: Model | nn.Module | None) -> nn.Module:

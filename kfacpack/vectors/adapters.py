@@ -26,7 +26,7 @@ from kfacpack.vectors.checkpoints import (
 )
 from kfacpack.vectors.parameter_change import Factors
 
-_MERGE_FIRST = "Merge it into its model with peft's merge_and_unload and extract the merged checkpoint"
+_MERGE_FIRST = "Merge the adapter into its model with peft's merge_and_unload and extract the merged checkpoint"
 ONLY_LORA = f"Only plain LoRA adapters are supported. {_MERGE_FIRST}"
 """Remedy for adapters that are not plain LoRA adapters."""
 _UNSUPPORTED = {
@@ -132,7 +132,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
         The adapter, or None if the folder has no `adapter_config.json`.
 
     Raises:
-        BundleError: If the adapter is not a LoRA, uses a variant that is not supported, or is incomplete.
+        BundleError: If the adapter is not a LoRA adapter, uses an unsupported variant, or is incomplete.
     """
     content = folder.json_with_digest(ADAPTER_CONFIG)
     if content is None:

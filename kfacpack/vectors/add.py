@@ -108,8 +108,8 @@ def add(
     """Merges task vectors into one on the scale of their sum.
 
     Methods without bundles compute the result one parameter at a time when it is read or saved. "curvature",
-    "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then has the iterations, the
-    residual and the objective of each block.
+    "regmean", "fisher" and "actmat" compute it at once; `about.method` of the result then contains the number of
+    iterations, the residual and the objective of each block.
 
     Args:
         vectors: Task vectors or paths of their files, each at most once.
@@ -117,7 +117,7 @@ def add(
 
             {methods}
         alpha: A factor for the result, or one factor for each vector. For every method, multiplying all vectors by
-            the same factor multiplies the result.
+            a factor multiplies the result by the same factor.
         bundles: Curvatures or paths of bundles, for the methods that need them: those of the vectors' tasks, in any
             order. A vector of several tasks needs a merged bundle of these tasks, or several bundles.
         on_progress: Called with the number of blocks done and their total, by methods that compute the result at once.
@@ -267,7 +267,7 @@ def refine(
         on_progress: Called with the number of blocks done and their total.
 
     Returns:
-        The refined vector. Its `about.method` has the settings and the report of each block.
+        The refined vector. Its `about.method` contains the settings and the report of each block.
 
     Raises:
         KfacpackError: If a setting is invalid, if bundles are missing, superfluous or incompatible, or if the bundles

@@ -118,7 +118,7 @@ class FactoredBlock:
         """Yields the factors of each parameter of Q_U S Q_V, as matrices of shape (shape[0], -1).
 
         Args:
-            core: S, (k, k').
+            core: The core S, (k, k').
         """
         left, right = (
             (self.left @ core, self.right) if core.shape[0] > core.shape[1] else (self.left, core @ self.right)
@@ -245,7 +245,7 @@ class BlockMerger:
 
         Args:
             blocks: The blocks.
-            count: Number of the blocks.
+            count: Number of blocks.
             on_progress: Called with the number of blocks done and their total.
 
         Returns:

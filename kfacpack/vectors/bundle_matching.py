@@ -78,8 +78,8 @@ def match_bundles(
     Args:
         vectors: The vectors.
         inputs: The bundles.
-        equal_weights: Whether all tasks have the weight one, instead of weights by the size of their datasets that
-            average one.
+        equal_weights: Whether all tasks have the weight one, instead of weights in proportion to the sizes of their
+            datasets that average one.
 
     Returns:
         One entry per bundle, in the order of the bundles.
@@ -146,7 +146,7 @@ def check_same_model(vector: TaskVector, item: MergeInput) -> None:
         raise TaskVectorError(f"{item.name}: covers no parameter of the vectors, such as {first!r}; {models}")
     for parameter in common:
         if parameters[parameter.name] != parameter:
-            problem = f"has a different base model from the vectors: the parameter {parameter.name!r} differs"
+            problem = f"has a different base model than the vectors: the parameter {parameter.name!r} differs"
             remedy = "Estimate the bundle with the weights from which the vectors were trained"
             raise TaskVectorError(f"{item.name}: {problem} ({models}). {remedy}")
 

@@ -59,7 +59,7 @@ class CheckpointTensors(ABC):
             name: Name of the tensor.
 
         Raises:
-            BundleError: If it cannot be read.
+            BundleError: If the tensor cannot be read.
         """
 
 
@@ -73,7 +73,7 @@ class StateDictTensors(CheckpointTensors):
     def __init__(self, state: Mapping[str, Any]):
         for key, value in state.items():
             if not isinstance(key, str) or not isinstance(value, Tensor):
-                problem = f"{printable(str(key))!r} is a {type(value).__name__}, expected tensors by name"
+                problem = f"{printable(str(key))!r} is a {type(value).__name__}, expected a dict of tensors by name"
                 raise BundleError("state dict", problem, None, "Pass the state dict of a module")
         self.name = "the state dict"
         self.specs = {
@@ -201,7 +201,7 @@ class WeightsFolder(ABC):
     def _shards(self, index: str, content: Mapping[str, Any]) -> FileTensors:
         shards = content.get("weight_map")
         if not isinstance(shards, dict) or not shards or not all(isinstance(file, str) for file in shards.values()):
-            raise BundleError(self.name, "expected file names by tensor", f"{index}: weight_map")
+            raise BundleError(self.name, "expected a file name for each tensor", f"{index}: weight_map")
         locations = []
         for file in dict.fromkeys(shards.values()):
             if Path(file).name != file or not file.endswith(".safetensors"):
@@ -381,13 +381,13 @@ def match_names(
         source: Location of the checkpoint, for errors.
         names: Names in the checkpoint.
         base: State-dict names of the base model.
-        fits: Returns whether a tensor of the checkpoint has the shape of a tensor of the base model.
+        fits: Function that returns whether a tensor of the checkpoint has the shape of a tensor of the base model.
 
     Returns:
-        The match.
+        The matching names, and the names without a match.
 
     Raises:
-        TaskVectorError: If no name matches, or if it is ambiguous which prefix is meant.
+        TaskVectorError: If no name matches, or if the prefix is ambiguous.
     """
     renamed = {name: _current_name(name, base) for name in names}
     prefix = _best_prefix(source, renamed, base, fits)

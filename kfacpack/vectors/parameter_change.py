@@ -121,7 +121,7 @@ def separate_sparse(
 
     Args:
         tensors: Dense changes by name.
-        masks: For some of them, a boolean tensor of the same shape that selects the elements that may change.
+        masks: For some of the changes, a boolean tensor of the same shape that selects the elements that may change.
 
     Returns:
         The changes that stay dense, because they have no mask or a sparse form would be larger; the sparse ones; and
@@ -134,7 +134,7 @@ def separate_sparse(
     for name, mask in masks.items():
         change = tensors.get(name)
         if change is None or mask.dtype != torch.bool or mask.shape != change.shape:
-            problem = "there is no dense change of this name" if change is None else f"{mask.dtype} of {[*mask.shape]}"
+            problem = "the parameter has no dense change" if change is None else f"{mask.dtype} of {[*mask.shape]}"
             raise TaskVectorError(f"mask of parameter {name!r}: {problem}; expected booleans of the parameter's shape")
         index = mask.flatten().nonzero().squeeze(1)
         if int(change.count_nonzero()) != int(change.flatten()[index].count_nonzero()):
@@ -223,7 +223,7 @@ def add_change(base: Tensor, change: Tensor, remainder: Remainder | None = None)
     Args:
         base: The parameter θ0.
         change: Its dense change τ.
-        remainder: The remainder of the change; entries with one are added in float64.
+        remainder: The remainder of the change, if any; the entries that it contains are added in float64.
 
     Returns:
         A new tensor.
@@ -245,7 +245,7 @@ def exact_difference(base: Tensor, tuned: Tensor) -> tuple[Tensor, Remainder | N
 
     Args:
         base: The parameter θ0, in float32 or a shorter float type.
-        tuned: The parameter θ of the same shape, in a type whose values the type of θ0 represents.
+        tuned: The parameter θ of the same shape, in a dtype whose values the dtype of θ0 can represent.
 
     Returns:
         τ = θ − θ0 in float32, and the remainder, which is None if every entry is exact without one.

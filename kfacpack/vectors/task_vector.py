@@ -124,8 +124,8 @@ class TaskVector(PretrainedMixin, Mapping[str, Tensor]):
 
         Args:
             base: The base model from `kp.load_model`, or its name.
-            finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (with
-                shards and an index, of transformers, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
+            finetuned: A checkpoint of the same architecture or a PEFT adapter: a safetensors file, a folder (saved by
+                transformers, with shards and an index, or with `adapter_config.json`), `hf://owner/repo[@revision]`, a
                 state dict or a module.
             task: Name of the task, by which bundles and evaluations refer to it.
             on_note: Called with a note on each difference that the user should know about: prefixes, heads that are

@@ -65,7 +65,7 @@ ITERATIONS, ITERATIONS_HELP = 200, "Maximum number of iterations per block."
 class BlockMethod(MergeMethod):
     """Base class of the methods that solve for one block after the other."""
 
-    scale = "α multiplies the result; 1 is the minimum of the objective"
+    scale = "α multiplies the result; α = 1 gives the minimum of the objective"
 
     damping: float = setting(DAMPING, DAMPING_HELP, interval="(0, ∞)")
     prior: str = setting("sum", PRIOR_HELP, choices=PRIORS)
@@ -225,7 +225,7 @@ class RefineMethod(MergeMethod):
 
     name = "refine"
     help = "Reduces the effect of a vector on other tasks."
-    scale = "α multiplies the result; 1 is the minimum of the objective"
+    scale = "α multiplies the result; α = 1 gives the minimum of the objective"
     needs_bundles = True
 
     strength: float = setting(1.0, "Factor λ of the other tasks' curvature.", interval="[0, ∞)")
