@@ -1,7 +1,7 @@
 """Distributes the stages of a plan among workers.
 
 A worker keeps the model, the tasks and their heads loaded and computes one stage at a time (`worker.py`). The workers
-of this module are processes on one machine; `ray_cluster.py` has those of a Ray cluster.
+of this module are processes on one machine; `ray_cluster.py` implements workers on a Ray cluster.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class BaseAccuracyStage(MeasurementStage):
         return f"{self.task}.base"
 
     def settings(self) -> dict[str, Any]:
-        """Returns the settings of the head and the examples, including the training data that prototypes depend on."""
+        """Returns the settings of the head and the examples, including the training data for prototype heads."""
         plan = self.context.plan
         return {"what": "base", "head": plan.model.head, **evaluation_settings(self, [self.task], ["test", "train"])}
 

@@ -196,7 +196,7 @@ class AddedResult(ResultModel):
     tasks: dict[str, TaskAccuracy]
     mean: TaskAccuracy
     sweep: SweepResult | None = None
-    """Accuracy at every α with `method_alphas`; null for the first method, whose sweep is that of the seed."""
+    """Accuracy at every α, if the plan sets `method_alphas`. Null for the first method; see `SeedResult.sweep`."""
     best: BestAlpha | None = None
 
 
@@ -210,6 +210,7 @@ class SeedResult(ResultModel):
     added: dict[str, AddedResult]
     """Accuracies by label of the merge method."""
     sweep: SweepResult | None = None
+    """Accuracy of the first merge method at every α."""
     best: BestAlpha | None = None
     """The best α of the first merge method."""
     negation: NegationResult | None = None

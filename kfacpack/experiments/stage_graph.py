@@ -50,7 +50,7 @@ class ArmRun:
     sums: dict[str, dict[str, SweepStage]]
     """Stages that evaluate the combined vectors on the test splits, by label of the merge method and by task."""
     validation: dict[str, dict[str, SweepStage]]
-    """The same on the validation splits, for the methods that are evaluated at every α."""
+    """Stages that evaluate them on the validation splits, for the methods that are evaluated at every α."""
     negated: dict[str, NegationStage]
     """Stages that negate the vectors, by task."""
     pairs: tuple[DisentanglementStage, ...]
@@ -176,7 +176,7 @@ class StageGraph:
         return self._stage(TrainStage, task, arm, seed, merged, self._merged(task, arm, seed) if by_bundles else None)
 
     def _merged(self, task: str, arm: str, seed: int) -> MergeStage:
-        """Returns the stage that merges the bundles of the tasks that an arm protects."""
+        """Returns the stage that merges the bundles of an arm's protected tasks."""
         section, curvature = self.plan.arms[arm], self.plan.curvature_of(arm)
         structure = "diagonal" if section.penalty == "diagonal" else "kronecker"
         bundles = tuple(

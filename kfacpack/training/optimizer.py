@@ -273,7 +273,7 @@ class AdamWState:
         return largest_magnitude(list(self.gradients.values()))
 
     def largest_change(self) -> Tensor:
-        """Returns the largest magnitude in τ, a 0-d tensor in float32, as in vector files; Inf if it overflows."""
+        """Returns the largest magnitude in τ, a 0-d float32 tensor; Inf if it exceeds the range of float32."""
         return largest_magnitude(list(self.tau.values()))
 
     def step(self, lr: float) -> None:

@@ -251,7 +251,8 @@ LAYERS = re.compile("linear|conv|norm|attention|attn", re.IGNORECASE)
 class SparseRegime(FullRegime):
     """Trains the model itself, but only some of the weights of linear, attention, convolution and norm layers.
 
-    The masks of the trainer select them. The default learning rate and limit of the gradient norm are those of TaLoS.
+    The masks of the trainer select these weights. The default learning rate and the default limit of the gradient norm
+    are those of TaLoS.
 
     Raises:
         KfacpackError: If the model has no such parameters.

@@ -428,7 +428,7 @@ def _warn_of_common_classes(inputs: Sequence[MergeInput], task: str) -> None:
     for other, bundle in protected.items():
         if share_classes(other, task):
             problem = f"{bundle.name} contains {other!r}, which has classes in common with it"
-            remedy = f"Pass bundles of the other splits of {base_task_name(task)!r}, of equal size, and of other tasks"
+            remedy = f"Pass bundles of other tasks, and of other splits of {base_task_name(task)!r} of the same size"
             warnings.warn(_own_task_message(task, f"{problem}. {remedy}"), OwnTaskWarning, stacklevel=4)
             return
 

@@ -58,7 +58,7 @@ class ExportedMatrix:
     error: float
     """‖W − U V‖ / ‖W‖."""
     metric_error: float | None
-    """The same ratio in the norm of the bundle; None without a bundle, or if the bundle's norm of W is zero."""
+    """‖W − U V‖ / ‖W‖ in the norm of the bundle; None without a bundle, or if the bundle's norm of W is zero."""
     svd_metric_error: float | None
     """Error of the truncated SVD in the norm of the bundle."""
 
@@ -95,7 +95,7 @@ class LoraExport:
     error: float
     """‖τ − adapter‖ / ‖τ‖, over all parameters, including the lost ones."""
     metric_error: float | None
-    """The same ratio in the norm of the bundle."""
+    """‖τ − adapter‖ / ‖τ‖ in the norm of the bundle; None without a bundle."""
 
 
 def export_lora(

@@ -153,7 +153,7 @@ def open_adapter(folder: WeightsFolder) -> Adapter | None:
             if match["module"].endswith(".base_layer.out_proj"):
                 # peft 0.21 adds the change of out_proj twice, so its effect depends on the version of peft.
                 layer_name = match["module"].removesuffix(".base_layer.out_proj")
-                problem = "has a LoRA on torch.nn.MultiheadAttention"
+                problem = "has LoRA factors for torch.nn.MultiheadAttention"
                 raise BundleError(folder.name, problem, f"layer {layer_name!r}", _MERGE_FIRST)
             module = _WRAPPERS.sub("", match["module"])
             layer = layers.get(module)
@@ -184,7 +184,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _INITIALISATIONS:
         problem = f"was initialised by {printable(start)!r}, which also changes the weights of the base model"
-        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which turns it into a plain LoRA"
+        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which converts it to a plain LoRA adapter"
         raise BundleError(name, problem, f"{ADAPTER_CONFIG}: init_lora_weights", remedy)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}

@@ -361,7 +361,7 @@ def _adapter_changes(adapter: Adapter, weights: BaseWeights, on_note: OnNote, on
         if name not in layers:
             _add_difference(changes, source, name, base, tuned)
         elif not torch.equal(tuned.to(base.dtype), base):
-            raise TaskVectorError(f"{source}: the adapter replaces {name!r} and also has a LoRA for it")
+            raise TaskVectorError(f"{source}: the adapter replaces {name!r} and also has LoRA factors for it")
     on_progress(total, total)
     return changes
 

@@ -326,7 +326,7 @@ class VectorFile(SealedFile):
         """Describes the first problem with the indices of a remainder, or with the bitmap of a sparse change.
 
         Args:
-            name: Name of a tensor. Tensors other than indices and bitmaps have no such problem.
+            name: Name of a tensor. For tensors other than indices and bitmaps, the result is None.
 
         Returns:
             The problem, or None if the indices are in ascending order and inside the parameter, and the bitmap has one
