@@ -279,7 +279,7 @@ class StageEvent(TypedDict):
     """A line of `events.jsonl`, which `--events` also prints to stderr."""
 
     time: float
-    """Seconds since 1970."""
+    """Time of the event, in seconds since 1970-01-01 UTC."""
     event: Literal["started", "finished", "retried", "failed", "interrupted"]
     """retried: the worker died, and the stage is computed again. failed: the run ends. interrupted: the state of the
     stage was saved."""

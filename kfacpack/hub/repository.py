@@ -54,7 +54,7 @@ class RepositoryFile:
     name: str
     nbytes: int
     sha256: str | None
-    """None for small files, which are stored in git itself."""
+    """SHA-256 of the content; None for small files, which are stored in git itself."""
     git: str
     """Id of the git blob."""
 

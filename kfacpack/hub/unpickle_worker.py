@@ -88,7 +88,7 @@ def limit(largest: int, total: int, seconds: int) -> None:
 
 
 def require_plain_zip(path: str) -> None:
-    """Rejects archives that are damaged or compressed, or have members that are too many or too large."""
+    """Rejects archives that are damaged or compressed, or contain too many members or too much data."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = archive.infolist()

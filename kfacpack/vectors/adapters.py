@@ -184,7 +184,7 @@ def _check_config(name: str, config: Mapping[str, Any]) -> None:
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower() not in _INITIALISATIONS:
         problem = f"was initialised by {printable(start)!r}, which also changes the weights of the base model"
-        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which converts it to a plain LoRA adapter"
+        remedy = "Save it with peft's path_initial_model_for_weight_conversion, which gives a plain LoRA adapter"
         raise BundleError(name, problem, f"{ADAPTER_CONFIG}: init_lora_weights", remedy)
     for key in ("rank_pattern", "alpha_pattern"):
         patterns = config.get(key) or {}

@@ -124,7 +124,7 @@ class VectorStorage(ABC):
         return None
 
     def sparse(self, name: str) -> SparseChange | None:
-        """Returns the elements of a parameter's change that are stored, if it is sparse.
+        """Returns the stored elements of a parameter's change, if it is sparse.
 
         Args:
             name: Name of the parameter.
