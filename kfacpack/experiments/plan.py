@@ -240,7 +240,7 @@ class Plan(PlanSection):
         """Returns the folder of a local model, such as `t5:DIR`; None for names on the Hub.
 
         Raises:
-            KfacpackError: If the folder exists in the working directory but not beside the plan.
+            KfacpackError: If the folder exists in the working directory but not in the folder of the plan.
         """
         prefix, _, name = self.model.name.partition(":")
         if prefix not in FAMILIES or not FAMILIES[prefix].takes_folder or not name:

@@ -5,8 +5,8 @@ order; a batch may begin in one epoch and end in the next. Every batch is theref
 per epoch for any batch size.
 
 The default learning rate is derived from the model. The first step of Adam moves every parameter by the learning rate
-in the direction of the sign of its gradient. How far this moves f differs between models by orders of magnitude, but
-can be computed from the linearised model. The learning rate is the one with which such a step changes f by a fixed
+in the direction of the sign of its gradient. The resulting change of f differs between models by orders of magnitude,
+but can be computed from the linearised model. The learning rate is the one at which such a step changes f by a fixed
 fraction of its size: its norm if f is normalised, otherwise its deviation from the mean.
 """
 

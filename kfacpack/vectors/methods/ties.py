@@ -11,8 +11,8 @@ and α is its λ.
 
 DARE (Yu et al., 2024) drops entries of each vector at random and rescales the others. Each entry is dropped with
 probability `drop` and the others are divided by 1 − drop, so that the expectation is τ; then the vectors are summed.
-Which entries are dropped depends only on the seed, the vector's digest and the parameter's name, not on the other
-vectors or their order.
+The choice of the dropped entries depends only on the seed, the digest of the vector and the name of the parameter, not
+on the other vectors or their order.
 """
 
 from __future__ import annotations
