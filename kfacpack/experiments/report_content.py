@@ -52,7 +52,7 @@ _FORMATTERS: dict[str, Callable[..., str]] = {
 
 
 class ReportModel(BaseModel):
-    """Base class of the parts of a report; immutable."""
+    """Base class of the parts of a report, which are immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

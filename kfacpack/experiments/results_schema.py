@@ -42,7 +42,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 
 
 class ResultModel(BaseModel):
-    """Base class of the parts of `results.json` and `times.json`; immutable."""
+    """Base class of the parts of `results.json` and `times.json`, which are immutable."""
 
     # Extra keys lead to a warning only: a newer version may have added them.
     model_config = ConfigDict(extra="allow", frozen=True)

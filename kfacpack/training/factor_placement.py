@@ -280,7 +280,7 @@ class FactorStream:
                 copied[slot] = self._start_copy(factors[number + 2], slot)
 
     def _reserve(self, size: int) -> None:
-        """Allocates the two buffers, or replaces them by larger ones."""
+        """Allocates the two buffers, or replaces them with larger ones."""
         if self._buffers and self._buffers[0].numel() >= size:
             return
         self._buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(2)]

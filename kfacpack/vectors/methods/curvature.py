@@ -46,8 +46,8 @@ DAMPING_HELP = "ε, the weight of the prior, relative to the mean eigenvalue of 
 PRIORS = ("sum", "mean", "zero")
 PRIOR_HELP = "Result in directions without curvature: the sum of the vectors, their mean, or zero."
 CURVATURE_DAMPING, NEGLIGIBLE_DRIFT = 0.02, 0.004
-"""Defaults of `curvature`, chosen on validation examples of six tasks of `tiny` with seeds that are not used elsewhere
-(docs/results)."""
+"""Defaults of `curvature`, chosen on validation examples of six tasks of `tiny`, with seeds that no published result
+uses (docs/results)."""
 NEGLIGIBLE_DRIFT_HELP = (
     "κ, a drift of f, relative to its scale, that hardly affects predictions. Adds κ/‖τ‖² to ε, so that vectors that "
     "change f little are merged closer to the prior."
